@@ -1,0 +1,143 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PredictRequest(_message.Message):
+    __slots__ = ("request_id", "prompt", "served_model", "max_tokens", "cvar_level", "quantile_levels")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CVAR_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    QUANTILE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt: str
+    served_model: str
+    max_tokens: int
+    cvar_level: float
+    quantile_levels: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class PredictResponse(_message.Message):
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MU_FIELD_NUMBER: _ClassVar[int]
+    SIGMA_FIELD_NUMBER: _ClassVar[int]
+    NU_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CAPPED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    DURATIONS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    mu: float
+    sigma: float
+    nu: float
+    artifact_id: str
+    artifact_version: str
+    capped: CappedLength
+    prompt_tokens: int
+    truncated: bool
+    durations: Durations
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ...) -> None: ...
+
+class CappedLength(_message.Message):
+    __slots__ = ("max_tokens", "expected_tokens", "cvar_level", "cvar_tokens", "quantiles")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CVAR_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    CVAR_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUANTILES_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    expected_tokens: float
+    cvar_level: float
+    cvar_tokens: float
+    quantiles: _containers.RepeatedCompositeFieldContainer[Quantile]
+    def __init__(self, max_tokens: _Optional[int] = ..., expected_tokens: _Optional[float] = ..., cvar_level: _Optional[float] = ..., cvar_tokens: _Optional[float] = ..., quantiles: _Optional[_Iterable[_Union[Quantile, _Mapping]]] = ...) -> None: ...
+
+class Quantile(_message.Message):
+    __slots__ = ("level", "tokens")
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    level: float
+    tokens: float
+    def __init__(self, level: _Optional[float] = ..., tokens: _Optional[float] = ...) -> None: ...
+
+class Durations(_message.Message):
+    __slots__ = ("tokenise_ns", "queue_ns", "inference_ns", "batch_size")
+    TOKENISE_NS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
+    INFERENCE_NS_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    tokenise_ns: int
+    queue_ns: int
+    inference_ns: int
+    batch_size: int
+    def __init__(self, tokenise_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., inference_ns: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class PredictBatchRequest(_message.Message):
+    __slots__ = ("requests",)
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[PredictRequest]
+    def __init__(self, requests: _Optional[_Iterable[_Union[PredictRequest, _Mapping]]] = ...) -> None: ...
+
+class PredictBatchResponse(_message.Message):
+    __slots__ = ("outcomes",)
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    def __init__(self, outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("prediction", "error")
+    PREDICTION_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    prediction: PredictResponse
+    error: PredictionError
+    def __init__(self, prediction: _Optional[_Union[PredictResponse, _Mapping]] = ..., error: _Optional[_Union[PredictionError, _Mapping]] = ...) -> None: ...
+
+class PredictionError(_message.Message):
+    __slots__ = ("request_id", "code", "message", "field")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    code: int
+    message: str
+    field: str
+    def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
+
+class GetMetadataRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetadataResponse(_message.Message):
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes")
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODELS_FIELD_NUMBER: _ClassVar[int]
+    NU_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_SIDE_FIELD_NUMBER: _ClassVar[int]
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    artifact_id: str
+    artifact_version: str
+    format_version: int
+    served_models: _containers.RepeatedScalarFieldContainer[str]
+    nu: float
+    max_length_tokens: int
+    truncation_side: str
+    provider: str
+    server_version: str
+    max_batch_requests: int
+    max_message_bytes: int
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""The prediction service: queue -> batches -> ONNX session, behind gRPC."""
