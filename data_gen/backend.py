@@ -41,11 +41,22 @@ class PromptResult:
 
 
 class Backend(Protocol):
-    """A sampling engine. `name` and `version` are recorded with every sample."""
+    """A sampling engine; its name, version and served model are recorded with every sample."""
 
-    name: str
-    version: str
-    served_model: str
+    @property
+    def name(self) -> str:
+        """Name of the engine."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Version of the engine."""
+        ...
+
+    @property
+    def served_model(self) -> str:
+        """Name of the model that answers."""
+        ...
 
     def sample(self, prompts: Iterable[Prompt], settings: SamplingSettings) -> Iterator[PromptResult]:
         """Yields one result per prompt as soon as all its answers are finished, in any order.

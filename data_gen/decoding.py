@@ -63,10 +63,13 @@ AttentionInterface.register(ATTENTION, grouped_attention)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-class _GrowingLayer(DynamicLayer):
+class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """KV of one layer in a buffer with room to grow, so that a step writes one column instead of copying all."""
 
-    def _set(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def set(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
         self._key_buffer, self._value_buffer, self._length = keys, values, length
         self.keys, self.values = keys[:, :, :length], values[:, :, :length]
 
@@ -75,14 +78,14 @@ class _GrowingLayer(DynamicLayer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self._set(key_states, value_states, key_states.shape[2])
+            self.set(key_states, value_states, key_states.shape[2])
             return self.keys, self.values
         end = self._length + key_states.shape[2]
         if end > self._key_buffer.shape[2]:
-            self._set(self._grown(self.keys, end), self._grown(self.values, end), self._length)
+            self.set(self._grown(self.keys, end), self._grown(self.values, end), self._length)
         self._key_buffer[:, :, self._length : end] = key_states
         self._value_buffer[:, :, self._length : end] = value_states
-        self._set(self._key_buffer, self._value_buffer, end)
+        self.set(self._key_buffer, self._value_buffer, end)
         return self.keys, self.values
 
     @staticmethod
@@ -93,7 +96,7 @@ class _GrowingLayer(DynamicLayer):
         return buffer
 
     def keep(self, rows: torch.Tensor, first_token: int) -> None:
-        self._set(
+        self.set(
             self._key_buffer[rows, :, first_token:],
             self._value_buffer[rows, :, first_token:],
             self._length - first_token,
@@ -109,7 +112,7 @@ class _GrowingLayer(DynamicLayer):
             _left_padded(self.values, length),
             _left_padded(other.values, length).repeat_interleave(repeats, 0),
         ]
-        self._set(torch.cat(keys), torch.cat(values), length)
+        self.set(torch.cat(keys), torch.cat(values), length)
 
 
 def _left_padded(states: torch.Tensor, length: int) -> torch.Tensor:
@@ -150,7 +153,7 @@ class DecodingBatch:
             self._mask = torch.cat(pads)
         else:
             for layer in layers:
-                layer._set(
+                layer.set(
                     layer.keys.repeat_interleave(repeats, 0),
                     layer.values.repeat_interleave(repeats, 0),
                     length,
@@ -185,6 +188,6 @@ class DecodingBatch:
     ) -> tuple[DynamicCache, list[_GrowingLayer]]:
         count = int(self._model.config.num_hidden_layers)
         cache = DynamicCache()
-        own = layers if layers is not None else [_GrowingLayer() for _ in range(count)]
+        own = layers if layers is not None else [_GrowingLayer() for _ in range(count)]  # type: ignore[no-untyped-call]
         cache.layers = list(own)
         return cache, own

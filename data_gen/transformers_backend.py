@@ -135,7 +135,7 @@ class TransformersBackend:
                 self._source,
                 f"a local model folder, a .gguf file, or a reachable hub model ({reason})",
             ) from error
-        return model.eval().to(device), tokenizer
+        return model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
 
     def sample(self, prompts: Iterable[Prompt], settings: SamplingSettings) -> Iterator[PromptResult]:
         """See `Backend.sample`; at most `max_rows` answers decode at a time (one prompt's repeats at the least)."""

