@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute
 
 from data_gen.backend import Backend, PromptResult, SamplingSettings
 from data_gen.prompts import Prompt
@@ -49,7 +50,8 @@ def generate(
     """Samples every prompt and writes `out` (schema `samples/1`).
 
     Finished prompts are written, synced, to shards in the folder `OUT.partial`; a run that was cut off goes on
-    from there when it is started again with the same prompts and settings, and then gives the same set.
+    from there when it is started again with the same settings, and then gives the same set. The prompts may be
+    more or fewer than before: answers do not depend on them.
 
     Args:
         backend: Engine that answers.
@@ -64,9 +66,8 @@ def generate(
     """
     out = writable_target(out, "out")
     partial = out.with_name(out.name + ".partial")
-    identity = _identity(backend, prompts, settings)
-    done = _resume(partial, identity)
-    run_id = identity["run_id"]
+    _check_ids(prompts)
+    identity, done = _resume(partial, _identity(backend, prompts, settings), prompts)
     todo = [prompt for prompt in prompts if prompt.prompt_id not in done]
     failed: dict[str, str] = {}
     buffer: list[PromptResult] = []
@@ -75,7 +76,7 @@ def generate(
     def flush() -> None:
         nonlocal num_shards
         if buffer:
-            rows = [row for result in buffer for row in _rows(result, backend, settings, run_id)]
+            rows = [row for result in buffer for row in _rows(result, backend, settings, identity["run_id"])]
             write_samples(partial / f"shard-{num_shards:06d}.parquet", to_table(rows))
             num_shards += 1
             buffer.clear()
@@ -95,52 +96,57 @@ def generate(
     return _merge(partial, out, prompts, failed, num_resumed=len(done), config=identity)
 
 
-def _identity(backend: Backend, prompts: Sequence[Prompt], settings: SamplingSettings) -> dict[str, object]:
-    ids = [prompt.prompt_id for prompt in prompts]
-    if len(set(ids)) < len(ids):
-        repeated = next(prompt_id for prompt_id in ids if ids.count(prompt_id) > 1)
-        raise InputError("prompts", repeated, "each prompt id once")
-    content = hashlib.sha256()
+def _check_ids(prompts: Sequence[Prompt]) -> None:
+    seen: set[str] = set()
     for prompt in prompts:
-        content.update(json.dumps([prompt.prompt_id, prompt.text, prompt.category]).encode())
+        if prompt.prompt_id in seen:
+            raise InputError("prompts", prompt.prompt_id, "each prompt id once")
+        seen.add(prompt.prompt_id)
+
+
+def _identity(backend: Backend, prompts: Sequence[Prompt], settings: SamplingSettings) -> dict[str, object]:
+    """What a run is: engine, model and settings. Its prompts only name it, since answers do not depend on them."""
     identity: dict[str, object] = {
         "engine": backend.name,
         "engine_version": backend.version,
         "model": backend.served_model,
         "settings": asdict(settings),
-        "num_prompts": len(prompts),
-        "prompts_sha256": content.hexdigest(),
     }
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return {**identity, "run_id": digest[:12]}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode())
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.prompt_id, prompt.text]).encode())
+    return {**identity, "run_id": digest.hexdigest()[:12]}
 
 
-def _resume(partial: Path, identity: dict[str, object]) -> set[str]:
-    """Ids of prompts already in shards of this very run; starts the folder if there is none."""
+def _resume(
+    partial: Path, identity: dict[str, object], prompts: Sequence[Prompt]
+) -> tuple[dict[str, object], set[str]]:
+    """Identity to go on with and ids of the prompts that shards already answer; starts the folder if there is none."""
     run_file = partial / RUN_FILE
     if not run_file.exists():
         partial.mkdir(exist_ok=True)
         write_json(run_file, identity)
-        return set()
+        return identity, set()
     try:
-        found = json.loads(run_file.read_text(encoding="utf-8"))
+        found: dict[str, object] = json.loads(run_file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError("out", str(run_file), "the readable state of an interrupted run, or none") from error
-    if found != identity:
-        different = sorted(key for key in identity if found.get(key) != identity[key] and key != "run_id")
-        raise InputError(
-            "out",
-            str(partial),
-            f"the state of the same run (different: {', '.join(different)}); remove it or use another --out",
-        )
+    different = sorted(key for key in identity if found.get(key) != identity[key] and key != "run_id")
+    if different:
+        allowed = f"the state of a run with the same {', '.join(different)}; remove it or use another --out"
+        raise InputError("out", str(partial), allowed)
+    texts = {prompt.prompt_id: prompt.text for prompt in prompts}
     done: set[str] = set()
     for shard in sorted(partial.glob(SHARDS)):
-        done.update(read_samples(shard).column("prompt_id").to_pylist())
+        table = read_samples(shard).select(["prompt_id", "prompt"])
+        for prompt_id, text in zip(*(column.to_pylist() for column in table.columns), strict=True):
+            if texts.get(prompt_id, text) != text:
+                raise InputError("prompts", prompt_id, "the text that the interrupted run had for this id")
+            if prompt_id in texts:
+                done.add(prompt_id)
     if done:
-        log.info(
-            "going on with an interrupted run: %d of %d prompts are done", len(done), identity["num_prompts"]
-        )
-    return done
+        log.info("going on with an interrupted run: %d of %d prompts are done", len(done), len(prompts))
+    return {**identity, "run_id": found["run_id"]}, done
 
 
 def _rows(result: PromptResult, backend: Backend, settings: SamplingSettings, run_id: object) -> list[Sample]:
@@ -181,6 +187,7 @@ def _merge(
         raise InputError("prompts", first[0], f"at least one prompt that can be answered ({first[1]})")
     table = pa.concat_tables([read_samples(shard) for shard in shards])
     order = {prompt.prompt_id: number for number, prompt in enumerate(prompts)}
+    table = table.filter(pa.compute.is_in(table.column("prompt_id"), pa.array(list(order))))
     position = pa.array([order[prompt_id] for prompt_id in table.column("prompt_id").to_pylist()])
     table = table.append_column("position", position).sort_by(
         [("position", "ascending"), ("sample_index", "ascending")]

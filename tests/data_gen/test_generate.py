@@ -82,8 +82,23 @@ def test_state_of_another_run_is_not_mixed_in(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         generate(CountingBackend(3), PROMPTS, SETTINGS, out, prompts_per_shard=1)
     other = SamplingSettings(num_samples=5, max_tokens=50, temperature=1.0, top_p=1.0, seed=2)
-    with pytest.raises(InputError, match="different: settings"):
+    with pytest.raises(InputError, match="same settings"):
         generate(CountingBackend(), PROMPTS, other, out)
+
+
+def test_an_interrupted_run_may_end_with_fewer_or_more_prompts(tmp_path: Path) -> None:
+    for count in (2, 9):
+        out = tmp_path / f"{count}.parquet"
+        with pytest.raises(KeyboardInterrupt):
+            generate(CountingBackend(4), PROMPTS[:6], SETTINGS, out, prompts_per_shard=1)
+        generate(CountingBackend(), PROMPTS[:count], SETTINGS, out)
+        fresh = tmp_path / f"fresh-{count}.parquet"
+        generate(CountingBackend(), PROMPTS[:count], SETTINGS, fresh)
+        assert read_samples(out).drop_columns(["run_id"]).equals(read_samples(fresh).drop_columns(["run_id"]))
+    with pytest.raises(KeyboardInterrupt):
+        generate(CountingBackend(4), PROMPTS, SETTINGS, tmp_path / "x.parquet", prompts_per_shard=1)
+    with pytest.raises(InputError, match="text that the interrupted run had"):
+        generate(CountingBackend(), [Prompt("p0", "another text")], SETTINGS, tmp_path / "x.parquet")
 
 
 def test_repeated_ids_and_runs_without_any_answer_are_refused(tmp_path: Path) -> None:
