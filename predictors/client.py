@@ -1,0 +1,325 @@
+"""Clients of the prediction service.
+
+`connect("host:port")` gives the asynchronous client that a scheduler or simulator uses (the `Predictor` protocol of
+scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connection at the first
+call, retry only what never reached a server (UNAVAILABLE), and give every call a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictor import PredictionRequest
+
+try:
+    import grpc
+
+    from predictors.proto import predictor_v1_pb2 as pb
+    from predictors.proto import predictor_v1_pb2_grpc
+except ImportError as error:
+    raise MissingExtraError("grpcio", "client") from error
+
+if TYPE_CHECKING:
+    from grpc.aio import Channel
+
+METHOD_PREFIX = "tailcast.predictor.v1.Predictor"
+
+
+class PredictorError(TailcastError):
+    """The service could not be reached, refused a request or failed.
+
+    Args:
+        message: What happened, naming the address.
+        code: Name of the gRPC status, for example "RESOURCE_EXHAUSTED".
+        request_id: The request it is about, if it is about one.
+    """
+
+    def __init__(self, message: str, code: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.request_id = request_id
+
+    def __reduce__(self) -> tuple[type[PredictorError], tuple[str, str, str | None]]:
+        return type(self), (str(self), self.code, self.request_id)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """Limits of a client.
+
+    Attributes:
+        timeout_s: Deadline of one call, retries included.
+        max_attempts: Tries of one call, 1 to 5; only UNAVAILABLE is tried again.
+        first_backoff_s: Wait before the second try; doubled for each further one, randomised by gRPC.
+        max_batch_requests: Most requests in one call; more are sent in several calls at the same time.
+        max_batch_bytes: Largest sum of prompt bytes in one call of more than one request.
+        max_message_bytes: Largest message.
+    """
+
+    timeout_s: float = 10.0
+    max_attempts: int = 4
+    first_backoff_s: float = 0.05
+    max_batch_requests: int = 64
+    max_batch_bytes: int = 2 * 2**20
+    max_message_bytes: int = 16 * 2**20
+
+    def __post_init__(self) -> None:
+        if not (0 < self.timeout_s < math.inf):
+            raise InputError("timeout_s", self.timeout_s, "a finite number of seconds > 0")
+        if not 1 <= self.max_attempts <= 5:
+            raise InputError("max_attempts", self.max_attempts, "1 to 5")
+        if not 0.001 <= self.first_backoff_s <= 60:
+            raise InputError("first_backoff_s", self.first_backoff_s, "0.001 to 60 seconds")
+        for name in ("max_batch_requests", "max_batch_bytes", "max_message_bytes"):
+            if getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "an integer >= 1")
+
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Options of a gRPC channel; the retries are done by gRPC itself, within the call's deadline."""
+        method: dict[str, Any] = {"name": [{"service": METHOD_PREFIX}]}
+        if self.max_attempts > 1:
+            method["retryPolicy"] = {
+                "maxAttempts": self.max_attempts,
+                "initialBackoff": f"{self.first_backoff_s}s",
+                "maxBackoff": f"{self.first_backoff_s * 8}s",
+                "backoffMultiplier": 2,
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            }
+        return [
+            ("grpc.service_config", json.dumps({"methodConfig": [method]})),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            # Reconnect quickly: a restarted server is back in about a second.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+        ]
+
+
+class GrpcPredictor:
+    """Asynchronous client; implements `scheduler_core.predictor.Predictor`.
+
+    Args:
+        address: "host:port" or "unix:PATH".
+        settings: Limits.
+
+    Raises:
+        InputError: The address has another form. Nothing is connected yet.
+    """
+
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        self.address = _checked_address(address)
+        self.settings = settings or ClientSettings()
+        self._channel: Channel | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+        """Predictions in the order of `requests`.
+
+        Raises:
+            PredictorError: The service could not be reached in time, or refused or failed one of the requests.
+            InputError: A prompt cannot be sent.
+        """
+        stub = self._stub()
+        calls = [
+            asyncio.ensure_future(self._predict_batch(stub, chunk))
+            for chunk in _chunks(requests, self.settings)
+        ]
+        try:
+            answers = await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+        return [prediction for answer in answers for prediction in answer]
+
+    async def metadata(self) -> pb.GetMetadataResponse:
+        """What the service serves: artifact, limits, provider."""
+        try:
+            response: pb.GetMetadataResponse = await self._stub().GetMetadata(
+                pb.GetMetadataRequest(), timeout=self.settings.timeout_s
+            )
+        except grpc.aio.AioRpcError as error:
+            _raise(error, self.address)
+        return response
+
+    async def close(self) -> None:
+        """Ends the connection; the client can be used again and then opens a new one."""
+        channel, self._channel, self._loop = self._channel, None, None
+        if channel is not None:
+            await channel.close(None)
+
+    async def __aenter__(self) -> GrpcPredictor:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _stub(self) -> Any:
+        """The stub of this event loop's channel: a channel cannot move from one loop to another."""
+        loop = asyncio.get_running_loop()
+        if self._channel is None or self._loop is not loop:
+            self._channel = grpc.aio.insecure_channel(self.address, options=self.settings.channel_options())
+            self._loop = loop
+        return predictor_v1_pb2_grpc.PredictorStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def _predict_batch(
+        self, stub: Any, requests: Sequence[PredictionRequest]
+    ) -> list[LengthPrediction]:
+        message = pb.PredictBatchRequest(requests=[_message(request) for request in requests])
+        try:
+            response = await stub.PredictBatch(message, timeout=self.settings.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            _raise(error, self.address)
+        return _predictions(response, requests, self.address)
+
+
+class SyncPredictor:
+    """Blocking client with the same limits and errors; may be shared by threads.
+
+    Args:
+        address: "host:port" or "unix:PATH".
+        settings: Limits.
+    """
+
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        self.address = _checked_address(address)
+        self.settings = settings or ClientSettings()
+        self._channel: grpc.Channel | None = None
+
+    def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+        """Predictions in the order of `requests`; raises as `GrpcPredictor.predict` does."""
+        stub = self._stub()
+        calls = []
+        for chunk in _chunks(requests, self.settings):
+            message = pb.PredictBatchRequest(requests=[_message(request) for request in chunk])
+            calls.append((chunk, stub.PredictBatch.future(message, timeout=self.settings.timeout_s)))
+        predictions = []
+        for chunk, call in calls:
+            try:
+                predictions += _predictions(call.result(), chunk, self.address)
+            except grpc.RpcError as error:
+                for _, other in calls:
+                    other.cancel()
+                _raise(error, self.address)
+        return predictions
+
+    def metadata(self) -> pb.GetMetadataResponse:
+        """What the service serves: artifact, limits, provider."""
+        try:
+            response: pb.GetMetadataResponse = self._stub().GetMetadata(
+                pb.GetMetadataRequest(), timeout=self.settings.timeout_s
+            )
+        except grpc.RpcError as error:
+            _raise(error, self.address)
+        return response
+
+    def close(self) -> None:
+        """Ends the connection; the client can be used again and then opens a new one."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+
+    def __enter__(self) -> SyncPredictor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _stub(self) -> Any:
+        if self._channel is None:
+            self._channel = grpc.insecure_channel(self.address, options=self.settings.channel_options())
+        return predictor_v1_pb2_grpc.PredictorStub(self._channel)  # type: ignore[no-untyped-call]
+
+
+def connect(address: str) -> GrpcPredictor:
+    """A client for "host:port", as `open_predictor("grpc://host:port")` makes it; connects at the first call."""
+    return GrpcPredictor(address)
+
+
+def _checked_address(address: str) -> str:
+    if re.fullmatch(r"unix:.+", address):
+        return address
+    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise InputError("predictor address", address, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
+    return address
+
+
+def _chunks(
+    requests: Sequence[PredictionRequest], settings: ClientSettings
+) -> Iterator[list[PredictionRequest]]:
+    """Consecutive parts of `requests` within the limits of one call; a prompt over the byte limit goes alone."""
+    chunk: list[PredictionRequest] = []
+    num_bytes = 0
+    for request in requests:
+        size = len(request.prompt) * 4  # bytes of a character in UTF-8: at most 4
+        if chunk and (
+            len(chunk) >= settings.max_batch_requests or num_bytes + size > settings.max_batch_bytes
+        ):
+            yield chunk
+            chunk, num_bytes = [], 0
+        chunk.append(request)
+        num_bytes += size
+    if chunk:
+        yield chunk
+
+
+def _message(request: PredictionRequest) -> pb.PredictRequest:
+    try:
+        return pb.PredictRequest(
+            request_id=request.request_id, prompt=request.prompt, served_model=request.served_model
+        )
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            f"prompt of request {request.request_id!r}", request.prompt[:40], f"valid Unicode text ({error})"
+        ) from error
+
+
+def _predictions(
+    response: pb.PredictBatchResponse, requests: Sequence[PredictionRequest], address: str
+) -> list[LengthPrediction]:
+    if len(response.outcomes) != len(requests):
+        raise PredictorError(
+            f"predictor {address}: {len(response.outcomes)} outcomes for {len(requests)} requests", "INTERNAL"
+        )
+    predictions = []
+    for outcome, request in zip(response.outcomes, requests, strict=True):
+        if outcome.WhichOneof("outcome") != "prediction":
+            code = _code_name(outcome.error.code)
+            raise PredictorError(
+                f"predictor {address}: request {request.request_id!r}: {code}: {outcome.error.message}",
+                code,
+                request.request_id,
+            )
+        found = outcome.prediction
+        predictions.append(
+            LengthPrediction(
+                mu=found.mu,
+                sigma=found.sigma,
+                nu=found.nu,
+                artifact_id=found.artifact_id,
+                artifact_version=found.artifact_version,
+            )
+        )
+    return predictions
+
+
+def _code_name(number: int) -> str:
+    return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
+
+
+def _raise(error: Any, address: str) -> NoReturn:
+    code = error.code().name
+    raise PredictorError(f"predictor {address}: {code}: {error.details()}", code) from error

@@ -1,0 +1,175 @@
+"""Text in, prediction out: tokenise, queue, run; the CPU work happens in threads, never in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from predictors.artifact import Artifact
+from predictors.service.batcher import Batcher
+from predictors.service.clock import Clock, LoopClock
+from predictors.service.errors import ClosedError, QueueFullError
+from predictors.service.grouping import BatchingSettings
+from predictors.tokenizer import TokenizedPrompt
+from scheduler_core.errors import InputError, TailcastError
+
+logger = logging.getLogger(__name__)
+
+TOKENISE_BATCH = 32  # texts per hop to the tokenising thread
+
+
+class Tokenizer(Protocol):
+    """Text to token ids, callable from a thread."""
+
+    def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]: ...
+
+
+class Runtime(Protocol):
+    """What the pipeline needs of `predictors.runtime.ArtifactRuntime`."""
+
+    artifact: Artifact
+    provider: str
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    def run(
+        self, prompts: Sequence[NDArray[np.int64]]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
+
+    def warm_up(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One prompt's prediction (log tokens) and what it cost."""
+
+    mu: float
+    sigma: float
+    prompt_tokens: int
+    truncated: bool
+    tokenise_s: float
+    queue_s: float
+    inference_s: float
+    batch_size: int
+
+
+class PredictionPipeline:
+    """Bounded, batched predictions with one runtime.
+
+    Args:
+        runtime: Artifact to predict with.
+        settings: Batching; `max_queue` bounds all requests inside, tokenising ones included.
+        clock: Source of time; default: the event loop's.
+    """
+
+    def __init__(self, runtime: Runtime, settings: BatchingSettings, clock: Clock | None = None) -> None:
+        self.runtime = runtime
+        self.settings = settings
+        self.clock: Clock = clock or LoopClock()
+        self._inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._state = "starting"
+        self._tokenise_pool = ThreadPoolExecutor(1, thread_name_prefix="tailcast-tokenise")
+        self._run_pool = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tailcast-run")
+        self._tokeniser: Batcher[str, TokenizedPrompt] = Batcher(
+            self._tokenise,
+            settings=BatchingSettings(
+                max_batch=TOKENISE_BATCH, max_wait_s=0.0, order="arrival", max_queue=settings.max_queue
+            ),
+            clock=self.clock,
+        )
+        self._batcher: Batcher[NDArray[np.int64], tuple[float, float]] = Batcher(
+            self._run, settings=settings, clock=self.clock
+        )
+
+    @property
+    def num_inside(self) -> int:
+        """Requests accepted and not yet answered."""
+        return self._inside
+
+    async def start(self) -> None:
+        """Warms the session up; requests are accepted from then on."""
+        await asyncio.get_running_loop().run_in_executor(self._run_pool, self.runtime.warm_up)
+        self._state = "ready"
+
+    async def predict(self, prompt: str, *, deadline: float | None = None) -> Prediction:
+        """Predicts one prompt.
+
+        Args:
+            prompt: The text; longer than the model reads is truncated.
+            deadline: Time of the clock after which no more work is done for it.
+
+        Raises:
+            ClosedError: Not started yet, or closing.
+            QueueFullError: Too many requests inside; raised at once.
+            ExpiredError: The deadline passed in the queue.
+            BatchError: The model or tokenizer failed.
+            InputError: The text has no tokens.
+            TailcastError: The model gave something that is no distribution.
+        """
+        if self._state != "ready":
+            raise ClosedError(self._state)
+        if self._inside >= self.settings.max_queue:
+            raise QueueFullError(self.settings.max_queue)
+        self._inside += 1
+        self._empty.clear()
+        try:
+            tokenised = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
+            tokens = tokenised.result
+            if len(tokens.ids) == 0:
+                raise InputError("prompt", prompt, "a text with at least one token")
+            answer = await self._batcher.submit(tokens.ids, length=len(tokens.ids), deadline=deadline)
+        finally:
+            self._inside -= 1
+            if self._inside == 0:
+                self._empty.set()
+        mu, sigma = answer.result
+        if not (math.isfinite(mu) and math.isfinite(sigma) and sigma > 0):
+            raise TailcastError(f"the model gave mu = {mu}, sigma = {sigma}")
+        return Prediction(
+            mu=mu,
+            sigma=sigma,
+            prompt_tokens=len(tokens.ids),
+            truncated=tokens.truncated,
+            tokenise_s=tokenised.queue_s + tokenised.work_s,
+            queue_s=answer.queue_s,
+            inference_s=answer.work_s,
+            batch_size=answer.batch_size,
+        )
+
+    def refuse_new(self) -> None:
+        """Lets what is inside finish; new requests get `ClosedError`."""
+        self._state = "shutting down"
+
+    async def close(self, *, drain: bool = True) -> None:
+        """Ends the pipeline; what is inside is answered first, or failed without `drain`."""
+        self.refuse_new()
+        if drain:
+            await self._empty.wait()
+        await self._tokeniser.close(drain=False)
+        await self._batcher.close(drain=False)
+        self._tokenise_pool.shutdown()
+        self._run_pool.shutdown()
+
+    async def _tokenise(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenise_pool, self.runtime.tokenizer, prompts)
+
+    async def _run(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[float, float]]:
+        loop = asyncio.get_running_loop()
+        try:
+            mu, sigma = await loop.run_in_executor(self._run_pool, self.runtime.run, prompts)
+        except Exception:
+            logger.exception("a batch of %d prompts failed", len(prompts))
+            raise
+        return list(zip(mu.tolist(), sigma.tolist(), strict=True))

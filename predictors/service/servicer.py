@@ -1,0 +1,202 @@
+"""The gRPC methods: checks what came in, asks the pipeline, and maps every error to a status in one table."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from importlib import metadata
+from typing import Any
+
+import grpc
+
+from predictors.artifact import FORMAT_VERSION
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto import predictor_v1_pb2_grpc
+from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
+from predictors.service.pipeline import Prediction, PredictionPipeline
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.lengths import LogT
+
+logger = logging.getLogger(__name__)
+
+STATUS: dict[type[Exception], grpc.StatusCode] = {
+    InputError: grpc.StatusCode.INVALID_ARGUMENT,
+    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ClosedError: grpc.StatusCode.UNAVAILABLE,
+    BatchError: grpc.StatusCode.INTERNAL,
+    TailcastError: grpc.StatusCode.INTERNAL,
+}
+
+DEFAULT_CVAR_LEVEL = 0.9
+DEFAULT_QUANTILE_LEVELS = (0.5, 0.9, 0.99)
+MAX_QUANTILE_LEVELS = 100
+MAX_REQUEST_ID_CHARS = 1024
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
+    """Service tailcast.predictor.v1.Predictor.
+
+    Args:
+        pipeline: What predicts.
+        max_batch_requests: Most requests in one PredictBatch.
+        max_message_bytes: Limit of the transport, told in the metadata.
+    """
+
+    def __init__(
+        self, pipeline: PredictionPipeline, *, max_batch_requests: int, max_message_bytes: int
+    ) -> None:
+        self._pipeline = pipeline
+        self._max_batch_requests = max_batch_requests
+        self._max_message_bytes = max_message_bytes
+
+    async def Predict(self, request: pb.PredictRequest, context: Context) -> pb.PredictResponse:
+        """One prompt; see the .proto for the statuses."""
+        outcome = await self._outcome(request, self._deadline(context), where="")
+        if isinstance(outcome, pb.PredictResponse):
+            return outcome
+        code, message, _ = outcome
+        await context.abort(code, message)
+        raise AssertionError("abort raises")
+
+    async def PredictBatch(
+        self, request: pb.PredictBatchRequest, context: Context
+    ) -> pb.PredictBatchResponse:
+        """Many prompts, each with its own outcome."""
+        if not 1 <= len(request.requests) <= self._max_batch_requests:
+            error = InputError(
+                "requests", f"{len(request.requests)} requests", f"1 to {self._max_batch_requests} of them"
+            )
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        deadline = self._deadline(context)
+        outcomes = await asyncio.gather(
+            *(
+                self._outcome(one, deadline, where=f"requests[{index}].")
+                for index, one in enumerate(request.requests)
+            )
+        )
+        return pb.PredictBatchResponse(
+            outcomes=[
+                pb.Outcome(prediction=outcome)
+                if isinstance(outcome, pb.PredictResponse)
+                else _error_outcome(one.request_id, *outcome)
+                for one, outcome in zip(request.requests, outcomes, strict=True)
+            ]
+        )
+
+    async def GetMetadata(self, request: pb.GetMetadataRequest, context: Context) -> pb.GetMetadataResponse:
+        """What is served."""
+        manifest = self._pipeline.runtime.artifact.manifest
+        return pb.GetMetadataResponse(
+            artifact_id=manifest.artifact_id,
+            artifact_version=manifest.artifact_version,
+            format_version=FORMAT_VERSION,
+            served_models=manifest.served_models,
+            nu=manifest.nu,
+            max_length_tokens=manifest.max_length,
+            truncation_side=manifest.truncation_side,
+            provider=self._pipeline.runtime.provider,
+            server_version=metadata.version("tailcast"),
+            max_batch_requests=self._max_batch_requests,
+            max_message_bytes=self._max_message_bytes,
+        )
+
+    def _deadline(self, context: Context) -> float | None:
+        remaining = context.time_remaining()
+        return None if remaining is None else self._pipeline.clock.now() + remaining
+
+    async def _outcome(
+        self, request: pb.PredictRequest, deadline: float | None, where: str
+    ) -> pb.PredictResponse | tuple[grpc.StatusCode, str, str]:
+        """The answer, or (status code, message, name of the wrong field)."""
+        try:
+            self._check(request, where)
+            return self._response(request, await self._pipeline.predict(request.prompt, deadline=deadline))
+        except TailcastError as error:
+            code = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
+            return code, str(error), error.field if isinstance(error, InputError) else ""
+        except Exception:
+            logger.exception("request %r failed", request.request_id)
+            return grpc.StatusCode.INTERNAL, "internal error; the server's log has the details", ""
+
+    def _check(self, request: pb.PredictRequest, where: str) -> None:
+        """Raises InputError for the first field that is wrong, its name prefixed with `where`."""
+        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
+            raise InputError(
+                f"{where}request_id", request.request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
+            )
+        if not request.prompt or request.prompt.isspace():
+            raise InputError(f"{where}prompt", request.prompt[:20], "a text that is not empty")
+        served = self._pipeline.runtime.artifact.manifest.served_models
+        if request.served_model and served and request.served_model not in served:
+            raise InputError(
+                f"{where}served_model", request.served_model, f"empty or one of {', '.join(served)}"
+            )
+        if request.HasField("max_tokens") and request.max_tokens < 1:
+            raise InputError(f"{where}max_tokens", request.max_tokens, "an integer >= 1, or unset")
+        if request.HasField("cvar_level") and not 0 <= request.cvar_level < 1:
+            raise InputError(f"{where}cvar_level", request.cvar_level, "a number in [0, 1)")
+        if len(request.quantile_levels) > MAX_QUANTILE_LEVELS:
+            raise InputError(
+                f"{where}quantile_levels",
+                f"{len(request.quantile_levels)} levels",
+                f"at most {MAX_QUANTILE_LEVELS}",
+            )
+        for level in request.quantile_levels:
+            if not 0 < level < 1:
+                raise InputError(f"{where}quantile_levels", level, "numbers in (0, 1)")
+
+    def _response(self, request: pb.PredictRequest, prediction: Prediction) -> pb.PredictResponse:
+        manifest = self._pipeline.runtime.artifact.manifest
+        response = pb.PredictResponse(
+            request_id=request.request_id,
+            mu=prediction.mu,
+            sigma=prediction.sigma,
+            nu=manifest.nu,
+            artifact_id=manifest.artifact_id,
+            artifact_version=manifest.artifact_version,
+            prompt_tokens=prediction.prompt_tokens,
+            truncated=prediction.truncated,
+            durations=pb.Durations(
+                tokenise_ns=round(prediction.tokenise_s * 1e9),
+                queue_ns=round(prediction.queue_s * 1e9),
+                inference_ns=round(prediction.inference_s * 1e9),
+                batch_size=prediction.batch_size,
+            ),
+        )
+        if request.HasField("max_tokens"):
+            response.capped.CopyFrom(capped_length(request, prediction, manifest.nu))
+        return response
+
+
+def capped_length(request: pb.PredictRequest, prediction: Prediction, nu: float) -> pb.CappedLength:
+    """Expectation, CVaR and quantiles of min(X, max_tokens), at the levels the request asks for."""
+    lengths = LogT(prediction.mu, prediction.sigma, nu)
+    cap = request.max_tokens
+    cvar_level = request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL
+    levels = tuple(request.quantile_levels) or DEFAULT_QUANTILE_LEVELS
+    quantiles = [
+        pb.Quantile(level=level, tokens=min(float(lengths.ppf(level)), float(cap))) for level in levels
+    ]
+    numbers = pb.CappedLength(
+        max_tokens=cap,
+        expected_tokens=float(lengths.expected(cap)),
+        cvar_level=cvar_level,
+        cvar_tokens=float(lengths.cvar(cvar_level, cap)),
+        quantiles=quantiles,
+    )
+    if not (math.isfinite(numbers.expected_tokens) and math.isfinite(numbers.cvar_tokens)):
+        raise TailcastError(
+            f"mu = {prediction.mu}, sigma = {prediction.sigma} have no expectation at {cap} tokens"
+        )
+    return numbers
+
+
+def _error_outcome(request_id: str, code: grpc.StatusCode, message: str, field: str) -> pb.Outcome:
+    number: int = code.value[0]
+    return pb.Outcome(
+        error=pb.PredictionError(request_id=request_id, code=number, message=message, field=field)
+    )

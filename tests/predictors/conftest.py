@@ -1,0 +1,13 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.predictors.fakes import write_artifact
+
+
+@pytest.fixture(scope="session")
+def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid tiny artifact; tests must not write into it."""
+    return write_artifact(tmp_path_factory.mktemp("artifacts") / "tiny")
