@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from importlib import metadata
 from typing import Any
 
@@ -13,10 +12,10 @@ import grpc
 from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
+from predictors.service.capped import capped_length
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
 from predictors.service.pipeline import Prediction, PredictionPipeline
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.lengths import LogT
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +28,6 @@ STATUS: dict[type[Exception], grpc.StatusCode] = {
     TailcastError: grpc.StatusCode.INTERNAL,
 }
 
-DEFAULT_CVAR_LEVEL = 0.9
-DEFAULT_QUANTILE_LEVELS = (0.5, 0.9, 0.99)
 MAX_QUANTILE_LEVELS = 100
 MAX_REQUEST_ID_CHARS = 1024
 
@@ -168,31 +165,16 @@ class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
             ),
         )
         if request.HasField("max_tokens"):
-            response.capped.CopyFrom(capped_length(request, prediction, manifest.nu))
+            numbers = capped_length(
+                prediction.mu,
+                prediction.sigma,
+                manifest.nu,
+                max_tokens=request.max_tokens,
+                cvar_level=request.cvar_level if request.HasField("cvar_level") else None,
+                levels=request.quantile_levels,
+            )
+            response.capped.CopyFrom(numbers)
         return response
-
-
-def capped_length(request: pb.PredictRequest, prediction: Prediction, nu: float) -> pb.CappedLength:
-    """Expectation, CVaR and quantiles of min(X, max_tokens), at the levels the request asks for."""
-    lengths = LogT(prediction.mu, prediction.sigma, nu)
-    cap = request.max_tokens
-    cvar_level = request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL
-    levels = tuple(request.quantile_levels) or DEFAULT_QUANTILE_LEVELS
-    quantiles = [
-        pb.Quantile(level=level, tokens=min(float(lengths.ppf(level)), float(cap))) for level in levels
-    ]
-    numbers = pb.CappedLength(
-        max_tokens=cap,
-        expected_tokens=float(lengths.expected(cap)),
-        cvar_level=cvar_level,
-        cvar_tokens=float(lengths.cvar(cvar_level, cap)),
-        quantiles=quantiles,
-    )
-    if not (math.isfinite(numbers.expected_tokens) and math.isfinite(numbers.cvar_tokens)):
-        raise TailcastError(
-            f"mu = {prediction.mu}, sigma = {prediction.sigma} have no expectation at {cap} tokens"
-        )
-    return numbers
 
 
 def _error_outcome(request_id: str, code: grpc.StatusCode, message: str, field: str) -> pb.Outcome:

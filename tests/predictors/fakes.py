@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from predictors.artifact import Manifest, content_version, hash_files, write_manifest
+from predictors.runtime import open_runtime
+from predictors.service.grouping import BatchingSettings
+from predictors.service.pipeline import Runtime
+from predictors.service.server import PredictionServer, ServerSettings
 
 WORDS = ("name", "three", "rivers", "write", "a", "long", "essay", "about", "the", "sea", "nan", "crash")
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -143,3 +149,52 @@ async def settle() -> None:
     """Lets every task that can run do so until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
+
+
+class GatedRuntime:
+    """The real runtime behind a gate: batches wait until it is opened; the first `num_failures` batches fail."""
+
+    def __init__(self, folder: Path, *, is_open: bool = True, num_failures: int = 0) -> None:
+        self._runtime = open_runtime(folder, provider="cpu")
+        self.artifact = self._runtime.artifact
+        self.tokenizer = self._runtime.tokenizer
+        self.provider = self._runtime.provider
+        self.gate = threading.Event()
+        if is_open:
+            self.gate.set()
+        self.num_failures = num_failures
+        self.batches: list[int] = []
+
+    def warm_up(self) -> None:
+        self._runtime.warm_up()
+
+    def run(self, prompts: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        if not self.gate.wait(timeout=30):
+            raise TimeoutError("the test never opened the gate")
+        self.batches.append(len(prompts))
+        if self.num_failures:
+            self.num_failures -= 1
+            raise RuntimeError("injected failure")
+        return self._runtime.run(prompts)
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    runtime: Runtime, *, batching: BatchingSettings | None = None, **settings: Any
+) -> AsyncIterator[tuple[PredictionServer, str]]:
+    """A server on a free loopback port, and its address."""
+    server = PredictionServer(
+        runtime, batching or BatchingSettings.cpu(num_workers=2), ServerSettings(**settings)
+    )
+    port = await server.start()
+    try:
+        yield server, f"127.0.0.1:{port}"
+    finally:
+        await server.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Lets the loop run until `condition` holds; pytest's own limit is the only time-out needed."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0)
