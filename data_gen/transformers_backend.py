@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,6 +97,7 @@ class TransformersBackend:
         self._max_rows = max_rows
         self._dtype = dtype
         self._device = device
+        self._loaded: tuple[Any, Any] | None = None
         self.served_model = served_model or Path(model.rstrip("/")).name.removesuffix(".gguf")
 
     @property
@@ -103,6 +106,17 @@ class TransformersBackend:
         from importlib.metadata import version
 
         return f"{version('transformers')}+torch-{version('torch')}"
+
+    def load(self) -> tuple[Any, Any]:
+        """The model, in evaluation mode on its device, and its tokenizer; loaded once.
+
+        Raises:
+            InputError: If `model` names nothing that can be loaded.
+            MissingExtraError: If torch or transformers is not installed.
+        """
+        if self._loaded is None:
+            self._loaded = self._load()
+        return self._loaded
 
     def _load(self) -> tuple[Any, Any]:
         try:
@@ -120,14 +134,16 @@ class TransformersBackend:
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         device = ("cuda" if torch.cuda.is_available() else "cpu") if self._device == "auto" else self._device
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
-            if where:
-                where["quantization_config"] = transformers.GgufConfig(
-                    gguf_file=where["gguf_file"], dequantize=True
+            # Reading GGUF draws its own progress bars, which no logging setting turns off.
+            with contextlib.redirect_stderr(io.StringIO()):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(path, **where)
+                if where:
+                    where["quantization_config"] = transformers.GgufConfig(
+                        gguf_file=where["gguf_file"], dequantize=True
+                    )
+                model = transformers.AutoModelForCausalLM.from_pretrained(
+                    path, dtype=getattr(torch, self._dtype), attn_implementation=ATTENTION, **where
                 )
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=getattr(torch, self._dtype), attn_implementation=ATTENTION, **where
-            )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(
@@ -139,7 +155,7 @@ class TransformersBackend:
 
     def sample(self, prompts: Iterable[Prompt], settings: SamplingSettings) -> Iterator[PromptResult]:
         """See `Backend.sample`; at most `max_rows` answers decode at a time (one prompt's repeats at the least)."""
-        model, tokenizer = self._load()
+        model, tokenizer = self.load()
         sampler = _Sampler(model, tokenizer, settings)
         room = max(self._max_rows, settings.num_samples)
         waiting = iter(prompts)

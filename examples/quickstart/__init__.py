@@ -1,0 +1,1 @@
+"""The main job end to end on real input: each step runs a tailcast command as a user would."""
