@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 FloatArray = NDArray[np.float64]
 
-_STEP = 0.09
-_HALF_COUNT = 36
+_STEP = 0.07
+_HALF_COUNT = 46
 
 
 def _tanh_sinh() -> tuple[FloatArray, FloatArray]:
@@ -23,7 +23,7 @@ def _tanh_sinh() -> tuple[FloatArray, FloatArray]:
     return nodes, weights
 
 
-#: Nodes u in (0, 1) and weights w with sum(w * f(u)) = integral of f over [0, 1]; both of shape (73,).
+#: Nodes u in (0, 1) and weights w with sum(w * f(u)) = integral of f over [0, 1]; both of shape (93,).
 NODES, WEIGHTS = _tanh_sinh()
 NODES.setflags(write=False)
 WEIGHTS.setflags(write=False)

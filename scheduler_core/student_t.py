@@ -29,7 +29,10 @@ _LN2 = math.log(2.0)
 
 @lru_cache(maxsize=1024)
 def log_normaliser(nu: float) -> float:
-    """ln C_nu = ln Gamma((nu+1)/2) - ln Gamma(nu/2) - ln(pi)/2."""
+    """ln C_nu = ln Gamma((nu+1)/2) - ln Gamma(nu/2) - ln(pi)/2; for large nu by its series (DLMF 5.11.13)."""
+    if nu > 1e3:
+        x = nu / 2
+        return 0.5 * math.log(x) - 1 / (8 * x) + 1 / (192 * x**3) - 0.5 * math.log(math.pi)
     return math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(math.pi)
 
 
@@ -72,14 +75,17 @@ def logpdf(z: FloatArray, nu: FloatArray) -> FloatArray:
 
 
 def _tail_ratio(s: FloatArray, nu: FloatArray) -> FloatArray:
-    """R(s) = integral over w > 0 of (cosh s / cosh(s+w))^nu for s >= 0, shape (n,); R = -1 / (ln sf)'."""
+    """R(s) = integral over w > 0 of (cosh s / cosh(s+w))^nu for s >= 0, shape (n,); R = -1 / (ln sf)'.
+
+    cosh(s+w) / cosh s = cosh w + tanh s sinh w.
+    """
     out = np.empty_like(s)
     width = half_widths(nu)
     for first in range(0, s.size, ROWS_PER_BLOCK):
         block = slice(first, first + ROWS_PER_BLOCK)
-        start, w, power = s[block, None], width[block, None], nu[block, None]
-        drop = log_cosh(start + w * NODES) - log_cosh(start)
-        out[block] = width[block] * (np.exp(-power * drop) @ WEIGHTS)
+        w = width[block, None] * NODES
+        growth = np.cosh(w) + np.tanh(s[block, None]) * np.sinh(w)
+        out[block] = width[block] * (growth ** -nu[block, None] @ WEIGHTS)
     return out
 
 
