@@ -136,10 +136,10 @@ async def _serve(server: PredictionServer, host: str, port_file: Path | None) ->
     _on_signals(stop.set)
     try:
         port = await server.start()
-        logger.info("ready on %s:%d with %s", host, port, server.pipeline.settings)
         if port_file is not None:
             with atomic_file(port_file) as temporary:
                 temporary.write_text(f"{port}\n", encoding="ascii")
+        logger.info("ready on %s:%d with %s", host, port, server.pipeline.settings)
         await stop.wait()
         logger.info("draining %d requests", server.pipeline.num_inside)
     finally:

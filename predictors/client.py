@@ -25,8 +25,11 @@ try:
 
     from predictors.proto import predictor_v1_pb2 as pb
     from predictors.proto import predictor_v1_pb2_grpc
-except ImportError as error:
-    raise MissingExtraError("grpcio", "client") from error
+except ModuleNotFoundError as error:
+    package = {"grpc": "grpcio", "google": "protobuf"}.get((error.name or "").partition(".")[0])
+    if package is None:
+        raise
+    raise MissingExtraError(package, "client") from error
 
 if TYPE_CHECKING:
     from grpc.aio import Channel
@@ -77,8 +80,9 @@ class ClientSettings:
             raise InputError("timeout_s", self.timeout_s, "a finite number of seconds > 0")
         if not 1 <= self.max_attempts <= 5:
             raise InputError("max_attempts", self.max_attempts, "1 to 5")
-        if not 0.001 <= self.first_backoff_s <= 60:
-            raise InputError("first_backoff_s", self.first_backoff_s, "0.001 to 60 seconds")
+        # gRPC 1.85 never makes the next try when its random share of the wait comes out below 1 ms.
+        if not 0.005 <= self.first_backoff_s <= 60:
+            raise InputError("first_backoff_s", self.first_backoff_s, "0.005 to 60 seconds")
         for name in ("max_batch_requests", "max_batch_bytes", "max_message_bytes"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "an integer >= 1")
@@ -119,6 +123,7 @@ class GrpcPredictor:
         self.address = _checked_address(address)
         self.settings = settings or ClientSettings()
         self._channel: Channel | None = None
+        self._stub: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
@@ -128,11 +133,8 @@ class GrpcPredictor:
             PredictorError: The service could not be reached in time, or refused or failed one of the requests.
             InputError: A prompt cannot be sent.
         """
-        stub = self._stub()
-        calls = [
-            asyncio.ensure_future(self._predict_batch(stub, chunk))
-            for chunk in _chunks(requests, self.settings)
-        ]
+        stub = self._connected()
+        calls = [asyncio.ensure_future(self._call(stub, chunk)) for chunk in _chunks(requests, self.settings)]
         try:
             answers = await asyncio.gather(*calls)
         finally:
@@ -143,7 +145,7 @@ class GrpcPredictor:
     async def metadata(self) -> pb.GetMetadataResponse:
         """What the service serves: artifact, limits, provider."""
         try:
-            response: pb.GetMetadataResponse = await self._stub().GetMetadata(
+            response: pb.GetMetadataResponse = await self._connected().GetMetadata(
                 pb.GetMetadataRequest(), timeout=self.settings.timeout_s
             )
         except grpc.aio.AioRpcError as error:
@@ -164,22 +166,24 @@ class GrpcPredictor:
     ) -> None:
         await self.close()
 
-    def _stub(self) -> Any:
+    def _connected(self) -> Any:
         """The stub of this event loop's channel: a channel cannot move from one loop to another."""
         loop = asyncio.get_running_loop()
         if self._channel is None or self._loop is not loop:
             self._channel = grpc.aio.insecure_channel(self.address, options=self.settings.channel_options())
+            self._stub = predictor_v1_pb2_grpc.PredictorStub(self._channel)  # type: ignore[no-untyped-call]
             self._loop = loop
-        return predictor_v1_pb2_grpc.PredictorStub(self._channel)  # type: ignore[no-untyped-call]
+        return self._stub
 
-    async def _predict_batch(
-        self, stub: Any, requests: Sequence[PredictionRequest]
-    ) -> list[LengthPrediction]:
-        message = pb.PredictBatchRequest(requests=[_message(request) for request in requests])
+    async def _call(self, stub: Any, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+        messages = [_message(request) for request in requests]
         try:
-            response = await stub.PredictBatch(message, timeout=self.settings.timeout_s)
+            if len(messages) == 1:
+                return [_prediction(await stub.Predict(messages[0], timeout=self.settings.timeout_s))]
+            batch = pb.PredictBatchRequest(requests=messages)
+            response = await stub.PredictBatch(batch, timeout=self.settings.timeout_s)
         except grpc.aio.AioRpcError as error:
-            _raise(error, self.address)
+            _raise(error, self.address, requests)
         return _predictions(response, requests, self.address)
 
 
@@ -198,25 +202,24 @@ class SyncPredictor:
 
     def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
         """Predictions in the order of `requests`; raises as `GrpcPredictor.predict` does."""
-        stub = self._stub()
+        stub = self._connected()
         calls = []
         for chunk in _chunks(requests, self.settings):
             message = pb.PredictBatchRequest(requests=[_message(request) for request in chunk])
             calls.append((chunk, stub.PredictBatch.future(message, timeout=self.settings.timeout_s)))
         predictions = []
-        for chunk, call in calls:
-            try:
-                predictions += _predictions(call.result(), chunk, self.address)
-            except grpc.RpcError as error:
-                for _, other in calls:
-                    other.cancel()
-                _raise(error, self.address)
+        try:
+            for chunk, call in calls:
+                predictions += _predictions(_result(call, chunk, self.address), chunk, self.address)
+        finally:
+            for _, call in calls:
+                call.cancel()
         return predictions
 
     def metadata(self) -> pb.GetMetadataResponse:
         """What the service serves: artifact, limits, provider."""
         try:
-            response: pb.GetMetadataResponse = self._stub().GetMetadata(
+            response: pb.GetMetadataResponse = self._connected().GetMetadata(
                 pb.GetMetadataRequest(), timeout=self.settings.timeout_s
             )
         except grpc.RpcError as error:
@@ -237,7 +240,7 @@ class SyncPredictor:
     ) -> None:
         self.close()
 
-    def _stub(self) -> Any:
+    def _connected(self) -> Any:
         if self._channel is None:
             self._channel = grpc.insecure_channel(self.address, options=self.settings.channel_options())
         return predictor_v1_pb2_grpc.PredictorStub(self._channel)  # type: ignore[no-untyped-call]
@@ -303,23 +306,37 @@ def _predictions(
                 code,
                 request.request_id,
             )
-        found = outcome.prediction
-        predictions.append(
-            LengthPrediction(
-                mu=found.mu,
-                sigma=found.sigma,
-                nu=found.nu,
-                artifact_id=found.artifact_id,
-                artifact_version=found.artifact_version,
-            )
-        )
+        predictions.append(_prediction(outcome.prediction))
     return predictions
+
+
+def _prediction(found: pb.PredictResponse) -> LengthPrediction:
+    return LengthPrediction(
+        mu=found.mu,
+        sigma=found.sigma,
+        nu=found.nu,
+        artifact_id=found.artifact_id,
+        artifact_version=found.artifact_version,
+    )
+
+
+def _result(call: Any, requests: Sequence[PredictionRequest], address: str) -> pb.PredictBatchResponse:
+    try:
+        response: pb.PredictBatchResponse = call.result()
+    except grpc.RpcError as error:
+        _raise(error, address, requests)
+    return response
 
 
 def _code_name(number: int) -> str:
     return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
 
 
-def _raise(error: Any, address: str) -> NoReturn:
+def _raise(error: Any, address: str, requests: Sequence[PredictionRequest] = ()) -> NoReturn:
+    """Turns a gRPC error into ours, naming the request where the call had just one."""
     code = error.code().name
-    raise PredictorError(f"predictor {address}: {code}: {error.details()}", code) from error
+    request_id = requests[0].request_id if len(requests) == 1 else None
+    about = "" if request_id is None else f" request {request_id!r}:"
+    raise PredictorError(
+        f"predictor {address}:{about} {code}: {error.details()}", code, request_id
+    ) from error

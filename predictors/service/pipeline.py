@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from predictors.service.errors import ClosedError, QueueFullError
 from predictors.service.grouping import BatchingSettings
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.predictions import LengthPrediction
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class PredictionPipeline:
             ExpiredError: The deadline passed in the queue.
             BatchError: The model or tokenizer failed.
             InputError: The text has no tokens.
-            TailcastError: The model gave something that is no distribution.
+            TailcastError: The model gave numbers that no scheduler can use.
         """
         if self._state != "ready":
             raise ClosedError(self._state)
@@ -134,8 +134,7 @@ class PredictionPipeline:
             if self._inside == 0:
                 self._empty.set()
         mu, sigma = answer.result
-        if not (math.isfinite(mu) and math.isfinite(sigma) and sigma > 0):
-            raise TailcastError(f"the model gave mu = {mu}, sigma = {sigma}")
+        self._check_range(mu, sigma)
         return Prediction(
             mu=mu,
             sigma=sigma,
@@ -146,6 +145,12 @@ class PredictionPipeline:
             inference_s=answer.work_s,
             batch_size=answer.batch_size,
         )
+
+    def _check_range(self, mu: float, sigma: float) -> None:
+        try:
+            LengthPrediction(mu, sigma, self.runtime.artifact.manifest.nu)
+        except InputError as error:  # not the caller's fault
+            raise TailcastError(f"the model gave mu = {mu}, sigma = {sigma}: {error}") from error
 
     def refuse_new(self) -> None:
         """Lets what is inside finish; new requests get `ClosedError`."""
