@@ -31,7 +31,9 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
     parser.add_class_arguments(config_class, skip=set(positionals), fail_untyped=True)
     fields = config_class.__dataclass_fields__
     for name in positionals:
-        parser.add_argument(name, type=str, nargs="?", help=_field_help(config_class, name), metavar=name.upper())
+        parser.add_argument(
+            name, type=str, nargs="?", help=_field_help(config_class, name), metavar=name.upper()
+        )
         assert name in fields
     return parser
 
@@ -39,7 +41,9 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
 def _field_help(config_class: type[Any], name: str) -> str:
     from docstring_parser import parse_from_object
 
-    documented = {parameter.arg_name: parameter.description for parameter in parse_from_object(config_class).params}
+    documented = {
+        parameter.arg_name: parameter.description for parameter in parse_from_object(config_class).params
+    }
     return documented.get(name) or ""
 
 

@@ -17,7 +17,7 @@ class KVCache:
         watermark: Share of the blocks that admission leaves free, in [0, 1).
     """
 
-    __slots__ = ("_held", "_num_free", "block_tokens", "num_blocks", "watermark_blocks")
+    __slots__ = ("_held", "_least_free", "_num_free", "block_tokens", "num_blocks", "watermark_blocks")
 
     def __init__(self, num_blocks: int, block_tokens: int, watermark: float) -> None:
         if num_blocks <= 0:
@@ -31,11 +31,17 @@ class KVCache:
         self.watermark_blocks = int(watermark * num_blocks)
         self._held: dict[str, int] = {}
         self._num_free = num_blocks
+        self._least_free = num_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks nobody holds."""
         return self._num_free
+
+    @property
+    def peak_blocks(self) -> int:
+        """Most blocks ever held at the same time."""
+        return self.num_blocks - self._least_free
 
     @property
     def capacity_tokens(self) -> int:
@@ -65,6 +71,7 @@ class KVCache:
             return False
         self._held[request_id] = need
         self._num_free -= need
+        self._least_free = min(self._least_free, self._num_free)
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
@@ -77,6 +84,7 @@ class KVCache:
             return False
         self._held[request_id] = held + more
         self._num_free -= more
+        self._least_free = min(self._least_free, self._num_free)
         return True
 
     def release(self, request_id: str) -> None:

@@ -27,8 +27,13 @@ from scheduler_core import student_t
 from scheduler_core.errors import InputError
 from scheduler_core.quadrature import NODES, WEIGHTS, FloatArray
 
-
 _NEGLIGIBLE = 41.0
+
+
+def _unwrap(array: Any) -> FloatArray:
+    """A numpy scalar for a result without dimensions, the array otherwise."""
+    result: FloatArray = np.asarray(array)[()]
+    return result
 
 
 def _parameter(name: str, value: ArrayLike, *, positive: bool) -> FloatArray:
@@ -110,7 +115,7 @@ class LogT:
         safe = np.where(inside, x, 1.0)
         log_x = np.log(safe)
         value = student_t.logpdf((log_x - self.mu) / self.sigma, self.nu) - np.log(self.sigma) - log_x
-        return np.where(np.isnan(x), np.nan, np.where(inside, value, -np.inf))[()]
+        return _unwrap(np.where(np.isnan(x), np.nan, np.where(inside, value, -np.inf)))
 
     def pdf(self, x: ArrayLike) -> FloatArray:
         """f(x) per token, x in tokens; 0 for x <= 0."""
@@ -118,21 +123,21 @@ class LogT:
 
     def cdf(self, x: ArrayLike) -> FloatArray:
         """P(X <= x), x in tokens."""
-        return student_t.cdf(self._z(np.asarray(x, dtype=np.float64)), self.nu)[()]
+        return _unwrap(student_t.cdf(self._z(np.asarray(x, dtype=np.float64)), self.nu))
 
     def sf(self, x: ArrayLike) -> FloatArray:
         """P(X > x), x in tokens, with full relative accuracy in the tail."""
-        return student_t.sf(self._z(np.asarray(x, dtype=np.float64)), self.nu)[()]
+        return _unwrap(student_t.sf(self._z(np.asarray(x, dtype=np.float64)), self.nu))
 
     def logsf(self, x: ArrayLike) -> FloatArray:
         """ln P(X > x): what a length cut at x tokens contributes to a right-censored likelihood."""
-        return student_t.log_sf(self._z(np.asarray(x, dtype=np.float64)), self.nu)[()]
+        return _unwrap(student_t.log_sf(self._z(np.asarray(x, dtype=np.float64)), self.nu))
 
     def ppf(self, q: ArrayLike) -> FloatArray:
         """q-quantile in tokens, q in [0, 1]; a value above the float range is +inf."""
         z = student_t.ppf(_probability("q", q), self.nu)
         with np.errstate(over="ignore"):
-            return np.exp(self.mu + self.sigma * z)[()]
+            return _unwrap(np.exp(self.mu + self.sigma * z))
 
     def sample(self, rng: np.random.Generator, size: int | tuple[int, ...] | None = None) -> FloatArray:
         """Draws lengths in tokens (real numbers, not rounded); a draw above the float range is +inf.
@@ -141,9 +146,11 @@ class LogT:
             rng: Source of randomness.
             size: Shape of the result; None means the shape of the parameters.
         """
-        draws = rng.standard_t(np.broadcast_to(self.nu, self.shape), size=self.shape if size is None else size)
+        draws = rng.standard_t(
+            np.broadcast_to(self.nu, self.shape), size=self.shape if size is None else size
+        )
         with np.errstate(over="ignore"):
-            return np.exp(self.mu + self.sigma * draws)[()]
+            return _unwrap(np.exp(self.mu + self.sigma * draws))
 
     def expected(self, max_tokens: ArrayLike) -> FloatArray:
         """E[min(X, M)] = G(-inf, z_M) + M (1 - F(z_M)) in tokens (Eq. 9).
@@ -198,7 +205,7 @@ class RemainingLength:
     def sf(self, tokens: ArrayLike) -> FloatArray:
         """P(more than `tokens` remain)."""
         more = np.maximum(np.asarray(tokens, dtype=np.float64), 0.0)
-        return np.exp(self.length.logsf(self.generated_tokens + more) - self._log_sf_now())[()]
+        return _unwrap(np.exp(self.length.logsf(self.generated_tokens + more) - self._log_sf_now()))
 
     def ppf(self, q: ArrayLike) -> FloatArray:
         """q-quantile of the remaining tokens, q in [0, 1]."""
@@ -206,7 +213,7 @@ class RemainingLength:
         with np.errstate(divide="ignore", over="ignore"):
             z = student_t.isf_from_log(np.log1p(-q) + self._log_sf_now(), self.length.nu)
             total = np.exp(self.length.mu + self.length.sigma * z)
-        return np.maximum(total - self.generated_tokens, 0.0)[()]
+        return _unwrap(np.maximum(total - self.generated_tokens, 0.0))
 
     def expected(self, max_tokens: ArrayLike) -> FloatArray:
         """E[min(X, M) - g | X > g] in tokens; M caps the whole output, so the result is <= M - g.
@@ -253,7 +260,7 @@ def _expectation(
         body += _piece(mu, slope, nu, begin, end, weight, minus)
     value = (body + (top - minus) * over) / (1.0 - level)
     value = np.where(first >= z_cap, top - minus, value)
-    return value.reshape(wide[0].shape)[()]
+    return _unwrap(value.reshape(wide[0].shape))
 
 
 def _piece(

@@ -50,4 +50,14 @@ def policy_parameters(policy: Policy) -> dict[str, float]:
     return {item.name: getattr(policy, item.name) for item in fields(policy) if item.init}  # type: ignore[arg-type]
 
 
-__all__ = ["POLICIES", "Fcfs", "Policy", "Sept", "Ssjf", "Tie", "make_policy", "policy_name", "policy_parameters"]
+__all__ = [
+    "POLICIES",
+    "Fcfs",
+    "Policy",
+    "Sept",
+    "Ssjf",
+    "Tie",
+    "make_policy",
+    "policy_name",
+    "policy_parameters",
+]

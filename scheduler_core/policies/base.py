@@ -29,12 +29,12 @@ class Policy(ABC):
     def key(self, state: RequestState, now: float) -> float:
         """Smallest is served first."""
 
-    def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:  # noqa: ARG002
+    def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         """Called before each step with the queue's length; True if all keys must be computed anew."""
         return False
 
     def on_prediction(self, state: RequestState) -> None:  # noqa: B027
-        """The request's prediction has come (or its failure); called before its key is computed anew."""
+        """The request's prediction has come; called before its key is computed anew."""
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027
         """The request has finished or was aborted."""

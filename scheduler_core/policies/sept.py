@@ -31,9 +31,7 @@ class Sept(Policy):
 
     def on_prediction(self, state: RequestState) -> None:
         seen = state.prediction
-        if seen is None:
-            self._expected.pop(state.request_id, None)
-        else:
+        if seen is not None:
             mean, _ = expected_and_cvar(seen.mu, seen.sigma, seen.nu, state.request.max_tokens)
             self._expected[state.request_id] = mean
 

@@ -62,7 +62,9 @@ class Tie(Policy):
         if not 0.5 <= self.alpha < 1:
             raise InputError("alpha", self.alpha, "numbers in [0.5, 1)")
         if not 0 <= self.beta_min <= self.beta_max < math.inf:
-            raise InputError("beta_min, beta_max", (self.beta_min, self.beta_max), "0 <= beta_min <= beta_max")
+            raise InputError(
+                "beta_min, beta_max", (self.beta_min, self.beta_max), "0 <= beta_min <= beta_max"
+            )
         if not 0 < self.beta_step < math.inf:
             raise InputError("beta_step", self.beta_step, "numbers > 0")
         if not 0 <= self.pressure_gain < math.inf:
@@ -86,9 +88,7 @@ class Tie(Policy):
 
     def on_prediction(self, state: RequestState) -> None:
         seen = state.prediction
-        if seen is None:
-            self._risks.pop(state.request_id, None)
-        else:
+        if seen is not None:
             self._risks[state.request_id] = expected_and_cvar(
                 seen.mu, seen.sigma, seen.nu, state.request.max_tokens, self.alpha
             )
@@ -105,4 +105,7 @@ class Tie(Policy):
         return mean + self._beta * tail_mean
 
     def key(self, state: RequestState, now: float) -> float:
-        return math.log(max(self.score(state), _SMALLEST)) + state.request.arrival_s * -math.log(self.gamma) / self.tau_s
+        return (
+            math.log(max(self.score(state), _SMALLEST))
+            + state.request.arrival_s * -math.log(self.gamma) / self.tau_s
+        )

@@ -1,0 +1,159 @@
+"""The decision log: every call to a scheduler with its outcome, as JSON lines, and its exact replay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import atomic_file, existing_file
+from scheduler_core.plan import Finished, StepPlan, StepResult
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.request import Request
+
+if TYPE_CHECKING:
+    from scheduler_core.scheduler import Scheduler
+
+Entry = dict[str, Any]
+
+SCHEMA = "tailcast.decisions/1"
+
+
+class ReplayError(TailcastError):
+    """A replayed call had another outcome than the recorded one."""
+
+
+class DecisionLog:
+    """Collects entries; `Scheduler` calls the methods, users read `entries` or `write` them."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def opened(self, config: Mapping[str, object], policy: str, parameters: Mapping[str, float]) -> None:
+        """The scheduler was made."""
+        self.entries.append(
+            {
+                "op": "open",
+                "schema": SCHEMA,
+                "config": dict(config),
+                "policy": policy,
+                "parameters": dict(parameters),
+            }
+        )
+
+    def added(self, request: Request, now: float) -> None:
+        """`add` succeeded."""
+        self.entries.append({"op": "add", "now": now, "request": asdict(request)})
+
+    def updated(self, request_id: str, prediction: LengthPrediction | None, now: float) -> None:
+        """`update` was called."""
+        content = None if prediction is None else asdict(prediction)
+        self.entries.append({"op": "update", "now": now, "request_id": request_id, "prediction": content})
+
+    def scheduled(self, plan: StepPlan | None, now: float) -> None:
+        """`schedule` gave a plan, or None."""
+        self.entries.append({"op": "schedule", "now": now, "plan": _plain(plan)})
+
+    def completed(self, result: StepResult, finished: Sequence[Finished], now: float) -> None:
+        """`complete` was called."""
+        self.entries.append(
+            {
+                "op": "complete",
+                "now": now,
+                "result": _plain(result),
+                "finished": [_plain(item) for item in finished],
+            }
+        )
+
+    def aborted(self, request_id: str, now: float) -> None:
+        """`abort` was called."""
+        self.entries.append({"op": "abort", "now": now, "request_id": request_id})
+
+    def write(self, path: str | Path) -> None:
+        """Writes one JSON object per line, atomically."""
+        with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
+            for entry in self.entries:
+                stream.write(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n")
+
+
+def _plain(item: StepPlan | StepResult | Finished | None) -> Any:
+    """As JSON would give it back, so that recorded and read entries compare equal."""
+    if item is None:
+        return None
+    return {name: _lists(value) for name, value in asdict(item).items()}
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def read_log(path: str | Path) -> list[Entry]:
+    """Entries of a written log.
+
+    Raises:
+        InputError: Not a file, or a line is not a JSON object.
+    """
+    entries: list[Entry] = []
+    with open(existing_file(path, "decision log"), encoding="utf-8") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                entry = json.loads(line)
+                entry["op"]
+            except (ValueError, TypeError, KeyError) as error:
+                raise InputError(f"{path} line {number}", line.strip(), "a decision log entry") from error
+            entries.append(entry)
+    return entries
+
+
+def replay(entries: Iterable[Entry]) -> Scheduler:
+    """Makes the same calls on a new scheduler and compares every outcome, number by number.
+
+    Returns:
+        The scheduler in its last state.
+
+    Raises:
+        ReplayError: An outcome differs; the message names the entry.
+        InputError: The log does not start with an "open" entry of this schema.
+    """
+    from scheduler_core.policies import make_policy
+    from scheduler_core.scheduler import Scheduler, SchedulerConfig
+
+    remaining = iter(entries)
+    head = next(remaining, {})
+    if head.get("op") != "open" or head.get("schema") != SCHEMA:
+        raise InputError("first entry of the decision log", head, f'an "open" entry of schema {SCHEMA}')
+    log = DecisionLog()
+    config = SchedulerConfig(**head["config"])
+    scheduler = Scheduler(config, make_policy(head["policy"], head["parameters"]), log)
+    for number, entry in enumerate(remaining, start=2):
+        _repeat(scheduler, entry)
+        if log.entries[-1] != entry:
+            raise ReplayError(f"entry {number}: recorded {entry}, replayed {log.entries[-1]}")
+    return scheduler
+
+
+def _repeat(scheduler: Scheduler, entry: Entry) -> None:
+    now = entry["now"]
+    match entry["op"]:
+        case "add":
+            scheduler.add(Request(**entry["request"]), now)
+        case "update":
+            content = entry["prediction"]
+            prediction = None if content is None else LengthPrediction(**content)
+            scheduler.update(entry["request_id"], prediction, now)
+        case "schedule":
+            scheduler.schedule(now)
+        case "complete":
+            result = entry["result"]
+            if result["num_steps"] > 1:
+                scheduler.steady_steps(result["num_steps"])
+            scheduler.complete(StepResult(result["step"], tuple(result["stopped"]), result["num_steps"]), now)
+        case "abort":
+            scheduler.abort(entry["request_id"], now)
+        case other:
+            raise InputError("op", other, "add, update, schedule, complete, abort")

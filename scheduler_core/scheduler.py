@@ -1,0 +1,320 @@
+"""The scheduler: a state machine without clock, threads, I/O or randomness.
+
+Whoever runs it (simulator or engine adapter) calls, with the time in seconds as an argument that never decreases:
+`add` when a request arrives, `update` when its prediction comes or fails, `schedule` for the next step, `complete`
+when that step is done, `abort` when a user gives up. The same calls always give the same plans.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.batching.base import Batch
+from scheduler_core.decision_log import DecisionLog
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.kv_cache import KVCache
+from scheduler_core.plan import Counters, Finished, StepPlan, StepResult
+from scheduler_core.policies import policy_name, policy_parameters
+from scheduler_core.policies.base import Policy
+from scheduler_core.pool import Pool
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.request import Request, RequestState, Status
+
+
+class SchedulerStateError(TailcastError):
+    """A call that does not belong here: two steps at once, a result without a plan, time running backwards."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one engine replica.
+
+    Raises:
+        InputError: A value is outside its range.
+    """
+
+    max_num_seqs: int = 64
+    """Most requests running at the same time; B in TIE's beta."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one step, prefill and decode together; at least max_num_seqs."""
+    num_kv_blocks: int = 8192
+    """Blocks in the KV cache."""
+    kv_block_tokens: int = 16
+    """Tokens per KV block."""
+    kv_watermark: float = 0.01
+    """Share of the KV blocks that admission leaves free for running requests, in [0, 1)."""
+    batching: str = "chunked_prefill"
+    """How a step is put together; one of: chunked_prefill."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs <= 0:
+            raise InputError("max_num_seqs", self.max_num_seqs, "integers > 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InputError(
+                "max_num_batched_tokens",
+                self.max_num_batched_tokens,
+                f"integers >= max_num_seqs = {self.max_num_seqs}",
+            )
+        if self.batching not in BATCH_FORMERS:
+            raise InputError("batching", self.batching, ", ".join(BATCH_FORMERS))
+        KVCache(self.num_kv_blocks, self.kv_block_tokens, self.kv_watermark)
+
+
+class Scheduler:
+    """Decides which requests make up each step of one engine replica.
+
+    Args:
+        config: Limits of the replica.
+        policy: Orders the waiting requests; belongs to this scheduler alone.
+        log: Records every call and plan for `decision_log.replay`; None records nothing.
+    """
+
+    def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
+        self.config = config
+        self.policy = policy
+        self.counters = Counters()
+        self._log = log
+        kv = KVCache(config.num_kv_blocks, config.kv_block_tokens, config.kv_watermark)
+        self._pool = Pool(policy, kv, config.max_num_seqs)
+        self._former = BATCH_FORMERS[config.batching]()
+        self._now = -math.inf
+        self._num_steps = 0
+        self._open: tuple[StepPlan, Batch] | None = None
+        self._promised_steps = 1
+        if log is not None:
+            log.opened(asdict(config), policy_name(policy), policy_parameters(policy))
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no memory and wait to be admitted."""
+        return len(self._pool.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Admitted requests."""
+        return len(self._pool.running)
+
+    @property
+    def num_free_kv_blocks(self) -> int:
+        """KV blocks nobody holds."""
+        return self._pool.kv.num_free_blocks
+
+    @property
+    def peak_kv_blocks(self) -> int:
+        """Most KV blocks ever held at the same time."""
+        return self._pool.kv.peak_blocks
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._pool.states
+
+    def state(self, request_id: str) -> RequestState:
+        """The live request, to read; KeyError if it is not here."""
+        return self._pool.states[request_id]
+
+    def refusal(self, request: Request) -> InputError | None:
+        """Why the request could never be finished here; None if it could."""
+        need = request.prompt_tokens + request.max_tokens
+        if need <= self._pool.kv.capacity_tokens:
+            return None
+        return InputError(
+            f"prompt_tokens + max_tokens of request {request.request_id}",
+            need,
+            f"at most {self._pool.kv.capacity_tokens} tokens, the whole KV cache",
+        )
+
+    def add(self, request: Request, now: float) -> None:
+        """A request arrives and waits.
+
+        Raises:
+            InputError: Its id is already here, or it can never fit into the KV cache. Nothing has changed then.
+        """
+        self._check_time(now)
+        if request.request_id in self._pool.states:
+            raise InputError("request_id", request.request_id, "an id that is not in the scheduler already")
+        refusal = self.refusal(request)
+        if refusal is not None:
+            raise refusal
+        self._now = now
+        self._pool.enter(RequestState(request, order=self.counters.num_added), now)
+        self.counters.num_added += 1
+        if self._log is not None:
+            self._log.added(request, now)
+
+    def update(self, request_id: str, prediction: LengthPrediction | None, now: float) -> None:
+        """The prediction of a request has come; None means that the predictor failed.
+
+        A prediction for a request that is no longer here is counted as late and otherwise ignored. A failure keeps
+        the request where it is, as if nothing had been predicted.
+        """
+        self._check_time(now)
+        self._now = now
+        if self._log is not None:
+            self._log.updated(request_id, prediction, now)
+        state = self._pool.states.get(request_id)
+        if state is None:
+            self.counters.num_late_predictions += 1
+            return
+        if prediction is None:
+            state.prediction_failed = True
+            self.counters.num_failed_predictions += 1
+            return
+        state.prediction = prediction
+        state.prediction_failed = False
+        self.counters.num_predictions += 1
+        self.policy.on_prediction(state)
+        if state.status is Status.WAITING:
+            self._pool.waiting.push(state, now)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step; None if there is nothing to do.
+
+        Raises:
+            SchedulerStateError: The last step is not complete yet.
+        """
+        self._check_time(now)
+        if self._open is not None:
+            raise SchedulerStateError(f"step {self._open[0].step} is not complete yet")
+        self._now = now
+        self._rekey(now)
+        batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
+        self.counters.num_preemptions += len(batch.preempted)
+        plan = None
+        if batch.prefills or batch.decodes:
+            plan = StepPlan(
+                step=self._num_steps,
+                prefills=tuple(chunk for _, chunk in batch.prefills),
+                decodes=tuple(state.request_id for state in batch.decodes),
+                num_context_tokens=batch.num_context_tokens,
+                admitted=tuple(batch.admitted),
+                preempted=tuple(batch.preempted),
+            )
+            self._num_steps += 1
+            self._open = (plan, batch)
+            self._promised_steps = 1
+        if self._log is not None:
+            self._log.scheduled(plan, now)
+        return plan
+
+    def steady_steps(self, limit: int) -> int:
+        """How often (1 to `limit`) the open plan may be carried out in a row with the same outcome as calling
+        `complete` and `schedule` after each, if until then nothing arrives, is predicted, stops or is aborted.
+        """
+        _, batch = self._open_step()
+        for state in batch.decodes:
+            limit = min(limit, state.request.max_tokens - state.num_output_tokens)
+        self._promised_steps = self._former.steady_steps(self._pool, batch, max(limit, 1))
+        return self._promised_steps
+
+    def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
+        """The open step is done: tokens are counted, finished requests leave and give back their memory.
+
+        Args:
+            result: What the engine saw; requests aborted meanwhile may still be named.
+            now: End of the step, in seconds.
+
+        Returns:
+            The finished requests, in the order of the plan.
+
+        Raises:
+            SchedulerStateError: No step is open, or another one.
+            InputError: `stopped` names a request that sampled no token, or `num_steps` is not possible.
+        """
+        self._check_time(now)
+        plan, batch = self._open_step()
+        self._check_result(result, plan)
+        self._now = now
+        self._open = None
+        stopped = set(result.stopped)
+        finished: list[Finished] = []
+        for state, chunk in batch.prefills:
+            if state.status is Status.RUNNING:
+                state.num_computed_tokens += chunk.num_tokens
+                if chunk.is_last:
+                    self._count_tokens(state, 1, stopped, now, finished)
+        decoded = [state for state in batch.decodes if state.status is Status.RUNNING]
+        for (
+            state
+        ) in decoded:  # memory first, so that its peak is the same for one long run and for single steps
+            self._advance_decode(state, result.num_steps)
+        for state in decoded:
+            self._count_tokens(state, result.num_steps, stopped, now, finished)
+        self.counters.num_finished += len(finished)
+        if self._log is not None:
+            self._log.completed(result, finished, now)
+        return tuple(finished)
+
+    def abort(self, request_id: str, now: float) -> bool:
+        """Forgets a request in any state, also in the middle of a step; False if it is not here (any more)."""
+        self._check_time(now)
+        self._now = now
+        if self._log is not None:
+            self._log.aborted(request_id, now)
+        state = self._pool.states.get(request_id)
+        if state is None:
+            return False
+        self._pool.leave(state)
+        self.policy.on_finish(state)
+        self.counters.num_aborted += 1
+        return True
+
+    def validate(self) -> None:
+        """Checks all invariants, O(requests); AssertionError names the one that does not hold."""
+        self._pool.validate(self._now)
+        counters = self.counters
+        live = counters.num_added - counters.num_finished - counters.num_aborted
+        assert live == len(self._pool.states), "requests were lost or duplicated"
+
+    def _rekey(self, now: float) -> None:
+        pressed = self.policy.on_pressure(len(self._pool.waiting), self.config.max_num_seqs)
+        if pressed or self.policy.key_changes == "with_time":
+            self._pool.waiting.rekey_all(now)
+            self.counters.num_rekeys += 1
+
+    def _advance_decode(self, state: RequestState, num_steps: int) -> None:
+        state.num_computed_tokens += num_steps
+        grown = self._pool.kv.grow(state.request_id, state.num_computed_tokens)
+        assert grown, "steady_steps promised memory that is not there"
+
+    def _count_tokens(
+        self, state: RequestState, tokens: int, stopped: set[str], now: float, finished: list[Finished]
+    ) -> None:
+        state.num_output_tokens += tokens
+        if state.first_token_s is None:
+            state.first_token_s = now
+        has_stopped = state.request_id in stopped
+        if not has_stopped and state.num_output_tokens < state.request.max_tokens:
+            return
+        self._pool.leave(state)
+        self.policy.on_finish(state)
+        assert state.first_scheduled_s is not None
+        finished.append(
+            Finished(
+                request_id=state.request_id,
+                reason="stop" if has_stopped else "length",
+                output_tokens=state.num_output_tokens,
+                num_preemptions=state.num_preemptions,
+                first_scheduled_s=state.first_scheduled_s,
+                first_token_s=state.first_token_s,
+            )
+        )
+
+    def _open_step(self) -> tuple[StepPlan, Batch]:
+        if self._open is None:
+            raise SchedulerStateError("no step is open: call schedule first")
+        return self._open
+
+    def _check_result(self, result: StepResult, plan: StepPlan) -> None:
+        if result.step != plan.step:
+            raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
+        sampling = set(plan.decodes) | {chunk.request_id for chunk in plan.prefills if chunk.is_last}
+        for request_id in result.stopped:
+            if request_id not in sampling:
+                raise InputError("stopped", request_id, "requests that sampled a token in this step")
+        if not 1 <= result.num_steps <= self._promised_steps:
+            raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
+
+    def _check_time(self, now: float) -> None:
+        if not now >= self._now or math.isinf(now):
+            raise SchedulerStateError(f"time {now} is not at or after {self._now}")

@@ -1,0 +1,179 @@
+"""Predictions for a trace, fetched once and used by as many simulated policies as wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictor import (
+    AsyncPredictor,
+    PredictionEvent,
+    PredictionRequest,
+    Predictor,
+    open_predictor,
+)
+from scheduler_core.simulator.trace import Trace
+
+#: Scale of an oracle's distribution: so tight that every quantile is the true length to 1e-4 relative.
+ORACLE_SIGMA = 1e-6
+ORACLE_NU = 3.5
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """What a predictor said about the requests of a trace.
+
+    Attributes:
+        source: "none", "trace", "oracle", or the predictor's URL or class.
+        answers: By request id: the prediction, or None where the predictor failed. Requests that are missing here were
+            never sent to it.
+        latency_s: By request id: measured time of the call, in seconds; empty if there was no call.
+        errors: By request id: why it failed.
+    """
+
+    source: str
+    answers: Mapping[str, LengthPrediction | None] = field(default_factory=dict)
+    latency_s: Mapping[str, float] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_failed(self) -> int:
+        """Requests without an answer although one was asked for."""
+        return sum(answer is None for answer in self.answers.values())
+
+
+def no_predictions() -> Predictions:
+    """Nothing is predicted."""
+    return Predictions("none")
+
+
+def trace_predictions(trace: Trace) -> Predictions:
+    """The predictions in the trace itself; rows without one count as failed.
+
+    Raises:
+        InputError: No row carries a prediction.
+    """
+    if not trace.has_predictions:
+        raise InputError("predictor", "trace", "a trace with columns mu, sigma and nu, or another predictor")
+    return Predictions("trace", {row.request_id: row.prediction for row in trace.requests})
+
+
+def oracle_predictions(trace: Trace) -> Predictions:
+    """The true lengths, as distributions that leave no doubt."""
+    return Predictions(
+        "oracle",
+        {
+            row.request_id: LengthPrediction(math.log(row.output_tokens), ORACLE_SIGMA, ORACLE_NU)
+            for row in trace.requests
+        },
+    )
+
+
+async def fetch_predictions_async(
+    trace: Trace,
+    predictor: Predictor,
+    *,
+    source: str | None = None,
+    served_model: str = "",
+    max_in_flight: int = 64,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+) -> Predictions:
+    """Asks a live predictor about every request of the trace, one call each, and closes it.
+
+    Args:
+        trace: Requests with prompts.
+        predictor: Whom to ask.
+        source: How the predictor is called in results; None takes its class name.
+        served_model: Name of the model that will answer, for predictors that know several.
+        max_in_flight: Calls under way at the same time.
+        timeout_s: Give up on a call after this long; None leaves that to the predictor.
+        progress: Called with 1 after each answer.
+
+    Raises:
+        InputError: A row has no prompt.
+        TailcastError: The predictor answers nobody: all of the first `max_in_flight` calls failed, or all calls.
+    """
+    for row in trace.requests:
+        if row.prompt is None:
+            raise InputError(
+                f"prompt of request {row.request_id}", None, "a trace with prompts for a live predictor"
+            )
+    name = source or type(predictor).__name__
+    collector = AsyncPredictor(predictor, max_in_flight=max_in_flight, timeout_s=timeout_s)
+    events: list[PredictionEvent] = []
+    probe = min(max_in_flight, len(trace))
+    try:
+        for row in trace.requests:
+            collector.submit(
+                PredictionRequest(row.request_id, row.prompt or "", row.max_tokens, served_model)
+            )
+        while collector.num_open:
+            events.append(await collector.next_event())
+            if progress is not None:
+                progress(1)
+            if len(events) == probe and all(event.prediction is None for event in events):
+                raise TailcastError(
+                    f"predictor {name}: the first {probe} predictions failed: {events[0].error}"
+                )
+    finally:
+        await collector.close()
+    return Predictions(
+        name,
+        {event.request_id: event.prediction for event in events},
+        {event.request_id: event.latency_s for event in events},
+        {event.request_id: event.error for event in events if event.error is not None},
+    )
+
+
+def fetch_predictions(
+    trace: Trace,
+    predictor: str | Predictor,
+    *,
+    served_model: str = "",
+    max_in_flight: int = 64,
+    timeout_s: float | None = None,
+    progress: Progress | None = None,
+) -> Predictions:
+    """Predictions for every request of a trace, from wherever they come.
+
+    Args:
+        trace: The requests.
+        predictor: "none", "trace" (columns mu, sigma, nu), "oracle" (the true lengths), a URL such as
+            grpc://127.0.0.1:50051, or a predictor object. Not to be called from a running event loop for the last two:
+            there is `fetch_predictions_async`.
+        served_model: See `fetch_predictions_async`, as for the arguments that follow.
+        max_in_flight: Calls under way at the same time.
+        timeout_s: Give up on a call after this long.
+        progress: Called with 1 after each answer of a live predictor.
+
+    Raises:
+        InputError: The predictor is unknown, or the trace lacks what it needs.
+        TailcastError: The predictor answers nobody.
+    """
+    if predictor == "none":
+        return no_predictions()
+    if predictor == "trace":
+        return trace_predictions(trace)
+    if predictor == "oracle":
+        return oracle_predictions(trace)
+    if isinstance(predictor, str) and "://" not in predictor:
+        raise InputError("predictor", predictor, "none, trace, oracle, or SCHEME://ADDRESS")
+    opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
+    return asyncio.run(
+        fetch_predictions_async(
+            trace,
+            opened,
+            source=predictor if isinstance(predictor, str) else None,
+            served_model=served_model,
+            max_in_flight=max_in_flight,
+            timeout_s=timeout_s,
+            progress=progress,
+        )
+    )
