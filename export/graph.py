@@ -97,16 +97,18 @@ def _expm1_known_to_the_legacy_exporter() -> Iterator[None]:
     """The inverse of log(1 + sigma), which torch's older exporter lacks: expm1(x) = 2 sinh(x/2) exp(x/2)."""
     import torch
 
+    onnx_exporter: Any = torch.onnx  # the two functions are documented, but not in its __all__
+
     def expm1(g: Any, x: Any) -> Any:
         half = g.op("Mul", x, g.op("Constant", value_t=torch.tensor(0.5)))
         product = g.op("Mul", g.op("Sinh", half), g.op("Exp", half))
         return g.op("Mul", product, g.op("Constant", value_t=torch.tensor(2.0)))
 
-    torch.onnx.register_custom_op_symbolic("aten::expm1", expm1, 9)
+    onnx_exporter.register_custom_op_symbolic("aten::expm1", expm1, 9)
     try:
         yield
     finally:
-        torch.onnx.unregister_custom_op_symbolic("aten::expm1", 9)
+        onnx_exporter.unregister_custom_op_symbolic("aten::expm1", 9)
 
 
 def _strip(graph: onnx.ModelProto) -> None:

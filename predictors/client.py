@@ -2,7 +2,7 @@
 
 `connect("host:port")` gives the asynchronous client that a scheduler or simulator uses (the `Predictor` protocol of
 scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connection at the first
-call, retry only what never reached a server (UNAVAILABLE), and give every call a deadline.
+call, retry only what no server has taken (UNAVAILABLE, CANCELLED), and give every call a deadline.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class ClientSettings:
 
     Attributes:
         timeout_s: Deadline of one call, retries included.
-        max_attempts: Tries of one call, 1 to 5; only UNAVAILABLE is tried again.
+        max_attempts: Tries of one call, 1 to 5; only UNAVAILABLE and CANCELLED are tried again.
         first_backoff_s: Wait before the second try; doubled for each further one, randomised by gRPC.
         max_batch_requests: Most requests in one call; more are sent in several calls at the same time.
         max_batch_bytes: Largest sum of prompt bytes in one call of more than one request.
@@ -96,7 +96,8 @@ class ClientSettings:
                 "initialBackoff": f"{self.first_backoff_s}s",
                 "maxBackoff": f"{self.first_backoff_s * 8}s",
                 "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
+                # CANCELLED is what a call gets that reaches a server in the moment of its shutdown.
+                "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
             }
         return [
             ("grpc.service_config", json.dumps({"methodConfig": [method]})),

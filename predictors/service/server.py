@@ -116,11 +116,10 @@ class PredictionServer:
         self.pipeline.refuse_new()
         await self._health.enter_graceful_shutdown()
         draining = asyncio.create_task(self.pipeline.close())
-        stopping = asyncio.create_task(self._server.stop(self.settings.drain_timeout_s))
-        await asyncio.wait({draining, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        # All predictions are made, or the time is up; a second stop shortens the wait for idle streams.
+        # gRPC's own grace period would answer newcomers with CANCELLED; until all predictions are made (or the time
+        # is up) the pipeline answers them with UNAVAILABLE, which clients know how to take.
+        await asyncio.wait({draining}, timeout=self.settings.drain_timeout_s)
         await self._server.stop(LAST_WORDS_S)
-        await stopping
         await draining
         self._server = None
 

@@ -165,11 +165,12 @@ class Flaky(predictor_v1_pb2_grpc.PredictorServicer):
     [
         (grpc.StatusCode.UNAVAILABLE, 2, 3),
         (grpc.StatusCode.UNAVAILABLE, 9, 3),
+        (grpc.StatusCode.CANCELLED, 1, 2),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, 1, 1),
         (grpc.StatusCode.INTERNAL, 1, 1),
     ],
 )
-async def test_only_unavailable_is_retried_and_not_for_ever(
+async def test_only_what_no_server_took_is_retried_and_not_for_ever(
     code: grpc.StatusCode, num_failures: int, num_calls: int
 ) -> None:
     servicer = Flaky(code, num_failures)

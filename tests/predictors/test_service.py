@@ -342,12 +342,26 @@ async def test_stop_answers_what_is_inside_and_ends_health_watchers(artifact_fol
         await until(lambda: server.pipeline.num_inside == 2)
         stopping = asyncio.create_task(server.stop())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        code, _ = await status(stub.Predict(pb.PredictRequest(prompt="sea")))
-        assert code == grpc.StatusCode.UNAVAILABLE
+        refused = await status(stub.Predict(pb.PredictRequest(prompt="sea")))
+        assert refused == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
         runtime.gate.set()
         answers = await asyncio.gather(*inside)
         await asyncio.wait_for(stopping, timeout=20)
     assert len(answers) == 2
+
+
+async def test_stop_does_not_wait_longer_than_allowed(artifact_folder: Path) -> None:
+    runtime = GatedRuntime(artifact_folder, is_open=False)
+    server = PredictionServer(runtime, ONE_BY_ONE, ServerSettings(drain_timeout_s=0.01))
+    address = f"127.0.0.1:{await server.start()}"
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = asyncio.ensure_future(PredictorStub(channel).Predict(pb.PredictRequest(prompt="sea")))  # type: ignore[no-untyped-call]
+        await until(lambda: server.pipeline.num_inside == 1)
+        stopping = asyncio.create_task(server.stop())
+        await status(call)
+        runtime.gate.set()
+        await stopping
+    assert server.pipeline.num_inside == 0
 
 
 async def test_port_in_use_is_an_input_error(artifact_folder: Path) -> None:
