@@ -6,7 +6,9 @@ mu, sigma = runtime.predict(["Name three rivers.", "Write an essay on tides."])
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +21,8 @@ from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     import onnxruntime as ort
+
+logger = logging.getLogger(__name__)
 
 ProviderChoice = Literal["auto", "cpu", "cuda"]
 CPU = "CPUExecutionProvider"
@@ -125,6 +129,7 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
         raise MissingExtraError("onnxruntime", "serve") from error
     if threads < 1:
         raise InputError("threads_per_run", threads, "an integer >= 1")
+    _warn_of_two_packages()
     # The list of available providers names what was compiled in; only the session knows what really works.
     has_cuda = CUDA in ort.get_available_providers()
     if provider == "cuda" and not has_cuda:
@@ -153,6 +158,16 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     found = {tensor.name for tensor in session.get_outputs()}
     _check_tensors("outputs", found & {"mu", "sigma"}, {"mu", "sigma"})
     return session
+
+
+def _warn_of_two_packages() -> None:
+    """onnxruntime and onnxruntime-gpu write into the same folder: with both, chance decides which one runs."""
+    try:
+        for name in ("onnxruntime", "onnxruntime-gpu"):
+            metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return
+    logger.warning("onnxruntime and onnxruntime-gpu are both installed and overwrite each other; keep one")
 
 
 def _check_tensors(kind: str, found: set[str], expected: set[str]) -> None:

@@ -79,3 +79,13 @@ def test_warm_up_fits_short_models(tmp_path: Path) -> None:
     runtime.warm_up()
     mu, _ = runtime.predict(["sea sea sea"])
     assert mu[0] == pytest.approx(expected("sea", max_length=3)[0])
+
+
+def test_two_onnxruntime_packages_are_warned_of(
+    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    open_runtime(artifact_folder)
+    assert "both installed" not in caplog.text
+    monkeypatch.setattr("predictors.runtime.metadata.version", lambda name: "1.31.1")
+    open_runtime(artifact_folder)
+    assert "onnxruntime and onnxruntime-gpu are both installed" in caplog.text
