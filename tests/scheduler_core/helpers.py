@@ -1,0 +1,60 @@
+"""Small builders shared by the scheduler's tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from scheduler_core.plan import Finished, StepResult
+from scheduler_core.policies import make_policy
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.request import Request
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator import Trace, TraceRequest
+
+
+def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100) -> Request:
+    """A request."""
+    return Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
+
+
+def prediction(median: float, sigma: float = 0.5, nu: float = 3.5) -> LengthPrediction:
+    """A prediction with the given median in tokens."""
+    return LengthPrediction(math.log(median), sigma, nu)
+
+
+def scheduler(policy: str = "fcfs", **limits: float) -> Scheduler:
+    """A scheduler with default limits but for those given."""
+    return Scheduler(SchedulerConfig(**limits), make_policy(policy))  # type: ignore[arg-type]
+
+
+def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[Finished, ...]:
+    """Schedules and completes one step."""
+    plan = core.schedule(now)
+    assert plan is not None
+    return core.complete(StepResult(plan.step, tuple(stopped)), now)
+
+
+def random_trace(
+    num: int, seed: int = 0, rate_rps: float = 10.0, cap: int = 256, most_prompt: int = 200
+) -> Trace:
+    """Requests with log-t lengths, Poisson arrivals and honest predictions."""
+    rng = np.random.default_rng(seed)
+    arrivals = np.cumsum(rng.exponential(1 / rate_rps, num))
+    rows = []
+    for index in range(num):
+        seen = LengthPrediction(float(rng.normal(4.0, 0.8)), float(rng.uniform(0.2, 0.9)), 3.5)
+        drawn = float(np.exp(np.clip(seen.mu + seen.sigma * rng.standard_t(seen.nu), 0, 20)))
+        rows.append(
+            TraceRequest(
+                request_id=f"r{index}",
+                arrival_s=float(arrivals[index]),
+                prompt_tokens=int(rng.integers(1, most_prompt)),
+                output_tokens=int(min(cap, max(1, round(drawn)))),
+                max_tokens=cap,
+                prediction=seen,
+            )
+        )
+    return Trace(tuple(rows))

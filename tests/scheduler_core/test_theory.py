@@ -1,0 +1,93 @@
+"""The simulator against queueing theory.
+
+With one seat and a time per step only, a request of n output tokens takes n steps: a single-server queue whose
+service time is n * base_s. Every mean is over independent runs; the test allows four of its standard errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
+
+BASE_S = 0.25
+STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
+NUM_RUNS, NUM_REQUESTS, WARM_UP = 16, 3000, 300
+CAP = 4000
+
+Lengths = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float) -> np.ndarray:
+    """Mean queueing delay of each of NUM_RUNS runs, in seconds, without their first WARM_UP requests."""
+    means = []
+    for seed in range(NUM_RUNS):
+        rng = np.random.default_rng(seed)
+        arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, NUM_REQUESTS))
+        tokens = lengths(rng, NUM_REQUESTS)
+        rows = tuple(
+            TraceRequest(
+                request_id=str(i),
+                arrival_s=float(arrivals[i]),
+                prompt_tokens=1,
+                output_tokens=int(tokens[i]),
+                max_tokens=CAP,
+            )
+            for i in range(NUM_REQUESTS)
+        )
+        config = SimulationConfig(
+            trace="", policy=policy, scheduler=SchedulerConfig(max_num_seqs=1), step_time=STEP_TIME
+        )
+        result = run_simulation(config, trace=Trace(rows))
+        assert result.metrics["littles_law_error"] < 1e-9
+        assert len(result.records) == NUM_REQUESTS
+        means.append(np.mean([r.queueing_delay_s for r in result.records if int(r.request_id) >= WARM_UP]))
+    return np.array(means)
+
+
+def check(means: np.ndarray, expected: float) -> None:
+    error = means.std(ddof=1) / math.sqrt(means.size)
+    assert error < 0.05 * expected, "the runs are long enough to tell"
+    assert means.mean() == pytest.approx(expected, abs=4 * error)
+
+
+def constant(tokens: int) -> Lengths:
+    return lambda rng, size: np.full(size, tokens)
+
+
+def geometric(mean: float) -> Lengths:
+    return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), CAP)
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_constant_lengths_wait_as_in_m_d_1(load: float) -> None:
+    """Pollaczek-Khinchine: W = rho S / (2 (1 - rho))."""
+    service_s = 8 * BASE_S
+    check(waits("fcfs", load, constant(8), 8), load * service_s / (2 * (1 - load)))
+
+
+@pytest.mark.parametrize("load", [0.3, 0.7])
+def test_geometric_lengths_wait_as_in_m_g_1(load: float) -> None:
+    """Pollaczek-Khinchine: W = lambda E[S^2] / (2 (1 - rho)); a geometric length is the discrete M/M/1."""
+    mean = 10.0
+    second_moment = (2 * mean**2 - mean) * BASE_S**2
+    rate = load / (mean * BASE_S)
+    check(waits("fcfs", load, geometric(mean), mean), rate * second_moment / (2 * (1 - load)))
+
+
+def test_oracle_sjf_waits_as_cobham_says() -> None:
+    """Non-preemptive priority by length: W = sum over n of p_n W0 / ((1 - rho_<n) (1 - rho_<=n)), W0 = lambda E[S^2]/2."""
+    mean, load = 10.0, 0.7
+    n = np.arange(1, 2000)
+    p = (1 / mean) * (1 - 1 / mean) ** (n - 1)
+    rate = load / (mean * BASE_S)
+    upto = np.cumsum(rate * p * n * BASE_S)
+    below = upto - rate * p * n * BASE_S
+    residual = rate * (2 * mean**2 - mean) * BASE_S**2 / 2
+    expected = float(np.sum(p * residual / ((1 - below) * (1 - upto))))
+    check(waits("sjf", load, geometric(mean), mean), expected)
