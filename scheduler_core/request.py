@@ -6,7 +6,7 @@ The true output length is nowhere in here: schedulers and policies cannot see it
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from scheduler_core.errors import InputError
@@ -75,6 +75,7 @@ class RequestState:
         num_preemptions: How often it lost its cache.
         first_scheduled_s: When it was first admitted; None before.
         first_token_s: When its first token was there; None before.
+        request_id: Id of the request.
     """
 
     request: Request
@@ -88,11 +89,10 @@ class RequestState:
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    request_id: str = field(init=False)
 
-    @property
-    def request_id(self) -> str:
-        """Id of the request."""
-        return self.request.request_id
+    def __post_init__(self) -> None:
+        self.request_id = self.request.request_id
 
     @property
     def phase(self) -> Phase:

@@ -41,7 +41,7 @@ class WaitingQueue:
     def push(self, state: RequestState, now: float) -> None:
         """Puts a request in, or moves it to where its key now belongs."""
         entry = self._entry(state, now)
-        self._live[state.request.request_id] = entry
+        self._live[state.request_id] = entry
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._live) + 16:
             self._heap = list(self._live.values())
@@ -49,14 +49,14 @@ class WaitingQueue:
 
     def remove(self, state: RequestState) -> None:
         """Takes a waiting request out."""
-        del self._live[state.request.request_id]
+        del self._live[state.request_id]
 
     def peek(self) -> RequestState | None:
         """The request to be served next; None if nothing waits."""
         heap, live = self._heap, self._live
         while heap:
             entry = heap[0]
-            if live.get(entry[-1].request.request_id) is entry:
+            if live.get(entry[-1].request_id) is entry:
                 return entry[-1]
             heapq.heappop(heap)
         return None
@@ -66,13 +66,13 @@ class WaitingQueue:
         self._heap = []
         for state in list(self):
             entry = self._entry(state, now)
-            self._live[state.request.request_id] = entry
+            self._live[state.request_id] = entry
             self._heap.append(entry)
         heapq.heapify(self._heap)
 
     def _entry(self, state: RequestState, now: float) -> Entry:
         key = self.policy.key(state, now)
-        assert key == key, f"{type(self.policy).__name__} gave NaN for {state.request.request_id}"
+        assert key == key, f"{type(self.policy).__name__} gave NaN for {state.request_id}"
         self._pushes += 1
         return (key, state.request.arrival_s, state.order, self._pushes, state)
 

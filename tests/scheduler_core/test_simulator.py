@@ -38,7 +38,7 @@ def row(name: str, arrival_s: float, length: int, output: int, cap: int = 50, **
     return TraceRequest(
         request_id=name,
         arrival_s=arrival_s,
-        prompt_tokens=prompt,
+        prompt_tokens=length,
         output_tokens=output,
         max_tokens=cap,
         **more,

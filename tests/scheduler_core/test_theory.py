@@ -17,7 +17,7 @@ from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, Tr
 
 BASE_S = 0.25
 STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-NUM_RUNS, NUM_REQUESTS, WARM_UP = 16, 3000, 300
+NUM_RUNS, NUM_REQUESTS, WARM_UP = 16, 2600, 200
 CAP = 4000
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
