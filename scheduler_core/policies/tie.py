@@ -56,6 +56,7 @@ class Tie(Policy):
     gamma: float = 0.9
     tau_s: float = 30.0
     _beta: float = field(default=0.0, init=False, repr=False)
+    _ageing_per_s: float = field(default=0.0, init=False, repr=False)
     _risks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +75,7 @@ class Tie(Policy):
         if not 0 < self.tau_s < math.inf:
             raise InputError("tau_s", self.tau_s, "seconds > 0")
         self._beta = self.beta_min
+        self._ageing_per_s = -math.log(self.gamma) / self.tau_s
 
     def beta(self, num_waiting: int, max_num_seqs: int) -> float:
         """beta = clip(pressure_gain * Lq / B, beta_min, beta_max), on the grid (Eq. 12)."""
@@ -105,7 +107,4 @@ class Tie(Policy):
         return mean + self._beta * tail_mean
 
     def key(self, state: RequestState, now: float) -> float:
-        return (
-            math.log(max(self.score(state), _SMALLEST))
-            + state.request.arrival_s * -math.log(self.gamma) / self.tau_s
-        )
+        return math.log(max(self.score(state), _SMALLEST)) + state.request.arrival_s * self._ageing_per_s
