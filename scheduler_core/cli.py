@@ -66,8 +66,11 @@ def run(config: RunConfig) -> None:
         writable_target(config.decisions, "decisions")
     simulation = config.simulation()
     trace = prepare_trace(simulation)
-    with _progress_bar(len(trace), "predicting") as bar:
-        predictions = prepare_predictions(simulation, trace, bar.update)
+    if "://" in simulation.prediction_source:
+        with _progress_bar(len(trace), "predicting") as bar:
+            predictions = prepare_predictions(simulation, trace, bar.update)
+    else:
+        predictions = prepare_predictions(simulation, trace)
     log = DecisionLog() if config.decisions is not None else None
     with _progress_bar(len(trace), f"simulating {config.policy}") as bar:
         result = run_simulation(

@@ -10,7 +10,7 @@ How the integrals are done. With z = sqrt(nu) sinh s (see `student_t`),
 
 split at s = 0, each piece by tanh-sinh quadrature. The features of the integrand (the peak of the density
 near 0, the exponential growth towards z_M) then sit at the ends of the pieces, where the nodes crowd.
-Nothing is sampled: the same input gives the same number, relative error below 1e-7 for mu in [0, 10],
+Nothing is sampled: the same input gives the same number, relative error below 1e-10 for mu in [0, 10],
 sigma in [1e-3, 3], nu in [1, 100], max_tokens in [1, 131072].
 """
 
@@ -28,6 +28,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.quadrature import NODES, WEIGHTS, FloatArray
 
 _NEGLIGIBLE = 41.0
+_UNSEEN = 30.0
 
 
 def _unwrap(array: Any) -> FloatArray:
@@ -253,14 +254,23 @@ def _expectation(
     # Left of this the density or the length itself is below exp(-41) of its largest value.
     lowest = np.arcsinh(np.minimum(np.sinh(s_cap), 0.0) - _NEGLIGIBLE / slope)
     s_low = np.maximum(student_t.to_s(first, nu), np.maximum(lowest, -student_t.half_widths(nu)))
-    middle = np.minimum(np.maximum(s_low, 0.0), s_cap)
+    # Where even the growing length cannot lift the density's far tail, neither at W nor at z_M, the tail is left out.
+    wide_end = np.minimum(s_cap, student_t.half_widths(nu))
+    tail_log = np.maximum(_log_integrand(slope, nu, wide_end), _log_integrand(slope, nu, s_cap))
+    s_end = np.where(tail_log < scale + np.log1p(-level) - _UNSEEN, wide_end, s_cap)
+    middle = np.minimum(np.maximum(s_low, 0.0), s_end)
     weight = student_t.log_normalisers(nu) - scale
     body = np.zeros_like(mu)
-    for begin, end in ((np.minimum(s_low, middle), middle), (middle, s_cap)):
+    for begin, end in ((np.minimum(s_low, middle), middle), (middle, np.maximum(s_end, middle))):
         body += _piece(mu, slope, nu, begin, end, weight, minus)
     value = (body + (top - minus) * over) / (1.0 - level)
     value = np.where(first >= z_cap, top - minus, value)
     return _unwrap(value.reshape(wide[0].shape))
+
+
+def _log_integrand(slope: FloatArray, nu: FloatArray, s: FloatArray) -> FloatArray:
+    """ln of the integrand at s, relative to s = 0; concave in s at first, then convex."""
+    return np.asarray(slope * np.sinh(s) - nu * student_t.log_cosh(s))
 
 
 def _piece(
@@ -306,12 +316,17 @@ def expected_and_cvar(
     width = student_t.half_width(nu)
     s_cap = math.asinh((math.log(max_tokens) - mu) / (sigma * root))
     s_alpha = student_t.quantile_s(alpha, nu)
+    s_end = s_cap
+    if s_cap > width:
+        peaks = (sigma * root * math.sinh(x) - nu * math.log(math.cosh(x)) for x in (width, s_cap))
+        if max(peaks) < math.log1p(-alpha) - _UNSEEN:
+            s_end = width
     # ends of the pieces: [-W, min(0, s_cap)], [0, min(s_alpha, s_cap)], [s_alpha, s_cap], then |s_cap| to its tail
     low_end = min(0.0, s_cap)
     lowest = max(-width, math.asinh(math.sinh(low_end) - _NEGLIGIBLE / (sigma * root)))
     mid_end = max(min(s_alpha, s_cap), 0.0)
     begins = np.array([min(lowest, low_end), 0.0, s_alpha, abs(s_cap)])
-    widths = np.array([low_end - begins[0], mid_end, max(s_cap - s_alpha, 0.0), width])
+    widths = np.array([low_end - begins[0], mid_end, max(s_end - s_alpha, 0.0), width])
     s = begins[:, None] + widths[:, None] * NODES
     growth = np.zeros_like(s)
     growth[:3] = mu + sigma * root * np.sinh(s[:3])

@@ -81,7 +81,7 @@ async def fetch_predictions_async(
     *,
     source: str | None = None,
     served_model: str = "",
-    max_in_flight: int = 64,
+    max_in_flight: int = 16,
     timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> Predictions:
@@ -137,7 +137,7 @@ def fetch_predictions(
     predictor: str | Predictor,
     *,
     served_model: str = "",
-    max_in_flight: int = 64,
+    max_in_flight: int = 16,
     timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> Predictions:

@@ -58,8 +58,9 @@ class SimulationConfig:
     0 for trace and oracle."""
     served_model: str = ""
     """Name of the served model, for predictors that know several."""
-    max_in_flight: int = 64
-    """Live predictor: calls under way at the same time."""
+    max_in_flight: int = 16
+    """Live predictor: calls under way at the same time. They are made as fast as they are answered, so with many of
+    them the measured latency, and with it the simulated delay, contains the wait in the service's own queue."""
     predictor_timeout_s: float = 60.0
     """Live predictor: a call without answer after this many seconds has failed."""
     rate: float | None = None

@@ -142,7 +142,8 @@ def test_a_preempted_request_keeps_its_prediction() -> None:
 
 
 def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
-    core = scheduler(num_kv_blocks=4, kv_block_tokens=10, kv_watermark=0.0)
+    """b gives back two blocks, a takes one; c would fit into the other and comes first, but waits a step."""
+    core = scheduler("ssjf", num_kv_blocks=4, kv_block_tokens=10, kv_watermark=0.0)
     core.add(request("a", prompt=10, cap=25), 0.0)
     core.add(request("b", prompt=10, cap=25), 0.0)
     for step in range(11):
@@ -151,6 +152,8 @@ def test_nothing_is_admitted_in_a_step_that_preempts() -> None:
     plan = plan_of(core, 11.0)
     assert plan.preempted == ("b",)
     assert plan.admitted == ()
+    core.complete(StepResult(plan.step), 12.0)
+    assert plan_of(core, 12.0).admitted == ("c",)
 
 
 @pytest.mark.parametrize("cap", [31, 10**9])
