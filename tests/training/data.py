@@ -1,0 +1,68 @@
+"""Small data sets of answer lengths for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_gen.samples import Sample, to_table, write_samples
+
+TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
+
+
+def prompts(count: int) -> list[tuple[str, float, float]]:
+    """(prompt, mu, sigma) whose words decide the length: long essays, short lists."""
+    made = []
+    for index in range(count):
+        size, sigma = [("short", 0.15), ("long", 0.4)][index % 2]
+        topic = TOPICS[index % len(TOPICS)]
+        mu = 3.0 + 1.5 * (size == "long") + 0.15 * TOPICS.index(topic)
+        made.append((f"write a {size} {topic} of {index}", mu, sigma))
+    return made
+
+
+def write_sample_file(
+    path: Path, *, num_prompts: int = 40, num_samples: int = 8, max_tokens: int = 400, seed: int = 0
+) -> Path:
+    """A `samples/1` file drawn from the log-t distribution, cut at `max_tokens`."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
+        drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
+        for number, length in enumerate(drawn):
+            rows.append(
+                Sample(
+                    prompt_id=f"p{index:03d}",
+                    prompt=prompt,
+                    category=prompt.split()[2],
+                    model="m",
+                    temperature=1.0,
+                    top_p=1.0,
+                    seed=seed,
+                    sample_index=number,
+                    max_tokens=max_tokens,
+                    prompt_tokens=len(prompt),
+                    output_tokens=int(min(length, max_tokens)),
+                    finish_reason="length" if length > max_tokens else "stop",
+                    engine="test",
+                    engine_version="1",
+                    run_id="r",
+                )
+            )
+    write_samples(path, to_table(rows))
+    return path
+
+
+def write_lists(path: Path, lengths: list[list[float | None]], **columns: list[object]) -> Path:
+    """A file of the list form, one row for each list."""
+    rows = {
+        "prompt_id": [f"p{row}" for row in range(len(lengths))],
+        "model": ["m"] * len(lengths),
+        "prompt": [f"write a list of {row}" for row in range(len(lengths))],
+        "output_tokens": lengths,
+    }
+    pq.write_table(pa.table(rows | columns), path)
+    return path

@@ -1,0 +1,14 @@
+"""Versions of what a result depends on."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from importlib import metadata
+
+
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Version of Python, tailcast and the named installed packages."""
+    return {"python": platform.python_version()} | {
+        name: metadata.version(name) for name in ("tailcast", *packages)
+    }
