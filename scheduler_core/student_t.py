@@ -18,6 +18,7 @@ import math
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from scheduler_core.quadrature import NODES, WEIGHTS, FloatArray
 
@@ -68,10 +69,10 @@ def to_s(z: FloatArray, nu: FloatArray) -> FloatArray:
     return np.asarray(np.arcsinh(z / np.sqrt(nu)))
 
 
-def logpdf(z: FloatArray, nu: FloatArray) -> FloatArray:
+def logpdf(z: ArrayLike, nu: ArrayLike) -> FloatArray:
     """ln t_nu(z)."""
     z, nu = np.broadcast_arrays(np.asarray(z, float), np.asarray(nu, float))
-    return log_normalisers(nu) - 0.5 * np.log(nu) - (nu + 1.0) * log_cosh(to_s(z, nu))
+    return np.asarray(log_normalisers(nu) - 0.5 * np.log(nu) - (nu + 1.0) * log_cosh(to_s(z, nu)))
 
 
 def _tail_ratio(s: FloatArray, nu: FloatArray) -> FloatArray:
@@ -95,7 +96,7 @@ def _log_sf_right(s: FloatArray, nu: FloatArray) -> tuple[FloatArray, FloatArray
     return log_normalisers(nu) - nu * log_cosh(s) + np.log(ratio), ratio
 
 
-def log_sf(z: FloatArray, nu: FloatArray) -> FloatArray:
+def log_sf(z: ArrayLike, nu: ArrayLike) -> FloatArray:
     """ln P(T > z), accurate in both tails (relative error of P about 1e-13)."""
     z, nu = np.broadcast_arrays(np.asarray(z, float), np.asarray(nu, float))
     flat_z, flat_nu = z.ravel(), nu.ravel()
@@ -106,17 +107,17 @@ def log_sf(z: FloatArray, nu: FloatArray) -> FloatArray:
     return np.asarray(np.where(np.isnan(flat_z), np.nan, out).reshape(z.shape))
 
 
-def sf(z: FloatArray, nu: FloatArray) -> FloatArray:
+def sf(z: ArrayLike, nu: ArrayLike) -> FloatArray:
     """P(T > z)."""
     return np.asarray(np.exp(log_sf(z, nu)))
 
 
-def cdf(z: FloatArray, nu: FloatArray) -> FloatArray:
+def cdf(z: ArrayLike, nu: ArrayLike) -> FloatArray:
     """P(T <= z); by symmetry the survival function at -z, so small values keep their relative accuracy."""
     return sf(-np.asarray(z, float), nu)
 
 
-def isf_from_log(log_p: FloatArray, nu: FloatArray) -> FloatArray:
+def isf_from_log(log_p: ArrayLike, nu: ArrayLike) -> FloatArray:
     """z with ln P(T > z) = `log_p`; log_p <= 0, where 0 gives -inf and -inf gives +inf."""
     log_p, nu = np.broadcast_arrays(np.asarray(log_p, float), np.asarray(nu, float))
     flat, flat_nu = log_p.ravel(), nu.ravel()
@@ -137,7 +138,7 @@ def isf_from_log(log_p: FloatArray, nu: FloatArray) -> FloatArray:
     return np.asarray(z.reshape(log_p.shape))
 
 
-def ppf(q: FloatArray, nu: FloatArray) -> FloatArray:
+def ppf(q: ArrayLike, nu: ArrayLike) -> FloatArray:
     """z with P(T <= z) = q, 0 <= q <= 1; 0 and 1 give -inf and +inf, anything outside gives NaN."""
     q = np.asarray(q, float)
     with np.errstate(divide="ignore", invalid="ignore"):
