@@ -75,7 +75,7 @@ def run_command(
         from jsonargparse import ArgumentError
 
         try:
-            parsed = parser.parse_args(None if args is None else list(args))
+            parsed = parser.parse_args(_with_underscores(sys.argv[1:] if args is None else args))
             values = parser.instantiate(parsed)
             for name in positionals:
                 if values.get(name) is None:
@@ -94,6 +94,17 @@ def run_command(
     except KeyboardInterrupt:
         sys.stderr.write(f"{prog}: interrupted\n")
         return 130
+
+
+def _with_underscores(args: Sequence[str]) -> list[str]:
+    """`--max-tokens 5` means `--max_tokens 5`: option names are fields, and both spellings are natural."""
+    words = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+        words.append(name + equals + value)
+    return words
 
 
 def _one_line(message: str) -> str:

@@ -45,6 +45,23 @@ def test_positionals_options_and_dotted_overrides() -> None:
     assert seen == [Config(source="here", out="there", inner=Inner(rate=2.0))]
 
 
+def test_hyphens_and_underscores_are_the_same_in_option_names() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Long:
+        """Has a long name."""
+
+        max_tokens: int = 1
+        """A number."""
+        label: str = ""
+        """A text."""
+
+    seen: list[Long] = []
+    for arguments in (["--max-tokens", "5"], ["--max-tokens=5"], ["--max_tokens", "5", "--label=a-b=c-d"]):
+        assert run_command("tool", Long, seen.append, extra="sim", args=arguments) == 0
+    assert [config.max_tokens for config in seen] == [5, 5, 5]
+    assert seen[2].label == "a-b=c-d"
+
+
 def test_a_yaml_file_is_overridden_by_options(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("out: filed\ncount: 9\ninner:\n  rate: 4\n")
     seen: list[Config] = []

@@ -1,0 +1,53 @@
+"""`make quickstart`: from a real LLM's repeated answers to a scheduler that uses the served predictions."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from scheduler_core.command import run_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartConfig:
+    """Sample a real LLM, fit, train, export, serve and schedule; then write a report."""
+
+    size: Literal["full", "tiny"] = "full"
+    """`full` is the real thing; `tiny` takes the same path with a few prompts, for the tests."""
+    out: str = "out/quickstart"
+    """Folder for everything that is made."""
+
+
+def quickstart(config: QuickstartConfig) -> None:
+    """Runs all steps; each prints one line when it is done."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from examples.quickstart.report import write_report
+    from examples.quickstart.shell import Shell
+    from examples.quickstart.sizes import SIZES
+    from examples.quickstart.steps import Quickstart
+
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
+    sys.stdout.write(f"tailcast quickstart ({config.size}), logs in {out / 'logs'}\n")
+    shell = Shell(out / "logs")
+    work = Quickstart(shell, out, SIZES[config.size])
+    work.run()
+    since = time.monotonic()
+    report = write_report(out, shell.records)
+    shell.finished("h", "report", "", since, str(report))
+    sys.stdout.write(f"done in {time.monotonic() - start:.0f} s\n")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m examples.quickstart`."""
+    return run_command("quickstart", QuickstartConfig, quickstart, extra="dev", args=args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
