@@ -33,6 +33,7 @@ from scheduler_core.lengths import LogT
 from training.fitting.goodness import ks_p_values, ks_statistic
 from training.fitting.log_t import MIN_SAMPLES, LogTFit, fit_log_t
 from training.fitting.table import GroupedLengths, group_table, read_parquet
+from training.fitting.threads import one_blas_thread
 
 SCHEMA_NAME = "fits/1"
 Censoring = Literal["right", "none"]
@@ -125,13 +126,14 @@ def fit_groups(
     """
     fits: list[LogTFit] = []
     statistics = np.full(len(groups), np.nan)
-    for number in track(range(len(groups))):
-        lengths = groups.lengths[number]
-        finished = seen_as_finished(groups.finished[number], options.censoring)
-        fit = fit_log_t(lengths, finished, options.nu)
-        if "all_censored" not in fit.flags:
-            statistics[number] = ks_statistic(lengths, finished, LogT(fit.mu, fit.sigma, fit.nu).cdf)
-        fits.append(fit)
+    with one_blas_thread():
+        for number in track(range(len(groups))):
+            lengths = groups.lengths[number]
+            finished = seen_as_finished(groups.finished[number], options.censoring)
+            fit = fit_log_t(lengths, finished, options.nu)
+            if "all_censored" not in fit.flags:
+                statistics[number] = ks_statistic(lengths, finished, LogT(fit.mu, fit.sigma, fit.nu).cdf)
+            fits.append(fit)
     counts = np.array([len(lengths) for lengths in groups.lengths])
     return FittedGroups(
         groups=groups,

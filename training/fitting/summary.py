@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from training.fitting.alternatives import FAMILIES, fit_alternatives
 from training.fitting.fits import Censoring, FittedGroups, seen_as_finished
 from training.fitting.goodness import ks_p_values, ks_statistic
+from training.fitting.threads import one_blas_thread
 
 PASS_ABOVE = 0.05
 # Nothing can be tested where all answers are equal or all were cut.
@@ -35,11 +36,12 @@ def compare_families(
         if len(np.unique(groups.lengths[number])) > 1
     ]
     statistics = {name: np.full(len(tested), np.nan) for name in FAMILIES}
-    for at, number in enumerate(track(tested)):
-        lengths = groups.lengths[number]
-        finished = seen_as_finished(groups.finished[number], censoring)
-        for name, fit in fit_alternatives(lengths, finished).items():
-            statistics[name][at] = ks_statistic(lengths, finished, fit.cdf)
+    with one_blas_thread():
+        for at, number in enumerate(track(tested)):
+            lengths = groups.lengths[number]
+            finished = seen_as_finished(groups.finished[number], censoring)
+            for name, fit in fit_alternatives(lengths, finished).items():
+                statistics[name][at] = ks_statistic(lengths, finished, fit.cdf)
     counts = np.array([len(groups.lengths[number]) for number in tested], dtype=np.int64)
     return {"log_t": fits.ks_p[tested]} | {
         name: ks_p_values(values, counts) for name, values in statistics.items()

@@ -1,0 +1,28 @@
+"""The command `train`: a predictor of length distributions from prompts and fitted answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_core.command import run_command
+from scheduler_core.errors import MissingExtraError
+from training.config import TrainConfig
+
+
+def _command(config: TrainConfig) -> None:
+    try:
+        import lightning
+        import transformers
+    except ImportError as error:
+        raise MissingExtraError(error.name or "lightning", "train") from error
+    from training.train import train
+
+    del lightning
+    # The bar of weights being loaded, which takes a second.
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    train(config)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `train`."""
+    return run_command("train", TrainConfig, _command, extra="train", args=args)
