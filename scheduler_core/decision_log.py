@@ -1,29 +1,22 @@
-"""The decision log: every call to a scheduler with its outcome, as JSON lines, and its exact replay."""
+"""The decision log: every call to a scheduler with its outcome, as JSON lines; `replay` makes them again."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file
 from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
 
-if TYPE_CHECKING:
-    from scheduler_core.scheduler import Scheduler
-
 Entry = dict[str, Any]
 
 SCHEMA = "tailcast.decisions/1"
-
-
-class ReplayError(TailcastError):
-    """A replayed call had another outcome than the recorded one."""
 
 
 class DecisionLog:
@@ -108,52 +101,3 @@ def read_log(path: str | Path) -> list[Entry]:
                 raise InputError(f"{path} line {number}", line.strip(), "a decision log entry") from error
             entries.append(entry)
     return entries
-
-
-def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Makes the same calls on a new scheduler and compares every outcome, number by number.
-
-    Returns:
-        The scheduler in its last state.
-
-    Raises:
-        ReplayError: An outcome differs; the message names the entry.
-        InputError: The log does not start with an "open" entry of this schema.
-    """
-    from scheduler_core.policies import make_policy
-    from scheduler_core.scheduler import Scheduler, SchedulerConfig
-
-    remaining = iter(entries)
-    head = next(remaining, {})
-    if head.get("op") != "open" or head.get("schema") != SCHEMA:
-        raise InputError("first entry of the decision log", head, f'an "open" entry of schema {SCHEMA}')
-    log = DecisionLog()
-    config = SchedulerConfig(**head["config"])
-    scheduler = Scheduler(config, make_policy(head["policy"], head["parameters"]), log)
-    for number, entry in enumerate(remaining, start=2):
-        _repeat(scheduler, entry)
-        if log.entries[-1] != entry:
-            raise ReplayError(f"entry {number}: recorded {entry}, replayed {log.entries[-1]}")
-    return scheduler
-
-
-def _repeat(scheduler: Scheduler, entry: Entry) -> None:
-    now = entry["now"]
-    match entry["op"]:
-        case "add":
-            scheduler.add(Request(**entry["request"]), now)
-        case "update":
-            content = entry["prediction"]
-            prediction = None if content is None else LengthPrediction(**content)
-            scheduler.update(entry["request_id"], prediction, now)
-        case "schedule":
-            scheduler.schedule(now)
-        case "complete":
-            result = entry["result"]
-            if result["num_steps"] > 1:
-                scheduler.steady_steps(result["num_steps"])
-            scheduler.complete(StepResult(result["step"], tuple(result["stopped"]), result["num_steps"]), now)
-        case "abort":
-            scheduler.abort(entry["request_id"], now)
-        case other:
-            raise InputError("op", other, "add, update, schedule, complete, abort")

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_core.decision_log import DecisionLog, ReplayError, read_log, replay
+from scheduler_core.decision_log import DecisionLog, read_log
 from scheduler_core.errors import InputError
+from scheduler_core.replay import ReplayError, replay
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import SimulationConfig, run_simulation
 from tests.scheduler_core.helpers import random_trace

@@ -8,11 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from scheduler_core.decision_log import DecisionLog, replay
+from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES, make_policy
 from scheduler_core.predictions import LengthPrediction
+from scheduler_core.replay import replay
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 

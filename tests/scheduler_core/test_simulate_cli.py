@@ -11,7 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.cli import main
-from scheduler_core.decision_log import read_log, replay
+from scheduler_core.decision_log import read_log
+from scheduler_core.replay import replay
 from tests.scheduler_core.helpers import random_trace
 
 
