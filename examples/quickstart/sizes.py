@@ -30,6 +30,6 @@ class Size:
 
 
 SIZES = {
-    "full": Size(10, 20, 128, None, (), 1.2),
+    "full": Size(8, 20, 128, None, (), 1.2),
     "tiny": Size(2, 4, 16, 60, ("--stage1.epochs", "1", "--stage2.epochs", "1"), 1.2),
 }
