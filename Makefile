@@ -40,9 +40,9 @@ contracts: $(READY)
 
 # scheduler_core must import with numpy and nothing else of the extras installed.
 numpy-only:
-	rm -rf out/numpy-only && $(PYTHON) -m venv out/numpy-only
+	rm -rf build out/numpy-only && $(PYTHON) -m venv out/numpy-only
 	out/numpy-only/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt .
-	cd out && numpy-only/bin/python ../tests/numpy_only.py
+	out/numpy-only/bin/python -I tests/numpy_only.py
 
 proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate

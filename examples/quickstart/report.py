@@ -37,7 +37,7 @@ def write_report(out: Path, records: Sequence[StepRecord]) -> Path:
 
 def _steps(records: Sequence[StepRecord]) -> str:
     rows = [(r.letter, r.title, f"{r.seconds:.1f}", r.result) for r in records]
-    commands = [(r.letter, r.command) for r in records if r.command]
+    commands = [(r.letter, line) for r in records for line in r.command.splitlines()]
     return html.section(
         "What ran",
         html.table(("step", "command", "seconds", "result"), rows, text_columns=(0, 1, 3)),
@@ -63,7 +63,8 @@ def _lengths(out: Path) -> str:
         "Answer lengths are distributions",
         html.paragraph(
             f"{len(fits)} prompts; answers to the same prompt at temperature 1.0. Answers cut at the cap are "
-            f"right-censored: the fit knows only that they would have been longer. Flagged prompts: {flags}."
+            f"right-censored: the fit knows only that they would have been longer. Flagged prompts: {flags} (median_beyond_cap: more "
+            "than half of the answers were cut, so the fit's centre is an extrapolation)."
         ),
         html.figure(png, "Histograms of sampled answer lengths of six prompts with fitted log-t densities"),
         html.table(("family", "KS p > 0.05", "mean p", "prompts tested"), rows),
@@ -101,7 +102,8 @@ def _prediction(out: Path) -> str:
         "Predicted from the prompt alone",
         html.paragraph(
             f"{report['model']['num_prompts']} test prompts whose answers the training never saw. P50, P90, P99: share of "
-            "answers below the predicted quantile (Kaplan-Meier, since some answers were cut)."
+            "answers below the predicted quantile, estimated by Kaplan-Meier, since many answers were cut; no figure where "
+            "too few quantiles lie below the cap to tell."
         ),
         html.figure(png, "Predicted against fitted mu and sigma, and observed against nominal coverage"),
         html.table(header, rows),
@@ -152,6 +154,10 @@ def _scheduling(out: Path) -> str:
         ),
         html.figure(png, "Time to first token and per-token latency of four policies"),
         html.table(header, rows),
+        html.paragraph(
+            "Shortest-first orders make long answers wait: compare the P90 and P99 of the time to first token with FCFS.",
+            note=True,
+        ),
         html.paragraph(f"Predictor as seen by TIE: {_flat(asked)}", note=True),
     )
 

@@ -122,7 +122,7 @@ class Quickstart:
         command = [
             "train",
             "--config",
-            str(TRAIN_CONFIG),
+            _relative(TRAIN_CONFIG),
             "--data",
             str(self.out / "fits.parquet"),
             "--out",
@@ -229,7 +229,7 @@ class Quickstart:
         trace = self.out / "trace.parquet"
         # The times only give the order; `simulate` draws its own at the asked load.
         write_trace(trace, trace_of(samples, PoissonArrivals(rate_rps=10.0, seed=1), test))
-        command: list[str] = []
+        commands: list[str] = []
         ttft: dict[str, float] = {}
         for label, policy, asks in POLICIES:
             result = self.out / f"simulation-{policy}.json"
@@ -252,9 +252,10 @@ class Quickstart:
             if asks:
                 command += ["--predictor", f"grpc://{address}"]
             self.shell.run("g", command)
+            commands.append(" ".join(command))
             ttft[label] = _read(result)["metrics"]["ttft_s"]["mean"]
         shown = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in ttft.items())
-        self._finished("g", "simulate", command, since, f"mean TTFT: {shown}")
+        self.shell.finished("g", "simulate", "\n".join(commands), since, f"mean TTFT: {shown}")
 
     def _finished(self, letter: str, title: str, command: Sequence[str], since: float, result: str) -> None:
         self.shell.finished(letter, title, " ".join(command), since, result)
@@ -268,6 +269,12 @@ async def _check_health(address: str) -> None:
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
         raise StepFailedError(f"step f: the endpoint at {address} says it is not serving")
+
+
+def _relative(path: Path) -> str:
+    """The path from here, where that is shorter: commands in the report are to be typed again."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _read(path: Path) -> Any:
