@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -66,7 +67,6 @@ def main() -> None:
     ours = TransformersBackend(arguments.model, max_rows=256)
     ours.load()
     model, tokenizer = TransformersBackend(arguments.model).load()
-    # The library types neither of these.
     model.set_attn_implementation("sdpa")
     tokenizer.padding_side = "left"
 
@@ -75,7 +75,7 @@ def main() -> None:
         f"torch {torch.__version__} with {torch.get_num_threads()} threads, transformers {transformers.__version__}"
     )
     print(f"{'side':34} {'round':>5} {'useful tokens':>14} {'seconds':>8} {'tokens/s':>9}")
-    sides = {
+    sides: dict[str, Callable[[], int]] = {
         "generate, 32 rows": lambda: with_generate(model, tokenizer, prompts, settings, 32),
         "generate, 256 rows": lambda: with_generate(model, tokenizer, prompts, settings, 256),
         "gen-samples, 256 rows": lambda: sum(
