@@ -45,12 +45,15 @@ def draw_calibration(
         if compared.any():
             axis.plot(ends, ends, color=COLOURS["constant"], linewidth=1)
         if name == "sigma":
-            axis.set_xscale("log")
-            axis.set_yscale("log")
+            for scale in (axis.set_xscale, axis.set_yscale):
+                scale("log")
+            for ticks in (axis.xaxis, axis.yaxis):
+                ticks.set_minor_formatter("")
+                ticks.set_major_formatter("{x:g}")
         axis.set_xlabel(f"{name} fitted to the answers")
         axis.set_ylabel(f"{name} predicted from the prompt")
     for name, metrics in [("model", report["model"]), *report["baselines"].items()]:
-        rows = metrics["calibration"]
+        rows = [row for row in metrics["calibration"] if row["estimate"] is not None]
         right.plot(
             [row["level"] for row in rows],
             [row["estimate"] for row in rows],

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from scheduler_core.command import run_command
 from scheduler_core.errors import MissingExtraError
 from training.evaluate_config import EvaluateConfig
+from training.threads import wait_without_spinning
 
 
 def _command(config: EvaluateConfig) -> None:
+    wait_without_spinning()
     try:
         import pyarrow  # noqa: F401
         import scipy  # noqa: F401

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from scheduler_core.command import run_command
 from scheduler_core.errors import MissingExtraError
 from training.config import TrainConfig
+from training.threads import wait_without_spinning
 
 
 def _command(config: TrainConfig) -> None:
+    wait_without_spinning()
     try:
         import lightning
         import transformers

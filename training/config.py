@@ -33,22 +33,6 @@ class StageConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Oversampling:
-    """Prompts with long or uncertain answers are drawn more often; the last rule that applies counts."""
-
-    mu_above: float
-    """Applies to prompts with a fitted mu above this, log tokens ..."""
-    sigma_above: float
-    """... or with a fitted sigma above this, log tokens."""
-    weight: float
-    """How often such a prompt is drawn, relative to 1 for others."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight < float("inf"):
-            raise InputError("weight", self.weight, "a finite number above 0")
-
-
-@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train a predictor of length distributions: first all its parameters, then the towers on a frozen encoder."""
 
@@ -84,11 +68,8 @@ class TrainConfig:
     """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma), in the first epoch."""
     sigma_weight_end: float = 4.0
     """The same in the last epoch of the last stage; linear in between."""
-    oversampling: tuple[Oversampling, ...] = (
-        Oversampling(mu_above=5.5, sigma_above=1.0, weight=1.5),
-        Oversampling(mu_above=6.0, sigma_above=1.3, weight=2.0),
-    )
-    """Rules by which some prompts are drawn more often."""
+    oversampling: tuple[tuple[float, float, float], ...] = ((5.5, 1.0, 1.5), (6.0, 1.3, 2.0))
+    """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last rule that applies counts."""
     exclude_flags: tuple[str, ...] = ("all_censored",)
     """Fits with one of these flags are not used as targets. They stay in the test split for the metrics of coverage."""
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
@@ -126,6 +107,9 @@ class TrainConfig:
             raise InputError(
                 "stage1.epochs, stage2.epochs", (0, 0), "at least one epoch in one of the stages"
             )
+        for rule in self.oversampling:
+            if len(rule) != 3 or not 0 < rule[2] < float("inf"):
+                raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight above 0")
         if "prompt_id" not in self.keys:
             raise InputError(
                 "group_by", self.group_by, "column names separated by commas, prompt_id among them"

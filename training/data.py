@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from data_gen.splits import Split, split_of
 from predictors.modules import Normalization
 from scheduler_core.errors import InputError
-from training.config import Oversampling, TrainConfig
+from training.config import TrainConfig
 from training.evaluation import prompts_of
 from training.fitting.fits import FittedGroups
 
@@ -181,11 +181,11 @@ class EpochSampler(Sampler[int]):
         return len(self._p)
 
 
-def sampling_weights(fits: FittedGroups, rules: Sequence[Oversampling]) -> NDArray[np.float64]:
-    """Weight of each group [G]: 1, or that of the last rule that applies."""
+def sampling_weights(fits: FittedGroups, rules: Sequence[tuple[float, float, float]]) -> NDArray[np.float64]:
+    """Weight of each group [G]: 1, or that of the last rule (mu, sigma, weight) with a smaller mu or sigma."""
     weights = np.ones(len(fits))
-    for rule in rules:
-        weights[(fits.mu > rule.mu_above) | (fits.sigma > rule.sigma_above)] = rule.weight
+    for mu_above, sigma_above, weight in rules:
+        weights[(fits.mu > mu_above) | (fits.sigma > sigma_above)] = weight
     return weights
 
 

@@ -54,14 +54,14 @@ def evaluate_predictions(fits: FittedGroups, mu: FloatArray, sigma: FloatArray) 
 
 
 def _caps(fits: FittedGroups) -> FloatArray:
-    """Cap on the answers of each group in tokens: as declared, else the largest cut, else none (infinite)."""
+    """Cap on the answers of each group in tokens: the smallest cut, else as declared, else none (infinite)."""
     caps = np.full(len(fits), np.inf)
     for number, declared in enumerate(fits.groups.max_tokens):
         cut = fits.groups.lengths[number][~fits.groups.finished[number]]
-        if declared is not None:
+        if len(cut):
+            caps[number] = cut.min()
+        elif declared is not None:
             caps[number] = declared
-        elif len(cut):
-            caps[number] = cut.max()
     return caps
 
 

@@ -1,9 +1,10 @@
 """Numbers that say how good predicted length distributions are; all of them know about cut answers.
 
 Parameters are compared with each prompt's own fit. Distributions are compared with the answers themselves:
-- coverage at level p: how often a length is at most its predicted p-quantile. u = F(x) is uniform if the prediction is
-  right; a cut answer is a right-censored u. Coverage is the Kaplan-Meier estimate of P(u <= p), with the bounds that
-  result if all cut answers that might lie below the quantile did not, or did.
+- coverage at level p: how often a length is at most its predicted p-quantile q. Where q is below the cap that is seen
+  of every answer, cut or not, and whether q is below the cap depends on the prediction alone: so the estimate is the
+  share among the answers of such prompts, without bias. Beside it stand the bounds over all answers that result if the
+  cut answers with q beyond their cap are all longer, or all shorter, than q.
 - pinball loss and CRPS: of the served length min(X, cap), which a cut answer shows exactly (it is the cap); the
   predicted quantile is min(q, cap) too.
 - nll: mean of -ln f(x), for cut answers -ln(1 - F(x)); in nats, x in tokens.
@@ -11,7 +12,6 @@ Parameters are compared with each prompt's own fit. Distributions are compared w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -53,35 +53,32 @@ def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
 
 
 def coverage(
-    u: FloatArray, finished: NDArray[np.bool_], levels: Sequence[float] = COVERAGE_LEVELS
-) -> list[dict[str, float]]:
+    quantile: FloatArray, level: float, lengths: FloatArray, finished: NDArray[np.bool_], caps: FloatArray
+) -> dict[str, float | None]:
     """Observed coverage of predicted quantiles.
 
     Args:
-        u: F(x) of each answer under its prediction [N], N >= 1.
+        quantile: Predicted quantile for each answer in tokens [N], N >= 1.
+        level: Its nominal probability.
+        lengths: Answer lengths in tokens [N].
         finished: False where the answer was cut [N].
-        levels: Nominal probabilities.
+        caps: Cap of each answer's prompt in tokens, infinite if there is none [N].
 
     Returns:
-        For each level: the level, the estimate, and its bounds low and high.
+        level; estimate (None if no quantile lies below its cap); known_share, the share of answers it is made from;
+        low and high, bounds over all answers.
     """
-    order = np.lexsort((~finished, u))  # where u is equal, ends before cuts
-    values, ends = u[order], finished[order]
-    at_risk = np.arange(len(u), 0, -1)
-    survival = np.cumprod(np.where(ends, 1 - 1 / at_risk, 1.0))
-    rows = []
-    for level in levels:
-        below = int(np.searchsorted(values, level, side="right"))
-        ended = int(ends[:below].sum())
-        rows.append(
-            {
-                "level": float(level),
-                "estimate": float(1 - survival[below - 1]) if below else 0.0,
-                "low": ended / len(u),
-                "high": below / len(u),
-            }
-        )
-    return rows
+    covered = finished & (lengths <= quantile)
+    # At q = cap the answer that was cut there is longer than q.
+    known = quantile <= caps
+    unknown = ~finished & (lengths < quantile)
+    return {
+        "level": level,
+        "estimate": float(covered[known].mean()) if known.any() else None,
+        "known_share": float(known.mean()),
+        "low": float(covered.mean()),
+        "high": float((covered | unknown).mean()),
+    }
 
 
 def pinball(served: FloatArray, quantile: FloatArray, level: float) -> float:
@@ -100,27 +97,35 @@ def distribution_metrics(
     """Coverage, calibration, pinball losses, CRPS and negative log-likelihood.
 
     Args:
-        distribution: Predictions for G prompts.
+        distribution: Predictions for G prompts, one nu for all.
         group: Prompt of each answer [N].
         lengths: Answer lengths in tokens [N].
         finished: False where the answer was cut [N].
-        caps: Cap of each answer in tokens, infinite if there is none [N].
+        caps: Cap of each answer's prompt in tokens, infinite if there is none [N].
     """
     if len(lengths) == 0:
         return {"coverage": {}, "calibration": [], "pinball_tokens": {}, "crps_tokens": None, "nll": None}
     answers = LogT(distribution.mu[group], distribution.sigma[group], distribution.nu)
-    u = np.asarray(answers.cdf(lengths), dtype=np.float64)
     likelihood = np.where(finished, answers.logpdf(lengths), answers.logsf(lengths))
     served = np.minimum(lengths, caps)
 
+    levels = np.unique([*COVERAGE_LEVELS, *CALIBRATION_LEVELS, *CRPS_LEVELS])
+    standard = np.log(LogT(0.0, 1.0, distribution.nu).ppf(levels))
+    z_of = {float(level): float(z) for level, z in zip(levels, standard, strict=True)}
+
+    def quantile(level: float) -> FloatArray:
+        with np.errstate(over="ignore"):
+            return np.asarray(np.exp(answers.mu + answers.sigma * z_of[level]), dtype=np.float64)
+
     def loss(level: float) -> float:
-        # One quantile for each prompt, then spread over its answers.
-        quantile = np.asarray(distribution.ppf(level), dtype=np.float64)[group]
-        return pinball(served, np.minimum(quantile, caps), level)
+        return pinball(served, np.minimum(quantile(level), caps), level)
+
+    def covered(level: float) -> dict[str, float | None]:
+        return coverage(quantile(level), level, lengths, finished, caps)
 
     return {
-        "coverage": {_percent(row["level"]): row for row in coverage(u, finished)},
-        "calibration": coverage(u, finished, CALIBRATION_LEVELS),
+        "coverage": {_percent(level): covered(level) for level in COVERAGE_LEVELS},
+        "calibration": [covered(level) for level in CALIBRATION_LEVELS],
         "pinball_tokens": {_percent(level): _finite(loss(level)) for level in COVERAGE_LEVELS},
         "crps_tokens": _finite(2 * float(np.mean([loss(float(level)) for level in CRPS_LEVELS]))),
         "nll": _finite(-float(likelihood.mean())),

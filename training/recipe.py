@@ -207,7 +207,7 @@ def _fit(
         log.info("stage %d goes on after its last finished epoch", stage)
     # Where the trainer starts from, modules are in the mode they were left in, and encoders are loaded in eval mode.
     module.train()
-    with _calm(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with _calm():
         trainer = L.Trainer(
             accelerator=device.type,
             devices=1,

@@ -141,7 +141,7 @@ class StageModule(L.LightningModule):
         if encoder:
             groups.append({"params": encoder, "lr": stage.learning_rate})
         optimizer = torch.optim.AdamW(
-            groups, eps=self._settings.adam_epsilon, weight_decay=self._settings.weight_decay
+            groups, eps=self._settings.adam_epsilon, weight_decay=self._settings.weight_decay, fused=True
         )
         num_steps = stage.epochs * self._settings.steps_per_epoch
         num_warmup = math.ceil(stage.warmup_fraction * num_steps)

@@ -67,13 +67,16 @@ def train(config: TrainConfig) -> dict[str, Any]:
     targets = splits.targets["train"]
     _warn_of_several_models(targets)
     tokenizer = load_tokenizer(config.encoder, truncation_side=config.truncation_side)
-    model = _model(config, targets)
-    _start_state(work, identity)
-    try:
-        result = run_recipe(config, model, _material(config, splits, tokenizer), work, device)
-    except DivergedError as error:
-        _save_divergence(out, error, config)
-        raise TailcastError(f"{error}; all of them are in {out.name}.diverged.json") from error
+    # Layers draw initial weights, and dropout its masks, from torch's global state: it is put back afterwards.
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        model = _model(config, targets)
+        _check_vocabulary(config, model, tokenizer)
+        _start_state(work, identity)
+        try:
+            result = run_recipe(config, model, _material(config, splits, tokenizer), work, device)
+        except DivergedError as error:
+            _save_divergence(out, error, config)
+            raise TailcastError(f"{error}; all of them are in {out.name}.diverged.json") from error
     info = _training_info(config, splits, model, tokenizer, result)
     write_history(work / "metrics.csv", result.history)
     write_json(
@@ -153,6 +156,17 @@ def _model(config: TrainConfig, targets: FittedGroups) -> LengthPredictor:
     normalization = Normalization.of(targets.mu, targets.sigma)
     generator = torch.Generator().manual_seed(config.seed)
     return LengthPredictor(predictor, load_encoder(config.encoder), normalization, generator=generator)
+
+
+def _check_vocabulary(
+    config: TrainConfig, model: LengthPredictor, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    embeddings = getattr(model.encoder.config, "vocab_size", None)
+    highest = max(tokenizer.get_vocab().values())
+    if embeddings is not None and highest >= embeddings:
+        raise InputError(
+            "encoder", config.encoder, f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
+        )
 
 
 def _material(config: TrainConfig, splits: SplitFits, tokenizer: PreTrainedTokenizerBase) -> Material:

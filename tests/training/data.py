@@ -37,7 +37,7 @@ def write_sample_file(
                 Sample(
                     prompt_id=f"p{index:03d}",
                     prompt=prompt,
-                    category=prompt.split()[2],
+                    category=prompt.split()[3],
                     model="m",
                     temperature=1.0,
                     top_p=1.0,

@@ -30,7 +30,7 @@ def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: fl
 
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *string.ascii_lowercase, *string.digits]
     pieces += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
-    tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(pieces)})
+    tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
