@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.threads import wait_without_spinning
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
     prompts = read_prompts(config.prompts)[config.skip :][: config.limit]
     if not prompts:
         raise InputError("skip", config.skip, "fewer than the prompts of the source")
+    wait_without_spinning()
     try:
         import torch
         from tqdm import tqdm

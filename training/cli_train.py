@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import MissingExtraError
+from scheduler_core.threads import wait_without_spinning
 from training.config import TrainConfig
-from training.threads import wait_without_spinning
 
 
 def _command(config: TrainConfig) -> None:
