@@ -102,8 +102,8 @@ def _prediction(out: Path) -> str:
         "Predicted from the prompt alone",
         html.paragraph(
             f"{report['model']['num_prompts']} test prompts whose answers the training never saw. P50, P90, P99: share of "
-            "answers below the predicted quantile, estimated by Kaplan-Meier, since many answers were cut; no figure where "
-            "too few quantiles lie below the cap to tell."
+            "answers below the predicted quantile, over the prompts whose quantile lies below the cap (only there can cut "
+            "answers be judged); no figure where there is none."
         ),
         html.figure(png, "Predicted against fitted mu and sigma, and observed against nominal coverage"),
         html.table(header, rows),
