@@ -1,9 +1,8 @@
 """Continuous-batch decoding with a transformers causal model, made for many repeats of each prompt.
 
-Three things make it several times faster than `generate` on a CPU (measured by `benchmarks/sampling.py`):
-a prompt is prefilled once and its KV shared by all its repeats; finished rows leave the batch at once and the
-repeats of the next prompt take their places; attention of one new token works on grouped heads without copying
-the cache.
+What differs from `generate` (`benchmarks/sampling.py` measures both): a prompt is prefilled once and its KV shared by
+all its repeats; finished rows leave the batch at once and the repeats of the next prompt take their places; attention
+of one new token works on grouped heads without copying the cache.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ import numpy as np
 from data_gen.backend import Answer, PromptResult, SamplingSettings
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
-
-PACKAGE_SCHEME = "package:"
+from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 
 def resolve_model(model: str) -> str:
@@ -26,16 +24,7 @@ def resolve_model(model: str) -> str:
     Raises:
         InputError: If the package is not installed or has no such file.
     """
-    if not model.startswith(PACKAGE_SCHEME):
-        return model
-    name, _, inside = model.removeprefix(PACKAGE_SCHEME).partition("/")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("model", model, f"an installed package ({name} is not installed)")
-    path = Path(next(iter(spec.submodule_search_locations))) / inside
-    if not path.exists():
-        raise InputError("model", model, f"a file or folder inside the package {name}")
-    return str(path)
+    return str(inside_package(model, "model")) if model.startswith(PACKAGE_SCHEME) else model
 
 
 def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -21,6 +22,25 @@ def existing_file(path: str | Path, field: str) -> Path:
         raise InputError(field, str(path), "the path of an existing file")
     if path.stat().st_size == 0:
         raise InputError(field, str(path), "a file that is not empty")
+    return path
+
+
+PACKAGE_SCHEME = "package:"
+
+
+def inside_package(source: str, field: str) -> Path:
+    """Path of `package:NAME/PATH`, a file or folder that an installed package carries.
+
+    Raises:
+        InputError: The package is not installed or has no such file or folder.
+    """
+    name, _, inside = source.removeprefix(PACKAGE_SCHEME).partition("/")
+    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise InputError(field, source, f"an installed package ({name} is not installed)")
+    path = Path(next(iter(spec.submodule_search_locations))) / inside
+    if not path.exists():
+        raise InputError(field, source, f"a file or folder inside the package {name}")
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,11 +10,11 @@ import torch
 from torch import nn
 
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PACKAGE_SCHEME = "package:"
 ALLOWED = (
     "a local model folder, package:NAME/PATH for a folder inside an installed package, "
     "or the name of a model on the Hugging Face hub (network or local cache needed)"
@@ -31,8 +30,9 @@ def resolve_encoder(encoder: str) -> str:
         InputError: The package is not installed or has no such folder, or a path does not exist.
     """
     if encoder.startswith(PACKAGE_SCHEME):
-        return _inside_package(encoder)
-    path = Path(encoder).expanduser()
+        path = inside_package(encoder, "encoder")
+    else:
+        path = Path(encoder).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise InputError("encoder", encoder, "a model folder with a config.json")
@@ -41,17 +41,6 @@ def resolve_encoder(encoder: str) -> str:
     if len(parts) > 2 or not all(parts) or parts[0] in (".", "..", "~") or path.exists():
         raise InputError("encoder", encoder, ALLOWED)
     return encoder
-
-
-def _inside_package(encoder: str) -> str:
-    name, _, inside = encoder.removeprefix(PACKAGE_SCHEME).partition("/")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("encoder", encoder, f"an installed package ({name} is not installed)")
-    path = Path(next(iter(spec.submodule_search_locations))) / inside
-    if not (path / "config.json").is_file():
-        raise InputError("encoder", encoder, f"a folder with a config.json inside the package {name}")
-    return str(path)
 
 
 def load_encoder(encoder: str) -> nn.Module:
