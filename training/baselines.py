@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from training.fitting.estimate import Sample, estimate
+from training.fitting.families import family_of
 from training.fitting.fits import FittedGroups
-from training.fitting.log_t import fit_log_t
 
 FloatArray = NDArray[np.float64]
 SIGMA_FLOOR = 1e-6
@@ -46,14 +47,18 @@ class Baselines:
             prompts: Their prompts [G].
         """
         logs = np.log1p(fits.sigma)
-        pooled = fit_log_t(np.concatenate(fits.groups.lengths), np.concatenate(fits.groups.finished), fits.nu)
+        groups = fits.groups
+        everything = np.array([0, len(groups.flat_lengths)])
+        pooled = estimate(
+            Sample.of(groups.flat_lengths, groups.flat_finished, everything), family_of("log-t", fits.nu)
+        ).solution
         mu_slope, mu_intercept = _line(_size(prompts), fits.mu)
         sigma_slope, sigma_intercept = _line(_size(prompts), logs)
         return cls(
             constant_mu=float(fits.mu.mean()),
             constant_sigma=float(np.expm1(logs.mean())),
-            marginal_mu=pooled.mu,
-            marginal_sigma=pooled.sigma,
+            marginal_mu=float(pooled.m[0]),
+            marginal_sigma=float(np.exp(pooled.s[0])),
             mu_intercept=mu_intercept,
             mu_slope=mu_slope,
             sigma_log_intercept=sigma_intercept,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.files import atomic_file
-from training.fitting.fits import FittedGroups
+from training.fitting.fits import NOT_FITTED, FittedGroups
 
 COLOURS = {"model": "#1c2733", "constant": "#9aa5b1", "marginal": "#2a7f9e", "prompt_length": "#d97b29"}
 
@@ -31,7 +31,7 @@ def draw_calibration(
     """
     import matplotlib.pyplot as plt
 
-    compared = ~fits.has_flag("all_censored")
+    compared = ~fits.has_flag(*NOT_FITTED)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4), layout="constrained")
     for axis, name, true, predicted in (
         (left, "mu", fits.mu[compared], mu[compared]),

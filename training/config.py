@@ -70,7 +70,7 @@ class TrainConfig:
     """The same in the last epoch of the last stage; linear in between."""
     oversampling: tuple[tuple[float, float, float], ...] = ((5.5, 1.0, 1.5), (6.0, 1.3, 2.0))
     """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last rule that applies counts."""
-    exclude_flags: tuple[str, ...] = ("all_censored",)
+    exclude_flags: tuple[str, ...] = ("all_censored", "too_few_samples")
     """Fits with one of these flags are not used as targets. They stay in the test split for the metrics of coverage."""
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
     """Shares of training, validation and test split; a prompt's split follows from its id."""

@@ -20,7 +20,9 @@ from training.baselines import Baselines
 from training.data import splits_of
 from training.evaluate_config import EvaluateConfig
 from training.evaluation import full_report, prompts_of, report_lines
-from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
+from training.fitting.fits import FittedGroups
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
 from training.progress import tracked
 from training.versions import versions_of
 
@@ -154,7 +156,6 @@ def _read(config: EvaluateConfig, predictor: Predictor) -> FittedGroups:
         config.data,
         options,
         where={} if config.served_model is None else {"model": config.served_model},
-        track=lambda numbers: tracked(numbers, "fits", config.progress),
     )
     if fits.nu != predictor.nu:
         raise InputError(

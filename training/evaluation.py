@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from training.baselines import Baselines
-from training.fitting.fits import FittedGroups
+from training.fitting.fits import NOT_FITTED, FittedGroups
 from training.metrics import distribution_metrics, kendall_tau, regression
 
 FloatArray = NDArray[np.float64]
@@ -32,7 +32,7 @@ def evaluate_predictions(fits: FittedGroups, mu: FloatArray, sigma: FloatArray) 
         sigma: Predicted sigma [G], log tokens, above 0.
     """
     groups = fits.groups
-    compared = np.flatnonzero(~fits.has_flag("all_censored"))
+    compared = np.flatnonzero(~fits.has_flag(*NOT_FITTED))
     counts = np.array([len(lengths) for lengths in groups.lengths], dtype=np.int64)
     owner = np.repeat(np.arange(len(fits)), counts)
     lengths = np.concatenate([np.empty(0), *groups.lengths])

@@ -28,9 +28,10 @@ from training.baselines import Baselines
 from training.config import TrainConfig
 from training.data import SPLITS, SplitFits, split_fits, tokenize
 from training.evaluation import full_report, prompts_of, report_lines
-from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
+from training.fitting.fits import FittedGroups
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
 from training.prediction import pick_device, predict_prompts
-from training.progress import tracked
 from training.recipe import Material, RecipeResult, run_recipe
 from training.stage import DivergedError
 from training.state import write_history
@@ -102,7 +103,6 @@ def _read(config: TrainConfig) -> FittedGroups:
         config.data,
         FitOptions(nu=config.nu, censoring=config.censoring, keys=config.keys, max_tokens=config.max_tokens),
         where={} if config.served_model is None else {"model": config.served_model},
-        track=lambda numbers: tracked(numbers, "fits", config.progress),
     )
 
 

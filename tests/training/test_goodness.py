@@ -1,89 +1,190 @@
-"""The families beside the log-t, and the Kolmogorov-Smirnov test."""
+"""Distances of fits from their answers, and their p-values."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
+from scipy import integrate, stats
 
-from training.fitting.alternatives import FAMILIES, fit_alternatives
-from training.fitting.goodness import ks_p_values, ks_statistic
+from tests.training.reference import scipy_distribution
+from training.fitting.estimate import Sample, estimate
+from training.fitting.families import compared_families, family_of
+from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
 
-TRUE = {
-    "log_normal": stats.lognorm(0.6, scale=90),
-    "gamma": stats.gamma(2.5, scale=40),
-    "weibull": stats.weibull_min(1.6, scale=120),
-    "exponential": stats.expon(scale=100),
+FAMILIES = {
+    "log-t": "log_t",
+    "log-normal": "log_normal",
+    "gamma": "gamma",
+    "weibull": "weibull",
+    "exponential": "exponential",
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cap", [np.inf, 110.0])
-def test_a_family_finds_its_own_parameters(family, cap):
-    x = TRUE[family].rvs(3000, random_state=np.random.default_rng(1))
-    fit = FAMILIES[family](x[x < cap], np.full((x >= cap).sum(), cap))
-    at = np.array([20.0, 60.0, 100.0, 200.0])
-    np.testing.assert_allclose(fit.cdf(at), TRUE[family].cdf(at), atol=0.03)
+def fitted(lengths, finished=None, name="log-t", weights=None):
+    """(sample, estimates, scipy's distribution with their parameters) of one group."""
+    ended = np.ones(len(lengths), bool) if finished is None else np.asarray(finished, bool)
+    sample = Sample.of(
+        np.asarray(lengths),
+        ended,
+        np.array([0, len(lengths)]),
+        None if weights is None else np.asarray(weights),
+    )
+    fits = estimate(sample, family_of(name))
+    values, _ = fits.family.parameters(fits.solution)
+    return sample, fits, scipy_distribution(name, **{key: float(v[0]) for key, v in values.items()})
 
 
-@pytest.mark.parametrize(
-    ("family", "parameters"),
-    [
-        ("gamma", lambda x: stats.gamma.fit(x, floc=0)),
-        ("weibull", lambda x: stats.weibull_min.fit(x, floc=0)),
-    ],
-)
-def test_uncensored_fits_equal_scipys(family, parameters):
-    x = TRUE[family].rvs(40, random_state=np.random.default_rng(2))
-    shape, _, scale = parameters(x)
-    fit = FAMILIES[family](x, x[:0])
-    assert fit.parameters == pytest.approx({"shape": shape, "scale": scale}, rel=1e-3)
+lists = st.lists(st.integers(1, 900), min_size=4, max_size=40).filter(lambda x: len(set(x)) > 2)
 
 
-@settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 300), min_size=3, max_size=20), cap=st.integers(2, 400))
-def test_every_family_has_a_distribution_for_any_lengths(lengths, cap):
-    x, finished = np.minimum(lengths, cap), np.array(lengths) < cap
-    if len(set(x.tolist())) == 1 or not finished.any():
+@settings(max_examples=50, deadline=None)
+@given(lengths=lists, name=st.sampled_from(list(FAMILIES)))
+def test_distances_of_uncut_answers_equal_scipys(lengths, name):
+    sample, fits, law = fitted(lengths, name=name)
+    ks, ad = fits.distances(sample)
+    x = np.sort(np.asarray(lengths, dtype=float))
+    assert ks[0] == pytest.approx(stats.kstest(x, law.cdf).statistic, abs=1e-7)
+    u = law.cdf(x)
+    if u[-1] < 1 - 1e-12 and u[0] > 1e-12:
+        n = len(x)
+        i = np.arange(1, n + 1)
+        textbook = -n - np.mean((2 * i - 1) * (np.log(u) + np.log1p(-u[::-1])))
+        assert ad[0] == pytest.approx(textbook, rel=1e-4, abs=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(lengths=lists, cap=st.integers(50, 800))
+def test_distances_of_cut_answers_look_below_the_smallest_cut(lengths, cap):
+    x, finished = np.minimum(lengths, cap), np.asarray(lengths) < cap
+    if not finished.any() or finished.all():
         return
-    for fit in fit_alternatives(x, finished).values():
-        values = fit.cdf(np.linspace(1, 500, 50))
-        assert np.isfinite(values).all()
-        assert (np.diff(values) >= -1e-12).all()
-        assert values[0] >= 0
-        assert values[-1] <= 1
-        assert 0 <= ks_statistic(x, finished, fit.cdf) <= 1
+    sample, fits, law = fitted(x, finished)
+    ks, ad = fits.distances(sample)
+    grid = np.unique(np.concatenate([x[finished], x[finished] - 1e-9, [cap - 1e-9]]))
+    empirical = np.array([(x[finished] <= at).mean() * finished.mean() for at in grid])
+    assert ks[0] == pytest.approx(np.abs(empirical - law.cdf(grid)).max(), abs=1e-6)
+    top = float(law.cdf(cap))
+    if top < 1e-9 or top > 1 - 1e-9:
+        return
+    levels = np.sort(law.cdf(np.sort(x[finished])))
+
+    def weighted_square(u):
+        share = np.searchsorted(levels, u, side="right") / len(x)
+        return (share - u) ** 2 / (u * (1 - u))
+
+    pieces = [0.0, *np.unique(np.minimum(levels, top)), top]
+    total = sum(
+        integrate.quad(weighted_square, a, b, epsabs=1e-10)[0] for a, b in itertools.pairwise(pieces) if b > a
+    )
+    assert ad[0] == pytest.approx(len(x) * total, rel=1e-4, abs=1e-6)
 
 
-def test_statistic_and_p_equal_scipys_with_ties():
-    x = np.array([3, 3, 3, 5, 8, 8, 13, 40])
-    cdf = stats.expon(scale=9.0).cdf
-    found = ks_statistic(x, np.ones(8, dtype=bool), cdf)
-    expected = stats.kstest(x, cdf)
-    assert found == pytest.approx(expected.statistic)
-    assert ks_p_values(np.array([found, np.nan]), np.array([8, 8]))[0] == pytest.approx(expected.pvalue)
+def test_weights_count_in_the_distances():
+    x = np.array([10, 20, 30, 45, 80, 200])
+    weights = np.array([1.0, 3.0, 1.0, 2.0, 1.0, 1.0])
+    sample, fits, _ = fitted(x, weights=weights)
+    repeated, again, _ = fitted(np.repeat(x, weights.astype(int)))
+    np.testing.assert_allclose(fits.distances(sample), again.distances(repeated), rtol=1e-6)
 
 
-def test_p_of_an_untested_group_stays_unknown():
-    assert np.isnan(ks_p_values(np.array([0.2, np.nan]), np.array([10, 20]))).tolist() == [False, True]
+def test_nothing_below_the_cut_has_no_distance():
+    sample, fits, _ = fitted([50, 60, 70], [False] * 3)
+    assert np.isnan(fits.distances(sample)).all()
 
 
-def test_with_cut_answers_only_what_lies_below_the_cut_counts():
-    cdf = stats.expon(scale=50.0).cdf
-    x = np.array([10, 30, 60, 60, 60])
-    finished = np.array([True, True, False, False, False])
-    steps = [abs(1 / 5 - cdf(10)), cdf(10), abs(2 / 5 - cdf(30)), abs(cdf(30) - 1 / 5), abs(2 / 5 - cdf(60))]
-    assert ks_statistic(x, finished, cdf) == pytest.approx(max(steps))
+def test_p_values_equal_scipys_one_by_one_and_by_the_table():
+    rng = np.random.default_rng(0)
+    for count in (3, 10, 20, 100):
+        statistics = np.clip(rng.uniform(0.5 / count, 1.9 / math.sqrt(count), 2000), 0, 1)
+        exact = stats.kstwo.sf(statistics[:150], count)
+        np.testing.assert_allclose(ks_p_values(statistics[:150], np.full(150, count)), exact, atol=1e-12)
+        np.testing.assert_allclose(ks_p_values(statistics, np.full(2000, count))[:150], exact, atol=2e-5)
+    mixed = ks_p_values(np.array([0.2, np.nan, 0.2]), np.array([10, 10, 30]))
+    assert np.isnan(mixed[1])
+    assert mixed[0] > mixed[2]
 
 
-def test_p_values_of_the_true_distribution_are_not_too_small_under_a_cap():
-    rng = np.random.default_rng(4)
-    drawn = rng.exponential(50.0, (2000, 12))
-    cap = 40.0
-    x = np.minimum(drawn, cap)
-    cdf = stats.expon(scale=50.0).cdf
-    statistics = np.array([ks_statistic(row, row < cap, cdf) for row in x])
-    rejected = (ks_p_values(statistics, np.full(2000, 12)) <= 0.05).mean()
-    assert rejected <= 0.05 + 3 * np.sqrt(0.05 * 0.95 / 2000)
+def drawn_groups(count, size, seed, *, cap=10**9, mu=6.0, sigma=0.4):
+    rng = np.random.default_rng(seed)
+    x = np.maximum(np.rint(np.exp(mu + sigma * rng.standard_t(3.5, (count, size)))), 1).astype(np.int64)
+    return Sample.of(np.minimum(x, cap).ravel(), (x <= cap).ravel(), np.arange(count + 1) * size)
+
+
+def run(sample, family, *, replicates=59, cap=math.inf, seed=0):
+    fits = estimate(sample, family)
+    ks, ad = fits.distances(sample)
+    seeds = np.array([group_seed(seed, str(g)) for g in range(len(sample))], dtype=np.uint64)
+    found = bootstrap(
+        sample,
+        fits,
+        ks,
+        ad,
+        replicates=replicates,
+        confidence=0.8,
+        integers=False,
+        caps=np.full(len(sample), cap),
+        seeds=seeds,
+    )
+    return fits, ks, found
+
+
+@pytest.mark.parametrize("cap", [10**9, 500])
+def test_bootstrap_p_values_are_uniform_under_the_truth_and_plain_ones_are_not(cap):
+    sample = drawn_groups(300, 20, 1, cap=cap)
+    _fits, ks, found = run(sample, family_of("log-t"), cap=cap)
+    known = ~np.isnan(found.ks_p)
+    assert known.sum() >= 299
+    assert stats.kstest(found.ks_p[known], "uniform").pvalue > 1e-3
+    assert stats.kstest(found.ad_p[known], "uniform").pvalue > 1e-3
+    plain = ks_p_values(ks, np.full(len(ks), 20))
+    assert np.mean(plain[known]) > 0.65  # flatters: its mean would be a half
+
+
+def test_bootstrap_rejects_what_is_false():
+    sample = drawn_groups(60, 80, 2, sigma=0.9)
+    _, _, found = run(sample, family_of("exponential"))
+    assert np.mean(found.ks_p < 0.05) > 0.5
+
+
+def test_bootstrap_intervals_cover_as_often_as_they_say():
+    sample = drawn_groups(300, 20, 3)
+    _, _, found = run(sample, family_of("log-t"))
+    for column, truth in ((0, 6.0), (1, math.log(0.4))):
+        covered = np.mean((found.low[:, column] <= truth) & (truth <= found.high[:, column]))
+        # 80 % of 300: standard error 2.3 %
+        assert 0.72 < covered < 0.88
+
+
+@pytest.mark.parametrize("label", compared_families(3.5))
+def test_intervals_of_every_family_hold_the_estimate(label):
+    sample = drawn_groups(3, 30, 4)
+    fits, _, found = run(sample, compared_families(3.5)[label], replicates=39)
+    columns = interval_columns(fits, found)
+    values, _ = fits.family.parameters(fits.solution)
+    assert set(columns) == {f"{name}_{end}" for name in set(values) - {"nu"} for end in ("low", "high")}
+    for name in set(values) - {"nu"}:
+        assert (columns[f"{name}_low"] < columns[f"{name}_high"]).all()
+        middle = (columns[f"{name}_low"] + columns[f"{name}_high"]) / 2
+        np.testing.assert_allclose(middle, values[name], rtol=0.5)
+
+
+def test_bootstrap_depends_on_the_seed_and_nothing_else():
+    sample = drawn_groups(4, 15, 5)
+    _, _, one = run(sample, family_of("log-t"), replicates=19)
+    _, _, same = run(sample, family_of("log-t"), replicates=19)
+    _, _, other = run(sample, family_of("log-t"), replicates=19, seed=1)
+    np.testing.assert_array_equal(one.low, same.low)
+    assert (one.low != other.low).any()
+
+
+def test_groups_without_a_fit_have_no_bootstrap():
+    sample = Sample.of(np.array([5, 6, 7, 9, 9, 9]), np.array([1, 1, 1, 0, 0, 0], bool), np.array([0, 3, 6]))
+    _, _, found = run(sample, family_of("log-t"), replicates=19)
+    assert np.isfinite(found.ks_p[0])
+    assert np.isnan(found.ks_p[1])
+    assert np.isnan(found.low[1]).all()

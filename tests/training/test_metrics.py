@@ -11,7 +11,8 @@ from scheduler_core.lengths import LogT
 from tests.training.data import write_lists, write_sample_file
 from training.baselines import Baselines
 from training.evaluation import evaluate_predictions, full_report, prompts_of, report_lines
-from training.fitting.fits import FitOptions, read_fits_or_fit
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
 from training.metrics import coverage, distribution_metrics, kendall_tau, pinball, regression
 
 

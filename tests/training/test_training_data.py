@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,8 @@ from training.data import (
     split_fits,
     tokenize,
 )
-from training.fitting.fits import FitOptions, read_fits_or_fit
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
 from training.stage import rate_factor
 
 
@@ -81,11 +84,13 @@ def test_a_batch_has_the_targets_of_its_prompts(tmp_path):
 
 def test_sampling_follows_the_last_rule_that_applies(tmp_path):
     fits = read_fits_or_fit(write_sample_file(tmp_path / "s.parquet", num_prompts=3), FitOptions())
-    object.__setattr__(fits, "mu", np.array([5.0, 5.6, 6.1]))
-    object.__setattr__(fits, "sigma", np.array([0.2, 0.2, 0.2]))
-    assert sampling_weights(fits, config().oversampling).tolist() == [1.0, 1.5, 2.0]
-    object.__setattr__(fits, "sigma", np.array([1.1, 1.4, 0.2]))
-    assert sampling_weights(fits, config().oversampling).tolist() == [1.5, 2.0, 2.0]
+
+    def weights(mu, sigma):
+        changed = replace(fits, parameters=fits.parameters | {"mu": np.array(mu), "sigma": np.array(sigma)})
+        return sampling_weights(changed, config().oversampling).tolist()
+
+    assert weights([5.0, 5.6, 6.1], [0.2, 0.2, 0.2]) == [1.0, 1.5, 2.0]
+    assert weights([5.0, 5.6, 6.1], [1.1, 1.4, 0.2]) == [1.5, 2.0, 2.0]
 
 
 def test_draws_follow_from_seed_and_epoch_and_weights():

@@ -1,68 +1,40 @@
-"""Fitted groups and their file, `fits/1`: one row for each group.
-
-| column | type | meaning |
-|---|---|---|
-| group keys | as in the samples | by default prompt_id, model |
-| prompt, category, dataset, prompt_tokens, temperature | as in the samples | only if the samples have them |
-| mu, sigma, nu | double | log-t parameters, log tokens |
-| num_samples, num_censored | int32 | answers, and how many of them were cut |
-| max_tokens | int32 | cap on the answers; null if unknown |
-| log_likelihood | double | of all answers, x in tokens |
-| ks_stat, ks_p | double | plain Kolmogorov-Smirnov test; null if all answers were cut |
-| converged | bool | see `training.fitting.log_t` |
-| flags | list of string | "constant", "sigma_floor", "all_censored", "median_beyond_cap" |
-| output_tokens | list of int32 | the answer lengths; of a cut answer the length it was cut at |
-| finished | list of bool | false: cut |
-"""
+"""Fits of many groups: parameters, tests and flags, beside the answers they come from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file
-from scheduler_core.lengths import LogT
-from training.fitting.goodness import ks_p_values, ks_statistic
-from training.fitting.log_t import MIN_SAMPLES, LogTFit, fit_log_t
-from training.fitting.table import GroupedLengths, group_table, read_parquet
-from training.fitting.threads import one_blas_thread
+from training.fitting.estimate import Estimates, Sample, estimate
+from training.fitting.families import FloatArray, compared_families
+from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
+from training.fitting.kernels import groups as kernel
+from training.fitting.options import FitOptions
+from training.fitting.table import GroupedLengths
 
-SCHEMA_NAME = "fits/1"
-Censoring = Literal["right", "none"]
-FloatArray = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitOptions:
-    """How groups are made and fitted.
-
-    Attributes:
-        nu: Degrees of freedom of the log-t distribution.
-        censoring: "right" counts cut answers as at least as long, "none" as ended (the paper's way, biased low).
-        keys: Columns that name a group.
-        max_tokens: Cap on all answers, see `group_table`.
-    """
-
-    nu: float = 3.5
-    censoring: Censoring = "right"
-    keys: tuple[str, ...] = ("prompt_id", "model")
-    max_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.nu < float("inf"):
-            raise InputError("nu", self.nu, "a finite number above 0")
-        if self.censoring not in get_args(Censoring):
-            raise InputError("censoring", self.censoring, "right or none")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "a whole number of at least 1, or unset")
+#: Flag -> what it says of a group.
+FLAGS = {
+    "constant": "all lengths are equal and none was cut; sigma is its floor",
+    "sigma_floor": "the likelihood grows until sigma reaches its floor of 0.001 (shape its bound)",
+    "all_censored": "every answer was cut: not fitted; mu is ln of the largest cap, a lower bound",
+    "median_beyond_cap": "some answers were cut and the fit's median lies beyond the longest one: it extrapolates",
+    "too_few_samples": "fewer than 3 answers: not fitted; mu is ln of the middle one",
+    "nu_at_bound": "free nu ended at 1 or at infinity",
+}
+_BITS = {
+    "constant": kernel.CONSTANT,
+    "sigma_floor": kernel.SIGMA_FLOOR,
+    "all_censored": kernel.ALL_CENSORED,
+    "median_beyond_cap": kernel.MEDIAN_BEYOND_CAP,
+    "too_few_samples": kernel.TOO_FEW_SAMPLES,
+    "nu_at_bound": kernel.NU_AT_BOUND,
+}
+#: Flags of groups whose parameters are bounds or guesses, no fit.
+NOT_FITTED = ("all_censored", "too_few_samples")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,197 +43,193 @@ class FittedGroups:
 
     Attributes:
         groups: Names and answers.
-        mu, sigma: Parameters in log tokens.
-        nu: Degrees of freedom, the same for all.
-        log_likelihood, ks_stat, ks_p: Of each fit; the KS test is NaN where all answers were cut.
-        converged: See `training.fitting.log_t`.
-        flags: Flags of each fit.
+        parameters: Of the family, by name.
+        log_likelihood, ks_stat, ks_p, ad_stat: Of each fit; NaN where not fitted.
+        converged: See `estimate.Estimates`.
+        flag_bits: Flags as bits.
+        standard_errors: By parameter; NaN where the data do not determine one.
+        extra: Further columns: other families, bootstrap.
     """
 
     groups: GroupedLengths
-    mu: FloatArray
-    sigma: FloatArray
-    nu: float
+    parameters: dict[str, FloatArray]
     log_likelihood: FloatArray
     ks_stat: FloatArray
     ks_p: FloatArray
+    ad_stat: FloatArray
     converged: NDArray[np.bool_]
-    flags: list[tuple[str, ...]]
+    flag_bits: NDArray[np.int64]
+    standard_errors: dict[str, FloatArray] = field(default_factory=dict)
+    extra: dict[str, FloatArray] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.mu)
+        return len(self.flag_bits)
+
+    @property
+    def mu(self) -> FloatArray:
+        """Location of the log-t, log tokens [G]."""
+        return self._log_t("mu")
+
+    @property
+    def sigma(self) -> FloatArray:
+        """Scale of the log-t, log tokens [G]."""
+        return self._log_t("sigma")
+
+    @property
+    def nu(self) -> float:
+        """Degrees of freedom, the same for all groups.
+
+        Raises:
+            InputError: They differ.
+        """
+        values = np.unique(self._log_t("nu"))
+        if len(values) > 1:
+            raise InputError(
+                f"{self.groups.path.name}, column nu", f"{len(values)} values", "one value for all groups"
+            )
+        return float(values[0])
+
+    def _log_t(self, name: str) -> FloatArray:
+        if name not in self.parameters:
+            raise InputError(
+                f"{self.groups.path.name}, columns",
+                list(self.parameters),
+                "mu, sigma and nu: fits of the log-t",
+            )
+        return self.parameters[name]
+
+    @property
+    def flags(self) -> list[tuple[str, ...]]:
+        """Names of each group's flags."""
+        names = {
+            bits: tuple(name for name, bit in _BITS.items() if bits & bit)
+            for bits in np.unique(self.flag_bits).tolist()
+        }
+        return [names[bits] for bits in self.flag_bits.tolist()]
 
     def has_flag(self, *flags: str) -> NDArray[np.bool_]:
-        """Whether each group has any of these flags, [G]."""
-        return np.array([bool(set(flags) & set(found)) for found in self.flags], dtype=bool)
+        """Whether each group has any of these flags, [G].
+
+        Raises:
+            InputError: There is no such flag.
+        """
+        return np.asarray((self.flag_bits & bits_of(flags)) != 0)
 
     def take(self, groups: Sequence[int] | NDArray[np.intp]) -> FittedGroups:
         """The groups at these positions."""
         at = np.asarray(groups, dtype=np.int64)
         return FittedGroups(
             groups=self.groups.take(at),
-            mu=self.mu[at],
-            sigma=self.sigma[at],
-            nu=self.nu,
+            parameters={name: values[at] for name, values in self.parameters.items()},
             log_likelihood=self.log_likelihood[at],
             ks_stat=self.ks_stat[at],
             ks_p=self.ks_p[at],
+            ad_stat=self.ad_stat[at],
             converged=self.converged[at],
-            flags=[self.flags[group] for group in at],
+            flag_bits=self.flag_bits[at],
+            standard_errors={name: values[at] for name, values in self.standard_errors.items()},
+            extra={name: values[at] for name, values in self.extra.items()},
         )
 
 
-def fit_groups(
-    groups: GroupedLengths,
-    options: FitOptions,
-    *,
-    track: Callable[[Iterable[int]], Iterable[int]] = lambda numbers: numbers,
-) -> FittedGroups:
-    """Fits each group by itself and tests the fit.
-
-    Args:
-        groups: Answers by group.
-        options: Degrees of freedom and censoring.
-        track: Wraps the loop over group numbers, e.g. in a progress bar.
-    """
-    fits: list[LogTFit] = []
-    statistics = np.full(len(groups), np.nan)
-    with one_blas_thread():
-        for number in track(range(len(groups))):
-            lengths = groups.lengths[number]
-            finished = seen_as_finished(groups.finished[number], options.censoring)
-            fit = fit_log_t(lengths, finished, options.nu)
-            if "all_censored" not in fit.flags:
-                statistics[number] = ks_statistic(lengths, finished, LogT(fit.mu, fit.sigma, fit.nu).cdf)
-            fits.append(fit)
-    counts = np.array([len(lengths) for lengths in groups.lengths])
-    return FittedGroups(
-        groups=groups,
-        mu=np.array([fit.mu for fit in fits]),
-        sigma=np.array([fit.sigma for fit in fits]),
-        nu=options.nu,
-        log_likelihood=np.array([fit.log_likelihood for fit in fits]),
-        ks_stat=statistics,
-        ks_p=ks_p_values(statistics, counts),
-        converged=np.array([fit.converged for fit in fits]),
-        flags=[fit.flags for fit in fits],
-    )
-
-
-def seen_as_finished(finished: NDArray[np.bool_], censoring: Censoring) -> NDArray[np.bool_]:
-    """What the likelihood is told about the ends of answers [N]."""
-    return finished if censoring == "right" else np.ones_like(finished)
-
-
-def write_fits(path: str | Path, fits: FittedGroups) -> None:
-    """Writes `fits/1` as Parquet (zstd), atomically."""
-    groups = fits.groups
-    table = groups.rows
-    columns = {
-        "mu": pa.array(fits.mu),
-        "sigma": pa.array(fits.sigma),
-        "nu": pa.array(np.full(len(fits), fits.nu)),
-        "num_samples": pa.array([len(lengths) for lengths in groups.lengths], pa.int32()),
-        "num_censored": pa.array([int((~finished).sum()) for finished in groups.finished], pa.int32()),
-        "max_tokens": pa.array(groups.max_tokens, pa.int32()),
-        "log_likelihood": pa.array(fits.log_likelihood),
-        "ks_stat": pa.array(fits.ks_stat, from_pandas=True),
-        "ks_p": pa.array(fits.ks_p, from_pandas=True),
-        "converged": pa.array(fits.converged),
-        "flags": pa.array([list(flags) for flags in fits.flags], pa.list_(pa.string())),
-        "output_tokens": pa.array([lengths.tolist() for lengths in groups.lengths], pa.list_(pa.int32())),
-        "finished": pa.array([finished.tolist() for finished in groups.finished], pa.list_(pa.bool_())),
-    }
-    for name, column in columns.items():
-        table = table.append_column(name, column)
-    table = table.replace_schema_metadata({"tailcast.schema": SCHEMA_NAME})
-    with atomic_file(path) as temporary:
-        pq.write_table(table, temporary, compression="zstd")
-
-
-def read_fits_or_fit(
-    path: str | Path,
-    options: FitOptions,
-    *,
-    field: str = "data",
-    where: dict[str, str] | None = None,
-    track: Callable[[Iterable[int]], Iterable[int]] = lambda numbers: numbers,
-) -> FittedGroups:
-    """Fits out of a `fits/1` file as they are; any other answer lengths are fitted now.
-
-    Args:
-        path: Parquet file: fits, samples or lists.
-        options: Used to make and fit groups; of a fits file only the keys are used.
-        field: Name of the option that gave the path, for messages.
-        where: Column -> value: only rows with it.
-        track: Wraps the loop over group numbers.
+def bits_of(flags: Sequence[str]) -> int:
+    """Flags as bits.
 
     Raises:
-        InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
+        InputError: There is no such flag.
     """
-    table = read_parquet(path, field)
-    table = _filtered(table, Path(path), where or {})
-    is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
-    groups = group_table(
-        table,
-        Path(path),
-        keys=options.keys,
-        max_tokens=None if is_fits else options.max_tokens,
-        min_samples=1 if is_fits else MIN_SAMPLES,
-    )
-    if not is_fits:
-        return fit_groups(groups, options, track=track)
-    return _stored_fits(table, groups, Path(path))
+    bits = 0
+    for flag in flags:
+        if flag not in _BITS:
+            raise InputError("flag", flag, ", ".join(_BITS))
+        bits |= _BITS[flag]
+    return bits
 
 
-def _filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
-    for name, value in where.items():
-        if name not in table.column_names:
-            raise InputError(f"{path.name}, columns", table.column_names, f"also {name}")
-        found = table.column(name).to_pylist()
-        rows = [row for row, entry in enumerate(found) if entry == value]
-        if not rows:
-            known = ", ".join(sorted(map(str, set(found)))[:20])
-            raise InputError(f"{path.name}, column {name}", value, f"one of {known}")
-        table = table.take(pa.array(rows))
-    return table
+def sample_of(groups: GroupedLengths, options: FitOptions) -> Sample:
+    """The answers as the likelihood is told about them."""
+    finished = groups.flat_finished
+    if options.censoring == "none":
+        finished = np.ones_like(finished)
+    return Sample.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
 
 
-def _stored_fits(table: pa.Table, groups: GroupedLengths, path: Path) -> FittedGroups:
-    if len(groups) != table.num_rows:
-        raise InputError(
-            f"{path.name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"
+def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
+    """Fits each group by itself and tests the fit; a group's result does not depend on the others."""
+    sample = sample_of(groups, options)
+    counts = _effective_counts(sample)
+    family = options.fitted_family
+    fits = estimate(sample, family, solver=options.solver, integers=options.integers)
+    ks, ad = fits.distances(sample)
+    parameters, errors = family.parameters(fits.solution)
+    extra: dict[str, FloatArray] = {}
+    if options.alternatives:
+        for label, other in compared_families(options.nu).items():
+            if label != family.label:
+                extra |= _compared(sample, counts, label, estimate(sample, other, integers=options.integers))
+    if options.bootstrap:
+        found = bootstrap(
+            sample,
+            fits,
+            ks,
+            ad,
+            replicates=options.bootstrap,
+            confidence=options.confidence,
+            integers=options.integers,
+            caps=caps_of(groups, options),
+            seeds=np.array(
+                [group_seed(options.seed, groups.name(g)) for g in range(len(groups))], dtype=np.uint64
+            ),
         )
-    mu, sigma, nu = (_finite(table, name, path) for name in ("mu", "sigma", "nu"))
-    if (sigma <= 0).any():
-        row = int(np.argmax(sigma <= 0))
-        raise InputError(f"{path.name}, row {row}, column sigma", float(sigma[row]), "a number above 0")
-    if len(np.unique(nu)) > 1:
-        raise InputError(f"{path.name}, column nu", np.unique(nu).tolist(), "one value in the whole file")
-    flags = _optional(table, "flags", [[]] * len(mu))
+        extra |= {"ks_p_boot": found.ks_p, "ad_p_boot": found.ad_p} | interval_columns(fits, found)
     return FittedGroups(
         groups=groups,
-        mu=mu,
-        sigma=sigma,
-        nu=float(nu[0]),
-        log_likelihood=np.array(_optional(table, "log_likelihood", [None] * len(mu)), dtype=np.float64),
-        ks_stat=np.array(_optional(table, "ks_stat", [None] * len(mu)), dtype=np.float64),
-        ks_p=np.array(_optional(table, "ks_p", [None] * len(mu)), dtype=np.float64),
-        converged=np.array(_optional(table, "converged", [True] * len(mu)), dtype=bool),
-        flags=[tuple(found or ()) for found in flags],
+        parameters=parameters,
+        log_likelihood=fits.log_likelihood,
+        ks_stat=ks,
+        ks_p=ks_p_values(ks, counts),
+        ad_stat=ad,
+        converged=fits.converged,
+        flag_bits=fits.flags,
+        standard_errors={
+            name: values for name, values in errors.items() if name != "nu" or family.nu is None
+        },
+        extra=extra,
     )
 
 
-def _finite(table: pa.Table, name: str, path: Path) -> FloatArray:
-    column = table.column(name)
-    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
-        raise InputError(f"{path.name}, column {name}", str(column.type), "numbers")
-    values = np.array(column.to_pylist(), dtype=np.float64)
-    if not np.isfinite(values).all():
-        row = int(np.argmin(np.isfinite(values)))
-        raise InputError(f"{path.name}, row {row}, column {name}", column[row].as_py(), "a finite number")
-    return values
+def _compared(
+    sample: Sample, counts: NDArray[np.int64], label: str, fits: Estimates
+) -> dict[str, FloatArray]:
+    ks, ad = fits.distances(sample)
+    return {
+        f"{label}_log_likelihood": fits.log_likelihood,
+        f"{label}_ks_stat": ks,
+        f"{label}_ks_p": ks_p_values(ks, counts),
+        f"{label}_ad_stat": ad,
+    }
 
 
-def _optional(table: pa.Table, name: str, default: list[Any]) -> list[Any]:
-    return list(table.column(name).to_pylist()) if name in table.column_names else default
+def _effective_counts(sample: Sample) -> NDArray[np.int64]:
+    """Answers of each group; with weights their effective number (sum w)^2 / sum w^2, rounded down."""
+    if not sample.weights.size:
+        return np.diff(sample.offsets)
+    starts = sample.offsets[:-1]
+    sums = np.add.reduceat(sample.weights, starts)
+    squares = np.add.reduceat(sample.weights**2, starts)
+    return np.asarray(np.maximum(np.floor(sums**2 / squares + 1e-9), 1), dtype=np.int64)
+
+
+def caps_of(groups: GroupedLengths, options: FitOptions) -> FloatArray:
+    """Length at which each group's answers are cut [G]: its cap, else its longest cut answer, else inf."""
+    caps = np.full(len(groups), np.inf)
+    if options.censoring == "none":
+        return caps
+    for number, cap in enumerate(groups.max_tokens):
+        rows = slice(groups.offsets[number], groups.offsets[number + 1])
+        cut = groups.flat_lengths[rows][~groups.flat_finished[rows]]
+        if cap is not None:
+            caps[number] = cap
+        elif len(cut):
+            caps[number] = cut.max()
+    return caps

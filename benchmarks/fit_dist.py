@@ -1,0 +1,236 @@
+"""Time and memory of fitting one log-t per prompt, every side measured in the same run, interleaved.
+
+    python benchmarks/fit_dist.py [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE] [--largest 1000000]
+
+1. One fit per prompt with fixed nu = 3.5, answers uncut: scipy.stats.t.fit of the log lengths; scipy's L-BFGS-B with
+   numeric and with analytic gradient, one prompt after another (today's practice; these three on a subset of the
+   prompts); and `training.fitting.estimate` on all prompts, from integer lengths to estimates with standard errors, on
+   one core. The largest differences of mu and ln sigma from the analytic loop show that it is the same optimum.
+   Synthetic prompts, and answers drawn with replacement from CASTILLO's real ones if its file is given.
+2. What else costs: answers cut at one cap per prompt, answers with caps of their own, distances, other families.
+3. Growth: prompts in blocks of 65,536, as the command works through a file; peak memory of each run in its own process.
+
+Times are the smallest of the repeats, in CPU time; a compiled kernel is loaded before the clock starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from scheduler_core.files import existing_file
+from training.fitting.estimate import Sample, estimate
+from training.fitting.families import compared_families, family_of
+from training.fitting.threads import one_blas_thread
+
+NU = 3.5
+BLOCK = 65_536
+Lengths = NDArray[np.int64]
+
+
+def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
+    """[prompts, samples] whole lengths; mu ~ N(5, 1), ln sigma ~ N(-1, 0.5)."""
+    rng = np.random.default_rng(seed)
+    mu, sigma = rng.normal(5.0, 1.0, (prompts, 1)), np.exp(rng.normal(-1.0, 0.5, (prompts, 1)))
+    x = np.exp(np.minimum(mu + sigma * rng.standard_t(NU, (prompts, samples)), 16.0))
+    return np.maximum(np.rint(x), 1.0).astype(np.int64)
+
+
+def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
+    """[prompts, samples] lengths drawn with replacement from the answers of that many rows of CASTILLO."""
+    import pyarrow.parquet as pq
+
+    column = (
+        pq.read_table(existing_file(path, "castillo"), columns=["output_tokens"]).column(0).combine_chunks()
+    )
+    real = column.values.to_numpy().reshape(len(column), -1).astype(np.int64)
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, len(real), (prompts, 1))
+    drawn: Lengths = np.maximum(real[rows, rng.integers(0, real.shape[1], (prompts, samples))], 1)
+    return drawn
+
+
+def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Negative log-likelihood over (mu, ln sigma) and its gradient."""
+    sigma = math.exp(theta[1])
+    z = (y - theta[0]) / sigma
+    square = z * z
+    slope = (NU + 1.0) * z / (NU + square)
+    value = 0.5 * (NU + 1.0) * np.log1p(square / NU).sum() + len(y) * theta[1]
+    return float(value), np.array([-slope.sum() / sigma, len(y) - (slope * z).sum()])
+
+
+def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
+    """(mu, ln sigma) of each row, one after another."""
+    found = []
+    for row in rows:
+        y = np.log(row)
+        first = np.array([np.median(y), math.log(max(y.std(), 1e-2))])
+        fun = objective if analytic else lambda theta, y: objective(theta, y)[0]
+        result = optimize.minimize(
+            fun,
+            first,
+            args=(y,),
+            jac=analytic or None,
+            method="L-BFGS-B",
+            bounds=[(None, None), (math.log(1e-3), None)],
+            options={"ftol": 1e-13, "gtol": 1e-8},
+        )
+        found.append(result.x)
+    return np.array(found)
+
+
+def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
+    """scipy.stats.t.fit with fixed degrees of freedom."""
+    fits = [stats.t.fit(np.log(row), fdf=NU) for row in rows]
+    return np.array([(fit[1], math.log(max(fit[2], 1e-3))) for fit in fits])
+
+
+def ours(rows: Lengths, cap: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """(mu, ln sigma) of all rows at once; lengths above `cap`, which broadcasts, are cut there."""
+    kept = rows if cap is None else np.minimum(rows, cap)
+    sample = Sample.of(kept.ravel(), (kept == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1])
+    at = estimate(sample, family_of("log-t", NU)).solution
+    return np.column_stack([at.m, at.s])
+
+
+def cpu(action: Callable[[], object]) -> float:
+    """CPU seconds of one call."""
+    since = time.process_time()
+    action()
+    return time.process_time() - since
+
+
+def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
+    """Table 1 for one set of lengths."""
+    distinct = np.array([len(np.unique(row)) for row in rows[: 4 * subset]])
+    few = rows[: 4 * subset][distinct > 4][:subset]  # where the likelihood has a maximum for every side
+    sides: dict[str, tuple[Callable[[], object], int]] = {
+        "scipy.stats.t.fit, fixed nu": (
+            lambda: by_scipy_fit(few[: max(subset // 5, 1)]),
+            max(subset // 5, 1),
+        ),
+        "L-BFGS-B, numeric gradient": (lambda: by_lbfgsb(few, analytic=False), len(few)),
+        "L-BFGS-B, analytic gradient": (lambda: by_lbfgsb(few, analytic=True), len(few)),
+        "tailcast, one core": (lambda: ours(rows), len(rows)),
+    }
+    ours(rows[:100])
+    best = dict.fromkeys(sides, math.inf)
+    for _ in range(repeats):
+        for side, (action, count) in sides.items():
+            best[side] = min(best[side], cpu(action) / count)
+    mine = best["tailcast, one core"]
+    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} answers")
+    print(f"{'one fit':<30} {'us / prompt':>12} {'all prompts, s':>15} {'tailcast is':>12}")
+    for side, seconds in best.items():
+        print(f"{side:<30} {1e6 * seconds:>12.2f} {seconds * len(rows):>15.3f} {seconds / mine:>10.0f} x")
+    gap = np.abs(ours(few) - by_lbfgsb(few, analytic=True)).max(axis=0)
+    print(f"largest difference from L-BFGS-B: mu {gap[0]:.1e}, ln sigma {gap[1]:.1e}")
+
+
+def extras(rows: Lengths, repeats: int, seed: int) -> None:
+    """Table 2."""
+    rng = np.random.default_rng(seed)
+    typical = np.median(rows, axis=1, keepdims=True)
+    one_cap = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
+    own_caps = np.maximum(np.rint(typical * np.exp(rng.normal(0.35, 0.3, rows.shape))), 2).astype(np.int64)
+    ends = np.arange(len(rows) + 1) * rows.shape[1]
+    sample = Sample.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
+    fits = estimate(sample, family_of("log-t", NU))
+    actions: dict[str, Callable[[], object]] = {
+        "uncut answers": lambda: ours(rows),
+        f"one cap per prompt ({100 * (rows > one_cap).mean():.0f} % cut)": lambda: ours(rows, one_cap),
+        f"caps of their own ({100 * (rows > own_caps).mean():.0f} % cut)": lambda: ours(rows, own_caps),
+        "KS and AD distances alone": lambda: fits.distances(sample),
+    }
+    for label, family in compared_families(NU).items():
+        if label != "log_t":
+            actions[f"{label} alone"] = lambda family=family: estimate(sample, family)  # type: ignore[misc]
+    for action in actions.values():
+        action()
+    best = dict.fromkeys(actions, math.inf)
+    for _ in range(repeats):
+        for name, action in actions.items():
+            best[name] = min(best[name], cpu(action))
+    print(f"\n{'cost of':<36} {'s':>8} {'of uncut':>9}")
+    for name, seconds in best.items():
+        print(f"{name:<36} {seconds:>8.3f} {seconds / best['uncut answers']:>7.1f} x")
+
+
+def peak_megabytes() -> float:
+    """Largest resident memory of this process so far. (ru_maxrss would begin with that of the parent.)"""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def _grow(
+    prompts: int, samples: int, seed: int, answer: multiprocessing.queues.Queue[tuple[float, float, float]]
+) -> None:
+    ours(synthetic(100, samples, seed))
+    before = peak_megabytes()
+    spent = 0.0
+    for first in range(0, prompts, BLOCK):
+        rows = synthetic(min(BLOCK, prompts - first), samples, seed + first)
+        spent += cpu(lambda rows=rows: ours(rows))  # type: ignore[misc]
+    answer.put((spent, peak_megabytes(), before))
+
+
+def growth(largest: int, samples: int, seed: int) -> None:
+    """Table 3."""
+    print(f"\n{'prompts':>10} {'fit, s':>8} {'us / prompt':>12} {'peak MB':>8} {'of which libraries':>19}")
+    sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
+    context = multiprocessing.get_context("spawn")
+    for size in sizes:
+        answer: multiprocessing.queues.Queue[tuple[float, float, float]] = context.Queue()
+        process = context.Process(target=_grow, args=(size, samples, seed, answer))
+        process.start()
+        seconds, peak, before = answer.get()
+        process.join()
+        print(f"{size:>10} {seconds:>8.3f} {1e6 * seconds / size:>12.2f} {peak:>8.0f} {before:>19.0f}")
+
+
+def main() -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompts", type=int, default=45_000)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--subset", type=int, default=150, help="prompts of the sides that go one by one")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--castillo", default="../shared/data/castillo_train.parquet", help="skipped if absent"
+    )
+    parser.add_argument(
+        "--largest", type=int, default=1_000_000, help="prompts of the longest run of table 3"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    print(
+        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
+    )
+    with one_blas_thread():
+        rows = synthetic(args.prompts, args.samples, args.seed)
+        compare("synthetic log-t", rows, args.subset, args.repeats)
+        if Path(args.castillo).exists():
+            compare(
+                "CASTILLO, resampled",
+                resampled(args.castillo, args.prompts, args.samples, args.seed),
+                args.subset,
+                args.repeats,
+            )
+        else:
+            print("\nno CASTILLO file: only synthetic answers")
+        extras(rows, args.repeats, args.seed)
+        growth(args.largest, args.samples, args.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Maximum-likelihood estimates of many groups at once, by the compiled solver or by scipy's L-BFGS-B."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize
+
+from scheduler_core.errors import InputError
+from training.fitting.families import Family, FloatArray, Solution
+from training.fitting.kernels import LOG_T
+from training.fitting.kernels import groups as kernel
+from training.fitting.kernels.goodness import group_distances
+from training.fitting.kernels.likelihood import Answers, evaluate, log_constant_of
+from training.fitting.threads import one_blas_thread
+
+Solver = Literal["batched", "lbfgsb"]
+# Smallest sigma of a fit. Where a share above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
+# Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
+SIGMA_FLOOR = 1e-3
+MIN_SAMPLES = 3
+# L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
+_LBFGSB_SLOPE = 1e-5
+# Worse than any mean log-likelihood: what its line search is told of a point beyond the float range.
+_FAR = 1e30
+_NOTHING = np.empty(0)
+_SORTED_BY_INSERTION = 48
+_NOT_FITTED = kernel.ALL_CENSORED | kernel.TOO_FEW_SAMPLES
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Answers of G groups as the kernels take them: sorted keys and weights (empty = all 1), and offsets [G + 1]."""
+
+    keys: NDArray[np.int64]
+    weights: FloatArray
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        lengths: NDArray[np.integer],
+        finished: NDArray[np.bool_],
+        offsets: NDArray[np.integer],
+        weights: FloatArray | None = None,
+    ) -> Sample:
+        """Sorts flat answers [S] by length within each group.
+
+        Raises:
+            InputError: A length below 1, a weight not above 0, or shapes that do not fit each other.
+        """
+        flat = np.ascontiguousarray(lengths, dtype=np.int64)
+        ends = np.ascontiguousarray(offsets, dtype=np.int64)
+        if flat.ndim != 1 or flat.shape != finished.shape or ends[0] != 0 or ends[-1] != len(flat):
+            raise InputError("lengths", flat.shape, "one dimension, as many as finished has, as offsets say")
+        if len(flat) and flat.min() < 1:
+            raise InputError("lengths", int(flat.min()), "whole numbers of at least 1, in tokens")
+        if (np.diff(ends) < 1).any():
+            raise InputError("offsets", ends.tolist()[:10], "increasing: at least one answer in each group")
+        if weights is not None and not (np.isfinite(weights) & (weights > 0)).all():
+            bad = weights[~(np.isfinite(weights) & (weights > 0))][0]
+            raise InputError("weights", float(bad), "finite numbers above 0")
+        keys = 2 * flat + ~finished
+        if weights is not None:
+            order = np.lexsort((keys, np.repeat(np.arange(len(ends) - 1), np.diff(ends))))
+            return cls(keys[order], np.ascontiguousarray(weights, dtype=np.float64)[order], ends)
+        kernel.sort_small_groups(keys, ends, _SORTED_BY_INSERTION)
+        for group in np.flatnonzero(np.diff(ends) > _SORTED_BY_INSERTION):
+            keys[ends[group] : ends[group + 1]].sort()
+        return cls(keys, _NOTHING, ends)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def group(self, number: int) -> Sample:
+        """One group as a sample of its own."""
+        rows = slice(self.offsets[number], self.offsets[number + 1])
+        weights = self.weights[rows] if self.weights.size else self.weights
+        return Sample(self.keys[rows], weights, np.array([0, rows.stop - rows.start]))
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Estimates of G groups.
+
+    Attributes:
+        family: What was fitted.
+        solution: Parameters and standard errors as the kernels name them.
+        log_likelihood: Of all answers, x in tokens.
+        flags: Bits of `kernels.groups`, [G].
+        converged: No slope of the mean log-likelihood above 1e-8, or the case has a defined result with all its data
+            seen; [G].
+    """
+
+    family: Family
+    solution: Solution
+    log_likelihood: FloatArray
+    flags: NDArray[np.int64]
+    converged: NDArray[np.bool_]
+
+    @property
+    def fitted(self) -> NDArray[np.bool_]:
+        """Groups with a likelihood to maximise: neither all answers cut nor too few of them, [G]."""
+        return np.asarray((self.flags & _NOT_FITTED) == 0)
+
+    def distances(self, sample: Sample) -> tuple[FloatArray, FloatArray]:
+        """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN where not fitted."""
+        at = self.solution
+        both = group_distances(
+            sample.keys, sample.weights, sample.offsets, self.family.code, at.nu, at.m, at.s, self.fitted
+        )
+        return both[:, 0], both[:, 1]
+
+
+def estimate(
+    sample: Sample, family: Family, *, solver: Solver = "batched", integers: bool = False
+) -> Estimates:
+    """Fits every group by itself.
+
+    Args:
+        sample: Answers by group.
+        family: What to fit.
+        solver: batched = compiled Newton for all groups; lbfgsb = scipy's L-BFGS-B, group by group (the paper's).
+            Groups that the first does not bring to its target are handed to the second.
+        integers: Whether a finished length x stands for [x - 1/2, x + 1/2] instead of the density at x.
+
+    Raises:
+        InputError: lbfgsb with free nu, which only the batched solver profiles.
+    """
+    numbers, flags, converged = kernel.fit_groups(
+        sample.keys,
+        sample.weights,
+        sample.offsets,
+        family.code,
+        math.inf if family.nu is None else family.nu,
+        family.nu is None,
+        family.fixed_scale,
+        integers,
+        math.log(SIGMA_FLOOR),
+        MIN_SAMPLES,
+    )
+    usable = (flags & (_NOT_FITTED | kernel.CONSTANT)) == 0
+    if solver == "lbfgsb":
+        if family.nu is None:
+            raise InputError("solver", solver, "batched, where nu is free")
+        again = np.flatnonzero(usable)
+    else:
+        again = np.flatnonzero(usable & ~converged)
+    if len(again):
+        with one_blas_thread():
+            for number in again:
+                flags[number], converged[number] = _by_lbfgsb(
+                    sample.group(int(number)), family, integers, numbers[number]
+                )
+    solution = Solution(
+        m=numbers[:, 0],
+        s=numbers[:, 1],
+        nu=numbers[:, 2],
+        se_m=numbers[:, 4],
+        se_s=numbers[:, 5],
+        se_log_nu=numbers[:, 6],
+        cov_m_s=numbers[:, 7],
+    )
+    return Estimates(family, solution, numbers[:, 3], flags, converged)
+
+
+def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArray) -> tuple[int, bool]:
+    """Fits one group over (m, s) by scipy and writes its row of `numbers`; returns flags and convergence.
+
+    Free degrees of freedom stay where `numbers` has them.
+    """
+    nu = float(numbers[2])
+    floor = math.log(SIGMA_FLOOR)
+    logs = np.empty(len(group.keys))
+    first = kernel.first_guess(family.code, group.keys, logs)
+    answers = kernel.read_answers(group.keys, group.weights, logs, integers, np.empty((5, len(logs))))
+    constant = log_constant_of(family.code, nu)
+    tied, tied_share = kernel.tie(group.keys, group.weights)
+    starts = [(first[0], 0.0 if family.fixed_scale else max(first[1], floor))]
+    if family.code == LOG_T and tied_share >= nu * (1.0 - tied_share):
+        starts.append((tied, floor))
+
+    results = [_minimize(family, nu, answers, at, floor) for at in starts]
+    m, s = min(results, key=lambda result: result[2])[:2]
+    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constant, answers, m, s)
+    bound = family.fixed_scale or (s <= floor and by_s < 0.0)
+    slope = (abs(by_m) if bound else max(abs(by_m), abs(by_s))) / answers.total_weight
+    flags = kernel.describe(
+        group.keys,
+        answers,
+        family.code,
+        nu,
+        family.nu is None,
+        family.fixed_scale,
+        floor,
+        (m, s, value, mm, ms, ss, slope),
+        numbers,
+    )
+    return int(flags), bool(slope <= _LBFGSB_SLOPE)
+
+
+def _minimize(
+    family: Family, nu: float, answers: Answers, start: tuple[float, float], floor: float
+) -> tuple[float, float, float]:
+    """(m, s, mean negative log-likelihood) by L-BFGS-B from `start`, m in units of the first sigma."""
+    unit = math.exp(start[1])
+    constant = log_constant_of(family.code, nu)
+
+    def objective(theta: FloatArray) -> tuple[float, FloatArray]:
+        value, by_m, by_s, *_ = evaluate(
+            family.code, nu, constant, answers, start[0] + unit * theta[0], theta[1]
+        )
+        if not math.isfinite(value):
+            return _FAR, np.zeros(2)
+        slope = np.array([by_m * unit / math.exp(theta[1]), by_s])
+        return -value / answers.total_weight, -slope / answers.total_weight
+
+    result = optimize.minimize(
+        objective,
+        np.array([0.0, start[1]]),
+        method="L-BFGS-B",
+        jac=True,
+        bounds=[(None, None), (0.0, 0.0) if family.fixed_scale else (floor, 12.0)],
+        options={"maxiter": 500, "ftol": 1e-16, "gtol": 1e-9},
+    )
+    return start[0] + unit * float(result.x[0]), float(result.x[1]), float(result.fun)

@@ -1,0 +1,296 @@
+"""Log-likelihood of one group with its first and second derivatives over (m, s), for every family.
+
+A group is points (finished answers, density) and intervals (cut answers: [cut, inf); integer data: one token wide),
+each with a weight. On the log scale, z = (y - m) / sigma, with f the standard density and S its survival function:
+
+    point       ln f(z) - s - y
+    interval    ln P,   P = S(z1) - S(z2)
+
+Derivatives are returned scaled: by m times sigma, so that a step in m is in units of sigma. Writing
+g(z) = z-derivative of ln f, and f1 = f(z1) etc.:
+
+    point       d/dm = -g,             d/ds = -g z - 1,
+                d2/dm2 = g',           d2/dmds = g' z + g,       d2/ds2 = g' z^2 + g z
+    interval    d/dm = -(f2 - f1)/P,   d/ds = -(z2 f2 - z1 f1)/P, and so on (f' = g f)
+
+For the gamma family the second parameter is s = ln cv with shape a = exp(-2 s), sigma = cv, and m = ln mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
+from training.fitting.kernels.special import (
+    digamma,
+    gamma_cdf,
+    gamma_moments,
+    t_log_constant,
+    t_log_sf_and_hazard,
+    t_sf,
+    trigamma,
+)
+
+# Sums may be reordered and contracted; infinities keep their meaning.
+_FAST = {"reassoc", "contract", "nsz", "arcp"}
+_BLOCK = 8
+# Widths in z below which differences of probabilities would lose more digits than the point rule does.
+_NARROW = 1e-5
+
+#: (log-likelihood, d/dm, d/ds, d2/dm2, d2/dmds, d2/ds2)
+Derivatives = tuple[float, float, float, float, float, float]
+
+
+class Answers(NamedTuple):
+    """One group's answers as the likelihood sees them, on the log scale.
+
+    One table rather than five arrays: each array that a compiled function is handed costs it two atomic operations.
+
+    Attributes:
+        table: Shape (5, N or more): rows Y and WEIGHT hold points, LOW, HIGH and INTERVAL_WEIGHT intervals; HIGH is
+            inf for cut answers.
+        num_points, num_intervals: How many of each.
+        plain: Whether all weights of points are 1.
+        point_weight, total_weight: Sums of the weights of points, and of everything.
+    """
+
+    table: np.ndarray
+    num_points: int
+    num_intervals: int
+    plain: bool
+    point_weight: float
+    total_weight: float
+
+
+Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)
+
+
+@njit(cache=True, fastmath=_FAST)
+def _t_points(table: np.ndarray, count: int, nu: float, m: float, sigma: float) -> Derivatives:
+    """Points of the log-t, all weights 1: no logarithm but one for every eight answers."""
+    inverse = 1.0 / sigma
+    # With r = 1 / (nu + z^2): -g = (nu+1) z r, g' = (nu+1) (r - 2 nu r^2), and z^2 r = 1 - nu r.
+    log_product, sum_r, sum_zr, sum_r2, sum_zr2 = 0.0, 0.0, 0.0, 0.0, 0.0
+    whole = count - count % _BLOCK
+    for begin in range(0, whole, _BLOCK):
+        product = 1.0
+        for i in range(_BLOCK):  # of fixed length, so that it is unrolled
+            z = (table[Y, begin + i] - m) * inverse
+            q = nu + z * z
+            r = 1.0 / q
+            zr = z * r
+            product *= q
+            sum_r += r
+            sum_zr += zr
+            sum_r2 += r * r
+            sum_zr2 += zr * r
+        log_product += math.log(product)
+    product = 1.0
+    for i in range(whole, count):
+        z = (table[Y, i] - m) * inverse
+        q = nu + z * z
+        r = 1.0 / q
+        zr = z * r
+        product *= q
+        sum_r += r
+        sum_zr += zr
+        sum_r2 += r * r
+        sum_zr2 += zr * r
+    log_product += math.log(product)
+    scale = nu + 1.0
+    return (
+        -0.5 * scale * (log_product - count * math.log(nu)),
+        scale * sum_zr,
+        scale * (count - nu * sum_r) - count,
+        scale * (sum_r - 2.0 * nu * sum_r2),
+        -2.0 * nu * scale * sum_zr2,
+        -2.0 * nu * scale * (sum_r - nu * sum_r2),
+    )
+
+
+@njit(cache=True, inline="always")
+def _standard(family: int, nu: float, z: float) -> tuple[float, float, float]:
+    """ln f(z) without its constant, g(z), g'(z)."""
+    if family == WEIBULL:
+        growth = math.exp(z)
+        return z - growth, 1.0 - growth, -growth
+    if math.isinf(nu):
+        return -0.5 * z * z, -z, -1.0
+    square = z * z
+    q = nu + square
+    return (
+        -0.5 * (nu + 1.0) * math.log(q / nu),
+        -(nu + 1.0) * z / q,
+        (nu + 1.0) * (square - nu) / (q * q),
+    )
+
+
+@njit(cache=True)
+def _points(family: int, nu: float, answers: Answers, m: float, sigma: float) -> Derivatives:
+    value, g1, g2, h11, h12, h22 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    table = answers.table
+    for i in range(answers.num_points):
+        w = table[WEIGHT, i]
+        z = (table[Y, i] - m) / sigma
+        log_f, g, curve = _standard(family, nu, z)
+        value += w * log_f
+        g1 -= w * g
+        g2 -= w * (g * z + 1.0)
+        h11 += w * curve
+        h12 += w * (curve * z + g)
+        h22 += w * (curve * z * z + g * z)
+    return value, g1, g2, h11, h12, h22
+
+
+@njit(cache=True)
+def _interval(
+    family: int, nu: float, log_constant: float, z1: float, z2: float
+) -> tuple[float, float, float, float, float]:
+    """ln P, f1/P, f2/P, and g at both ends; z2 = inf for a cut answer."""
+    if family == WEIBULL:
+        log_sf, hazard = -math.exp(z1), math.exp(z1)
+    else:
+        log_sf, hazard = t_log_sf_and_hazard(z1, nu, log_constant)
+    _, slope1, _ = _standard(family, nu, z1)
+    if math.isinf(z2):
+        return log_sf, hazard, 0.0, slope1, 0.0
+    log_f2, slope2, _ = _standard(family, nu, z2)
+    if family == WEIBULL:
+        # P = S1 (1 - S2/S1)
+        share = -math.expm1(math.exp(z1) - math.exp(z2))
+        log_p = log_sf + math.log(share)
+    elif z1 > 0:
+        log_sf2, _ = t_log_sf_and_hazard(z2, nu, log_constant)
+        log_p = log_sf + math.log(-math.expm1(log_sf2 - log_sf))
+    else:  # from the left, where both probabilities are small if z2 < 0
+        below2 = t_sf(-z2, nu, log_constant)
+        below1 = t_sf(-z1, nu, log_constant)
+        log_p = math.log(below2 - below1)
+    constant = 0.0 if family == WEIBULL else log_constant
+    log_f1, _, _ = _standard(family, nu, z1)
+    return log_p, math.exp(constant + log_f1 - log_p), math.exp(constant + log_f2 - log_p), slope1, slope2
+
+
+@njit(cache=True)
+def _intervals(
+    family: int, nu: float, log_constant: float, answers: Answers, m: float, sigma: float
+) -> Derivatives:
+    table = answers.table
+    value, g1, g2, h11, h12, h22 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for i in range(answers.num_intervals):
+        w = table[INTERVAL_WEIGHT, i]
+        z1 = (table[LOW, i] - m) / sigma
+        z2 = (table[HIGH, i] - m) / sigma
+        if z2 - z1 < _NARROW:
+            # So narrow that the density does not change within it: a point, times the width.
+            z = 0.5 * (z1 + z2)
+            log_f, g, curve = _standard(family, nu, z)
+            constant = 0.0 if family == WEIBULL else log_constant
+            by_m, by_s = -g, -g * z - 1.0
+            value += w * (log_f + constant + math.log(z2 - z1))
+            h11 += w * curve
+            h12 += w * (curve * z + g)
+            h22 += w * (curve * z * z + g * z)
+        else:
+            log_p, f1, f2, slope1, slope2 = _interval(family, nu, log_constant, z1, z2)
+            z2f2 = 0.0 if math.isinf(z2) else z2 * f2
+            z2g2 = 0.0 if math.isinf(z2) else z2 * slope2
+            by_m, by_s = f1 - f2, z1 * f1 - z2f2
+            value += w * log_p
+            h11 += w * (f2 * slope2 - f1 * slope1 - by_m * by_m)
+            h12 += w * (f2 * (z2g2 + 1.0) - f1 * (z1 * slope1 + 1.0) - by_m * by_s)
+            h22 += w * (z2f2 * (z2g2 + 1.0) - z1 * f1 * (z1 * slope1 + 1.0) - by_s * by_s)
+        g1 += w * by_m
+        g2 += w * by_s
+    return value, g1, g2, h11, h12, h22
+
+
+@njit(cache=True)
+def _gamma(answers: Answers, m: float, sigma: float) -> Derivatives:
+    table = answers.table
+    a = 1.0 / (sigma * sigma)
+    log_scale = m - math.log(a)
+    log_gamma, psi, psi1 = math.lgamma(a), digamma(a), trigamma(a)
+    value, t_u, t_a, t_uu, t_au, t_aa = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
+    for i in range(answers.num_points):
+        w = table[WEIGHT, i]
+        u = table[Y, i] - log_scale
+        x = math.exp(u)
+        value += w * (a * u - x - log_gamma)
+        t_u += w * (a - x)
+        t_a += w * (u - psi)
+        t_uu -= w * x
+        t_au += w
+        t_aa -= w * psi1
+    for i in range(answers.num_intervals):
+        w = table[INTERVAL_WEIGHT, i]
+        u1 = table[LOW, i] - log_scale
+        u2 = table[HIGH, i] - log_scale
+        log_i, mean, variance = gamma_moments(a, u1, u2)
+        f1 = math.exp(a * u1 - math.exp(u1) - log_i)
+        f2, slope2, u2f2 = 0.0, 0.0, 0.0
+        if not math.isinf(u2):
+            f2 = math.exp(a * u2 - math.exp(u2) - log_i)
+            slope2 = a - math.exp(u2)
+            u2f2 = u2 * f2
+        shift = f2 - f1
+        value += w * (log_i - log_gamma)
+        t_u += w * shift
+        t_a += w * (mean - psi)
+        t_uu += w * (f2 * slope2 - f1 * (a - math.exp(u1)) - shift * shift)
+        t_au += w * (u2f2 - u1 * f1 - shift * mean)
+        t_aa += w * (variance - psi1)
+    # u = y - m + ln a, a = exp(-2 s)
+    g1 = -t_u
+    g2 = -2.0 * (a * t_a + t_u)
+    h22 = 4.0 * (a * t_a + a * a * t_aa + 2.0 * a * t_au + t_uu)
+    return value, sigma * g1, g2, sigma * sigma * t_uu, sigma * 2.0 * (a * t_au + t_uu), h22
+
+
+@njit(cache=True)
+def log_constant_of(family: int, nu: float) -> float:
+    """ln of the factor of the standard density, z-independent; 0 but for the log-t."""
+    return t_log_constant(nu) if family == LOG_T else 0.0
+
+
+@njit(cache=True)
+def evaluate(
+    family: int, nu: float, log_constant: float, answers: Answers, m: float, s: float
+) -> Derivatives:
+    """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives.
+
+    Args:
+        family, nu: Code of the family; degrees of freedom (log-t only, may be infinite).
+        log_constant: `log_constant_of` both.
+        answers: Of one group.
+        m, s: Location and log of the scale.
+    """
+    sigma = math.exp(s)
+    if family == GAMMA:
+        return _gamma(answers, m, sigma)
+    if answers.plain and family == LOG_T and not math.isinf(nu):
+        value, g1, g2, h11, h12, h22 = _t_points(answers.table, answers.num_points, nu, m, sigma)
+    else:
+        value, g1, g2, h11, h12, h22 = _points(family, nu, answers, m, sigma)
+    value += answers.point_weight * (log_constant - s)
+    if answers.num_intervals:
+        more, i1, i2, i11, i12, i22 = _intervals(family, nu, log_constant, answers, m, sigma)
+        value += more
+        g1, g2, h11, h12, h22 = g1 + i1, g2 + i2, h11 + i11, h12 + i12, h22 + i22
+    return value, g1, g2, h11, h12, h22
+
+
+@njit(cache=True)
+def cdf(family: int, nu: float, log_constant: float, y: float, m: float, sigma: float) -> float:
+    """P(ln X <= y)."""
+    if family == GAMMA:
+        a = 1.0 / (sigma * sigma)
+        return gamma_cdf(a, a * math.exp(y - m))
+    z = (y - m) / sigma
+    if family == WEIBULL:
+        return -math.expm1(-math.exp(z))
+    return t_sf(-z, nu, log_constant)

@@ -1,0 +1,241 @@
+"""Maximum likelihood over (m, s) for one group's answers, and over nu where it is free.
+
+Damped Newton (Levenberg-Marquardt on the exact Hessian): a step is taken if the likelihood grows, and the damping
+falls to nothing near the maximum, where convergence is quadratic. s never falls below the floor; there only m moves
+as long as the likelihood would grow further down.
+
+A group has converged when no slope of the mean log-likelihood, per sigma of m and per unit of s, exceeds TARGET.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
+from training.fitting.kernels.likelihood import Answers, Derivatives, evaluate
+from training.fitting.kernels.special import t_log_constant
+
+TARGET = 1e-8
+# Newton goes on to here where rounding lets it; stopping anywhere below TARGET is no failure.
+_ASPIRE = 1e-9
+_MAX_STEPS = 100
+#: Where free degrees of freedom are looked for: [1, 100], and infinity, which is the log-normal.
+NU_GRID = np.array([1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0, 12.0, 20.0, 40.0, 100.0, np.inf])
+_NU_TOLERANCE = 1e-5
+_GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
+
+#: (m, s, log-likelihood of ln X, d2/dm2, d2/dmds, d2/ds2 as `evaluate` scales them, largest slope)
+Maximum = tuple[float, float, float, float, float, float, float]
+
+
+@njit(cache=True)
+def _slope(d: Derivatives, frozen: bool, weight: float) -> float:
+    return (abs(d[1]) if frozen else max(abs(d[1]), abs(d[2]))) / weight
+
+
+@njit(cache=True)
+def _step(d: Derivatives, damping: float, frozen: bool) -> tuple[float, float, float]:
+    """Ascent step (in sigma, in s) and the damping that makes the curvature negative definite."""
+    _, g1, g2, h11, h12, h22 = d
+    a, b, c = -h11, -h12, -h22
+    if frozen:
+        if a + damping <= 1e-9 * abs(a):
+            damping = 2.0 * abs(a) + 1e-300
+        return g1 / (a + damping), 0.0, damping
+    smallest = 0.5 * (a + c) - math.sqrt(0.25 * (a - c) ** 2 + b * b)
+    if smallest + damping <= 1e-9 * (abs(a) + abs(c)):
+        damping = 1e-2 * (abs(a) + abs(c)) - smallest
+    p, q = a + damping, c + damping
+    det = p * q - b * b
+    return (q * g1 - b * g2) / det, (p * g2 - b * g1) / det, damping
+
+
+@njit(cache=True)
+def maximize(
+    family: int,
+    nu: float,
+    log_constant: float,
+    answers: Answers,
+    m: float,
+    s: float,
+    floor: float,
+    fixed_scale: bool,
+) -> Maximum:
+    """Climbs from (m, s) to the next maximum with s >= floor (or s as it is, if `fixed_scale`)."""
+    weight = answers.total_weight
+    d = evaluate(family, nu, log_constant, answers, m, s)
+    frozen = fixed_scale or (s <= floor and d[2] < 0.0)
+    slope = _slope(d, frozen, weight)
+    damping = 0.0
+    for _ in range(_MAX_STEPS):
+        if slope <= _ASPIRE:
+            break
+        by_m, by_s, damping = _step(d, damping, frozen)
+        shrink = 1.0 / max(1.0, 0.5 * abs(by_m), abs(by_s))
+        new_m = m + shrink * by_m * math.exp(s)
+        new_s = max(s + shrink * by_s, floor)
+        if frozen:
+            new_s = s
+        if new_m == m and new_s == s:
+            break
+        new = evaluate(family, nu, log_constant, answers, new_m, new_s)
+        new_frozen = fixed_scale or (new_s <= floor and new[2] < 0.0)
+        new_slope = _slope(new, new_frozen, weight)
+        # Near the maximum the likelihood no longer resolves a gain, while its slope still does.
+        rounding = 1e-13 * (abs(d[0]) + weight)
+        if new[0] > d[0] + rounding or (new[0] > d[0] - rounding and new_slope < slope):
+            m, s, d, slope, frozen = new_m, new_s, new, new_slope, new_frozen
+            damping = 0.0 if damping < 1e-6 * weight else 0.1 * damping
+        elif slope <= TARGET or damping > 1e12 * weight:
+            break
+        else:
+            damping = max(10.0 * damping, 1e-2 * weight)
+    return m, s, d[0], d[3], d[4], d[5], slope
+
+
+@njit(cache=True)
+def start(family: int, ordered: np.ndarray, mean_x: float, mean_y: float) -> tuple[float, float]:
+    """First (m, s) out of all answers' logarithms in order [N], cut ones at their cap, and their means."""
+    if family == GAMMA:
+        gap = max(math.log(mean_x) - mean_y, 1e-6)
+        shape = (3.0 - gap + math.sqrt((gap - 3.0) ** 2 + 24.0 * gap)) / (12.0 * gap)
+        return math.log(mean_x), -0.5 * math.log(shape)
+    count = ordered.size
+    middle = ordered[count // 2]
+    spread = ordered[(3 * count) // 4] - ordered[count // 4]
+    if spread <= 0.0:  # ties
+        spread = 0.5 * (ordered[count - 1] - ordered[0])
+    # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
+    log_sigma = math.log(max(spread / 1.5, 1e-2))
+    return (middle + 0.25 * spread if family == WEIBULL else middle), log_sigma
+
+
+@njit(cache=True)
+def climb(
+    family: int,
+    nu: float,
+    log_constant: float,
+    answers: Answers,
+    m: float,
+    s: float,
+    floor: float,
+    fixed_scale: bool,
+    tied: float,
+    tied_share: float,
+) -> Maximum:
+    """The better of the maximum near (m, s) and, where enough answers are tied for a second one, that at the tie.
+
+    At a value shared by a share w of the answers ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
+    least nu (1 - w) (Kent & Tyler 1991).
+    """
+    best = maximize(family, nu, log_constant, answers, m, max(s, floor), floor, fixed_scale)
+    if family == LOG_T and tied_share >= nu * (1.0 - tied_share):
+        other = maximize(family, nu, log_constant, answers, tied, floor, floor, fixed_scale)
+        if other[2] > best[2]:
+            return other
+    return best
+
+
+@njit(cache=True)
+def _climb_at(
+    family: int,
+    log_nu: float,
+    answers: Answers,
+    at: Maximum,
+    floor: float,
+    fixed_scale: bool,
+    tied: float,
+    tied_share: float,
+) -> Maximum:
+    nu = math.exp(log_nu)
+    return climb(family, nu, t_log_constant(nu), answers, at[0], at[1], floor, fixed_scale, tied, tied_share)
+
+
+@njit(cache=True)
+def profile(
+    family: int,
+    answers: Answers,
+    m: float,
+    s: float,
+    floor: float,
+    fixed_scale: bool,
+    tied: float,
+    tied_share: float,
+) -> tuple[float, Maximum]:
+    """(nu, maximum over m and s): a scan of NU_GRID, then golden section in ln nu around its best finite value.
+
+    `family` and `fixed_scale` can only be LOG_T and False; as constants they would make the compiler do all that is
+    called here a second time.
+    """
+    last = (m, s, 0.0, 0.0, 0.0, 0.0, 0.0)
+    best = _climb_at(family, math.log(NU_GRID[0]), answers, last, floor, fixed_scale, tied, tied_share)
+    last, top = best, 0
+    for k in range(1, NU_GRID.size):
+        last = _climb_at(family, math.log(NU_GRID[k]), answers, last, floor, fixed_scale, tied, tied_share)
+        if last[2] > best[2]:
+            best, top = last, k
+    best_nu = NU_GRID[top]
+    if math.isinf(best_nu):
+        return best_nu, best
+    begin = math.log(NU_GRID[max(top - 1, 0)])
+    end = math.log(NU_GRID[min(top + 1, NU_GRID.size - 2)])
+    left = end - _GOLDEN * (end - begin)
+    right = begin + _GOLDEN * (end - begin)
+    fit_left = _climb_at(family, left, answers, best, floor, fixed_scale, tied, tied_share)
+    fit_right = _climb_at(family, right, answers, best, floor, fixed_scale, tied, tied_share)
+    while end - begin > _NU_TOLERANCE:
+        if fit_left[2] > fit_right[2]:
+            if fit_left[2] > best[2]:
+                best, best_nu = fit_left, math.exp(left)
+            end, right, fit_right = right, left, fit_left
+            left = end - _GOLDEN * (end - begin)
+            fit_left = _climb_at(family, left, answers, best, floor, fixed_scale, tied, tied_share)
+        else:
+            if fit_right[2] > best[2]:
+                best, best_nu = fit_right, math.exp(right)
+            begin, left, fit_left = left, right, fit_right
+            right = begin + _GOLDEN * (end - begin)
+            fit_right = _climb_at(family, right, answers, best, floor, fixed_scale, tied, tied_share)
+    return best_nu, best
+
+
+@njit(cache=True)
+def standard_errors(
+    family: int, nu: float, answers: Answers, fit: Maximum, floor: float, fixed_scale: bool, free_nu: bool
+) -> tuple[float, float, float, float]:
+    """Standard errors of m, s and ln nu, and covariance of m and s, by the observed information; NaN for what the
+    data do not determine.
+
+    With `free_nu` the rows of ln nu come from central differences and the uncertainty of nu enters the others.
+    """
+    m, s = fit[0], fit[1]
+    a, b, c = -fit[3], -fit[4], -fit[5]
+    sigma = math.exp(s)
+    if fixed_scale or s <= floor:
+        return (sigma / math.sqrt(a) if a > 0.0 else math.nan), math.nan, math.nan, math.nan
+    if not free_nu or math.isinf(nu):
+        det = a * c - b * b
+        if a <= 0.0 or det <= 0.0:
+            return math.nan, math.nan, math.nan, math.nan
+        return sigma * math.sqrt(c / det), math.sqrt(a / det), math.nan, -sigma * b / det
+    h = 1e-2
+    more, less = nu * math.exp(h), nu * math.exp(-h)
+    up = evaluate(family, more, t_log_constant(more), answers, m, s)
+    down = evaluate(family, less, t_log_constant(less), answers, m, s)
+    e = -(up[1] - down[1]) / (2.0 * h)
+    f = -(up[2] - down[2]) / (2.0 * h)
+    i = -(up[0] - 2.0 * fit[2] + down[0]) / (h * h)
+    # Information [[a, b, e], [b, c, f], [e, f, i]]: positive definite if its leading minors are; inverse by cofactors.
+    minor = a * c - b * b
+    det = a * (c * i - f * f) - b * (b * i - e * f) + e * (b * f - c * e)
+    if a <= 0.0 or minor <= 0.0 or det <= 0.0:
+        return math.nan, math.nan, math.nan, math.nan
+    return (
+        sigma * math.sqrt((c * i - f * f) / det),
+        math.sqrt((a * i - e * e) / det),
+        math.sqrt(minor / det),
+        sigma * (e * f - b * i) / det,
+    )
