@@ -122,13 +122,6 @@ def _text_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
 
 
 def _parquet_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from data_gen.tables import read_parquet
 
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except pa.ArrowInvalid as error:
-        raise InputError(
-            "prompts", str(path), f"a whole Parquet file ({str(error).splitlines()[0]})"
-        ) from error
-    yield from enumerate(rows, start=1)
+    yield from enumerate(read_parquet(path, "prompts").to_pylist(), start=1)

@@ -26,8 +26,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_gen.tables import read_parquet, require_columns
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, existing_file
+from scheduler_core.files import atomic_file
 
 SCHEMA_NAME = "samples/1"
 FINISH_REASONS = ("stop", "length", "error")
@@ -91,16 +92,8 @@ def read_samples(path: str | Path) -> pa.Table:
     Raises:
         InputError: If the file is missing, empty, truncated or lacks a column.
     """
-    path = existing_file(path, "samples")
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError(
-            "samples", str(path), f"a whole Parquet file ({str(error).splitlines()[0]})"
-        ) from error
-    missing = [name for name in SCHEMA.names if name not in table.column_names]
-    if missing:
-        raise InputError(f"{path.name}: columns", table.column_names, f"also {', '.join(missing)}")
+    table = read_parquet(path, "samples")
+    require_columns(table, SCHEMA.names, f"{Path(path).name}: columns")
     return table.select(SCHEMA.names).cast(SCHEMA)
 
 
