@@ -15,9 +15,9 @@ from collections.abc import Callable
 import torch
 import transformers
 
-from data_gen.backend import SamplingSettings
+from data_gen.backend import SamplingSettings, Work
 from data_gen.prompts import Prompt, read_prompts
-from data_gen.transformers_backend import TransformersBackend
+from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 
 
 def with_generate(
@@ -64,7 +64,7 @@ def main() -> None:
 
     settings = SamplingSettings(arguments.samples, arguments.max_tokens, 1.0, 1.0, seed=1)
     prompts = read_prompts(f"templates:{arguments.prompts}?seed=11")
-    ours = TransformersBackend(arguments.model, max_rows=256)
+    ours = TransformersBackend(arguments.model, options=TransformersOptions(max_rows=256))
     ours.load()
     model, tokenizer = TransformersBackend(arguments.model).load()
     model.set_attn_implementation("sdpa")
@@ -75,11 +75,12 @@ def main() -> None:
         f"torch {torch.__version__} with {torch.get_num_threads()} threads, transformers {transformers.__version__}"
     )
     print(f"{'side':34} {'round':>5} {'useful tokens':>14} {'seconds':>8} {'tokens/s':>9}")
+    work = [Work(prompt, tuple(range(settings.num_samples))) for prompt in prompts]
     sides: dict[str, Callable[[], int]] = {
         "generate, 32 rows": lambda: with_generate(model, tokenizer, prompts, settings, 32),
         "generate, 256 rows": lambda: with_generate(model, tokenizer, prompts, settings, 256),
         "gen-samples, 256 rows": lambda: sum(
-            answer.output_tokens for result in ours.sample(prompts, settings) for answer in result.answers
+            answer.output_tokens for result in ours.sample(work, settings) for answer in result.answers
         ),
     }
     rates: dict[str, list[float]] = {name: [] for name in sides}

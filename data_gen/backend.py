@@ -1,12 +1,14 @@
-"""What a sampling engine looks like to the generator: it is asked for whole prompts and yields finished answers."""
+"""What a sampling engine looks like to a run: it is given missing answers and yields finished ones, in any order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from data_gen.prompts import Prompt
+
+FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,27 +23,64 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One finished answer: `finish_reason` is "stop" or "length", `text` the decoded answer."""
+class Work:
+    """A prompt and the sample indices that are still missing, in increasing order, at least one."""
 
-    sample_index: int
-    output_tokens: int
-    finish_reason: str
-    text: str
+    prompt: Prompt
+    indices: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptResult:
-    """All answers to one prompt, ordered by sample index, or the reason why there are none."""
+class Answer:
+    """One finished answer.
+
+    Attributes:
+        sample_index: Which of the prompt's repeats it is, from 0.
+        output_tokens: Its length with the end marker, at least 1.
+        finish_reason: "stop", or "length" if it was cut at max_tokens.
+        text: The decoded answer.
+        queue_s: Seconds from the request's being ready until the engine took it; None if unknown.
+        ttft_s: Seconds from sending the request to the first token; None if unknown.
+        total_s: Seconds from sending the request to the last token; None if unknown.
+    """
+
+    sample_index: int
+    output_tokens: int
+    finish_reason: FinishReason
+    text: str = ""
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    total_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An answer that the engine did not give, after its own retries.
+
+    Attributes:
+        sample_index: Which of the prompt's repeats it is, from 0.
+        reason: One line for people.
+        kind: A short stable word that failures are counted by: timeout, http_429, http_500, malformed, refused,
+            too_long, ...
+    """
+
+    sample_index: int
+    reason: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkResult:
+    """What came of some or all indices of a `Work`; `prompt_tokens` is None if the engine does not say."""
 
     prompt: Prompt
-    prompt_tokens: int
-    answers: tuple[Answer, ...]
-    error: str = ""
+    prompt_tokens: int | None
+    answers: tuple[Answer, ...] = ()
+    failures: tuple[Failure, ...] = ()
 
 
 class Backend(Protocol):
-    """A sampling engine; its name, version and served model are recorded with every sample."""
+    """A sampling engine; its name, version and served model are recorded with every answer."""
 
     @property
     def name(self) -> str:
@@ -50,7 +89,7 @@ class Backend(Protocol):
 
     @property
     def version(self) -> str:
-        """Version of the engine."""
+        """Version of the engine; may be "" until the first result is there, if only the engine can tell."""
         ...
 
     @property
@@ -58,10 +97,23 @@ class Backend(Protocol):
         """Name of the model that answers."""
         ...
 
-    def sample(self, prompts: Iterable[Prompt], settings: SamplingSettings) -> Iterator[PromptResult]:
-        """Yields one result per prompt as soon as all its answers are finished, in any order.
+    @property
+    def seeded(self) -> bool:
+        """Whether the same (settings, prompt id, sample index) gives the same answer.
 
-        An answer depends only on (model, settings, prompt id, sample index), up to floating-point differences
-        between batch shapes; so an interrupted run can be resumed in another batch composition.
+        Up to floating-point differences between batch shapes, where the engine computes in batches.
         """
+        ...
+
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+        """Answers `work`, in any order; every index of every `Work` comes back exactly once.
+
+        The indices of one `Work` may be spread over several results. `work` is consumed lazily, with a look-ahead
+        that does not grow with its length. Closing the iterator stops everything that is in flight; a second
+        iterator may be asked for afterwards.
+        """
+        ...
+
+    def close(self) -> None:
+        """Frees what the engine holds; it is not used afterwards."""
         ...

@@ -176,7 +176,7 @@ class DecodingBatch:
         self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=True)
         cache, _ = self._new_cache(self._layers)
         self.logits = self._model(
-            input_ids=tokens[:, None],
+            input_ids=tokens[:, None].to(self._model.device),
             attention_mask=self._mask.to(self._model.device),
             position_ids=self._positions[:, None].to(self._model.device),
             past_key_values=cache,

@@ -1,30 +1,53 @@
-"""Where prompts come from: a JSONL, CSV, Parquet or text file, or our own templates."""
+"""What a prompt is: one user message, or a whole conversation that ends with one."""
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs
+from typing import TYPE_CHECKING
 
-from data_gen import templates
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
 
-TEMPLATE_SCHEME = "templates:"
+if TYPE_CHECKING:
+    from data_gen.sources.options import SourceOptions
+
+ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation; `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One user prompt; `prompt_id` is unique in a source, `category` may be empty."""
+    """What is sent to a model.
+
+    Attributes:
+        prompt_id: Unique in a source. Prompts made of the turns of one conversation end in `#turn-N`
+            (see `data_gen.splits`).
+        text: The user's text; of a conversation its last user message.
+        category: Kind of prompt, may be empty.
+        messages: The whole conversation, ending with a user message, if it has a system prompt or more than one
+            user turn; else empty.
+        dataset: Public set it comes from, may be empty.
+    """
 
     prompt_id: str
     text: str
     category: str = ""
+    messages: tuple[Message, ...] = ()
+    dataset: str = ""
+
+    @property
+    def chat(self) -> tuple[Message, ...]:
+        """The messages to send."""
+        return self.messages or (Message("user", self.text),)
 
 
 def prompt_id_of(text: str) -> str:
@@ -32,96 +55,22 @@ def prompt_id_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def read_prompts(source: str) -> list[Prompt]:
-    """Reads prompts, in the order of the source.
+def conversation_id_of(messages: Sequence[Message]) -> str:
+    """Identifier of a conversation that brings none; that of its text if it is a single user message."""
+    if len(messages) == 1 and messages[0].role == "user":
+        return prompt_id_of(messages[0].content)
+    return prompt_id_of(json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False))
 
-    Args:
-        source: Path of a `.jsonl`, `.csv` or `.parquet` file with a column `prompt` (optionally `prompt_id` and
-            `category`), of a `.txt` file with one prompt per line, or `templates:COUNT[?seed=N]` for prompts
-            composed from the built-in templates.
+
+def read_prompts(source: str, options: SourceOptions | None = None) -> list[Prompt]:
+    """All prompts of a source, in its order; `data_gen.sources.open_prompts` streams them and lists the sources.
 
     Raises:
         InputError: Naming the row for an empty or repeated prompt, a wrong type or invalid UTF-8.
     """
-    if source.startswith(TEMPLATE_SCHEME):
-        return _from_templates(source)
-    path = existing_file(source, "prompts")
-    readers = {".jsonl": _jsonl_rows, ".csv": _csv_rows, ".parquet": _parquet_rows, ".txt": _text_rows}
-    if path.suffix not in readers:
-        raise InputError(
-            "prompts", source, "a file ending in .jsonl, .csv, .parquet or .txt, or templates:COUNT"
-        )
-    try:
-        prompts = _checked(readers[path.suffix](path), path)
-    except UnicodeDecodeError as error:
-        raise InputError("prompts", f"{path} (byte {error.start})", "text in UTF-8") from error
+    from data_gen.sources import open_prompts
+
+    prompts = list(open_prompts(source, options))
     if not prompts:
         raise InputError("prompts", source, "at least one prompt")
     return prompts
-
-
-def _from_templates(source: str) -> list[Prompt]:
-    count_text, _, query = source.removeprefix(TEMPLATE_SCHEME).partition("?")
-    options = parse_qs(query, keep_blank_values=True)
-    seed_text = options.pop("seed", ["0"])[-1]
-    if not count_text.isdigit() or not seed_text.isdigit() or options:
-        raise InputError("prompts", source, "templates:COUNT or templates:COUNT?seed=N with whole numbers")
-    composed = templates.compose(int(count_text), int(seed_text))
-    return [Prompt(prompt_id_of(text), text, category) for category, text in composed]
-
-
-def _checked(rows: Iterable[tuple[int, Mapping[str, Any]]], path: Path) -> list[Prompt]:
-    prompts: list[Prompt] = []
-    seen: dict[str, int] = {}
-    for number, row in rows:
-        where = f"{path.name} row {number}"
-        if "prompt" not in row:
-            raise InputError(f"{where}: columns", sorted(map(str, row)), "a column named 'prompt'")
-        text = row["prompt"]
-        if not isinstance(text, str) or not text.strip():
-            raise InputError(f"{where}: prompt", text, "a text that is not empty")
-        prompt_id = row.get("prompt_id")
-        prompt_id = prompt_id_of(text) if prompt_id is None or prompt_id == "" else str(prompt_id)
-        if prompt_id in seen:
-            raise InputError(
-                f"{where}: prompt_id", prompt_id, f"an id not used before (row {seen[prompt_id]} has it)"
-            )
-        seen[prompt_id] = number
-        prompts.append(Prompt(prompt_id, text, str(row.get("category") or "")))
-    return prompts
-
-
-def _jsonl_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(
-                    f"{path.name} row {number}", line.strip(), f"one JSON object ({error.msg})"
-                ) from error
-            if not isinstance(row, dict):
-                raise InputError(f"{path.name} row {number}", row, "one JSON object")
-            yield number, row
-
-
-def _csv_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8", newline="") as stream:
-        yield from enumerate(csv.DictReader(stream), start=2)
-
-
-def _text_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8") as stream:
-        yield from (
-            (number, {"prompt": line.rstrip("\n")})
-            for number, line in enumerate(stream, start=1)
-            if line.strip()
-        )
-
-
-def _parquet_rows(path: Path) -> Iterable[tuple[int, Mapping[str, Any]]]:
-    from data_gen.tables import read_parquet
-
-    yield from enumerate(read_parquet(path, "prompts").to_pylist(), start=1)

@@ -1,78 +1,129 @@
-"""The sample schema `samples/1`: one row per sampled answer, and how its Parquet files are read and written.
+"""The sample schema `samples/2`: one row per sampled answer, and how its Parquet files are read and written.
 
 | column | type | meaning |
 |---|---|---|
 | prompt_id | string | identifier of the prompt; (prompt_id, model, sample_index) is unique |
-| prompt | string | the user's text |
+| prompt | string or null | the user's text, of a conversation its last user message; null where only its hash is kept |
+| prompt_sha256 | string or null | hex SHA-256 of what was sent (`prompt_sha256`); null if the text was never known |
+| messages | list of (role, content) or null | the whole conversation; null if it is one user message, or only hashed |
 | category | string | kind of prompt, may be empty |
+| dataset | string | public set the prompt comes from, may be empty |
 | model | string | the served model that answered |
-| temperature, top_p | double | sampling settings |
-| seed | int64 | seed of the run |
+| temperature, top_p | double or null | sampling settings; null if unknown (imported sets) |
+| seed | int64 or null | seed of the run; null if unknown |
 | sample_index | int32 | 0-based index of the answer among the prompt's repeats |
-| max_tokens | int32 | cap on the answer, in the model's tokens |
-| prompt_tokens | int32 | prompt length with the chat template, in the model's tokens |
+| max_tokens | int32 or null | cap on the answer, in the model's tokens; null if unknown |
+| prompt_tokens | int32 or null | prompt length with the chat template, in the model's tokens; null if unknown |
 | output_tokens | int32 | answer length, end marker included; 0 only when finish_reason is "error" |
-| finish_reason | string | "stop", "length" (right-censored at output_tokens) or "error" |
-| engine, engine_version | string | what generated it |
+| finish_reason | string | "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets that do not say whether the answer was cut; a run never writes it) |
+| error | string or null | why there is no answer, "KIND: reason"; null unless finish_reason is "error" |
+| queue_s | double or null | seconds the request waited before the engine took it; null if unknown |
+| ttft_s | double or null | seconds from sending the request to its first token; null if unknown |
+| total_s | double or null | seconds from sending the request to its last token; null if unknown |
+| text | string or null | the answer; null unless it was asked for |
+| engine, engine_version | string | what generated it; engine "synthetic" is no language model |
 | run_id | string | identifier of the run that wrote the row |
+
+`samples/1` had no prompt_sha256, messages, dataset, error, timings and text, and no nulls; such files stay readable and
+are given the missing columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_gen.tables import read_parquet, require_columns
+from data_gen.prompts import Prompt
+from data_gen.tables import open_parquet, readable, require_columns
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 
-SCHEMA_NAME = "samples/1"
-FINISH_REASONS = ("stop", "length", "error")
+SCHEMA_NAME = "samples/2"
+SCHEMA_KEY = b"tailcast.schema"
+FINISH_REASONS = ("stop", "length", "error", "unknown")
+MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
 SCHEMA = pa.schema(
     [
         pa.field("prompt_id", pa.string(), nullable=False),
-        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("prompt", pa.string()),
+        pa.field("prompt_sha256", pa.string()),
+        pa.field("messages", MESSAGES),
         pa.field("category", pa.string(), nullable=False),
+        pa.field("dataset", pa.string(), nullable=False),
         pa.field("model", pa.string(), nullable=False),
-        pa.field("temperature", pa.float64(), nullable=False),
-        pa.field("top_p", pa.float64(), nullable=False),
-        pa.field("seed", pa.int64(), nullable=False),
+        pa.field("temperature", pa.float64()),
+        pa.field("top_p", pa.float64()),
+        pa.field("seed", pa.int64()),
         pa.field("sample_index", pa.int32(), nullable=False),
-        pa.field("max_tokens", pa.int32(), nullable=False),
-        pa.field("prompt_tokens", pa.int32(), nullable=False),
+        pa.field("max_tokens", pa.int32()),
+        pa.field("prompt_tokens", pa.int32()),
         pa.field("output_tokens", pa.int32(), nullable=False),
         pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("error", pa.string()),
+        pa.field("queue_s", pa.float64()),
+        pa.field("ttft_s", pa.float64()),
+        pa.field("total_s", pa.float64()),
+        pa.field("text", pa.string()),
         pa.field("engine", pa.string(), nullable=False),
         pa.field("engine_version", pa.string(), nullable=False),
         pa.field("run_id", pa.string(), nullable=False),
     ],
-    metadata={b"tailcast.schema": SCHEMA_NAME.encode()},
+    metadata={SCHEMA_KEY: SCHEMA_NAME.encode()},
 )
+_ADDED_IN_2 = frozenset(
+    {"prompt_sha256", "messages", "dataset", "error", "queue_s", "ttft_s", "total_s", "text"}
+)
+SCHEMA_1_NAMES = [name for name in SCHEMA.names if name not in _ADDED_IN_2]
+BATCH_ROWS = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One sampled answer; fields as in the table above."""
 
     prompt_id: str
-    prompt: str
+    prompt: str | None
+    prompt_sha256: str | None = None
+    messages: tuple[dict[str, str], ...] | None = None
     category: str
+    dataset: str = ""
     model: str
-    temperature: float
-    top_p: float
-    seed: int
+    temperature: float | None
+    top_p: float | None
+    seed: int | None
     sample_index: int
-    max_tokens: int
-    prompt_tokens: int
+    max_tokens: int | None
+    prompt_tokens: int | None
     output_tokens: int
     finish_reason: str
+    error: str | None = None
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    total_s: float | None = None
+    text: str | None = None
     engine: str
     engine_version: str
     run_id: str
+
+
+def prompt_sha256(prompt: Prompt) -> str:
+    """Hex SHA-256 of what a prompt sends.
+
+    Of the UTF-8 text, or of a conversation's JSON `[[role, content], ...]` as Python's json writes it with
+    `ensure_ascii=False`.
+    """
+    return _sha256_of(prompt.text, [[message.role, message.content] for message in prompt.messages])
+
+
+def _sha256_of(text: str, messages: Sequence[Sequence[str]] = ()) -> str:
+    sent = json.dumps(messages, ensure_ascii=False) if messages else text
+    return hashlib.sha256(sent.encode(errors="surrogatepass")).hexdigest()
 
 
 def to_table(samples: Sequence[Sample]) -> pa.Table:
@@ -83,18 +134,59 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
 def write_samples(path: str | Path, table: pa.Table) -> None:
     """Writes a table of samples as Parquet (zstd), atomically and synced to disk."""
     with atomic_file(path) as temporary:
-        pq.write_table(table.cast(SCHEMA), temporary, compression="zstd")
+        pq.write_table(table.select(SCHEMA.names).cast(SCHEMA), temporary, compression="zstd")
 
 
 def read_samples(path: str | Path) -> pa.Table:
-    """Reads a `samples/1` file.
+    """Reads a whole `samples/2` or `samples/1` file as `samples/2`.
 
     Raises:
-        InputError: If the file is missing, empty, truncated or lacks a column.
+        InputError: If the file is missing, empty, truncated, of another schema, or lacks a column.
     """
-    table = read_parquet(path, "samples")
-    require_columns(table, SCHEMA.names, f"{Path(path).name}: columns")
-    return table.select(SCHEMA.names).cast(SCHEMA)
+    return pa.Table.from_batches(
+        [batch for table in iter_samples(path) for batch in table.to_batches()], schema=SCHEMA
+    )
+
+
+def iter_samples(path: str | Path, *, batch_rows: int = BATCH_ROWS) -> Iterator[pa.Table]:
+    """The rows of a `samples/2` or `samples/1` file as `samples/2`, at most `batch_rows` at a time.
+
+    Raises:
+        InputError: As `read_samples`; a bad column only when its rows are reached.
+    """
+    file = open_parquet(path, "samples")
+    where = Path(path).name
+    wanted = _columns_of(file.schema_arrow, where)
+    # Both schemas hold their rows in order, so batches of whole columns stay small.
+    with file, readable(path, "samples", "Parquet"):
+        for batch in file.iter_batches(batch_size=batch_rows, columns=wanted):
+            yield _upgraded(pa.Table.from_batches([batch]), wanted, where)
+
+
+def _columns_of(schema: pa.Schema, where: str) -> list[str]:
+    """The columns to read: those of the schema that the file says it has, or seems to have."""
+    label = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode()
+    if label not in ("", "samples/1", SCHEMA_NAME):
+        raise InputError(f"{where}: schema", label, f"{SCHEMA_NAME} or samples/1")
+    first = label == "samples/1" or (not label and "prompt_sha256" not in schema.names)
+    wanted = SCHEMA_1_NAMES if first else SCHEMA.names
+    require_columns(schema.empty_table(), wanted, f"{where}: columns")
+    return wanted
+
+
+def _upgraded(table: pa.Table, names: list[str], where: str) -> pa.Table:
+    table = table.select(names)
+    if names is SCHEMA_1_NAMES:
+        hashes = {text: _sha256_of(text) for text in set(table.column("prompt").to_pylist())}
+        digests = [hashes[text] for text in table.column("prompt").to_pylist()]
+        table = table.append_column("prompt_sha256", pa.array(digests, pa.string()))
+        table = table.append_column("dataset", pa.array([""] * table.num_rows, pa.string()))
+        for name in sorted(_ADDED_IN_2 - {"prompt_sha256", "dataset"}):
+            table = table.append_column(name, pa.nulls(table.num_rows, SCHEMA.field(name).type))
+    try:
+        return table.select(SCHEMA.names).cast(SCHEMA)
+    except (pa.ArrowException, ValueError) as error:
+        raise InputError(f"{where}: columns", str(error), "columns of the documented types") from error
 
 
 def join_samples(paths: Sequence[str | Path]) -> pa.Table:

@@ -1,18 +1,41 @@
-"""Which split a prompt belongs to: decided by its id alone, so it never changes and never leaks samples."""
+"""Which split a prompt belongs to: decided by its id alone, so it never changes and never leaks samples.
+
+All samples of a prompt share its id and so its split. The turns of one conversation share their beginning, so they
+are one family: their ids end in `#turn-N` (see `turn_id`) and the part before it decides.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from typing import Literal
 
 from scheduler_core.errors import InputError
 
 Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+_TURN = re.compile(r"#turn-\d+(-[0-9a-f]+)?\Z")
+
+
+def turn_id(conversation_id: str, turn: int, history: str = "") -> str:
+    """Id of the prompt that ends with the conversation's user turn `turn`, from 1.
+
+    Args:
+        conversation_id: What decides the split of all turns.
+        turn: Number of the user turn.
+        history: Hex digits that tell conversations with the same id apart, may be empty.
+    """
+    return f"{conversation_id}#turn-{turn}" + (f"-{history}" if history else "")
+
+
+def family_of(prompt_id: str) -> str:
+    """The part of an id that decides the split: without the turn of a conversation."""
+    return _TURN.sub("", prompt_id)
 
 
 def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> Split:
-    """The split of a prompt, by a stable hash of (seed, prompt id).
+    """The split of a prompt, by a stable hash of (seed, family of the prompt id).
 
     Args:
         prompt_id: Identifier of the prompt; all samples of a prompt share it, so they share the split.
@@ -24,8 +47,12 @@ def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = 
     """
     if len(fractions) != 3 or min(fractions) < 0 or not math.isclose(sum(fractions), 1.0, abs_tol=1e-9):
         raise InputError("fractions", fractions, "three non-negative shares that sum to 1")
-    digest = hashlib.sha256(f"{seed}\x00{prompt_id}".encode()).digest()
-    position = int.from_bytes(digest[:8], "big") / 2**64
+    position = unit_hash(f"{seed}\x00{family_of(prompt_id)}")
     if position < fractions[0]:
         return "train"
     return "validation" if position < fractions[0] + fractions[1] else "test"
+
+
+def unit_hash(text: str) -> float:
+    """A number from 0 to 1 that depends on the text alone, uniform over texts."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64

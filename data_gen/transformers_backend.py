@@ -3,57 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
-from data_gen.backend import Answer, PromptResult, SamplingSettings
+from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
+from data_gen.chat import TemplateError, prompt_token_ids
+from data_gen.draws import uniforms
+from data_gen.models import model_name, resolve_model
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 
-def resolve_model(model: str) -> str:
-    """Path or hub name of a model; `package:NAME/PATH` is a file or folder inside an installed package.
+@dataclass(frozen=True, kw_only=True)
+class TransformersOptions:
+    """A model that runs in this process with transformers."""
 
-    Raises:
-        InputError: If the package is not installed or has no such file.
-    """
-    return str(inside_package(model, "model")) if model.startswith(PACKAGE_SCHEME) else model
+    max_rows: int = 256
+    """Answers that decode together."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights."""
+    device: str = "auto"
+    """Torch device; auto takes a GPU if there is one."""
+    threads: int | None = None
+    """Torch threads; unset: torch's own choice."""
 
-
-def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> np.ndarray:
-    """The uniform numbers in [0, 1) that draw one answer, token by token; shape [count], float64.
-
-    They depend on nothing but the arguments, so an answer does not depend on which batch it was made in.
-    """
-    digest = hashlib.sha256(f"{seed}\x00{prompt_id}\x00{sample_index}".encode()).digest()
-    key = np.frombuffer(digest[:16], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
-
-
-@dataclass(slots=True)
-class _Progress:
-    """Answers of one prompt while they grow."""
-
-    prompt: Prompt
-    prompt_tokens: int
-    answers: dict[int, Answer] = field(default_factory=dict)
+    def __post_init__(self) -> None:
+        if self.max_rows < 1:
+            raise InputError("max_rows", self.max_rows, "a whole number of at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise InputError("threads", self.threads, "a whole number of at least 1, or unset")
 
 
 @dataclass(slots=True)
 class _Row:
-    """One growing answer."""
+    """One growing answer; `started` is when its prompt joined the batch, on the clock of `time.perf_counter`."""
 
-    owner: _Progress
+    prompt: Prompt
+    prompt_tokens: int
     sample_index: int
     uniforms: np.ndarray
+    started: float
     tokens: list[int] = field(default_factory=list)
+    ttft_s: float | None = None
 
 
 class TransformersBackend:
@@ -62,39 +59,33 @@ class TransformersBackend:
     Args:
         model: Local folder, `.gguf` file, hub name or `package:NAME/PATH`.
         served_model: Name recorded with the samples; default is the last part of `model`.
-        max_rows: How many answers decode together.
-        dtype: Torch dtype name of the weights.
-        device: "auto" takes a GPU when there is one.
+        options: How it runs.
     """
 
     name = "transformers"
+    seeded = True
 
     def __init__(
-        self,
-        model: str,
-        *,
-        served_model: str = "",
-        max_rows: int = 256,
-        dtype: str = "float32",
-        device: str = "auto",
+        self, model: str, *, served_model: str = "", options: TransformersOptions | None = None
     ) -> None:
-        if max_rows < 1:
-            raise InputError("max_rows", max_rows, "a whole number of at least 1")
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise InputError("dtype", dtype, "float32, bfloat16 or float16")
         self._source = model
-        self._max_rows = max_rows
-        self._dtype = dtype
-        self._device = device
+        self._options = options or TransformersOptions()
         self._loaded: tuple[Any, Any] | None = None
-        self.served_model = served_model or Path(model.rstrip("/")).name.removesuffix(".gguf")
+        self.served_model = served_model or model_name(model)
 
     @property
     def version(self) -> str:
-        """Versions of transformers and torch."""
-        from importlib.metadata import version
+        """Versions of transformers and torch.
 
-        return f"{version('transformers')}+torch-{version('torch')}"
+        Raises:
+            MissingExtraError: One of them is not installed.
+        """
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return f"{version('transformers')}+torch-{version('torch')}"
+        except PackageNotFoundError as error:
+            raise MissingExtraError(error.name or "transformers", "gen") from error
 
     def load(self) -> tuple[Any, Any]:
         """The model, in evaluation mode on its device, and its tokenizer; loaded once.
@@ -115,13 +106,17 @@ class TransformersBackend:
             raise MissingExtraError(error.name or "transformers", "gen") from error
         from data_gen.decoding import ATTENTION
 
+        if self._options.threads is not None:
+            torch.set_num_threads(self._options.threads)
         path = resolve_model(self._source)
         where: dict[str, Any] = {}
         if path.endswith(".gguf"):
             where = {"gguf_file": Path(path).name}
             path = str(Path(path).parent)
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        device = ("cuda" if torch.cuda.is_available() else "cpu") if self._device == "auto" else self._device
+        device = self._options.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             # Reading GGUF draws its own progress bars, which no logging setting turns off.
             with contextlib.redirect_stderr(io.StringIO()):
@@ -131,7 +126,7 @@ class TransformersBackend:
                         gguf_file=where["gguf_file"], dequantize=True
                     )
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, dtype=getattr(torch, self._dtype), attn_implementation=ATTENTION, **where
+                    path, dtype=getattr(torch, self._options.dtype), attn_implementation=ATTENTION, **where
                 )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
@@ -142,21 +137,29 @@ class TransformersBackend:
             ) from error
         return model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
 
-    def sample(self, prompts: Iterable[Prompt], settings: SamplingSettings) -> Iterator[PromptResult]:
-        """See `Backend.sample`; at most `max_rows` answers decode at a time (one prompt's repeats at the least)."""
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+        """See `Backend.sample`; one result for each answer.
+
+        At most `max_rows` answers decode at a time (one prompt's repeats at the least).
+        """
         model, tokenizer = self.load()
         sampler = _Sampler(model, tokenizer, settings)
-        room = max(self._max_rows, settings.num_samples)
-        waiting = iter(prompts)
+        waiting = iter(work)
         upcoming = next(waiting, None)
         while upcoming is not None or sampler.rows:
-            while upcoming is not None and len(sampler.rows) + settings.num_samples <= room:
+            while upcoming is not None and (
+                not sampler.rows or len(sampler.rows) + len(upcoming.indices) <= self._options.max_rows
+            ):
                 refused = sampler.start(upcoming)
                 if refused is not None:
                     yield refused
                 upcoming = next(waiting, None)
             if sampler.rows:
                 yield from sampler.step()
+
+    def close(self) -> None:
+        """Forgets the model."""
+        self._loaded = None
 
 
 class _Sampler:
@@ -174,50 +177,54 @@ class _Sampler:
         self._ends = {int(token) for token in [*ends, tokenizer.eos_token_id] if token is not None}
         self.rows: list[_Row] = []
 
-    def start(self, prompt: Prompt) -> PromptResult | None:
-        """Lets all answers of a prompt join the batch; a prompt that cannot fit the context is refused."""
-        ids = self._prompt_ids(prompt.text)
+    def start(self, work: Work) -> WorkResult | None:
+        """Lets the missing answers of a prompt join the batch; a prompt that cannot be answered is refused."""
+        started = time.perf_counter()
+        try:
+            ids = prompt_token_ids(self._tokenizer, work.prompt)
+        except TemplateError as error:
+            return _refused(work, None, str(error), "template")
         if len(ids) + self._settings.max_tokens > self._context:
             reason = f"{len(ids)} prompt + {self._settings.max_tokens} answer tokens exceed the context of {self._context}"
-            return PromptResult(prompt, len(ids), (), reason)
-        self._batch.join(ids, self._settings.num_samples)
-        owner = _Progress(prompt, len(ids))
-        for index in range(self._settings.num_samples):
-            drawn = uniforms(self._settings.seed, prompt.prompt_id, index, self._settings.max_tokens)
-            self.rows.append(_Row(owner, index, drawn))
+            return _refused(work, len(ids), reason, "too_long")
+        self._batch.join(ids, len(work.indices))
+        for index in work.indices:
+            drawn = uniforms(self._settings.seed, work.prompt.prompt_id, index, self._settings.max_tokens)
+            self.rows.append(_Row(work.prompt, len(ids), index, drawn, started))
         return None
 
-    def _prompt_ids(self, text: str) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            return list(self._tokenizer(text)["input_ids"])
-        rendered = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-        return list(self._tokenizer(rendered, add_special_tokens=False)["input_ids"])
-
-    def step(self) -> Iterator[PromptResult]:
-        """One token for every row; yields the prompts whose last answer finished."""
+    def step(self) -> Iterator[WorkResult]:
+        """One token for every row; yields the answers that finished."""
         import torch
 
         tokens = self._choose()
+        now = time.perf_counter()
         kept: list[int] = []
+        finished: list[WorkResult] = []
         for position, (row, token) in enumerate(zip(self.rows, tokens.tolist(), strict=True)):
             row.tokens.append(token)
+            if row.ttft_s is None:
+                row.ttft_s = now - row.started
             stopped = token in self._ends
             if not stopped and len(row.tokens) < self._settings.max_tokens:
                 kept.append(position)
                 continue
             text = self._tokenizer.decode(row.tokens, skip_special_tokens=True)
-            reason = "stop" if stopped else "length"
-            row.owner.answers[row.sample_index] = Answer(row.sample_index, len(row.tokens), reason, text)
-            if len(row.owner.answers) == self._settings.num_samples:
-                answers = tuple(row.owner.answers[index] for index in sorted(row.owner.answers))
-                yield PromptResult(row.owner.prompt, row.owner.prompt_tokens, answers)
+            answer = Answer(
+                row.sample_index,
+                len(row.tokens),
+                "stop" if stopped else "length",
+                text,
+                ttft_s=row.ttft_s,
+                total_s=now - row.started,
+            )
+            finished.append(WorkResult(row.prompt, row.prompt_tokens, (answer,)))
         if len(kept) < len(self.rows):
             rows = torch.tensor(kept, dtype=torch.long)
             self._batch.keep(rows)
             tokens = tokens[rows]
             self.rows = [self.rows[position] for position in kept]
+        yield from finished
         if kept:
             self._batch.advance(tokens)
 
@@ -240,3 +247,9 @@ class _Sampler:
         # Rounding may put the target on the very end of the distribution; the last token with weight takes it.
         last = cumulative.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(torch.searchsorted(cumulative, target, right=True)[:, 0], last).cpu()
+
+
+def _refused(work: Work, prompt_tokens: int | None, reason: str, kind: str) -> WorkResult:
+    return WorkResult(
+        work.prompt, prompt_tokens, (), tuple(Failure(index, reason, kind) for index in work.indices)
+    )

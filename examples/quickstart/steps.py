@@ -72,6 +72,8 @@ class Quickstart:
             str(size.num_samples),
             "--max-tokens",
             str(size.max_tokens),
+            "--overwrite",
+            "true",
         ]
         since = time.monotonic()
         self.shell.run("a", command)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -8,8 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.prompts import prompt_id_of, read_prompts
-from data_gen.splits import split_of
+from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of, read_prompts
 from data_gen.templates import TEMPLATES, compose
 from scheduler_core.errors import InputError
 
@@ -42,8 +40,9 @@ def test_text_file_gets_ids_from_the_text(tmp_path: Path) -> None:
     [
         ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": "  "}\n', "row 2: prompt"),
         ("p.jsonl", b'{"prompt": "ok"}\n{"text": "x"}\n', "row 2: columns"),
+        ("p.csv", b"prompt\nok\nan,extra\n", "as many values as headings"),
         ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": \n', "row 2"),
-        ("p.jsonl", b'{"prompt": "same"}\n{"prompt": "same"}\n', "row 1 has it"),
+        ("p.jsonl", b'{"prompt": "same"}\n{"prompt": "same"}\n', "row 2: prompt_id.*not used before"),
         ("p.jsonl", b'{"prompt": 3}\n', "row 1: prompt"),
         ("p.jsonl", b"[1]\n", "one JSON object"),
         ("p.txt", b"ok\n\xff\xfe\n", "UTF-8"),
@@ -87,26 +86,10 @@ def test_templates_are_different_balanced_and_stable() -> None:
     assert not any("{" in text for _, text in prompts)
 
 
-def test_split_is_stable_and_has_the_asked_shares() -> None:
-    ids = [f"prompt-{i}" for i in range(6000)]
-    splits = [split_of(prompt_id, seed=1) for prompt_id in ids]
-    assert splits == [split_of(prompt_id, seed=1) for prompt_id in ids]
-    shares = [splits.count(name) / len(ids) for name in ("train", "validation", "test")]
-    # Standard error of a share of 0.6 over 6,000 is 0.006.
-    assert shares == pytest.approx([0.6, 0.2, 0.2], abs=0.025)
-    assert splits != [split_of(prompt_id, seed=2) for prompt_id in ids]
-    # Worked out by hand from SHA-256: a changed hash would silently move test prompts into training.
-    golden = {"a": "train", "b": "validation", "c": "train", "m": split_by_hand("m"), "z": split_by_hand("z")}
-    assert {name: split_of(name, seed=0) for name in golden} == golden
-
-
-def split_by_hand(prompt_id: str) -> str:
-    first_byte = hashlib.sha256(b"0\x00" + prompt_id.encode()).digest()[0]
-    assert first_byte not in (153, 204)  # the bytes in which the borders 0.6 and 0.8 fall
-    return "train" if first_byte < 153 else "validation" if first_byte < 204 else "test"
-
-
-@pytest.mark.parametrize("fractions", [(0.5, 0.5, 0.5), (1.2, -0.1, -0.1)])
-def test_bad_fractions_are_refused(fractions: tuple[float, float, float]) -> None:
-    with pytest.raises(InputError, match="sum to 1"):
-        split_of("x", 0, fractions)
+def test_chat_is_what_is_sent() -> None:
+    single = Prompt("a", "Hello")
+    assert single.chat == (Message("user", "Hello"),)
+    history = (Message("system", "Be brief."), Message("user", "Hello"))
+    assert Prompt("a", "Hello", messages=history).chat == history
+    assert conversation_id_of(single.chat) == prompt_id_of("Hello")
+    assert conversation_id_of(history) != prompt_id_of("Hello")

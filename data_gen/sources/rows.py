@@ -1,0 +1,180 @@
+"""Rows of a file, one by one: JSON lines, a JSON array, CSV, Parquet or text; never the whole file in memory."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from data_gen.tables import open_parquet, readable
+from scheduler_core.errors import InputError
+from scheduler_core.files import existing_file
+
+Row = tuple[int, Mapping[str, Any]]
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
+_BATCH_ROWS = 1024
+_CHUNK_CHARACTERS = 1 << 20
+_SPACE = re.compile(r"\s*")
+
+
+def file_suffix(path: Path) -> str:
+    """Suffix that tells the format; that of `name.csv.gz` is `.csv`."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def file_rows(path: str | Path, field: str) -> Iterator[Row]:
+    """(number of the row in the file, columns) of each row; text lines become the column `prompt`.
+
+    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet.
+    Text formats may be gzipped (`.gz`).
+
+    Args:
+        path: The file.
+        field: Name of the option that gave the path, for messages.
+
+    Raises:
+        InputError: The file cannot be read, or a row is no row; names it.
+    """
+    file = existing_file(path, field)
+    suffix = file_suffix(file)
+    if suffix not in SUFFIXES:
+        raise InputError(field, str(path), "a file ending in " + ", ".join(SUFFIXES))
+    if suffix == ".parquet":
+        yield from _parquet_rows(file, field)
+        return
+    readers = {".csv": _csv_rows, ".json": _array_rows, ".txt": _text_rows}
+    try:
+        with _text(file) as stream:
+            yield from readers.get(suffix, _json_lines)(stream, file.name)
+    except UnicodeDecodeError as error:
+        raise InputError(field, f"{path} (byte {error.start})", "text in UTF-8") from error
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise InputError(field, str(path), f"a whole gzip file ({error})") from error
+
+
+def _text(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(file), encoding="utf-8-sig", newline="")
+    return open(file, encoding="utf-8-sig", newline="")
+
+
+def _json_lines(stream: TextIO, name: str) -> Iterator[Row]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise InputError(
+                    f"{name} row {number}", line.strip(), f"one JSON object ({_reason(error)})"
+                ) from error
+            yield number, _object(row, name, number)
+
+
+def _object(row: object, name: str, number: int) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise InputError(f"{name} row {number}", row, "one JSON object")
+    return row
+
+
+def _reason(error: ValueError) -> str:
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
+    """Elements of one JSON array, decoded as the text comes in."""
+    text = _Unread(stream, name)
+    if text.peek() != "[":
+        raise InputError(
+            f"{name} row 1", text.peek(), "a JSON array of objects, or JSON lines in a .jsonl file"
+        )
+    text.position += 1
+    number = 0
+    while text.peek() != "]":
+        if number:
+            if text.peek() != ",":
+                raise InputError(
+                    f"{name} after row {number}", text.peek(), "a comma, or ] at the end of the array"
+                )
+            text.position += 1
+            text.peek()
+        number += 1
+        yield number, _object(text.decode(number), name, number)
+    text.position += 1
+    if not text.at_end():
+        raise InputError(f"{name} after row {number}", text.peek(), "nothing after the JSON array")
+
+
+class _Unread:
+    """A window on a text that is decoded piece by piece."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self.position = 0
+
+    def at_end(self) -> bool:
+        """Nothing but white space is left."""
+        while True:
+            self.position = _SPACE.match(self._text, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self._text):
+                return False
+            self._text, self.position = self._stream.read(_CHUNK_CHARACTERS), 0
+            if not self._text:
+                return True
+
+    def peek(self) -> str:
+        """The next character that is no white space."""
+        if self.at_end():
+            raise InputError(self._name, "the end of the file", "a whole JSON array")
+        return self._text[self.position]
+
+    def decode(self, number: int) -> object:
+        """The value that starts here; an object is whole only once its last brace is there."""
+        while True:
+            try:
+                value, self.position = self._decoder.raw_decode(self._text, self.position)
+                return value
+            except ValueError as error:
+                rest = self._text[self.position :]
+                more = self._stream.read(max(_CHUNK_CHARACTERS, len(rest)))
+                if not more:
+                    raise InputError(
+                        f"{self._name} row {number}", rest[:120], f"one JSON object ({_reason(error)})"
+                    ) from error
+                self._text, self.position = rest + more, 0
+
+
+def _csv_rows(stream: TextIO, name: str) -> Iterator[Row]:
+    reader = csv.DictReader(stream, strict=True)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise InputError(f"{name} row {reader.line_num}", str(error), "a CSV row") from error
+        if row is None:
+            return
+        if None in row:
+            raise InputError(f"{name} row {reader.line_num}", row[None], "as many values as headings")
+        yield reader.line_num, row
+
+
+def _text_rows(stream: TextIO, name: str) -> Iterator[Row]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield number, {"prompt": line.rstrip("\r\n")}
+
+
+def _parquet_rows(file: Path, field: str) -> Iterator[Row]:
+    number = 0
+    with readable(file, field, "Parquet"):
+        for batch in open_parquet(file, field).iter_batches(batch_size=_BATCH_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row

@@ -1,0 +1,121 @@
+"""Lengths without a language model: the termination-rate mixture of TIE's theorem 3.2, for tests and demos.
+
+Each answer has a rate p of ending after every token, drawn from the density alpha p^(alpha-1) / p_max^alpha on
+(0, p_max] (assumption 3.1: c p^(alpha-1) near 0); its length N is geometric given p. So, with the incomplete beta
+function B,
+
+    P(N > n) = E[(1-p)^n] = alpha p_max^-alpha B(p_max; alpha, n+1)  ~  Gamma(alpha+1) p_max^-alpha n^-alpha,
+
+a power-law tail of index alpha (theorem 3.2). alpha and p_max are those of the prompt, taken from a hash of its id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from data_gen.backend import Answer, SamplingSettings, Work, WorkResult
+from data_gen.draws import uniforms
+from scheduler_core.errors import InputError
+
+VERSION = "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticOptions:
+    """No language model: answer lengths of a power-law mixture, whose parameters follow from the prompt id."""
+
+    min_alpha: float = 1.5
+    """Smallest tail index of a prompt; the mean length is finite above 1, the variance above 2."""
+    max_alpha: float = 4.0
+    """Largest tail index of a prompt."""
+    min_typical_tokens: float = 10.0
+    """Smallest typical length of a prompt: 1 over its largest rate of ending, at least 1."""
+    max_typical_tokens: float = 300.0
+    """Largest typical length of a prompt."""
+    answers_per_s: float | None = None
+    """Pace to keep, for demos; unset: as fast as possible."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_alpha <= self.max_alpha < math.inf:
+            raise InputError("min_alpha", self.min_alpha, "a number above 0, at most max_alpha")
+        if not 1 <= self.min_typical_tokens <= self.max_typical_tokens < math.inf:
+            raise InputError(
+                "min_typical_tokens",
+                self.min_typical_tokens,
+                "a number of at least 1, at most max_typical_tokens",
+            )
+        if self.answers_per_s is not None and not 0 < self.answers_per_s < math.inf:
+            raise InputError("answers_per_s", self.answers_per_s, "a number above 0, or unset")
+
+
+@dataclass(frozen=True, slots=True)
+class TerminationMixture:
+    """Lengths of one prompt: p has density alpha p^(alpha-1) / p_max^alpha on (0, p_max], N is geometric given p."""
+
+    alpha: float
+    p_max: float
+
+    @classmethod
+    def of(cls, prompt_id: str, options: SyntheticOptions) -> TerminationMixture:
+        """The mixture of a prompt: alpha uniform, 1/p_max log-uniform between their limits, by a hash of its id."""
+        digest = hashlib.sha256(f"synthetic\x00{prompt_id}".encode()).digest()
+        first, second = (int.from_bytes(digest[i : i + 8], "big") / 2**64 for i in (0, 8))
+        alpha = options.min_alpha + first * (options.max_alpha - options.min_alpha)
+        tokens = (
+            options.min_typical_tokens * (options.max_typical_tokens / options.min_typical_tokens) ** second
+        )
+        return cls(alpha, 1 / tokens)
+
+    def length(self, first: float, second: float) -> float:
+        """The length that two uniform numbers in [0, 1) draw: a whole number of at least 1, or infinity."""
+        rate = self.p_max * (1 - first) ** (1 / self.alpha)
+        if rate >= 1:
+            return 1.0
+        tokens = math.log(1 - second) / math.log1p(-rate) if rate > 0 else math.inf
+        return math.inf if math.isinf(tokens) else 1.0 + math.floor(tokens)
+
+    def survival(self, tokens: int) -> float:
+        """P(N > tokens), exactly; needs scipy."""
+        from scipy.special import beta, betainc
+
+        shape = (self.alpha, tokens + 1)
+        return float(self.alpha * self.p_max**-self.alpha * beta(*shape) * betainc(*shape, self.p_max))
+
+
+class SyntheticBackend:
+    """Answers with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
+
+    An answer depends on (options, seed, prompt id, sample index); temperature and top_p do nothing. The prompt's
+    tokens are its words.
+    """
+
+    name = "synthetic"
+    version = VERSION
+    served_model = "synthetic"
+    seeded = True
+
+    def __init__(self, options: SyntheticOptions | None = None) -> None:
+        self._options = options or SyntheticOptions()
+
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+        """See `Backend.sample`; one result for each answer."""
+        pause = 1 / self._options.answers_per_s if self._options.answers_per_s else 0.0
+        for item in work:
+            mixture = TerminationMixture.of(item.prompt.prompt_id, self._options)
+            words = sum(len(message.content.split()) for message in item.prompt.chat)
+            for index in item.indices:
+                length = mixture.length(*uniforms(settings.seed, item.prompt.prompt_id, index, 2))
+                cut = length > settings.max_tokens
+                answer = Answer(
+                    index, settings.max_tokens if cut else int(length), "length" if cut else "stop"
+                )
+                if pause:
+                    time.sleep(pause)
+                yield WorkResult(item.prompt, words, (answer,))
+
+    def close(self) -> None:
+        """Nothing is held."""

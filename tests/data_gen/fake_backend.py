@@ -1,0 +1,91 @@
+"""A seeded engine without a model: answers come in a shuffled order and in parts, some fail, all by plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+
+from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
+from data_gen.draws import uniforms
+from data_gen.prompts import Prompt
+
+Plan = Callable[[str, int, int], Failure | None]
+
+
+def no_failures(prompt_id: str, sample_index: int, attempt: int) -> Failure | None:
+    return None
+
+
+class FakeBackend:
+    """Lengths from the seeded uniforms.
+
+    Args:
+        plan: (prompt id, sample index, attempt from 1) -> a failure, or None for an answer.
+        shuffle: Seed of the order of the results.
+        window: Answers held back so that their order can be shuffled.
+        stop_after: Raises `stop_with` instead of the answer after so many.
+        version: Version of the engine.
+    """
+
+    name, served_model, seeded = "fake", "counter", True
+
+    def __init__(
+        self,
+        plan: Plan = no_failures,
+        *,
+        shuffle: int = 0,
+        window: int = 7,
+        stop_after: int | None = None,
+        stop_with: type[BaseException] = KeyboardInterrupt,
+        version: str = "1",
+    ) -> None:
+        self.plan = plan
+        self.version = version
+        self.asked: list[tuple[str, int]] = []
+        self.given: list[tuple[str, int]] = []
+        self.num_closed = 0
+        self._order = random.Random(shuffle)
+        self._window = window
+        self._stop_after = stop_after
+        self._stop_with = stop_with
+        self._attempts: dict[tuple[str, int], int] = {}
+
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+        held: list[tuple[Prompt, int]] = []
+        try:
+            for item in work:
+                self.asked += [(item.prompt.prompt_id, index) for index in item.indices]
+                held += [(item.prompt, index) for index in item.indices]
+                while len(held) > self._window:
+                    yield self._result(held, settings)
+            while held:
+                yield self._result(held, settings)
+        finally:
+            self.num_closed += 1
+
+    def _result(self, held: list[tuple[Prompt, int]], settings: SamplingSettings) -> WorkResult:
+        """One random answer, together with all held ones of its prompt every third time."""
+        if self._stop_after is not None and len(self.given) >= self._stop_after:
+            raise self._stop_with
+        prompt, index = held.pop(self._order.randrange(len(held)))
+        indices = [index]
+        if self._order.random() < 1 / 3:
+            indices += [other for owner, other in held if owner is prompt]
+            held[:] = [entry for entry in held if entry[0] is not prompt]
+        answers, failures = [], []
+        for index in indices:
+            key = (prompt.prompt_id, index)
+            self._attempts[key] = self._attempts.get(key, 0) + 1
+            failure = self.plan(*key, self._attempts[key])
+            if failure is not None:
+                failures.append(failure)
+                continue
+            self.given.append(key)
+            length = int(1 + 60 * uniforms(settings.seed, prompt.prompt_id, index, 1)[0])
+            reason = "stop" if length <= settings.max_tokens else "length"
+            text = f"answer {index} to {prompt.text}"
+            answers.append(Answer(index, min(length, settings.max_tokens), reason, text))  # type: ignore[arg-type]
+        return WorkResult(prompt, 3, tuple(answers), tuple(failures))
+
+    def close(self) -> None:
+        pass

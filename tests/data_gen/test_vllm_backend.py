@@ -1,0 +1,212 @@
+"""The offline vLLM backend: its use of the engine with a stand-in, and the real thing where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from data_gen.backend import SamplingSettings, Work
+from data_gen.draws import answer_seed
+from data_gen.prompts import Prompt
+from data_gen.runs import run
+from data_gen.samples import read_samples
+from data_gen.vllm_backend import VllmBackend, VllmOptions
+from scheduler_core.errors import InputError, MissingExtraError
+from tests.data_gen.conftest import save_tiny_llama
+
+SETTINGS = SamplingSettings(num_samples=3, max_tokens=12, temperature=0.7, top_p=0.9, seed=4)
+PROMPTS = [Prompt(f"p{i}", " ".join(["word"] * (i + 1))) for i in range(6)]
+
+
+class Tokenizer:
+    """One token for each word."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": list(range(len(text.split())))}
+
+
+class Engine:
+    """Each request takes as many steps as its seed says; one answer in a step may finish."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.model_config = SimpleNamespace(max_model_len=max_model_len)
+        self.running: dict[str, tuple[Any, Any, int]] = {}
+        self.requests: list[tuple[str, Any, Any]] = []
+        self.aborted: list[str] = []
+        self.most = 0
+
+    def add_request(self, request_id: str, prompt: Any, params: Any) -> None:
+        self.requests.append((request_id, prompt, params))
+        self.running[request_id] = (prompt, params, 0)
+        self.most = max(self.most, len(self.running))
+
+    def step(self) -> list[Any]:
+        outputs = []
+        for request_id, (prompt, params, steps) in list(self.running.items()):
+            steps += 1
+            length = 1 + params.seed % 15
+            finished = steps >= min(length, params.max_tokens)
+            reason = None if not finished else "stop" if length <= params.max_tokens else "length"
+            if reason and params.seed % 11 == 0:
+                reason = "abort"
+            completion = SimpleNamespace(
+                token_ids=[7] * steps, finish_reason=reason, text=f"seed {params.seed}"
+            )
+            times = {
+                "queued_ts": 10.0,
+                "scheduled_ts": 10.5,
+                "first_token_ts": 11.0,
+                "last_token_ts": 10.0 + steps,
+            }
+            metrics = SimpleNamespace(**times) if params.seed % 2 else None
+            outputs.append(
+                SimpleNamespace(
+                    request_id=request_id, finished=finished, outputs=[completion], metrics=metrics
+                )
+            )
+            self.running[request_id] = (prompt, params, steps)
+            if finished:
+                del self.running[request_id]
+        return outputs
+
+    def abort_request(self, request_ids: list[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            del self.running[request_id]
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module `vllm` with what the backend uses of it."""
+    module = ModuleType("vllm")
+    module.made = []  # type: ignore[attr-defined]
+
+    class LLM:
+        def __init__(self, **arguments: Any) -> None:
+            if arguments["model"] == "broken":
+                raise ValueError("no such\nmodel")
+            self.arguments = arguments
+            self.llm_engine = Engine(arguments.get("max_model_len", 100))
+            module.made.append(self)  # type: ignore[attr-defined]
+
+        def get_tokenizer(self) -> Tokenizer:
+            return Tokenizer()
+
+    module.LLM, module.SamplingParams, module.__version__ = LLM, SimpleNamespace, "9.9"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    return module
+
+
+def test_each_answer_is_a_request_with_its_own_seed(stub: ModuleType) -> None:
+    backend = VllmBackend("folder/my-model", options=VllmOptions(max_num_seqs=4, engine_args={"seed": 1}))
+    results = list(backend.sample([Work(PROMPTS[0], (0, 2)), Work(PROMPTS[4], (1,))], SETTINGS))
+    (llm,) = stub.made
+    assert (backend.served_model, backend.version) == ("my-model", "9.9")
+    assert llm.arguments["seed"] == 1
+    assert "max_model_len" not in llm.arguments
+    seeds = [answer_seed(4, "p0", 0), answer_seed(4, "p0", 2), answer_seed(4, "p4", 1)]
+    assert [params.seed for _, _, params in llm.llm_engine.requests] == seeds
+    assert [len(prompt["prompt_token_ids"]) for _, prompt, _ in llm.llm_engine.requests] == [1, 1, 5]
+    for _, _, params in llm.llm_engine.requests:
+        assert (params.n, params.temperature, params.top_p, params.max_tokens) == (1, 0.7, 0.9, 12)
+    assert sorted((r.prompt.prompt_id, a.sample_index) for r in results for a in (*r.answers, *r.failures)) == [
+        ("p0", 0), ("p0", 2), ("p4", 1),
+    ]  # fmt: skip
+
+
+def test_lengths_reasons_and_timings_are_the_engines(stub: ModuleType) -> None:
+    backend = VllmBackend("m")
+    found = 0
+    for result in backend.sample([Work(prompt, tuple(range(20))) for prompt in PROMPTS], SETTINGS):
+        for failure in result.failures:
+            assert answer_seed(4, result.prompt.prompt_id, failure.sample_index) % 11 == 0
+            assert (failure.kind, failure.reason) == ("aborted", "the engine ended it with 'abort'")
+        for answer in result.answers:
+            seed = answer_seed(4, result.prompt.prompt_id, answer.sample_index)
+            length = 1 + seed % 15
+            assert answer.text == f"seed {seed}"
+            assert answer.output_tokens == min(length, 12)
+            assert answer.finish_reason == ("stop" if length <= 12 else "length")
+            timings = (0.5, 1.0, float(answer.output_tokens)) if seed % 2 else (None, None, None)
+            assert (answer.queue_s, answer.ttft_s, answer.total_s) == timings
+            found += 1
+    assert found > 100
+
+
+def test_the_engine_is_kept_full_but_no_more(stub: ModuleType) -> None:
+    taken = 0
+
+    def work() -> Iterator[Work]:
+        nonlocal taken
+        for number in range(10_000):
+            taken += 1
+            yield Work(Prompt(f"p{number}", "x"), (0, 1, 2))
+
+    backend = VllmBackend("m", options=VllmOptions(max_num_seqs=4))
+    results = backend.sample(work(), SETTINGS)
+    for _ in range(100):
+        next(results)
+    (llm,) = stub.made
+    assert 8 <= llm.llm_engine.most <= 8 + 2
+    assert taken < 60
+    running = list(llm.llm_engine.running)
+    results.close()  # type: ignore[attr-defined]
+    assert sorted(llm.llm_engine.aborted) == sorted(running)
+    assert list(backend.sample([Work(PROMPTS[0], (0,))], SETTINGS))
+    assert len(stub.made) == 1
+    backend.close()
+
+
+def test_a_run_with_failures_and_long_prompts(stub: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "s.parquet"
+    backend = VllmBackend("m", options=VllmOptions(max_model_len=16))
+    summary = run(backend, PROMPTS, SETTINGS, out)
+    kinds = {kind: found.count for kind, found in summary.tally.failures.items()}
+    assert kinds["too_long"] == 3 * 2
+    assert set(kinds) <= {"too_long", "aborted"}
+    assert read_samples(out).num_rows == 18
+
+
+def test_what_cannot_be_started_is_named(stub: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"model: got 'broken'.*\(no such model\)"):
+        VllmBackend("broken").load()
+    with pytest.raises(InputError, match="max_num_seqs"):
+        VllmOptions(max_num_seqs=0)
+    with pytest.raises(InputError, match="gpu_memory_utilization"):
+        VllmOptions(gpu_memory_utilization=1.5)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingExtraError, match=r"tailcast\[vllm\]"):
+        VllmBackend("m").load()
+    with pytest.raises(MissingExtraError, match=r"tailcast\[vllm\]"):
+        _ = VllmBackend("m").version
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
+def test_a_real_engine_answers_and_repeats_itself(tmp_path: Path) -> None:
+    # Attention kernels want heads of at least 32.
+    model = save_tiny_llama(tmp_path / "model", hidden_size=128, heads=4, kv_heads=2)
+    options = VllmOptions(dtype="float32", max_num_seqs=16, enforce_eager=True, gpu_memory_utilization=0.3)
+    backend = VllmBackend(str(model), options=options)
+    settings = SamplingSettings(num_samples=4, max_tokens=20, temperature=1.0, top_p=1.0, seed=4)
+    prompts = [Prompt(f"p{i}", f"w{i} w2 w3") for i in range(5)]
+    try:
+        run(backend, prompts, settings, tmp_path / "s.parquet")
+        (again,) = backend.sample([Work(prompts[2], (3,))], settings)
+    finally:
+        backend.close()
+    table = read_samples(tmp_path / "s.parquet")
+    assert table.num_rows == 20
+    assert set(table.column("finish_reason").to_pylist()) <= {"stop", "length"}
+    assert set(table.column("prompt_tokens").to_pylist()) == {5}
+    row = table.to_pylist()[2 * 4 + 3]
+    assert row["output_tokens"] == again.answers[0].output_tokens
+    assert row["total_s"] >= row["ttft_s"] >= 0
