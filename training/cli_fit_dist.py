@@ -51,7 +51,7 @@ class FitDistConfig:
     seed: int = 0
     """Seed of the bootstrap."""
     processes: int | None = None
-    """Number of processes; unset = one for each core. The result does not depend on it."""
+    """Number of processes; unset = one, and one for each core where a fit is slow: with --bootstrap, --nu free or --solver lbfgsb. The result does not depend on it."""
     ray: str | None = None
     """Fit on a Ray cluster: its address (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine with --processes processors. Every node needs this version of tailcast."""
     block_groups: int = 16_384
@@ -89,6 +89,7 @@ class FitDistConfig:
 def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     """Runs the command: writes the fits, `OUT.run.json`, and what else is asked for; returns the summary."""
     try:
+        import numba  # noqa: F401
         import pyarrow  # noqa: F401
         import scipy  # noqa: F401
     except ImportError as error:
@@ -157,7 +158,8 @@ def _options(config: FitDistConfig) -> FitOptions:
 def _runner(config: FitDistConfig) -> Runner:
     from training.fitting.workers import check_processes, run_processes
 
-    processes = check_processes(config.processes)
+    slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
+    processes = check_processes(config.processes, slow=slow)
     if config.ray is None:
         return partial(run_processes, processes=processes)
     from training.fitting.ray_workers import run_ray

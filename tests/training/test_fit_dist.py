@@ -373,3 +373,43 @@ def test_options_reach_the_fit_and_a_resumed_run(tmp_path, capsys):
     assert main([samples, "--out", str(out), "--resume", "false"]) == 0
     assert not parts.exists()
     assert pq.read_metadata(out).num_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        (["--nu", "free"], {"mu", "sigma", "nu", "se_nu", "log_t_ks_p"}),
+        (["--family", "log-normal"], {"mu", "sigma", "nu", "log_t_free_log_likelihood"}),
+        (["--family", "gamma"], {"shape", "scale", "se_shape", "se_scale"}),
+        (["--family", "exponential"], {"scale", "se_scale", "weibull_ad_stat"}),
+        (["--solver", "lbfgsb"], {"mu", "se_sigma"}),
+        (["--integers", "true"], {"mu", "se_sigma"}),
+    ],
+)
+def test_every_family_and_option_gives_a_whole_file_and_summary(options, columns, tmp_path):
+    path = write_lists(
+        tmp_path / "x.parquet",
+        [[50] * 5, [9] * 5, [3, 5, 9, 12, 20, 31], [100, 90, 130, 100, 100, 100], [4, 4, 1000, 3]],
+        finished=[[False] * 5, [True] * 5, [True] * 6, [True] * 5 + [False], [True] * 4],
+    )
+    out, summary = tmp_path / "fits.parquet", tmp_path / "s.json"
+    assert main([str(path), "--out", str(out), "--json", str(summary), "--processes", "1", *options]) == 0
+    table = pq.read_table(out)
+    assert columns <= set(table.column_names)
+    assert table.column("flags").to_pylist()[0] == ["all_censored"]
+    content = json.loads(summary.read_text())
+    assert content["num_groups"] == 5
+    assert len(content["ks"]) == 6
+    assert all(row["num_tested"] == 3 for row in content["ks"].values())
+
+
+def test_groups_without_answers_are_left_out_when_fits_are_read(tmp_path, caplog):
+    path = write_lists(tmp_path / "x.parquet", [[], [5, 6, 9], [3, 8, 30]])
+    out = tmp_path / "fits.parquet"
+    assert main([str(path), "--out", str(out)]) == 0
+    caplog.set_level("INFO")
+    for source in (out, path):
+        read = read_fits_or_fit(source, FitOptions())
+        assert [lengths.tolist() for lengths in read.groups.lengths] == [[5, 6, 9], [3, 8, 30]]
+        assert np.isfinite(read.mu).all()
+        assert "1 groups without any answer left out" in caplog.text

@@ -386,7 +386,8 @@ def test_progress_counts_rows(case, tmp_path, capsys):
 
 
 def test_number_of_processes():
-    assert check_processes(None) == usable_cores() >= 1
-    assert check_processes(5) == 5
+    assert check_processes(None, slow=True) == usable_cores() >= 1
+    assert check_processes(None, slow=False) == 1
+    assert check_processes(5, slow=False) == 5
     with pytest.raises(InputError, match="processes: got 0"):
-        check_processes(0)
+        check_processes(0, slow=False)

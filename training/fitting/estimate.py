@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from scheduler_core.errors import InputError
-from training.fitting.families import Family, FloatArray, Solution
+from training.fitting.families import SIGMA_FLOOR, Family, FloatArray, Solution
 from training.fitting.kernels import LOG_T
 from training.fitting.kernels import groups as kernel
 from training.fitting.kernels.goodness import group_distances
@@ -19,9 +19,6 @@ from training.fitting.kernels.likelihood import Answers, evaluate, log_constant_
 from training.fitting.threads import one_blas_thread
 
 Solver = Literal["batched", "lbfgsb"]
-# Smallest sigma of a fit. Where a share above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
-# Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
-SIGMA_FLOOR = 1e-3
 MIN_SAMPLES = 3
 # L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
 _LBFGSB_SLOPE = 1e-5
@@ -59,8 +56,8 @@ class Sample:
             raise InputError("lengths", flat.shape, "one dimension, as many as finished has, as offsets say")
         if len(flat) and flat.min() < 1:
             raise InputError("lengths", int(flat.min()), "whole numbers of at least 1, in tokens")
-        if (np.diff(ends) < 1).any():
-            raise InputError("offsets", ends.tolist()[:10], "increasing: at least one answer in each group")
+        if (np.diff(ends) < 0).any():
+            raise InputError("offsets", ends.tolist()[:10], "numbers that do not fall")
         if weights is not None and not (np.isfinite(weights) & (weights > 0)).all():
             bad = weights[~(np.isfinite(weights) & (weights > 0))][0]
             raise InputError("weights", float(bad), "finite numbers above 0")

@@ -8,13 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
@@ -32,37 +29,8 @@ DEFAULT_LIMITS = BlockLimits()
 
 
 def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
-    """Fits of a block as a table `fits/2`.
-
-    A group without any answer, because all of them failed, has a row too: flagged too_few_samples, with null for every
-    number that a fit would give.
-    """
-    empty = groups.counts == 0
-    if not empty.any():
-        return fits_table(fit_groups(groups, options))
-    table = fits_table(fit_groups(_with_stand_ins(groups), options))
-    values = {"num_samples": 0, "output_tokens": [], "finished": [], "weights": []}
-    for at, field in enumerate(table.schema):
-        if field.name not in groups.rows.column_names and (
-            field.name in values or pa.types.is_floating(field.type)
-        ):
-            instead = pa.scalar(values.get(field.name), field.type)
-            table = table.set_column(at, field, pc.if_else(pa.array(empty), instead, table.column(at)))
-    return table
-
-
-def _with_stand_ins(groups: GroupedLengths) -> GroupedLengths:
-    """The groups, with an answer of one token in each that has none."""
-    counts = groups.counts
-    at = groups.offsets[:-1][counts == 0]
-    weights = groups.flat_weights
-    return replace(
-        groups,
-        flat_lengths=np.insert(groups.flat_lengths, at, 1),
-        flat_finished=np.insert(groups.flat_finished, at, True),
-        flat_weights=None if weights is None else np.insert(weights, at, 1.0),
-        offsets=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(np.maximum(counts, 1))]),
-    )
+    """Fits of a block as a table `fits/2`."""
+    return fits_table(fit_groups(groups, options))
 
 
 def input_identity(source: SampleFile) -> dict[str, Any]:

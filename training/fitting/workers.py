@@ -115,12 +115,14 @@ def _start_worker() -> None:
         threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def check_processes(processes: int | None) -> int:
-    """The number of processes: as given, by default one for each usable core.
+def check_processes(processes: int | None, *, slow: bool) -> int:
+    """The number of processes: as given, by default one for each usable core where fits are slow, else one.
+
+    A fit of microseconds costs less than bringing its answers to another process.
 
     Raises:
         InputError: It is below 1.
     """
     if processes is not None and processes < 1:
         raise InputError("processes", processes, "a whole number of at least 1, or unset")
-    return processes or usable_cores()
+    return processes or (usable_cores() if slow else 1)

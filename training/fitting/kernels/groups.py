@@ -215,6 +215,9 @@ def fit_groups(
         rows = keys[offsets[g] : offsets[g + 1]]
         w = weights[offsets[g] : offsets[g + 1]] if weights.size else weights
         size = rows.size
+        if size == 0:
+            flags[g] = TOO_FEW_SAMPLES
+            continue
         logs = ordered[:size]
         m, s = first_guess(family, rows, logs)
         answers = read_answers(rows, w, logs, integers, room)
