@@ -375,3 +375,18 @@ def test_bad_families_are_refused():
         family_of("log-t", -1.0)
     with pytest.raises(InputError, match="solver"):
         estimate(sample([[4, 5, 6]]), family_of("log-t", None), solver="lbfgsb")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("integers", [True, False])
+def test_outliers_and_far_tails_do_not_stop_the_solver(name, integers):
+    rows = [
+        [6, 12, 28, 28, 28, 28, 29, 29, 29, 29],
+        [175, 178, 181, 183, 183, 183, 185, 187, 194, 443],
+        [222, 224, 224, 224, 224, 224, 226, 230, 375, 600],
+        [1, 1, 2, 100_000],
+        [70] * 10,
+    ]
+    fits = estimate(sample(rows), family_of(name), integers=integers)
+    assert fits.converged.all()
+    assert np.isfinite(fits.log_likelihood).all()

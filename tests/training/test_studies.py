@@ -188,6 +188,11 @@ def test_nu_study_finds_the_nu_that_was_drawn():
     assert best["log_likelihood_per_answer"] == best["ks_mean_p"] == 3.0
 
 
+def test_how_often_an_own_nu_is_infinite_is_said_for_either_truth(path):
+    shares = study_nu(read(path), [3.5]).content["free_nu"]["share_at_inf_if_true"]
+    assert 0.1 < shares["3.5"] < shares["inf"] < 0.95
+
+
 def test_parts_of_all_answers_have_no_error_and_smaller_ones_more(path):
     content = study_sample_size(read(path), [3, 6, 12], repeats=10, seed=1)
     assert content["groups"]["num_studied"] == 30

@@ -246,5 +246,5 @@ def fit_groups(
         else:
             fit = climb(family, nu, constant, answers, m, s, floor, fixed_scale, tied, tied_share)
         flags[g] |= describe(rows, answers, family, fitted_nu, free_nu, fixed_scale, floor, fit, numbers[g])
-        converged[g] = fit[6] <= TARGET
+        converged[g] = fit[6] <= TARGET or flags[g] & CONSTANT != 0
     return numbers, flags, converged

@@ -166,10 +166,12 @@ def _interval(
     elif z1 > 0:
         log_sf2, _ = t_log_sf_and_hazard(z2, nu, log_constant)
         log_p = log_sf + math.log(-math.expm1(log_sf2 - log_sf))
-    else:  # from the left, where both probabilities are small if z2 < 0
-        below2 = t_sf(-z2, nu, log_constant)
-        below1 = t_sf(-z1, nu, log_constant)
-        log_p = math.log(below2 - below1)
+    elif z2 < 0:  # from the left, where both probabilities are small
+        log_below2, _ = t_log_sf_and_hazard(-z2, nu, log_constant)
+        log_below1, _ = t_log_sf_and_hazard(-z1, nu, log_constant)
+        log_p = log_below2 + math.log(-math.expm1(log_below1 - log_below2))
+    else:
+        log_p = math.log(1.0 - t_sf(z2, nu, log_constant) - t_sf(-z1, nu, log_constant))
     constant = 0.0 if family == WEIBULL else log_constant
     log_f1, _, _ = _standard(family, nu, z1)
     return log_p, math.exp(constant + log_f1 - log_p), math.exp(constant + log_f2 - log_p), slope1, slope2

@@ -109,8 +109,11 @@ def start(family: int, ordered: np.ndarray, mean_x: float, mean_y: float) -> tup
     if spread <= 0.0:  # ties
         spread = 0.5 * (ordered[count - 1] - ordered[0])
     # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
-    log_sigma = math.log(max(spread / 1.5, 1e-2))
-    return (middle + 0.25 * spread if family == WEIBULL else middle), log_sigma
+    if family == WEIBULL:
+        # Its likelihood falls like exp(-exp(z)): no answer may stand far out at the start.
+        spread = max(spread, 0.3 * (ordered[count - 1] - middle))
+        return middle + 0.25 * spread, math.log(max(spread / 1.5, 1e-2))
+    return middle, math.log(max(spread / 1.5, 1e-2))
 
 
 @njit(cache=True)
