@@ -12,8 +12,8 @@ from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
+    from training.fitting.jobs.workers import Runner
     from training.fitting.options import FitOptions
-    from training.fitting.workers import Runner
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +95,8 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     except ImportError as error:
         raise MissingExtraError(error.name or "scipy", "train") from error
     from scheduler_core.files import writable_target, write_json
-    from training.fitting.blocks import BlockLimits, Grouping
-    from training.fitting.pipeline import fit_block, fit_file
+    from training.fitting.jobs.pipeline import fit_block, fit_file
+    from training.fitting.reading.blocks import BlockLimits, Grouping
     from training.fitting.summary import families_table, summarize_file
     from training.versions import versions_of
 
@@ -156,13 +156,13 @@ def _options(config: FitDistConfig) -> FitOptions:
 
 
 def _runner(config: FitDistConfig) -> Runner:
-    from training.fitting.workers import check_processes, run_processes
+    from training.fitting.jobs.workers import check_processes, run_processes
 
     slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
     processes = check_processes(config.processes, slow=slow)
     if config.ray is None:
         return partial(run_processes, processes=processes)
-    from training.fitting.ray_workers import run_ray
+    from training.fitting.jobs.ray_workers import run_ray
 
     return partial(run_ray, address=config.ray, processes=processes)
 

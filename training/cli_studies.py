@@ -259,8 +259,8 @@ def study_lengths(name: str, config: StudyConfig) -> dict[str, Any]:
     except ImportError as error:
         raise MissingExtraError(error.name or "scipy", "train") from error
     from scheduler_core.files import writable_target
-    from training.fitting.formats import open_samples
-    from training.fitting.pipeline import input_identity
+    from training.fitting.jobs.pipeline import input_identity
+    from training.fitting.reading.formats import open_samples
     from training.studies.groups import read_groups
     from training.studies.outputs import write_study
     from training.versions import versions_of

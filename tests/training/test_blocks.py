@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError, TailcastError
-from training.fitting import key_hashes as hashing
-from training.fitting.blocks import BlockLimits, Grouping, read_blocks
-from training.fitting.formats import open_samples
-from training.fitting.key_hashes import SeenHashes, key_hashes
-from training.fitting.table import group_table
+from training.fitting.reading import key_hashes as hashing
+from training.fitting.reading.blocks import BlockLimits, Grouping, read_blocks
+from training.fitting.reading.formats import open_samples
+from training.fitting.reading.key_hashes import SeenHashes, key_hashes
+from training.fitting.reading.table import group_table
 
 GROUPING = Grouping(keys=("prompt_id", "model"))
 

@@ -15,7 +15,7 @@ from tests.training.data import write_lists, write_sample_file
 from training.cli_fit_dist import main
 from training.fitting.fits_file import read_fits_or_fit
 from training.fitting.options import FitOptions
-from training.fitting.table import group_table, read_parquet
+from training.fitting.reading.table import group_table, read_parquet
 
 
 def groups_of(path, **options):

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError
-from training.fitting.formats import open_samples
-from training.fitting.table import group_table
-from training.fitting.text_formats import BLOCK_BYTES, PEEK_ROWS
+from training.fitting.reading.formats import open_samples
+from training.fitting.reading.table import group_table
+from training.fitting.reading.text_formats import BLOCK_BYTES, PEEK_ROWS
 
 LISTS = [
     {

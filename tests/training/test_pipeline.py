@@ -18,10 +18,10 @@ import pytest
 
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 from tests.training.test_blocks import answers, lists, write
-from training.fitting.blocks import BlockLimits
-from training.fitting.pipeline import fit_file
-from training.fitting.ray_workers import run_ray
-from training.fitting.workers import check_processes, run_here, run_processes, usable_cores
+from training.fitting.jobs.pipeline import fit_file
+from training.fitting.jobs.ray_workers import run_ray
+from training.fitting.jobs.workers import check_processes, run_here, run_processes, usable_cores
+from training.fitting.reading.blocks import BlockLimits
 
 ROOT = Path(__file__).parents[2]
 SCATTERED = BlockLimits(held_bytes=30_000)
@@ -149,7 +149,7 @@ RAY_SCRIPT = """
 import sys
 from functools import partial
 from tests.training.test_pipeline import RANGES, fit
-from training.fitting.ray_workers import run_ray
+from training.fitting.jobs.ray_workers import run_ray
 if __name__ == "__main__":
     path, out, address = sys.argv[1:]
     fit(path, out, RANGES, runner=partial(run_ray, address=address, processes=1))
@@ -189,7 +189,7 @@ import sys
 from functools import partial
 from tests.training.test_blocks import BlockLimits
 from tests.training.test_pipeline import fit, mean_lengths
-from training.fitting.workers import run_here, run_processes
+from training.fitting.jobs.workers import run_here, run_processes
 if __name__ == "__main__":
     path, out, log, stop_at, how, processes, groups, held_bytes = sys.argv[1:]
     runner = partial(run_processes, processes=int(processes)) if int(processes) else run_here

@@ -13,10 +13,10 @@ from training.fitting.fit_rows import fitting_of, read_rows, scan_fits, spread_r
 from training.fitting.fits import fit_groups
 from training.fitting.fits_file import fits_table, write_fits
 from training.fitting.options import FitOptions
+from training.fitting.reading.table import group_table, read_parquet
 from training.fitting.report import write_report
 from training.fitting.report_figures import pit_masses
 from training.fitting.summary import summarize_file
-from training.fitting.table import group_table, read_parquet
 
 CAP = 300
 

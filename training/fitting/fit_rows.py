@@ -20,7 +20,7 @@ from scheduler_core.lengths import Exponential, Gamma, LengthDistribution, LogT,
 from training.fitting.estimate import Estimates, Sample, estimate
 from training.fitting.families import Family, FloatArray, compared_families, family_of
 from training.fitting.fits import NOT_FITTED
-from training.fitting.table import CARRIED
+from training.fitting.reading.table import CARRIED
 
 # Flags of rows that say nothing of a fit's quality.
 _SHOWS_NOTHING = ("constant", *NOT_FITTED)

@@ -15,7 +15,7 @@ from training.fitting.families import FloatArray, compared_families
 from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
 from training.fitting.kernels import groups as kernel
 from training.fitting.options import FitOptions
-from training.fitting.table import GroupedLengths
+from training.fitting.reading.table import GroupedLengths
 
 #: Flag -> what it says of a group.
 FLAGS = {

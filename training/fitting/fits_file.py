@@ -37,7 +37,7 @@ from scheduler_core.files import atomic_file
 from training.fitting.families import FloatArray
 from training.fitting.fits import FittedGroups, bits_of, fit_groups, group_sums
 from training.fitting.options import FitOptions
-from training.fitting.table import GroupedLengths, group_table, read_parquet
+from training.fitting.reading.table import GroupedLengths, group_table, read_parquet
 
 SCHEMA_NAME = "fits/2"
 log = logging.getLogger(__name__)

@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from training.fitting.blocks import BlockLimits, Grouping, read_blocks
 from training.fitting.estimate import Sample
 from training.fitting.families import FloatArray
-from training.fitting.formats import open_samples
 from training.fitting.goodness import group_seed
 from training.fitting.options import Censoring
-from training.fitting.table import GroupedLengths
+from training.fitting.reading.blocks import BlockLimits, Grouping, read_blocks
+from training.fitting.reading.formats import open_samples
+from training.fitting.reading.table import GroupedLengths
 from training.progress import tracked
 
 

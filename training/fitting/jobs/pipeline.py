@@ -15,14 +15,14 @@ import pyarrow as pa
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
-from training.fitting.blocks import Block, BlockLimits, Grouping, read_blocks
 from training.fitting.fits import fit_groups
 from training.fitting.fits_file import fits_table
-from training.fitting.formats import SampleFile, open_samples
+from training.fitting.jobs.parts import Counts, Parts
+from training.fitting.jobs.workers import Fit, Runner, Task, run_here
 from training.fitting.options import FitOptions
-from training.fitting.parts import Counts, Parts
-from training.fitting.table import GroupedLengths
-from training.fitting.workers import Fit, Runner, Task, run_here
+from training.fitting.reading.blocks import Block, BlockLimits, Grouping, read_blocks
+from training.fitting.reading.formats import SampleFile, open_samples
+from training.fitting.reading.table import GroupedLengths
 
 DEFAULT_GROUPING = Grouping()
 DEFAULT_LIMITS = BlockLimits()

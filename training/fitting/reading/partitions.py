@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from scheduler_core.files import atomic_file, write_json
-from training.fitting.key_hashes import key_hashes
+from training.fitting.reading.key_hashes import key_hashes
 
 MAX_PARTITIONS = 4096
 #: Column that a partition's rows bring beside their own: the row of the file they were.

@@ -27,9 +27,9 @@ import pyarrow as pa
 from data_gen.tables import open_parquet, readable
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
-from training.fitting.answers import is_list
-from training.fitting.table import check_columns, used_columns
-from training.fitting.text_formats import open_csv, open_jsonl
+from training.fitting.reading.answers import is_list
+from training.fitting.reading.table import check_columns, used_columns
+from training.fitting.reading.text_formats import open_csv, open_jsonl
 
 ALLOWED = (
     "a Parquet, .jsonl or .csv file, a folder saved by datasets' save_to_disk, or a folder of .parquet files"

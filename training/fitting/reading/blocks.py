@@ -22,11 +22,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError
-from training.fitting.formats import SampleFile
-from training.fitting.key_hashes import SeenHashes, first_repeat, key_hashes
-from training.fitting.partitions import MAX_PARTITIONS, ROW, Partitions, open_partitions, write_partitions
-from training.fitting.parts import unwritable
-from training.fitting.table import GroupedLengths, group_table
+from training.fitting.jobs.parts import unwritable
+from training.fitting.reading.formats import SampleFile
+from training.fitting.reading.key_hashes import SeenHashes, first_repeat, key_hashes
+from training.fitting.reading.partitions import (
+    MAX_PARTITIONS,
+    ROW,
+    Partitions,
+    open_partitions,
+    write_partitions,
+)
+from training.fitting.reading.table import GroupedLengths, group_table
 
 Advance = Callable[[int], None]
 

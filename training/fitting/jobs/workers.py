@@ -18,8 +18,8 @@ from itertools import chain, islice
 import pyarrow as pa
 
 from scheduler_core.errors import InputError, TailcastError
-from training.fitting.parts import encode_shard
-from training.fitting.table import GroupedLengths
+from training.fitting.jobs.parts import encode_shard
+from training.fitting.reading.table import GroupedLengths
 
 #: Fits of a block as a table; a function that can be sent to another process.
 Fit = Callable[[GroupedLengths], pa.Table]

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
-from training.fitting.workers import TASKS_FOR_EACH_PROCESS, Fit, Result, Task, fit_shard
+from training.fitting.jobs.workers import TASKS_FOR_EACH_PROCESS, Fit, Result, Task, fit_shard
 
 LOCAL = "local"
 #: How often a task is tried again whose worker or node was lost.

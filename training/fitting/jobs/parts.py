@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file, write_json
-from training.fitting.table import GroupedLengths, check_enough
+from training.fitting.reading.table import GroupedLengths, check_enough
 
 MANIFEST = "manifest.json"
 #: Metadata of a shard; the first is kept, as a sum, in the whole file.

@@ -1,4 +1,4 @@
-"""The answers of a table in either form of `training.fitting.table`, checked value by value."""
+"""The answers of a table in either form of `training.fitting.reading.table`, checked value by value."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from data_gen.tables import read_parquet
 from scheduler_core.errors import InputError
-from training.fitting.answers import read_answers
+from training.fitting.reading.answers import read_answers
 
 __all__ = [
     "CARRIED",
