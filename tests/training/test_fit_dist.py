@@ -13,6 +13,7 @@ import pytest
 from scheduler_core.errors import InputError
 from tests.training.data import write_lists, write_sample_file
 from training.cli_fit_dist import main
+from training.evaluation import prompts_of
 from training.fitting.fits_file import read_fits_or_fit
 from training.fitting.options import FitOptions
 from training.fitting.reading.table import group_table, read_parquet
@@ -413,3 +414,12 @@ def test_groups_without_answers_are_left_out_when_fits_are_read(tmp_path, caplog
         assert [lengths.tolist() for lengths in read.groups.lengths] == [[5, 6, 9], [3, 8, 30]]
         assert np.isfinite(read.mu).all()
         assert "1 groups without any answer left out" in caplog.text
+
+
+def test_prompts_may_be_missing_but_not_for_training(tmp_path):
+    path = write_lists(tmp_path / "x.parquet", [[5, 6, 9], [3, 8, 30]], prompt=["a", None])
+    out = tmp_path / "fits.parquet"
+    assert main([str(path), "--out", str(out)]) == 0
+    assert pq.read_table(out).column("prompt").to_pylist() == ["a", None]
+    with pytest.raises(InputError, match="column prompt: got None"):
+        prompts_of(read_fits_or_fit(out, FitOptions()))

@@ -176,7 +176,7 @@ def group_table(
     check_columns(table.column_names, path, keys, weights)
     at = place or (lambda row: f"{path.name}, row {row}")
     for name in (*keys, *({"prompt"} & set(table.column_names) - set(keys))):
-        _check_present(table, path, name, at)
+        _check_values(table, path, name, at, is_key=name in keys)
     answers = read_answers(table, path, max_tokens, weights, at)
     group_of_row, first_rows = group_rows(table, keys)
     group = group_of_row[answers.row]
@@ -240,14 +240,18 @@ def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], int]:
     return np.concatenate(indices).astype(np.int64), len(encoded.chunk(0).dictionary)
 
 
-def _check_present(table: pa.Table, path: Path, name: str, at: Callable[[int], str]) -> None:
+def _check_values(table: pa.Table, path: Path, name: str, at: Callable[[int], str], *, is_key: bool) -> None:
+    """Keys must be there, and no text may be empty; a prompt may be missing, where only its hash was kept."""
     column = table.column(name)
     if pa.types.is_nested(column.type):
         raise InputError(f"{path.name}, column {name}", str(column.type), "plain values")
-    bad = column.is_null(nan_is_null=True)
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        bad = pc.or_kleene(bad, pc.equal(pc.utf8_trim_whitespace(column), ""))
-    elif name == "prompt":
+        bad = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(column), ""), is_key)
+    elif is_key:
+        bad = column.is_null(nan_is_null=True)
+    elif pa.types.is_null(column.type):
+        return
+    else:
         raise InputError(f"{path.name}, column prompt", str(column.type), "text")
     row = pc.index(bad, True).as_py()
     if row >= 0:
