@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from training.fitting.families import SIGMA_FLOOR, Family, FloatArray, Solution
 from training.fitting.kernels import LOG_T
 from training.fitting.kernels import groups as kernel
 from training.fitting.kernels.goodness import group_distances
-from training.fitting.kernels.likelihood import Answers, evaluate, log_constant_of
+from training.fitting.kernels.likelihood import Answers, constants_of, evaluate
 from training.fitting.threads import one_blas_thread
 
 Solver = Literal["batched", "lbfgsb"]
@@ -107,10 +108,24 @@ class Estimates:
     def distances(self, sample: Sample) -> tuple[FloatArray, FloatArray]:
         """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN where not fitted."""
         at = self.solution
+        code, nu = self.family.code, self.family.nu
         both = group_distances(
-            sample.keys, sample.weights, sample.offsets, self.family.code, at.nu, at.m, at.s, self.fitted
+            sample.keys,
+            sample.weights,
+            sample.offsets,
+            code,
+            at.nu,
+            _NOTHING if nu is None else _constants(code, nu),
+            at.m,
+            at.s,
+            self.fitted,
         )
         return both[:, 0], both[:, 1]
+
+
+@lru_cache(maxsize=256)
+def _constants(family: int, nu: float) -> FloatArray:
+    return constants_of(family, nu)
 
 
 def estimate(
@@ -134,6 +149,7 @@ def estimate(
         sample.offsets,
         family.code,
         math.inf if family.nu is None else family.nu,
+        _constants(family.code, math.inf if family.nu is None else family.nu),
         family.nu is None,
         family.fixed_scale,
         integers,
@@ -175,7 +191,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
     logs = np.empty(len(group.keys))
     first = kernel.first_guess(family.code, group.keys, logs)
     answers = kernel.read_answers(group.keys, group.weights, logs, integers, np.empty((5, len(logs))))
-    constant = log_constant_of(family.code, nu)
+    constants = _constants(family.code, nu)
     tied, tied_share = kernel.tie(group.keys, group.weights)
     starts = [(first[0], 0.0 if family.fixed_scale else max(first[1], floor))]
     if family.code == LOG_T and tied_share >= nu * (1.0 - tied_share):
@@ -183,7 +199,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
 
     results = [_minimize(family, nu, answers, at, floor) for at in starts]
     m, s = min(results, key=lambda result: result[2])[:2]
-    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constant, answers, m, s)
+    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constants, answers, m, s)
     bound = family.fixed_scale or (s <= floor and by_s < 0.0)
     slope = (abs(by_m) if bound else max(abs(by_m), abs(by_s))) / answers.total_weight
     flags = kernel.describe(
@@ -191,6 +207,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
         answers,
         family.code,
         nu,
+        constants,
         family.nu is None,
         family.fixed_scale,
         floor,
@@ -205,11 +222,11 @@ def _minimize(
 ) -> tuple[float, float, float]:
     """(m, s, mean negative log-likelihood) by L-BFGS-B from `start`, m in units of the first sigma."""
     unit = math.exp(start[1])
-    constant = log_constant_of(family.code, nu)
+    constants = _constants(family.code, nu)
 
     def objective(theta: FloatArray) -> tuple[float, FloatArray]:
         value, by_m, by_s, *_ = evaluate(
-            family.code, nu, constant, answers, start[0] + unit * theta[0], theta[1]
+            family.code, nu, constants, answers, start[0] + unit * theta[0], theta[1]
         )
         if not math.isfinite(value):
             return _FAR, np.zeros(2)
