@@ -7,10 +7,9 @@
    `heapq` is bare heapq on ready-made keys without removal or re-keying (a moved request is simply pushed twice): the
    floor. `re-sort` is a list whose keys change with waiting time, sorted before each take: what a time-dependent
    score costs when it is not turned into a static key.
-2. E and CVaR_0.9 of a capped log-t length: quadrature against 10,000 Monte-Carlo draws (the TIE paper's estimator).
-3. One schedule() + complete() with 256 running requests and n waiting.
+2. One schedule() + complete() with 256 running requests and n waiting.
 
-Times are medians over the repeats of CPU time per operation.
+What the score itself costs is in `length_scores.py`. Times are medians over the repeats of CPU time per operation.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from statistics import median
 
 import numpy as np
 
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import Tie, make_policy
 from scheduler_core.predictions import LengthPrediction
@@ -141,40 +139,9 @@ def _quick_risk(policy: Tie, state: RequestState) -> None:
     policy._risks[state.request_id] = (mean, 2.5 * mean)
 
 
-def score_table(repeats: int) -> None:
-    """Table 2."""
-    print("\n2. E and CVaR_0.9 of one capped length\n")
-    print("| method | microseconds | relative error of E + 0.3 CVaR, root mean square |")
-    print("| --- | ---: | ---: |")
-    rng = np.random.default_rng(0)
-    cases = [(float(rng.normal(4.6, 0.9)), float(rng.uniform(0.2, 0.9))) for _ in range(100)]
-    exact: list[tuple[float, float]] = []
-    sampled: list[tuple[float, float]] = []
-    times: dict[str, list[float]] = {"quadrature": [], "Monte Carlo, 10,000 draws": []}
-
-    def quadrature() -> None:
-        exact[:] = [expected_and_cvar(mu, sigma, 3.5, CAP) for mu, sigma in cases]
-
-    def monte_carlo() -> None:
-        sampled.clear()
-        for mu, sigma in cases:
-            draws = np.minimum(np.exp(mu + sigma * rng.standard_t(3.5, 10_000)), CAP)
-            sampled.append((float(draws.mean()), float(np.partition(draws, 9000)[9000:].mean())))
-
-    for _ in range(repeats):
-        for name, method in zip(times, (quadrature, monte_carlo), strict=True):
-            times[name].append(timed(method) / len(cases) * 1e6)
-    true = np.array([mean + 0.3 * tail for mean, tail in exact])
-    found = np.array([mean + 0.3 * tail for mean, tail in sampled])
-    error = float(np.sqrt(np.mean((found / true - 1) ** 2)))
-    shown = {"quadrature": "below 1e-10 (tests against mpmath)", "Monte Carlo, 10,000 draws": f"{error:.1e}"}
-    for name, values in times.items():
-        print(f"| {name} | {median(values):.0f} | {shown[name]} |")
-
-
 def step_table(repeats: int) -> None:
-    """Table 3."""
-    print("\n3. schedule() + complete() of one decode step, 256 running: microseconds\n")
+    """Table 2."""
+    print("\n2. schedule() + complete() of one decode step, 256 running: microseconds\n")
     print("| waiting | fcfs | ssjf | sept | tie |")
     print("| ---: | ---: | ---: | ---: | ---: |")
     for size in (0, 1000, 10_000):
@@ -208,7 +175,6 @@ def main() -> None:
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seed 0")
     queue_table(options.repeats, options.largest)
-    score_table(options.repeats)
     step_table(options.repeats)
 
 

@@ -100,6 +100,12 @@ def prompts_of(fits: FittedGroups) -> list[str]:
     prompts = fits.groups.column("prompt")
     if prompts is None:
         raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt")
+    if None in prompts:
+        raise InputError(
+            f"{fits.groups.path.name}, group {fits.groups.name(prompts.index(None))}, column prompt",
+            None,
+            "text",
+        )
     return [str(prompt) for prompt in prompts]
 
 

@@ -1,4 +1,4 @@
-"""The report page: a small HTML document with figures inside, no outside resources."""
+"""Report pages: small HTML documents with figures inside, no outside resources."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ h1 { font-size: 1.7rem; margin-bottom: .2rem; } h2 { font-size: 1.2rem; margin-t
 p.lead { color: #52606d; margin-top: 0; }
 table { border-collapse: collapse; margin: .8rem 0; font-size: .92rem; }
 th, td { padding: .25rem .7rem; text-align: right; border-bottom: 1px solid #e3e8ee; }
+td { white-space: nowrap; } td.text { white-space: normal; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 tr.best td { background: #eef6f1; }
 img { max-width: 100%; } code { font-size: .85rem; overflow-wrap: anywhere; } .note { color: #52606d; font-size: .9rem; }

@@ -13,10 +13,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from examples.quickstart import figures, html
+from examples.quickstart import figures
 from examples.quickstart.shell import StepRecord
 from examples.quickstart.steps import POLICIES
 from scheduler_core.files import atomic_file
+from training import page
+from training.fitting.figure import LABELS
+from training.fitting.fits import NOT_FITTED
+from training.fitting.summary import NOT_TESTED
 
 NUM_SHOWN_PROMPTS = 6
 PACKAGES = ("tailcast", "torch", "transformers", "onnxruntime", "numpy", "scipy")
@@ -25,7 +29,7 @@ PACKAGES = ("tailcast", "torch", "transformers", "onnxruntime", "numpy", "scipy"
 def write_report(out: Path, records: Sequence[StepRecord]) -> Path:
     """Writes `report.html` into `out` and returns its path."""
     sections = [_steps(records), _lengths(out), _prediction(out), _scheduling(out), _versions()]
-    content = html.page(
+    content = page.page(
         "tailcast quickstart",
         "Repeated answers of a real LLM, fitted, predicted from the prompt alone, served, and used for scheduling.",
         sections,
@@ -38,37 +42,35 @@ def write_report(out: Path, records: Sequence[StepRecord]) -> Path:
 def _steps(records: Sequence[StepRecord]) -> str:
     rows = [(r.letter, r.title, f"{r.seconds:.1f}", r.result) for r in records]
     commands = [(r.letter, line) for r in records for line in r.command.splitlines()]
-    return html.section(
+    return page.section(
         "What ran",
-        html.table(("step", "command", "seconds", "result"), rows, text_columns=(0, 1, 3)),
-        html.paragraph("The same by hand:", note=True),
-        html.table(("step", "as typed"), commands, text_columns=(0, 1)),
+        page.table(("step", "command", "seconds", "result"), rows, text_columns=(0, 1, 3)),
+        page.paragraph("The same by hand:", note=True),
+        page.table(("step", "as typed"), commands, text_columns=(0, 1)),
     )
 
 
 def _lengths(out: Path) -> str:
     fits = pq.read_table(out / "fits.parquet").to_pylist()
     summary = _read(out / "fit-dist.json")
-    shown = _spread(
-        [fit for fit in fits if not set(fit["flags"]) & {"all_censored", "constant"}], NUM_SHOWN_PROMPTS
-    )
+    shown = _spread([fit for fit in fits if set(NOT_TESTED).isdisjoint(fit["flags"])], NUM_SHOWN_PROMPTS)
     png = out / "length-distributions.png"
     figures.length_distributions(shown, png)
     rows = [
-        (name, _percent(row["pass_rate"]), _number(row["mean_p"], 3), row["num_tested"])
-        for name, row in summary["ks"].items()
+        (LABELS[name], _percent(row["pass_rate"]), _number(row["mean_p"], 3), row["num_tested"])
+        for name, row in ((name, summary["ks"][name]) for name in LABELS if name in summary["ks"])
     ]
     flags = ", ".join(f"{count} {name}" for name, count in summary["flags"].items()) or "none"
-    return html.section(
+    return page.section(
         "Answer lengths are distributions",
-        html.paragraph(
+        page.paragraph(
             f"{len(fits)} prompts; answers to the same prompt at temperature 1.0. Answers cut at the cap are "
             f"right-censored: the fit knows only that they would have been longer. Flagged prompts: {flags} (median_beyond_cap: more "
             "than half of the answers were cut, so the fit's centre is an extrapolation)."
         ),
-        html.figure(png, "Histograms of sampled answer lengths of six prompts with fitted log-t densities"),
-        html.table(("family", "KS p > 0.05", "mean p", "prompts tested"), rows),
-        html.paragraph(
+        page.figure(png, "Histograms of sampled answer lengths of six prompts with fitted log-t densities"),
+        page.table(("family", "KS p > 0.05", "mean p", "prompts tested"), rows),
+        page.paragraph(
             "Kolmogorov-Smirnov with parameters fitted on the same answers flatters every family; with at most 20 "
             "answers per prompt it separates them weakly.",
             note=True,
@@ -82,7 +84,7 @@ def _prediction(out: Path) -> str:
     predictions = [
         row
         for row in _read(out / "predictions.json")
-        if "all_censored" not in fits[row["prompt_id"]]["flags"]
+        if set(NOT_FITTED).isdisjoint(fits[row["prompt_id"]]["flags"])
     ]
     png = out / "calibration.png"
     figures.calibration(
@@ -98,16 +100,16 @@ def _prediction(out: Path) -> str:
     ]
     manifest = _read(out / "artifact" / "manifest.json")
     worst = max(manifest["parity"]["max_abs_diff"].items(), key=lambda item: item[1])
-    return html.section(
+    return page.section(
         "Predicted from the prompt alone",
-        html.paragraph(
+        page.paragraph(
             f"{report['model']['num_prompts']} test prompts whose answers the training never saw. P50, P90, P99: share of "
             "answers below the predicted quantile, over the prompts whose quantile lies below the cap (only there can cut "
             "answers be judged); no figure where there is none."
         ),
-        html.figure(png, "Predicted against fitted mu and sigma, and observed against nominal coverage"),
-        html.table(header, rows),
-        html.paragraph(
+        page.figure(png, "Predicted against fitted mu and sigma, and observed against nominal coverage"),
+        page.table(header, rows),
+        page.paragraph(
             f"Exported graph against torch: largest difference {worst[1]:.1e} log tokens, at {worst[0]} (batch x tokens).",
             note=True,
         ),
@@ -144,31 +146,31 @@ def _scheduling(out: Path) -> str:
     any_result = results[POLICIES[0][0]]
     config = any_result["config"]
     asked = results["TIE"]["predictor"]
-    return html.section(
+    return page.section(
         "What the predictions buy",
-        html.paragraph(
+        page.paragraph(
             f"{any_result['trace']['num_requests']} requests: the test prompts with their sampled true lengths, Poisson arrivals "
             f"at {config['load']} times what the simulated engine can serve with {config['scheduler']['max_num_seqs']} "
             "sequences at a time. SSJF orders by the predicted median, TIE by mean plus tail risk, both with predictions "
             "fetched from the running endpoint; the last row knows the true lengths."
         ),
-        html.figure(png, "Time to first token and per-token latency of four policies"),
-        html.table(header, rows),
-        html.paragraph(
+        page.figure(png, "Time to first token and per-token latency of four policies"),
+        page.table(header, rows),
+        page.paragraph(
             "Shortest-first orders make long answers wait: compare the P90 and P99 of the time to first token with FCFS.",
             note=True,
         ),
-        html.paragraph(f"Predictor as seen by TIE: {_flat(asked)}", note=True),
+        page.paragraph(f"Predictor as seen by TIE: {_flat(asked)}", note=True),
     )
 
 
 def _versions() -> str:
     rows = [("Python", platform.python_version()), *((name, metadata.version(name)) for name in PACKAGES)]
     made = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return html.section(
+    return page.section(
         "Made with",
-        html.table(("package", "version"), rows),
-        html.paragraph(f"{made}, {platform.machine()}", note=True),
+        page.table(("package", "version"), rows),
+        page.paragraph(f"{made}, {platform.machine()}", note=True),
     )
 
 

@@ -9,10 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
 from predictors.proto import predictor_v1_pb2 as pb
-from scheduler_core import student_t
 from scheduler_core.lengths import LogT, expected_and_cvar
 
 DEFAULT_CVAR_LEVEL = 0.9
@@ -55,4 +52,4 @@ def capped_length(
 
 @functools.lru_cache(maxsize=4096)
 def _t_quantile(level: float, nu: float) -> float:
-    return float(student_t.ppf(np.array(level), np.array(nu)))
+    return float(LogT(0.0, 1.0, nu).logppf(level))

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart.html import page, section, table
 from examples.quickstart.shell import Shell, StepFailedError
 from scheduler_core.errors import TailcastError
+from training.page import page, section, table
 
 STEPS = ("gen-samples", "join", "fit-dist", "train", "export-onnx", "serve-predictor", "simulate", "report")
 

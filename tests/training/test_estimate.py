@@ -13,8 +13,8 @@ from scipy import stats
 
 from scheduler_core.errors import InputError
 from tests.training.reference import LogTOfScipy, log_likelihood, maximize_log_t, scipy_distribution
-from training.fitting.estimate import SIGMA_FLOOR, Sample, estimate
-from training.fitting.families import compared_families, family_of
+from training.fitting.estimate import Sample, estimate
+from training.fitting.families import SIGMA_FLOOR, compared_families, family_of
 from training.fitting.kernels import groups as kernel
 
 CASTILLO = Path(__file__).parents[3] / "shared" / "data" / "castillo_train.parquet"
@@ -305,7 +305,7 @@ def test_degenerate_groups_are_flagged_with_defined_parameters(name):
 def test_nearly_constant_lengths_end_at_the_floor():
     assert flags_of(*[50] * 9, 52) == kernel.SIGMA_FLOOR
     values, _, fits = one([50] * 9 + [52])
-    assert values["sigma"] == pytest.approx(SIGMA_FLOOR, rel=1e-12)
+    assert values["sigma"] == SIGMA_FLOOR
     assert values["mu"] == pytest.approx(math.log(50), abs=1e-3)
     assert fits.converged[0]
 
@@ -352,7 +352,7 @@ def test_a_family_finds_its_own_parameters(label):
     [
         ({"lengths": [0, 5, 6]}, "lengths"),
         ({"offsets": [0, 2]}, "lengths"),
-        ({"offsets": [0, 3, 3]}, "offsets"),
+        ({"offsets": [0, 4, 3]}, "offsets"),
         ({"weights": [1.0, math.nan, 1.0]}, "weights"),
         ({"weights": [1.0, 0.0, 1.0]}, "weights"),
     ],
@@ -375,3 +375,18 @@ def test_bad_families_are_refused():
         family_of("log-t", -1.0)
     with pytest.raises(InputError, match="solver"):
         estimate(sample([[4, 5, 6]]), family_of("log-t", None), solver="lbfgsb")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("integers", [True, False])
+def test_outliers_and_far_tails_do_not_stop_the_solver(name, integers):
+    rows = [
+        [6, 12, 28, 28, 28, 28, 29, 29, 29, 29],
+        [175, 178, 181, 183, 183, 183, 185, 187, 194, 443],
+        [222, 224, 224, 224, 224, 224, 226, 230, 375, 600],
+        [1, 1, 2, 100_000],
+        [70] * 10,
+    ]
+    fits = estimate(sample(rows), family_of(name), integers=integers)
+    assert fits.converged.all()
+    assert np.isfinite(fits.log_likelihood).all()

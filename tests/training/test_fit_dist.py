@@ -6,14 +6,17 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError
 from tests.training.data import write_lists, write_sample_file
 from training.cli_fit_dist import main
-from training.fitting.fits import FitOptions, read_fits_or_fit
-from training.fitting.table import group_table, read_parquet
+from training.evaluation import prompts_of
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
+from training.fitting.reading.table import group_table, read_parquet
 
 
 def groups_of(path, **options):
@@ -69,7 +72,7 @@ def test_rows_of_the_same_keys_are_one_group(tmp_path):
 @pytest.mark.parametrize(
     ("lengths", "columns", "message"),
     [
-        ([[5, 6, 7], [5, 6]], {}, "prompt_id='p1', model='m', column output_tokens: got '2 samples'"),
+        ([[5, 6], [5], []], {}, "x.parquet, column output_tokens: got '2 samples in the largest group'"),
         ([[5, 6, 7], [5, float("nan"), 7.0]], {}, "row 1, column output_tokens: got nan"),
         ([[5, 6, 7], [5, 0, 7]], {}, "row 1, column output_tokens: got 0.0"),
         ([[5, 6, -7]], {}, "row 0, column output_tokens: got -7.0"),
@@ -80,6 +83,10 @@ def test_rows_of_the_same_keys_are_one_group(tmp_path):
         ([[5, 6, 7]], {"prompt_id": [None]}, "row 0, column prompt_id"),
         ([[5, 6, 7]], {"finished": [[True]]}, "row 0, column finished"),
         ([[5, 6, 7]], {"finished": [1]}, "column finished: got 'int64'"),
+        ([[5, 6, 7]], {"finished": [[True, None, True]]}, "row 0, column finished: got None"),
+        ([[5, 6, 7]], {"finished": [[1, 0, 1]]}, "column finished: got 'list<.*lists of booleans"),
+        ([[5, 6, 7]], {"max_tokens": [0]}, "row 0, column max_tokens: got 0"),
+        ([[5, 6, 7]], {"max_tokens": [8.0]}, "column max_tokens: got 'double'"),
         ([["a", "b", "c"]], {}, "column output_tokens: got 'string'"),
     ],
 )
@@ -87,6 +94,74 @@ def test_bad_values_are_named_by_row_and_column(lengths, columns, message, tmp_p
     path = write_lists(tmp_path / "x.parquet", lengths, **columns)
     with pytest.raises(InputError, match=message):
         groups_of(path)
+
+
+def test_ragged_groups_keep_their_sizes(tmp_path):
+    """Groups of fewer than three answers are kept too, an empty one included: their fits are flagged."""
+    lengths = [[7], [], [5, 6, 7], list(range(1, 900)), [8, 9]]
+    groups = groups_of(write_lists(tmp_path / "x.parquet", lengths))
+    assert [values.tolist() for values in groups.lengths] == lengths
+    assert groups.counts.tolist() == [1, 0, 3, 899, 2]
+    some = groups.take([3, 1, 0])
+    assert [values.tolist() for values in some.lengths] == [lengths[3], [], [7]]
+    assert some.column("prompt_id") == ["p3", "p1", "p0"]
+    assert [len(values) for values in some.finished[1:]] == [0, 1]
+
+
+def test_weights_stay_with_their_answers(tmp_path):
+    lists = write_lists(tmp_path / "x.parquet", [[5, 6, 7], [8, 9]], w=[[1.0, 2.0, 3.0], [4.0, 5.0]])
+    groups = groups_of(lists, weights="w")
+    assert groups.flat_weights.tolist() == [1, 2, 3, 4, 5]
+    assert groups.take([1]).flat_weights.tolist() == [4, 5]
+    assert groups_of(lists).flat_weights is None
+    rows = pa.table(
+        {
+            "prompt_id": ["a", "b", "a", "a", "b"],
+            "output_tokens": [1, 2, 3, 4, 5],
+            "finished": [True, False, True, False, True],
+            "w": [10, 20, 30, 40, 50],
+        }
+    )
+    groups = group_table(rows, tmp_path / "x.parquet", keys=("prompt_id",), weights="w")
+    assert groups.flat_weights.tolist() == [10, 30, 40, 20, 50]
+    assert groups.flat_finished.tolist() == [True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([[1.0, 2.0, 0.0]], "row 0, column w: got 0.0; allowed: finite numbers above 0"),
+        ([[1.0, 2.0, float("inf")]], "row 0, column w: got inf"),
+        ([[1.0, 2.0, None]], "row 0, column w: got nan"),
+        ([[1.0, 2.0]], "row 0, column w: got .* as many values as output_tokens"),
+        ([1.0], "column w: got 'double'; allowed: a list of numbers"),
+        ([["a", "b", "c"]], "column w: got 'string'; allowed: numbers"),
+    ],
+)
+def test_bad_weights_are_named(weights, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        groups_of(write_lists(tmp_path / "x.parquet", [[5, 6, 7]], w=weights), weights="w")
+    with pytest.raises(InputError, match="also nope"):
+        groups_of(tmp_path / "x.parquet", weights="nope")
+
+
+def test_several_keys_of_any_type_make_groups_in_order_of_appearance(tmp_path):
+    rows = pa.table(
+        {
+            "temperature": [0.7, 0.0, 0.7, 0.7, 0.0],
+            "model": ["b", "a", "a", "b", "a"],
+            "output_tokens": [1, 2, 3, 4, 5],
+            "finish_reason": ["stop"] * 5,
+        }
+    )
+    chunks = pa.concat_tables([rows.slice(0, 2), rows.slice(2)])
+    groups = group_table(chunks, tmp_path / "x", keys=("temperature", "model"), min_samples=0)
+    assert [groups.name(number) for number in range(3)] == [
+        "temperature=0.7, model='b'",
+        "temperature=0.0, model='a'",
+        "temperature=0.7, model='a'",
+    ]
+    assert [values.tolist() for values in groups.lengths] == [[1, 4], [2, 5], [3]]
 
 
 def test_missing_columns_are_named_beside_those_that_exist(tmp_path):
@@ -113,7 +188,7 @@ def test_command_writes_fits_summary_figure_and_run(tmp_path):
     assert main([str(samples), "--out", str(fits), "--json", str(summary), "--figure", str(figure)]) == 0
 
     table = pq.read_table(fits)
-    assert table.schema.metadata[b"tailcast.schema"] == b"fits/1"
+    assert table.schema.metadata[b"tailcast.schema"] == b"fits/2"
     assert table.num_rows == 12
     assert table.column("num_samples").to_pylist() == [8] * 12
     assert table.column("prompt").to_pylist()[0] == "write a short rivers of 0"
@@ -122,7 +197,7 @@ def test_command_writes_fits_summary_figure_and_run(tmp_path):
         assert 0 <= row["ks_p"] <= 1
         assert row["max_tokens"] == 120
     content = json.loads(summary.read_text())
-    assert set(content["ks"]) == {"log_t", "log_normal", "gamma", "weibull", "exponential"}
+    assert {"log_t", "log_normal", "gamma", "weibull", "exponential"} <= set(content["ks"])
     assert content["ks"]["log_t"]["num_tested"] == 12
     assert content["num_censored"] == sum(table.column("num_censored").to_pylist()) > 0
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -190,7 +265,12 @@ def test_constant_and_fully_cut_groups_are_fitted_but_not_tested(tmp_path):
         (["{dir}/empty.parquet"], "not empty"),
         (["{dir}/good.parquet", "--group_by", "prompt_id,nope"], "also nope"),
         (["{dir}/good.parquet", "--nu", "0"], "nu"),
+        (["{dir}/good.parquet", "--nu", "many"], "nu"),
         (["{dir}/good.parquet", "--max_tokens", "0"], "max_tokens"),
+        (["{dir}/good.parquet", "--processes", "0"], "processes"),
+        (["{dir}/good.parquet", "--block-groups", "0"], "block_groups"),
+        (["{dir}/good.parquet", "--weights", "nope"], "also nope"),
+        (["{dir}/good.parquet", "--solver", "lbfgsb", "--nu", "free"], "solver"),
         (["{dir}/good.parquet", "--figure", "{dir}/good.parquet/f.png"], "figure"),
     ],
 )
@@ -205,3 +285,141 @@ def test_bad_input_is_one_line_and_writes_nothing(arguments, message, tmp_path, 
     assert len(lines) == 1
     assert message in lines[0]
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_groups_with_few_or_no_answers_have_flagged_rows(tmp_path):
+    """The fits of the others are what they are without them."""
+    lengths = [[], [7], [5, 6], [5, 6, 9], [3, 8, 30, 31], []]
+    path = write_lists(tmp_path / "x.parquet", lengths, w=[[1.0 + size for size in row] for row in lengths])
+    rest = write_lists(
+        tmp_path / "rest.parquet", lengths[3:5], w=[[1.0 + size for size in row] for row in lengths[3:5]]
+    )
+    extra = ["--weights", "w", "--bootstrap", "19", "--progress", "false"]
+    figure, report = tmp_path / "f.png", tmp_path / "f.html"
+    assert (
+        main(
+            [
+                str(path),
+                "--out",
+                str(tmp_path / "fits.parquet"),
+                *extra,
+                "--figure",
+                str(figure),
+                "--report",
+                str(report),
+            ]
+        )
+        == 0
+    )
+    assert main([str(rest), "--out", str(tmp_path / "others.parquet"), *extra]) == 0
+
+    rows = pq.read_table(tmp_path / "fits.parquet").to_pylist()
+    assert [row["num_samples"] for row in rows] == [0, 1, 2, 3, 4, 0]
+    assert [row["output_tokens"] for row in rows] == lengths
+    assert [row["flags"] for row in rows] == [["too_few_samples"]] * 3 + [[], [], ["too_few_samples"]]
+    assert [row["converged"] for row in rows] == [False] * 3 + [True, True, False]
+    assert all(
+        rows[at][name] is None for at in (0, 5) for name in ("mu", "sigma", "log_likelihood", "ks_p_boot")
+    )
+    others = pq.read_table(tmp_path / "others.parquet")
+    same = [
+        name for name in others.column_names if "boot" not in name and not name.endswith(("_low", "_high"))
+    ]
+    fitted = (
+        pq.read_table(tmp_path / "fits.parquet")
+        .slice(3, 2)
+        .select(same)
+        .drop_columns(["prompt_id", "prompt"])
+    )
+    assert fitted.to_pylist() == others.select(same).drop_columns(["prompt_id", "prompt"]).to_pylist()
+    assert figure.stat().st_size > 0
+    assert "<html" in report.read_text(encoding="utf-8")
+
+
+def test_every_format_and_number_of_processes_gives_the_same_fits(tmp_path):
+    samples = write_sample_file(tmp_path / "samples.parquet", num_prompts=12, max_tokens=120)
+    table = pq.read_table(samples)
+    (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
+    csv.write_csv(table, tmp_path / "s.csv")
+    (tmp_path / "folder").mkdir()
+    pq.write_table(table.slice(0, 50), tmp_path / "folder" / "a.parquet")
+    pq.write_table(table.slice(50), tmp_path / "folder" / "b.parquet")
+    fits = {}
+    for name in ("samples.parquet", "s.jsonl", "s.csv", "folder"):
+        out = tmp_path / f"{name}.fits"
+        extra = ["--processes", "2", "--block-groups", "5"] if name == "s.csv" else ["--processes", "1"]
+        assert main([str(tmp_path / name), "--out", str(out), "--progress", "false", *extra]) == 0
+        fits[name] = pq.read_table(out).to_pylist()
+    assert fits["samples.parquet"] == fits["s.jsonl"] == fits["s.csv"] == fits["folder"]
+    run = json.loads((tmp_path / "folder.fits.run.json").read_text())
+    assert [file["name"] for file in run["samples"]["files"]] == ["a.parquet", "b.parquet"]
+    assert all(len(file["sha256"]) == 64 for file in run["samples"]["files"])
+
+
+def test_options_reach_the_fit_and_a_resumed_run(tmp_path, capsys):
+    samples = str(write_sample_file(tmp_path / "samples.parquet", num_prompts=8))
+    out = tmp_path / "fits.parquet"
+    assert main([samples, "--out", str(out), "--family", "gamma", "--alternatives", "false"]) == 0
+    assert {"shape", "scale"} <= set(pq.read_schema(out).names)
+    assert main([samples, "--out", str(out), "--group-by", "model"]) == 0
+    assert pq.read_table(out).column("num_samples").to_pylist() == [64]
+
+    # Parts of a run with other options are refused, unless they may go.
+    parts = tmp_path / "fits.parquet.parts"
+    parts.mkdir()
+    (parts / "manifest.json").write_text("{}")
+    capsys.readouterr()
+    assert main([samples, "--out", str(out)]) == 2
+    assert "--resume false starts over" in capsys.readouterr().err
+    assert main([samples, "--out", str(out), "--resume", "false"]) == 0
+    assert not parts.exists()
+    assert pq.read_metadata(out).num_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        (["--nu", "free"], {"mu", "sigma", "nu", "se_nu", "log_t_ks_p"}),
+        (["--family", "log-normal"], {"mu", "sigma", "nu", "log_t_free_log_likelihood"}),
+        (["--family", "gamma"], {"shape", "scale", "se_shape", "se_scale"}),
+        (["--family", "exponential"], {"scale", "se_scale", "weibull_ad_stat"}),
+        (["--solver", "lbfgsb"], {"mu", "se_sigma"}),
+        (["--integers", "true"], {"mu", "se_sigma"}),
+    ],
+)
+def test_every_family_and_option_gives_a_whole_file_and_summary(options, columns, tmp_path):
+    path = write_lists(
+        tmp_path / "x.parquet",
+        [[50] * 5, [9] * 5, [3, 5, 9, 12, 20, 31], [100, 90, 130, 100, 100, 100], [4, 4, 1000, 3]],
+        finished=[[False] * 5, [True] * 5, [True] * 6, [True] * 5 + [False], [True] * 4],
+    )
+    out, summary = tmp_path / "fits.parquet", tmp_path / "s.json"
+    assert main([str(path), "--out", str(out), "--json", str(summary), "--processes", "1", *options]) == 0
+    table = pq.read_table(out)
+    assert columns <= set(table.column_names)
+    assert table.column("flags").to_pylist()[0] == ["all_censored"]
+    content = json.loads(summary.read_text())
+    assert content["num_groups"] == 5
+    assert len(content["ks"]) == 6
+    assert all(row["num_tested"] == 3 for row in content["ks"].values())
+
+
+def test_groups_without_answers_are_left_out_when_fits_are_read(tmp_path, caplog):
+    path = write_lists(tmp_path / "x.parquet", [[], [5, 6, 9], [3, 8, 30]])
+    out = tmp_path / "fits.parquet"
+    assert main([str(path), "--out", str(out)]) == 0
+    caplog.set_level("INFO")
+    for source in (out, path):
+        read = read_fits_or_fit(source, FitOptions())
+        assert [lengths.tolist() for lengths in read.groups.lengths] == [[5, 6, 9], [3, 8, 30]]
+        assert np.isfinite(read.mu).all()
+        assert "1 groups without any answer left out" in caplog.text
+
+
+def test_prompts_may_be_missing_but_not_for_training(tmp_path):
+    path = write_lists(tmp_path / "x.parquet", [[5, 6, 9], [3, 8, 30]], prompt=["a", None])
+    out = tmp_path / "fits.parquet"
+    assert main([str(path), "--out", str(out)]) == 0
+    assert pq.read_table(out).column("prompt").to_pylist() == ["a", None]
+    with pytest.raises(InputError, match="column prompt: got None"):
+        prompts_of(read_fits_or_fit(out, FitOptions()))

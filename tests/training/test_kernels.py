@@ -10,11 +10,12 @@ import pytest
 from scipy import integrate, special, stats
 
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
-from training.fitting.kernels.likelihood import Answers, cdf, evaluate, log_constant_of
+from training.fitting.kernels.likelihood import Answers, cdf, constants_of, evaluate
 from training.fitting.kernels.special import (
     digamma,
     gamma_cdf,
     gamma_moments,
+    t_constants,
     t_log_constant,
     t_log_sf_and_hazard,
     t_sf,
@@ -25,18 +26,18 @@ from training.fitting.kernels.special import (
 @pytest.mark.parametrize("nu", [0.7, 1.0, 3.5, 20.0, 100.0, 5000.0, math.inf])
 def test_student_tail_equals_scipys(nu):
     law = stats.norm if math.isinf(nu) else stats.t(nu)
-    constant = t_log_constant(nu)
-    assert constant == pytest.approx(float(law.logpdf(0.0)), abs=1e-11)  # scipy loses digits at large nu
+    constants = t_constants(nu)
+    assert constants[0] == pytest.approx(float(law.logpdf(0.0)), abs=1e-11)  # scipy loses digits at large nu
     for z in (-50.0, -3.0, -0.4, 0.0, 1e-3, 0.7, 2.0, 9.0, 30.0, 200.0):
-        assert t_sf(z, nu, constant) == pytest.approx(float(law.sf(z)), rel=1e-10, abs=1e-300)
+        assert t_sf(z, nu, constants) == pytest.approx(float(law.sf(z)), rel=1e-10, abs=1e-300)
         if law.sf(z) > 1e-280:
-            log_sf, hazard = t_log_sf_and_hazard(z, nu, constant)
+            log_sf, hazard = t_log_sf_and_hazard(z, nu, constants)
             assert log_sf == pytest.approx(float(np.log(law.sf(z))), rel=1e-10, abs=1e-12)
             assert hazard == pytest.approx(float(law.pdf(z) / law.sf(z)), rel=1e-8)
 
 
 def test_normal_hazard_far_out_follows_mills():
-    log_sf, hazard = t_log_sf_and_hazard(1000.0, math.inf, t_log_constant(math.inf))
+    log_sf, hazard = t_log_sf_and_hazard(1000.0, math.inf, t_constants(math.inf))
     assert hazard == pytest.approx(1000.0 + 1.0 / 1000.0, rel=1e-9)
     assert log_sf == pytest.approx(float(stats.norm.logsf(1000.0)), rel=1e-12)
 
@@ -110,7 +111,7 @@ CASES = {
 )
 def test_derivatives_equal_differences(case, plain, family, nu):
     answers = answers_of(*CASES[case], plain=plain)
-    constant = log_constant_of(family, nu)
+    constant = constants_of(family, nu)
     m, s, h = 5.2, -0.4, 1e-5
     sigma = math.exp(s)
     _, g1, g2, h11, h12, h22 = evaluate(family, nu, constant, answers, m, s)
@@ -138,6 +139,18 @@ def test_derivatives_equal_differences(case, plain, family, nu):
 )
 def test_distribution_functions_equal_scipys(family, nu, law):
     for y in (2.0, 4.0, 4.9, 5.3, 7.0):
-        assert cdf(family, nu, log_constant_of(family, nu), y, 5.0, 0.5) == pytest.approx(
+        assert cdf(family, nu, constants_of(family, nu), y, 5.0, 0.5) == pytest.approx(
             float(law(y)), rel=1e-9
+        )
+
+
+@pytest.mark.parametrize("nu", [1.0, 3.5, 9.9])
+def test_the_tail_by_its_polynomial_equals_that_by_its_series(nu):
+    constants = t_constants(nu)
+    series = np.array([t_log_constant(nu)])
+    assert len(constants) > len(series)
+    for z in (-4.0, -0.3, 0.0, 0.1, 0.8, 3.0, 40.0, 1e4):
+        assert t_sf(z, nu, constants) == pytest.approx(t_sf(z, nu, series), rel=1e-12)
+        assert t_log_sf_and_hazard(z, nu, constants) == pytest.approx(
+            t_log_sf_and_hazard(z, nu, series), rel=1e-11
         )

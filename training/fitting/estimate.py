@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -11,17 +12,14 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from scheduler_core.errors import InputError
-from training.fitting.families import Family, FloatArray, Solution
+from training.fitting.families import SIGMA_FLOOR, Family, FloatArray, Solution
 from training.fitting.kernels import LOG_T
 from training.fitting.kernels import groups as kernel
 from training.fitting.kernels.goodness import group_distances
-from training.fitting.kernels.likelihood import Answers, evaluate, log_constant_of
+from training.fitting.kernels.likelihood import Answers, constants_of, evaluate
 from training.fitting.threads import one_blas_thread
 
 Solver = Literal["batched", "lbfgsb"]
-# Smallest sigma of a fit. Where a share above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
-# Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
-SIGMA_FLOOR = 1e-3
 MIN_SAMPLES = 3
 # L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
 _LBFGSB_SLOPE = 1e-5
@@ -59,8 +57,8 @@ class Sample:
             raise InputError("lengths", flat.shape, "one dimension, as many as finished has, as offsets say")
         if len(flat) and flat.min() < 1:
             raise InputError("lengths", int(flat.min()), "whole numbers of at least 1, in tokens")
-        if (np.diff(ends) < 1).any():
-            raise InputError("offsets", ends.tolist()[:10], "increasing: at least one answer in each group")
+        if (np.diff(ends) < 0).any():
+            raise InputError("offsets", ends.tolist()[:10], "numbers that do not fall")
         if weights is not None and not (np.isfinite(weights) & (weights > 0)).all():
             bad = weights[~(np.isfinite(weights) & (weights > 0))][0]
             raise InputError("weights", float(bad), "finite numbers above 0")
@@ -110,10 +108,24 @@ class Estimates:
     def distances(self, sample: Sample) -> tuple[FloatArray, FloatArray]:
         """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN where not fitted."""
         at = self.solution
+        code, nu = self.family.code, self.family.nu
         both = group_distances(
-            sample.keys, sample.weights, sample.offsets, self.family.code, at.nu, at.m, at.s, self.fitted
+            sample.keys,
+            sample.weights,
+            sample.offsets,
+            code,
+            at.nu,
+            _NOTHING if nu is None else _constants(code, nu),
+            at.m,
+            at.s,
+            self.fitted,
         )
         return both[:, 0], both[:, 1]
+
+
+@lru_cache(maxsize=256)
+def _constants(family: int, nu: float) -> FloatArray:
+    return constants_of(family, nu)
 
 
 def estimate(
@@ -137,6 +149,7 @@ def estimate(
         sample.offsets,
         family.code,
         math.inf if family.nu is None else family.nu,
+        _constants(family.code, math.inf if family.nu is None else family.nu),
         family.nu is None,
         family.fixed_scale,
         integers,
@@ -178,7 +191,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
     logs = np.empty(len(group.keys))
     first = kernel.first_guess(family.code, group.keys, logs)
     answers = kernel.read_answers(group.keys, group.weights, logs, integers, np.empty((5, len(logs))))
-    constant = log_constant_of(family.code, nu)
+    constants = _constants(family.code, nu)
     tied, tied_share = kernel.tie(group.keys, group.weights)
     starts = [(first[0], 0.0 if family.fixed_scale else max(first[1], floor))]
     if family.code == LOG_T and tied_share >= nu * (1.0 - tied_share):
@@ -186,7 +199,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
 
     results = [_minimize(family, nu, answers, at, floor) for at in starts]
     m, s = min(results, key=lambda result: result[2])[:2]
-    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constant, answers, m, s)
+    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constants, answers, m, s)
     bound = family.fixed_scale or (s <= floor and by_s < 0.0)
     slope = (abs(by_m) if bound else max(abs(by_m), abs(by_s))) / answers.total_weight
     flags = kernel.describe(
@@ -194,6 +207,7 @@ def _by_lbfgsb(group: Sample, family: Family, integers: bool, numbers: FloatArra
         answers,
         family.code,
         nu,
+        constants,
         family.nu is None,
         family.fixed_scale,
         floor,
@@ -208,11 +222,11 @@ def _minimize(
 ) -> tuple[float, float, float]:
     """(m, s, mean negative log-likelihood) by L-BFGS-B from `start`, m in units of the first sigma."""
     unit = math.exp(start[1])
-    constant = log_constant_of(family.code, nu)
+    constants = _constants(family.code, nu)
 
     def objective(theta: FloatArray) -> tuple[float, FloatArray]:
         value, by_m, by_s, *_ = evaluate(
-            family.code, nu, constant, answers, start[0] + unit * theta[0], theta[1]
+            family.code, nu, constants, answers, start[0] + unit * theta[0], theta[1]
         )
         if not math.isfinite(value):
             return _FAR, np.zeros(2)

@@ -23,6 +23,9 @@ from scheduler_core.errors import InputError
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
 
 FloatArray = NDArray[np.float64]
+#: Smallest sigma of a fit. Where a share above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
+#: Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
+SIGMA_FLOOR = 1e-3
 FamilyName = Literal["log-t", "log-normal", "gamma", "weibull", "exponential"]
 
 
@@ -49,7 +52,7 @@ Columns = dict[str, FloatArray]
 
 
 def _location_scale(at: Solution) -> tuple[Columns, Columns]:
-    sigma = np.exp(at.s)
+    sigma = np.where(at.s <= math.log(SIGMA_FLOOR), SIGMA_FLOOR, np.exp(at.s))
     values = {"mu": at.m, "sigma": sigma, "nu": at.nu}
     return values, {"mu": at.se_m, "sigma": sigma * at.se_s, "nu": at.nu * at.se_log_nu}
 

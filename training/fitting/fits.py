@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from training.fitting.families import FloatArray, compared_families
 from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
 from training.fitting.kernels import groups as kernel
 from training.fitting.options import FitOptions
-from training.fitting.table import GroupedLengths
+from training.fitting.reading.table import GroupedLengths
 
 #: Flag -> what it says of a group.
 FLAGS = {
@@ -22,7 +23,7 @@ FLAGS = {
     "sigma_floor": "the likelihood grows until sigma reaches its floor of 0.001 (shape its bound)",
     "all_censored": "every answer was cut: not fitted; mu is ln of the largest cap, a lower bound",
     "median_beyond_cap": "some answers were cut and the fit's median lies beyond the longest one: it extrapolates",
-    "too_few_samples": "fewer than 3 answers: not fitted; mu is ln of the middle one",
+    "too_few_samples": "fewer than 3 answers: not fitted; mu is ln of the middle one, null without any",
     "nu_at_bound": "free nu ended at 1 or at infinity",
 }
 _BITS = {
@@ -214,10 +215,14 @@ def _effective_counts(sample: Sample) -> NDArray[np.int64]:
     """Answers of each group; with weights their effective number (sum w)^2 / sum w^2, rounded down."""
     if not sample.weights.size:
         return np.diff(sample.offsets)
-    starts = sample.offsets[:-1]
-    sums = np.add.reduceat(sample.weights, starts)
-    squares = np.add.reduceat(sample.weights**2, starts)
-    return np.asarray(np.maximum(np.floor(sums**2 / squares + 1e-9), 1), dtype=np.int64)
+    sums, squares = (group_sums(values, sample.offsets) for values in (sample.weights, sample.weights**2))
+    return np.asarray(np.maximum(sums**2 / np.maximum(squares, 1e-300) + 1e-9, 1), dtype=np.int64)
+
+
+def group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
+    """Sum of the flat values [S] of each group [G]; 0 for a group without any."""
+    sums = np.concatenate([np.zeros(1, dtype=np.result_type(values.dtype, np.int64)), np.cumsum(values)])
+    return np.asarray(sums[offsets[1:]] - sums[offsets[:-1]])
 
 
 def caps_of(groups: GroupedLengths, options: FitOptions) -> FloatArray:

@@ -23,6 +23,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,12 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 from training.fitting.families import FloatArray
-from training.fitting.fits import FittedGroups, bits_of, fit_groups
+from training.fitting.fits import FittedGroups, bits_of, fit_groups, group_sums
 from training.fitting.options import FitOptions
-from training.fitting.table import GroupedLengths, group_table, read_parquet
+from training.fitting.reading.table import GroupedLengths, group_table, read_parquet
 
 SCHEMA_NAME = "fits/2"
+log = logging.getLogger(__name__)
 
 
 def fits_table(fits: FittedGroups) -> pa.Table:
@@ -48,9 +50,7 @@ def fits_table(fits: FittedGroups) -> pa.Table:
     flags = fits.flags
     columns = {name: _doubles(values) for name, values in fits.parameters.items()} | {
         "num_samples": pa.array(np.diff(groups.offsets), pa.int32()),
-        "num_censored": pa.array(
-            np.add.reduceat(~groups.flat_finished, groups.offsets[:-1], dtype=np.int64), pa.int32()
-        ),
+        "num_censored": pa.array(group_sums(~groups.flat_finished, groups.offsets), pa.int32()),
         "max_tokens": pa.array(groups.max_tokens, pa.int32()),
         "log_likelihood": _doubles(fits.log_likelihood),
         "ks_stat": _doubles(fits.ks_stat),
@@ -99,6 +99,9 @@ def read_fits_or_fit(
         field: Name of the option that gave the path, for messages.
         where: Column -> value: only rows with it.
 
+    Returns:
+        The fits; groups all of whose answers failed are left out, with a line in the log.
+
     Raises:
         InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
     """
@@ -106,10 +109,19 @@ def read_fits_or_fit(
     table = _filtered(table, Path(path), where or {})
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     max_tokens = None if is_fits else options.max_tokens
-    groups = group_table(table, Path(path), keys=options.keys, max_tokens=max_tokens)
+    weights = "weights" if is_fits and "weights" in table.column_names else options.weights
+    groups = group_table(table, Path(path), keys=options.keys, max_tokens=max_tokens, weights=weights)
+    if is_fits and len(groups) != table.num_rows:
+        raise InputError(
+            f"{Path(path).name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"
+        )
+    answered = np.flatnonzero(groups.counts)
+    if len(answered) < len(groups):
+        log.info("%s: %d groups without any answer left out", field, len(groups) - len(answered))
+        groups = groups.take(answered)
     if not is_fits:
         return fit_groups(groups, options)
-    return _stored_fits(table, groups, Path(path))
+    return _stored_fits(table.take(pa.array(answered)), groups, Path(path))
 
 
 def _filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
@@ -126,10 +138,6 @@ def _filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
 
 
 def _stored_fits(table: pa.Table, groups: GroupedLengths, path: Path) -> FittedGroups:
-    if len(groups) != table.num_rows:
-        raise InputError(
-            f"{path.name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"
-        )
     mu, sigma, nu = (_finite(table, name, path) for name in ("mu", "sigma", "nu"))
     if (sigma <= 0).any():
         row = int(np.argmax(sigma <= 0))

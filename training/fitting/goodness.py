@@ -1,8 +1,8 @@
 """P-values of fitted distributions: the plain Kolmogorov-Smirnov one, and by parametric bootstrap.
 
 The plain p-value, as in TIE's table 1, takes the parameters for given although they come from the same answers
-(Lilliefors), and lengths for continuous although they are whole numbers: it is too high for every family and only
-compares them. With cut answers the distance is looked for below the smallest cut only, which makes it higher still.
+(Lilliefors), which makes it too high, and lengths for continuous although they are whole numbers, which makes it too
+low where ties are many: it only compares families. With cut answers the distance is looked for below the smallest cut only, which makes it higher still.
 The bootstrap does to its replicates all that was done to the answers, so its p-value is uniform if the family is true.
 """
 

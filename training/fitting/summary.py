@@ -156,8 +156,13 @@ def _mean(values: Any) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def _quantiles(values: FloatArray) -> dict[str, float] | None:
+def _quantiles(values: FloatArray) -> dict[str, float | None] | None:
+    """Quantiles of the finite values, and the share of infinite ones, as nu may be."""
     if len(values) == 0:
         return None
+    finite = values[np.isfinite(values)]
     levels = {"p05": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
-    return {name: float(np.quantile(values, level)) for name, level in levels.items()}
+    found = {
+        name: float(np.quantile(finite, level)) if len(finite) else None for name, level in levels.items()
+    }
+    return found | {"infinite": float(1.0 - len(finite) / len(values))}

@@ -16,7 +16,8 @@ import math
 import numpy as np
 from numba import njit
 
-from training.fitting.kernels.likelihood import cdf, log_constant_of
+from training.fitting.kernels.likelihood import cdf
+from training.fitting.kernels.special import t_log_constant
 
 _LEAST = 1e-300
 _MOST = 1.0 - 1e-16
@@ -35,13 +36,20 @@ def _antiderivative(u: float, c: float) -> float:
 
 @njit(cache=True)
 def distances(
-    keys: np.ndarray, weights: np.ndarray, family: int, nu: float, m: float, s: float
+    keys: np.ndarray,
+    weights: np.ndarray,
+    family: int,
+    nu: float,
+    constants: np.ndarray,
+    m: float,
+    s: float,
 ) -> tuple[float, float]:
     """(KS, AD) of one group; NaN if nothing lies below the smallest cut.
 
     Args:
         keys, weights: One group's, see `groups`.
         family, nu, m, s: The fitted distribution.
+        constants: `constants_of` family and nu.
     """
     total = 0.0
     cut = -1
@@ -49,7 +57,6 @@ def distances(
         total += weights[i] if weights.size else 1.0
         if cut < 0 and keys[i] & 1:
             cut = keys[i] >> 1
-    constant = log_constant_of(family, nu)
     sigma = math.exp(s)
     empirical, last_u, ks, ad = 0.0, 0.0, 0.0, 0.0
     i = 0
@@ -59,7 +66,7 @@ def distances(
         while i < keys.size and keys[i] == key:
             mass += weights[i] if weights.size else 1.0
             i += 1
-        u = cdf(family, nu, constant, math.log(key >> 1), m, sigma)
+        u = cdf(family, nu, constants, math.log(key >> 1), m, sigma)
         after = min(empirical + mass / total, 1.0)
         ks = max(ks, abs(u - empirical), abs(after - u))
         inner = min(max(u, _LEAST), _MOST)
@@ -69,7 +76,7 @@ def distances(
         # F_n = 1 from here; if rounding of the weights left less, it is 1 all the same.
         ad += _antiderivative(1.0, 1.0) - _antiderivative(last_u, 1.0)
         return ks, total * ad
-    u = min(cdf(family, nu, constant, math.log(cut), m, sigma), _MOST)
+    u = min(cdf(family, nu, constants, math.log(cut), m, sigma), _MOST)
     if u <= 0.0:
         return math.nan, math.nan
     ks = max(ks, abs(u - empirical))
@@ -85,15 +92,17 @@ def group_distances(
     offsets: np.ndarray,
     family: int,
     nu: np.ndarray,
+    constants: np.ndarray,
     m: np.ndarray,
     s: np.ndarray,
     tested: np.ndarray,
 ) -> np.ndarray:
-    """KS and AD of each group [G, 2]; NaN where `tested` [G] is false."""
+    """KS and AD of each group [G, 2]; NaN where `tested` [G] is false. No constants: each group has a nu of its own."""
     out = np.full((offsets.size - 1, 2), np.nan)
     for g in range(offsets.size - 1):
         if tested[g]:
             begin, end = offsets[g], offsets[g + 1]
             w = weights[begin:end] if weights.size else weights
-            out[g, 0], out[g, 1] = distances(keys[begin:end], w, family, nu[g], m[g], s[g])
+            own = constants if constants.size else np.array([t_log_constant(nu[g])])
+            out[g, 0], out[g, 1] = distances(keys[begin:end], w, family, nu[g], own, m[g], s[g])
     return out

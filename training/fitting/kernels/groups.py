@@ -19,9 +19,9 @@ from training.fitting.kernels.likelihood import (
     Answers,
     Y,
     cdf,
-    log_constant_of,
 )
 from training.fitting.kernels.solve import TARGET, Maximum, climb, profile, standard_errors, start
+from training.fitting.kernels.special import t_log_constant
 
 #: Bits of the flags a fit may carry; their names are in `training.fitting.fits`.
 CONSTANT = 1
@@ -142,6 +142,7 @@ def describe(
     answers: Answers,
     family: int,
     nu: float,
+    constants: np.ndarray,
     free_nu: bool,
     fixed_scale: bool,
     floor: float,
@@ -161,7 +162,7 @@ def describe(
     # At the floor the fit stands at a tied length, and what it misses it by is no extrapolation.
     if cut and not flags & SIGMA_FLOOR:
         longest = math.log(keys[size - 1] >> 1)
-        below = cdf(family, nu, log_constant_of(family, nu), longest, fit[0], math.exp(fit[1]))
+        below = cdf(family, nu, constants, longest, fit[0], math.exp(fit[1]))
         if below < 0.5 - 1e-12:
             flags |= MEDIAN_BEYOND_CAP
     sum_y = 0.0
@@ -180,6 +181,7 @@ def fit_groups(
     offsets: np.ndarray,
     family: int,
     nu: float,
+    constants: np.ndarray,
     free_nu: bool,
     fixed_scale: bool,
     integers: bool,
@@ -192,6 +194,7 @@ def fit_groups(
         keys, weights: Flat [S], sorted within each group; no weights if all are 1.
         offsets: [G + 1].
         family: Code; `nu` and `free_nu` matter for LOG_T only.
+        constants: `constants_of` family and nu.
         fixed_scale: Keep sigma at 1 (the exponential as a Weibull).
         integers: See `read_answers`.
         floor: Smallest ln sigma.
@@ -210,11 +213,13 @@ def fit_groups(
         widest = max(widest, offsets[g + 1] - offsets[g])
     room = np.empty((5, widest))
     ordered = np.empty(widest)
-    constant = log_constant_of(family, nu)
     for g in range(count):
         rows = keys[offsets[g] : offsets[g + 1]]
         w = weights[offsets[g] : offsets[g + 1]] if weights.size else weights
         size = rows.size
+        if size == 0:
+            flags[g] = TOO_FEW_SAMPLES
+            continue
         logs = ordered[:size]
         m, s = first_guess(family, rows, logs)
         answers = read_answers(rows, w, logs, integers, room)
@@ -241,7 +246,10 @@ def fit_groups(
         if free_nu:
             fitted_nu, fit = profile(family, answers, m, s, floor, fixed_scale, tied, tied_share)
         else:
-            fit = climb(family, nu, constant, answers, m, s, floor, fixed_scale, tied, tied_share)
-        flags[g] |= describe(rows, answers, family, fitted_nu, free_nu, fixed_scale, floor, fit, numbers[g])
-        converged[g] = fit[6] <= TARGET
+            fit = climb(family, nu, constants, answers, m, s, floor, fixed_scale, tied, tied_share)
+        own = np.array([t_log_constant(fitted_nu)]) if free_nu else constants
+        flags[g] |= describe(
+            rows, answers, family, fitted_nu, own, free_nu, fixed_scale, floor, fit, numbers[g]
+        )
+        converged[g] = fit[6] <= TARGET or flags[g] & CONSTANT != 0
     return numbers, flags, converged

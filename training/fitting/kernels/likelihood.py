@@ -29,7 +29,7 @@ from training.fitting.kernels.special import (
     digamma,
     gamma_cdf,
     gamma_moments,
-    t_log_constant,
+    t_constants,
     t_log_sf_and_hazard,
     t_sf,
     trigamma,
@@ -148,13 +148,13 @@ def _points(family: int, nu: float, answers: Answers, m: float, sigma: float) ->
 
 @njit(cache=True)
 def _interval(
-    family: int, nu: float, log_constant: float, z1: float, z2: float
+    family: int, nu: float, constants: np.ndarray, z1: float, z2: float
 ) -> tuple[float, float, float, float, float]:
     """ln P, f1/P, f2/P, and g at both ends; z2 = inf for a cut answer."""
     if family == WEIBULL:
         log_sf, hazard = -math.exp(z1), math.exp(z1)
     else:
-        log_sf, hazard = t_log_sf_and_hazard(z1, nu, log_constant)
+        log_sf, hazard = t_log_sf_and_hazard(z1, nu, constants)
     _, slope1, _ = _standard(family, nu, z1)
     if math.isinf(z2):
         return log_sf, hazard, 0.0, slope1, 0.0
@@ -164,20 +164,22 @@ def _interval(
         share = -math.expm1(math.exp(z1) - math.exp(z2))
         log_p = log_sf + math.log(share)
     elif z1 > 0:
-        log_sf2, _ = t_log_sf_and_hazard(z2, nu, log_constant)
+        log_sf2, _ = t_log_sf_and_hazard(z2, nu, constants)
         log_p = log_sf + math.log(-math.expm1(log_sf2 - log_sf))
-    else:  # from the left, where both probabilities are small if z2 < 0
-        below2 = t_sf(-z2, nu, log_constant)
-        below1 = t_sf(-z1, nu, log_constant)
-        log_p = math.log(below2 - below1)
-    constant = 0.0 if family == WEIBULL else log_constant
+    elif z2 < 0:  # from the left, where both probabilities are small
+        log_below2, _ = t_log_sf_and_hazard(-z2, nu, constants)
+        log_below1, _ = t_log_sf_and_hazard(-z1, nu, constants)
+        log_p = log_below2 + math.log(-math.expm1(log_below1 - log_below2))
+    else:
+        log_p = math.log(1.0 - t_sf(z2, nu, constants) - t_sf(-z1, nu, constants))
+    constant = constants[0]
     log_f1, _, _ = _standard(family, nu, z1)
     return log_p, math.exp(constant + log_f1 - log_p), math.exp(constant + log_f2 - log_p), slope1, slope2
 
 
 @njit(cache=True)
 def _intervals(
-    family: int, nu: float, log_constant: float, answers: Answers, m: float, sigma: float
+    family: int, nu: float, constants: np.ndarray, answers: Answers, m: float, sigma: float
 ) -> Derivatives:
     table = answers.table
     value, g1, g2, h11, h12, h22 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
@@ -189,14 +191,14 @@ def _intervals(
             # So narrow that the density does not change within it: a point, times the width.
             z = 0.5 * (z1 + z2)
             log_f, g, curve = _standard(family, nu, z)
-            constant = 0.0 if family == WEIBULL else log_constant
+            constant = constants[0]
             by_m, by_s = -g, -g * z - 1.0
             value += w * (log_f + constant + math.log(z2 - z1))
             h11 += w * curve
             h12 += w * (curve * z + g)
             h22 += w * (curve * z * z + g * z)
         else:
-            log_p, f1, f2, slope1, slope2 = _interval(family, nu, log_constant, z1, z2)
+            log_p, f1, f2, slope1, slope2 = _interval(family, nu, constants, z1, z2)
             z2f2 = 0.0 if math.isinf(z2) else z2 * f2
             z2g2 = 0.0 if math.isinf(z2) else z2 * slope2
             by_m, by_s = f1 - f2, z1 * f1 - z2f2
@@ -251,21 +253,20 @@ def _gamma(answers: Answers, m: float, sigma: float) -> Derivatives:
     return value, sigma * g1, g2, sigma * sigma * t_uu, sigma * 2.0 * (a * t_au + t_uu), h22
 
 
-@njit(cache=True)
-def log_constant_of(family: int, nu: float) -> float:
-    """ln of the factor of the standard density, z-independent; 0 but for the log-t."""
-    return t_log_constant(nu) if family == LOG_T else 0.0
+def constants_of(family: int, nu: float) -> np.ndarray:
+    """What the functions here need beside the parameters: `t_constants`, and 0 for a family without."""
+    return t_constants(nu) if family == LOG_T else np.zeros(1)
 
 
 @njit(cache=True)
 def evaluate(
-    family: int, nu: float, log_constant: float, answers: Answers, m: float, s: float
+    family: int, nu: float, constants: np.ndarray, answers: Answers, m: float, s: float
 ) -> Derivatives:
     """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives.
 
     Args:
         family, nu: Code of the family; degrees of freedom (log-t only, may be infinite).
-        log_constant: `log_constant_of` both.
+        constants: `constants_of` both.
         answers: Of one group.
         m, s: Location and log of the scale.
     """
@@ -276,16 +277,16 @@ def evaluate(
         value, g1, g2, h11, h12, h22 = _t_points(answers.table, answers.num_points, nu, m, sigma)
     else:
         value, g1, g2, h11, h12, h22 = _points(family, nu, answers, m, sigma)
-    value += answers.point_weight * (log_constant - s)
+    value += answers.point_weight * (constants[0] - s)
     if answers.num_intervals:
-        more, i1, i2, i11, i12, i22 = _intervals(family, nu, log_constant, answers, m, sigma)
+        more, i1, i2, i11, i12, i22 = _intervals(family, nu, constants, answers, m, sigma)
         value += more
         g1, g2, h11, h12, h22 = g1 + i1, g2 + i2, h11 + i11, h12 + i12, h22 + i22
     return value, g1, g2, h11, h12, h22
 
 
 @njit(cache=True)
-def cdf(family: int, nu: float, log_constant: float, y: float, m: float, sigma: float) -> float:
+def cdf(family: int, nu: float, constants: np.ndarray, y: float, m: float, sigma: float) -> float:
     """P(ln X <= y)."""
     if family == GAMMA:
         a = 1.0 / (sigma * sigma)
@@ -293,4 +294,4 @@ def cdf(family: int, nu: float, log_constant: float, y: float, m: float, sigma: 
     z = (y - m) / sigma
     if family == WEIBULL:
         return -math.expm1(-math.exp(z))
-    return t_sf(-z, nu, log_constant)
+    return t_sf(-z, nu, constants)

@@ -57,7 +57,7 @@ def _step(d: Derivatives, damping: float, frozen: bool) -> tuple[float, float, f
 def maximize(
     family: int,
     nu: float,
-    log_constant: float,
+    constants: np.ndarray,
     answers: Answers,
     m: float,
     s: float,
@@ -66,7 +66,7 @@ def maximize(
 ) -> Maximum:
     """Climbs from (m, s) to the next maximum with s >= floor (or s as it is, if `fixed_scale`)."""
     weight = answers.total_weight
-    d = evaluate(family, nu, log_constant, answers, m, s)
+    d = evaluate(family, nu, constants, answers, m, s)
     frozen = fixed_scale or (s <= floor and d[2] < 0.0)
     slope = _slope(d, frozen, weight)
     damping = 0.0
@@ -81,7 +81,7 @@ def maximize(
             new_s = s
         if new_m == m and new_s == s:
             break
-        new = evaluate(family, nu, log_constant, answers, new_m, new_s)
+        new = evaluate(family, nu, constants, answers, new_m, new_s)
         new_frozen = fixed_scale or (new_s <= floor and new[2] < 0.0)
         new_slope = _slope(new, new_frozen, weight)
         # Near the maximum the likelihood no longer resolves a gain, while its slope still does.
@@ -109,15 +109,18 @@ def start(family: int, ordered: np.ndarray, mean_x: float, mean_y: float) -> tup
     if spread <= 0.0:  # ties
         spread = 0.5 * (ordered[count - 1] - ordered[0])
     # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
-    log_sigma = math.log(max(spread / 1.5, 1e-2))
-    return (middle + 0.25 * spread if family == WEIBULL else middle), log_sigma
+    if family == WEIBULL:
+        # Its likelihood falls like exp(-exp(z)): no answer may stand far out at the start.
+        spread = max(spread, 0.3 * (ordered[count - 1] - middle))
+        return middle + 0.25 * spread, math.log(max(spread / 1.5, 1e-2))
+    return middle, math.log(max(spread / 1.5, 1e-2))
 
 
 @njit(cache=True)
 def climb(
     family: int,
     nu: float,
-    log_constant: float,
+    constants: np.ndarray,
     answers: Answers,
     m: float,
     s: float,
@@ -131,9 +134,9 @@ def climb(
     At a value shared by a share w of the answers ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
     least nu (1 - w) (Kent & Tyler 1991).
     """
-    best = maximize(family, nu, log_constant, answers, m, max(s, floor), floor, fixed_scale)
+    best = maximize(family, nu, constants, answers, m, max(s, floor), floor, fixed_scale)
     if family == LOG_T and tied_share >= nu * (1.0 - tied_share):
-        other = maximize(family, nu, log_constant, answers, tied, floor, floor, fixed_scale)
+        other = maximize(family, nu, constants, answers, tied, floor, floor, fixed_scale)
         if other[2] > best[2]:
             return other
     return best
@@ -151,7 +154,18 @@ def _climb_at(
     tied_share: float,
 ) -> Maximum:
     nu = math.exp(log_nu)
-    return climb(family, nu, t_log_constant(nu), answers, at[0], at[1], floor, fixed_scale, tied, tied_share)
+    return climb(
+        family,
+        nu,
+        np.array([t_log_constant(nu)]),
+        answers,
+        at[0],
+        at[1],
+        floor,
+        fixed_scale,
+        tied,
+        tied_share,
+    )
 
 
 @njit(cache=True)
@@ -223,8 +237,8 @@ def standard_errors(
         return sigma * math.sqrt(c / det), math.sqrt(a / det), math.nan, -sigma * b / det
     h = 1e-2
     more, less = nu * math.exp(h), nu * math.exp(-h)
-    up = evaluate(family, more, t_log_constant(more), answers, m, s)
-    down = evaluate(family, less, t_log_constant(less), answers, m, s)
+    up = evaluate(family, more, np.array([t_log_constant(more)]), answers, m, s)
+    down = evaluate(family, less, np.array([t_log_constant(less)]), answers, m, s)
     e = -(up[1] - down[1]) / (2.0 * h)
     f = -(up[2] - down[2]) / (2.0 * h)
     i = -(up[0] - 2.0 * fit[2] + down[0]) / (h * h)

@@ -8,7 +8,8 @@ where R solves (1 - u^2) R' = nu u R - 1 and is regular at u = 1. Expanded there
 
     R(u) = (1/nu) sum_k c_k (1-u)^k,   c_0 = 1,   c_k = c_(k-1) (nu + k - 1) / (nu + 2k),
 
-which is 2F1(1, nu; nu/2 + 1; (1-u)/2) / nu. The hazard needs no power: 1 / (R sqrt(nu + z^2)).
+which is 2F1(1, nu; nu/2 + 1; (1-u)/2) / nu. The hazard needs no power: 1 / (R sqrt(nu + z^2)). For a nu that is used
+often, a polynomial through nu R costs a third of the series.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ import numpy as np
 from numba import njit
 
 _EPSILON = 1e-17
+_MOST_NU = 10.0
+_DEGREE = 19
 _SQRT_HALF = math.sqrt(0.5)
 _LOG_ROOT_2PI = 0.5 * math.log(2.0 * math.pi)
 
@@ -47,35 +50,60 @@ def _tail_series(v: float, nu: float) -> float:
     return total
 
 
+def t_constants(nu: float) -> np.ndarray:
+    """What the tail functions need of nu: ln of the density at 0, and up to nu = 10 the coefficients of nu R.
+
+    The polynomial is in 2 (1 - u) - 1, of degree 19, highest power first; relative error below 1e-12. Beyond nu = 10,
+    where it would need more terms, there is none and the series is summed.
+    """
+    constant = t_log_constant(nu)
+    if not nu <= _MOST_NU:
+        return np.array([constant])
+    at = np.cos((np.arange(64) + 0.5) * np.pi / 64)
+    values = np.array([_tail_series(0.5 * (x + 1.0), nu) for x in at])
+    terms = np.polynomial.chebyshev.chebfit(at, values, 63)[: _DEGREE + 1]
+    return np.concatenate([[constant], np.polynomial.chebyshev.cheb2poly(terms)[::-1]])
+
+
 @njit(cache=True)
-def t_sf(z: float, nu: float, log_constant: float) -> float:
-    """P(T > z), relative error about 1e-14 in either tail; `log_constant` = t_log_constant(nu)."""
+def _scaled_tail(v: float, nu: float, constants: np.ndarray) -> float:
+    """nu R(u) at v = 1 - u."""
+    if constants.size == 1:
+        return _tail_series(v, nu)
+    x = 2.0 * v - 1.0
+    total = 0.0
+    for k in range(1, constants.size):
+        total = total * x + constants[k]
+    return total
+
+
+@njit(cache=True)
+def t_sf(z: float, nu: float, constants: np.ndarray) -> float:
+    """P(T > z), relative error about 1e-12 in either tail; `constants` = t_constants(nu)."""
     if math.isinf(nu):
         return 0.5 * math.erfc(z * _SQRT_HALF)
     if math.isinf(z):
         return 0.0 if z > 0 else 1.0
     root = math.sqrt(nu + z * z)
-    v = nu / (root * (root + abs(z)))
-    # C = density at 0 times sqrt(nu); the series is nu R.
-    tail = (
-        math.exp(log_constant + 0.5 * nu * math.log(nu / (nu + z * z))) * _tail_series(v, nu) / math.sqrt(nu)
-    )
+    scaled = _scaled_tail(nu / (root * (root + abs(z))), nu, constants)
+    # C = density at 0 times sqrt(nu).
+    tail = math.exp(constants[0] + 0.5 * nu * math.log(nu / (nu + z * z))) * scaled / math.sqrt(nu)
     return tail if z >= 0 else 1.0 - tail
 
 
 @njit(cache=True)
-def t_log_sf_and_hazard(z: float, nu: float, log_constant: float) -> tuple[float, float]:
+def t_log_sf_and_hazard(z: float, nu: float, constants: np.ndarray) -> tuple[float, float]:
     """ln P(T > z) and density / P(T > z) for finite z, also where P itself is below the float range."""
     if math.isinf(nu):
         return _normal_log_sf_and_hazard(z)
     square = nu + z * z
     root = math.sqrt(square)
-    series = _tail_series(nu / (root * (root + abs(z))), nu)
-    log_tail = log_constant + 0.5 * nu * math.log(nu / square) + math.log(series / math.sqrt(nu))
+    scaled = _scaled_tail(nu / (root * (root + abs(z))), nu, constants)
+    log_tail = constants[0] + 0.5 * nu * math.log(nu / square) + math.log(scaled / math.sqrt(nu))
     if z >= 0:
-        return log_tail, nu / (series * root)
+        return log_tail, nu / (scaled * root)
     sf = 1.0 - math.exp(log_tail)
-    return math.log(sf), math.exp(log_constant - 0.5 * (nu + 1.0) * math.log(square / nu)) / sf
+    return math.log(sf), math.exp(constants[0] - 0.5 * (nu + 1.0) * math.log(square / nu)) / sf
 
 
 @njit(cache=True)

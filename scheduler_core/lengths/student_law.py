@@ -1,0 +1,104 @@
+"""Student's t in the coordinate t = asinh(T / sqrt(nu)):
+
+    q(t) = C_nu sech(t)^nu,   C_nu = Gamma((nu+1)/2) / (sqrt(pi) Gamma(nu/2)).
+
+Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, everything beyond t + W, W = arcosh(exp(41/nu)), is below
+exp(-41) of q(t), for every t.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from scheduler_core.lengths.arrays import FloatArray
+from scheduler_core.lengths.law import CUT, Law
+
+_LN2 = math.log(2.0)
+#: A far end that the growing length lifts to less than exp(-30) of the density's peak is left out.
+_UNSEEN = 30.0
+
+
+@lru_cache(maxsize=1024)
+def log_normaliser(nu: float) -> float:
+    """ln C_nu = ln Gamma((nu+1)/2) - ln Gamma(nu/2) - ln(pi)/2; for large nu by its series (DLMF 5.11.13)."""
+    if nu > 1e3:
+        x = nu / 2
+        return 0.5 * math.log(x) - 1 / (8 * x) + 1 / (192 * x**3) - 0.5 * math.log(math.pi)
+    return math.lgamma((nu + 1) / 2) - math.lgamma(nu / 2) - 0.5 * math.log(math.pi)
+
+
+def _log_cosh(t: FloatArray) -> FloatArray:
+    """ln cosh t without overflow."""
+    size = np.abs(t)
+    return np.asarray(size + np.log1p(np.expm1(-2.0 * size) / 2.0))
+
+
+class StudentLaw(Law):
+    """Student's t.
+
+    Args:
+        nu: Degrees of freedom, finite and > 0 [N, 1] or [1, 1].
+    """
+
+    def __init__(self, nu: FloatArray) -> None:
+        self._nu = nu
+        self._root = np.sqrt(nu)
+        values, inverse = np.unique(nu, return_inverse=True)
+        self._log_c = np.array([log_normaliser(float(v)) for v in values])[inverse].reshape(nu.shape)
+        self.split = np.zeros((1, 1))
+        self._width = self.reach(self.split, 1.0, CUT)
+
+    def coordinate(self, height: FloatArray) -> FloatArray:
+        return np.asarray(np.arcsinh(height / self._root))
+
+    def height(self, t: FloatArray) -> FloatArray:
+        return np.asarray(self._root * np.sinh(t))
+
+    def rise(self, t: FloatArray, w: FloatArray) -> FloatArray:
+        half = w / 2.0
+        return np.asarray(2.0 * self._root * np.cosh(t + half) * np.sinh(half))
+
+    def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
+        return self.coordinate(self.height(t) + rise) - t
+
+    def log_stretch(self, t: FloatArray) -> FloatArray:
+        return np.asarray(np.log(self._root) + _log_cosh(t))
+
+    def log_density(self, t: FloatArray) -> FloatArray:
+        return np.asarray(self._log_c - self._nu * _log_cosh(t))
+
+    def drop(self, t: FloatArray, w: FloatArray) -> FloatArray:
+        # ln cosh(t+w) - ln cosh t = w + ln(1 + p (exp(-2w) - 1)), p = 1/(1 + exp(2t)), for t, w >= 0
+        size = np.abs(w)
+        ending = np.exp(-2.0 * np.abs(t))
+        return np.asarray(-self._nu * (size + np.log1p(ending / (1.0 + ending) * np.expm1(-2.0 * size))))
+
+    def reach(self, t: FloatArray, side: FloatArray | float, cut: FloatArray | float) -> FloatArray:
+        ratio = cut / self._nu
+        close = 2.0 * np.arcsinh(np.sqrt(np.expm1(np.minimum(ratio, 500.0)) / 2.0))
+        return np.where(ratio > 500.0, ratio + _LN2, close)
+
+    def width(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
+        return self._width
+
+    def pieces(
+        self, spread: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        slope = spread * self._root
+        width = self._width
+        # Left of this the density or the length itself is below exp(-41) of its largest value.
+        lowest = np.arcsinh(np.minimum(np.sinh(end), 0.0) - CUT / slope)
+        low = np.minimum(np.maximum(start, np.maximum(lowest, np.minimum(origin, 0.0) - width)), end)
+        # ln of the integrand is concave, then convex: what is negligible at W and at the end is so between them.
+        near = np.minimum(end, np.maximum(origin, 0.0) + width)
+        lifted = np.maximum(self._gain(spread, origin, near), self._gain(spread, origin, end))
+        high = np.where(lifted < -_UNSEEN, near, end)
+        return low, np.minimum(np.maximum(low, 0.0), high), high
+
+    def _gain(self, spread: FloatArray, origin: FloatArray, t: FloatArray) -> FloatArray:
+        """ln of exp(spread T) q(t), relative to the origin."""
+        w = t - origin
+        return np.asarray(spread * self.rise(origin, w) + self.drop(origin, w))

@@ -1,0 +1,122 @@
+"""Fitting blocks on a Ray cluster: one that runs already, or a local one for this run alone."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from training.fitting.jobs.workers import TASKS_FOR_EACH_PROCESS, Fit, Result, Task, fit_shard
+
+LOCAL = "local"
+#: How often a task is tried again whose worker or node was lost.
+RETRIES = 3
+CONNECT_SECONDS = 10.0
+
+
+def run_ray(
+    fit: Fit, tasks: Iterable[Task], *, address: str, processes: int
+) -> Generator[Result, None, None]:
+    """Fits tasks on a Ray cluster, as many at a time as keep its processors busy.
+
+    Every node needs the same version of tailcast installed. A cluster this process is connected to already is used
+    whatever the address, and left as it is.
+
+    Args:
+        fit: What to do with each.
+        tasks: Taken as there is room for them.
+        address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
+        processes: Processors of the local cluster.
+
+    Raises:
+        InputError: There is no cluster at the address.
+        MissingExtraError: Ray is not installed.
+        TailcastError: A task was lost again and again.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray") from error
+    connected = not ray.is_initialized()
+    if connected:
+        _connect(ray, address, processes)
+    try:
+        yield from _through_ray(ray, fit, iter(tasks))
+    finally:
+        if connected:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str, processes: int) -> None:
+    if address != LOCAL:
+        _check_reachable(address)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(address, error) from error
+        return
+    name = "RAY_USAGE_STATS_ENABLED"
+    before = os.environ.get(name)
+    # A cluster of ours reports to nobody, unless its user wants it to.
+    os.environ.setdefault(name, "0")
+    try:
+        ray.init(address=LOCAL, num_cpus=processes, include_dashboard=False, log_to_driver=False)
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+
+
+def _check_reachable(address: str) -> None:
+    """Asks for a connection, because Ray itself takes minutes to give up on an address where nobody answers."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or something that Ray explains
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, error) from error
+
+
+def _no_cluster(address: str, error: Exception) -> InputError:
+    detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return InputError("ray", address, f"local, or the address of a running Ray cluster ({detail})")
+
+
+def _through_ray(ray: Any, fit: Fit, tasks: Iterator[Task]) -> Generator[Result, None, None]:
+    remote = ray.remote(max_retries=RETRIES)(_fit_pickled)
+    shared = ray.put(fit)
+    running: dict[Any, int] = {}
+    while True:
+        # Nodes may come and go while the tasks last.
+        most = TASKS_FOR_EACH_PROCESS * max(int(ray.cluster_resources().get("CPU", 1)), 1)
+        for number, groups in islice(tasks, max(most - len(running), 0)):
+            running[remote.remote(shared, pickle.dumps(groups, protocol=5))] = number
+        if not running:
+            return
+        done, _ = ray.wait(list(running), num_returns=1)
+        for reference in done:
+            yield running.pop(reference), _result(ray, reference)
+
+
+def _fit_pickled(fit: Fit, groups: bytes) -> bytes:
+    # Pickled, because arrays that Ray itself brings cannot be written to.
+    return fit_shard(fit, pickle.loads(groups))
+
+
+def _result(ray: Any, reference: Any) -> bytes:
+    try:
+        return bytes(ray.get(reference))
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TailcastError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TailcastError(
+            f"a block was lost on the Ray cluster {RETRIES + 1} times ({detail}); finished blocks are kept, the same "
+            "command goes on from there"
+        ) from error

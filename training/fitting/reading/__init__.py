@@ -1,0 +1,1 @@
+"""Answer lengths from files of any format and size to groups in memory."""
