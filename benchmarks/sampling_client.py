@@ -1,6 +1,7 @@
 """What the client of a sampling run costs: ours against the `openai` client, raw aiohttp and raw httpx.
 
-All talk to the same fake server, in a process of its own, which answers every request after the same delay. Each
+All talk to the same fake server, in a process of its own, whose answers cost it little and come after a random delay so
+short that the client is what limits the rate. Each
 measurement is a process of its own, the sides in turn, round after round. The figure that does not depend on what
 else the machine does is CPU time per 1,000 answers; answers per second say more when the client has a core to itself.
 Ours does more than the others: seeds, token counts, retries, limits, typed results in another thread.
@@ -253,7 +254,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="measured, per side and round")
     parser.add_argument("--warm-up-s", type=float, default=2.0)
-    parser.add_argument("--delay-s", type=float, default=0.02, help="of the server")
+    parser.add_argument(
+        "--offered", type=float, default=20_000.0, help="answers/s that the server's delay allows"
+    )
     parser.add_argument("--interval-s", type=float, default=0.02, help="between the events of a stream")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--url", help=argparse.SUPPRESS)
@@ -266,7 +269,7 @@ def main() -> None:
     print(f"{options.rounds} rounds of {options.seconds} s, interleaved; mean (least-most)")
     for concurrency in options.concurrency:
         measured: dict[str, list[Measured]] = {side: [] for side in options.sides}
-        with fake_server(options.delay_s, options.interval_s) as url:
+        with fake_server(concurrency / options.offered, options.interval_s) as url:
             for _ in range(options.rounds):
                 for side in options.sides:
                     found = in_a_process(url, side, concurrency, options)

@@ -22,8 +22,6 @@ from data_gen.openai.wire import ReplyError
 from scheduler_core.errors import InputError, MissingExtraError
 
 T = TypeVar("T")
-_LOOK_AHEAD = 2
-"""Samples handed over and not yet given back, as a multiple of what can be in flight."""
 
 
 class OpenAIBackend:
@@ -103,10 +101,9 @@ class OpenAIBackend:
             return Dispatcher(client, pool, engine, options, settings, results.put, self._counters)
 
         dispatcher = thread.run(start())
-        room = _LOOK_AHEAD * most * options.samples_per_request
         try:
             with rare_full_collections(most):
-                yield from self._exchange(iter(work), dispatcher, results, room)
+                yield from self._exchange(iter(work), dispatcher, results, options.look_ahead)
         finally:
             thread.run(dispatcher.stop())
 

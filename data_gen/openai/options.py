@@ -102,6 +102,11 @@ class OpenAIOptions:
         except (TypeError, ValueError) as error:
             raise InputError("body", self.body, "values that JSON can hold") from error
 
+    @property
+    def look_ahead(self) -> int:
+        """Samples that are taken before the first one is given back: twice what can be in flight."""
+        return 2 * self.concurrency * len(self.base_urls) * self.samples_per_request
+
     def secrets(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Headers to send, with the values that come from the environment; never to be logged or stored.
 

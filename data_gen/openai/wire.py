@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from data_gen.backend import SamplingSettings
+from data_gen.draws import answer_seed
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
 
@@ -76,12 +76,6 @@ class Reply:
     completion_tokens: int | None
 
 
-def seed_of(seed: int, prompt_id: str, sample_index: int) -> int:
-    """Seed of one answer, from 0 to 2**31 - 1: every engine takes that."""
-    digest = hashlib.sha256(f"{seed}\x00{prompt_id}\x00{sample_index}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
-
-
 class BodyMaker:
     """Request bodies as JSON bytes; the part that all answers to a prompt share is encoded once."""
 
@@ -101,14 +95,14 @@ class BodyMaker:
             fields["return_token_ids"] = True
         if options.count_by == "logprobs":
             fields["logprobs"] = True if self._chat else 1
-        self._common = json.dumps(fields, ensure_ascii=False)[1:-1].encode() + b"}"
+        self._common = json.dumps(fields)[1:-1].encode() + b"}"
 
     def start(self, prompt: Prompt) -> bytes:
         """What the bodies of all requests for one prompt begin with."""
         if self._chat:
             messages = [{"role": message.role, "content": message.content} for message in prompt.chat]
-            return b'{"messages":' + json.dumps(messages, ensure_ascii=False).encode() + b","
-        return b'{"prompt":' + json.dumps(prompt.text, ensure_ascii=False).encode() + b","
+            return b'{"messages":' + json.dumps(messages).encode() + b","
+        return b'{"prompt":' + json.dumps(prompt.text).encode() + b","
 
     def body(self, start: bytes, prompt: Prompt, indices: tuple[int, ...]) -> bytes:
         """The body that asks for these sample indices."""
@@ -117,7 +111,7 @@ class BodyMaker:
         if self._seed is not None:
             return b'%s"seed":%d,%s' % (
                 start,
-                seed_of(self._seed, prompt.prompt_id, indices[0]),
+                answer_seed(self._seed, prompt.prompt_id, indices[0]),
                 self._common,
             )
         return start + self._common
@@ -150,7 +144,13 @@ def _index_of(entry: Mapping[str, Any]) -> int:
 def _read_choice(entry: Mapping[str, Any]) -> Choice:
     message = entry.get("message")
     text = (message.get("content") or message.get("refusal")) if message is not None else entry["text"]
-    return Choice(text or "", entry["finish_reason"] or "", _listed_tokens(entry))
+    return Choice(_text(text), _text(entry["finish_reason"]), _listed_tokens(entry))
+
+
+def _text(value: Any) -> str:
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value or ""
 
 
 def _listed_tokens(entry: Mapping[str, Any]) -> int | None:
@@ -241,9 +241,9 @@ class StreamReader:
             self._texts[index] = []
         delta = entry.get("delta")
         if delta is None:
-            text = shown = entry.get("text") or ""
+            text = shown = _text(entry.get("text"))
         else:
-            text = delta.get("content") or delta.get("refusal") or ""
+            text = _text(delta.get("content") or delta.get("refusal"))
             shown = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
         if text:
             self._texts[index].append(text)
@@ -253,7 +253,7 @@ class StreamReader:
         if choice.first_at is None and (shown or counted or entry.get("finish_reason")):
             choice.first_at = now
         if entry.get("finish_reason"):
-            choice.finish_reason = entry["finish_reason"]
+            choice.finish_reason = _text(entry["finish_reason"])
             choice.last_at = now
 
     def finish(self) -> Reply:

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -69,6 +70,7 @@ class Script:
         owner: `owned_by` of its model; decides what engine it is taken for.
         version: Answer of /version.
         delay_s: Seconds until a good answer.
+        gate: Answers wait until so many requests have been in flight at once.
         honours_n: Whether `n` above 1 is obeyed.
         usage: Whether it counts tokens.
         lists_tokens: Whether token ids and logprobs are sent when asked for.
@@ -82,6 +84,7 @@ class Script:
     owner: str = "vllm"
     version: str = "9.9"
     delay_s: float = 0.0
+    gate: int = 0
     honours_n: bool = True
     usage: bool = True
     lists_tokens: bool = True
@@ -213,6 +216,8 @@ class FakeServer:
         delay_s = self.script.delay_s + fault.delay_s
         if delay_s:
             await asyncio.sleep(delay_s)
+        while self.most_in_flight < self.script.gate:
+            await asyncio.sleep(0.01)
         if fault.hang:
             await asyncio.Event().wait()
         if fault.cut == "early":
@@ -361,7 +366,7 @@ class FastProtocol(asyncio.Protocol):
     """Always the same answer, at a small part of a client's cost; for benchmarks.
 
     Args:
-        delay_s: Seconds until the answer, or until the first event of a stream.
+        delay_s: Mean seconds until the answer, or until the first event of a stream; 0.5 to 1.5 times as much.
         interval_s: Seconds between the events of a stream.
     """
 
@@ -383,6 +388,7 @@ class FastProtocol(asyncio.Protocol):
     def __init__(self, delay_s: float, interval_s: float) -> None:
         self._delay_s, self._interval_s = delay_s, interval_s
         self._received = b""
+        self._random = random.Random(id(self))
         self._loop = asyncio.get_running_loop()
         self._whole = self._page(json.dumps(self.ANSWER).encode())
         choice = {"index": 0, "delta": {"content": " word"}, "finish_reason": None}
@@ -417,15 +423,16 @@ class FastProtocol(asyncio.Protocol):
             self._received = received
             return
         self._received = b""
+        delay_s = self._delay_s * self._random.uniform(0.5, 1.5)
         if head.startswith(b"GET /v1/models"):
             entry = {"id": MODEL, "object": "model", "owned_by": "vllm"}
             self._transport.write(self._page(json.dumps({"object": "list", "data": [entry]}).encode()))
         elif head.startswith(b"GET"):
             self._transport.write(self._page(b'{"version": "9.9"}'))
         elif b'"stream":true' in body or b'"stream": true' in body:
-            self._loop.call_later(self._delay_s, self._stream, 0)
+            self._loop.call_later(delay_s, self._stream, 0)
         else:
-            self._loop.call_later(self._delay_s, self._write, self._whole)
+            self._loop.call_later(delay_s, self._write, self._whole)
 
     def _write(self, data: bytes) -> None:
         if not self._transport.is_closing():

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
+from data_gen.draws import answer_seed
 from data_gen.openai import EngineError, OpenAIBackend, OpenAIOptions
-from data_gen.openai.wire import seed_of
 from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 from tests.data_gen.fake_server import GOOD, Fault, Script, error, first, length_of, running
@@ -59,7 +59,7 @@ def sampled(script: Script, work: Iterable[Work] = WORK, **changed: Any) -> tupl
 
 
 EXPECTED = {
-    (prompt.prompt_id, index): length_of(prompt.text, seed_of(3, prompt.prompt_id, index))
+    (prompt.prompt_id, index): length_of(prompt.text, answer_seed(3, prompt.prompt_id, index))
     for prompt in PROMPTS
     for index in range(4)
 }
@@ -579,7 +579,7 @@ def test_a_storm_of_all_troubles_loses_and_repeats_nothing() -> None:
     assert not failures
     lengths = Counter(answer.output_tokens for answer in answers.values())
     expected = Counter(
-        min(40, length_of(work.prompt.text, seed_of(3, work.prompt.prompt_id, i)))
+        min(40, length_of(work.prompt.text, answer_seed(3, work.prompt.prompt_id, i)))
         for work in many
         for i in range(4)
     )

@@ -105,7 +105,9 @@ def _finish_reasons(table: pa.Table, path: Path, place: Place) -> NDArray[np.int
     row = pc.index(found.is_null(), True).as_py()
     if row >= 0:
         raise InputError(
-            f"{place(row)}, column finish_reason", column[row].as_py(), ", ".join(FINISH_REASONS)
+            f"{place(row)}, column finish_reason",
+            column[row].as_py(),
+            ", ".join(FINISH_REASONS) + " (what unknown means is decided at import, import-lengths --unknown)",
         )
     return np.asarray(found.to_numpy(zero_copy_only=False), dtype=np.int64)
 

