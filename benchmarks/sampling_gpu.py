@@ -4,8 +4,7 @@ Both are asked through the backends of `gen-samples`, with the built-in template
 A row is one batch size: the engine is warm, its start is not counted, and only tokens of answers count. The end of a
 run, when the last long answers decode alone, counts too; more prompts make it small.
 
-    python benchmarks/sampling_gpu.py --model MODEL --batch 256 1024 --prompts 512      # on a GPU
-    python benchmarks/sampling_gpu.py --prompts 2 --samples 4 --max-tokens 8 --batch 4  # a check without one
+    python benchmarks/sampling_gpu.py --model MODEL --batch 256 1024   # without a GPU: a check of tiny size
 """
 
 from __future__ import annotations
@@ -89,8 +88,8 @@ def main() -> None:
         "--batch", type=int, nargs="+", help="answers that decode together; default 64 256 1024"
     )
     parser.add_argument("--prompts", type=int, help="default: enough for 4 full batches")
-    parser.add_argument("--samples", type=int, default=20)
-    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--samples", type=int, help="per prompt; default 20 on a GPU")
+    parser.add_argument("--max-tokens", type=int, help="default 512 on a GPU")
     parser.add_argument("--max-model-len", type=int, default=2048, help="of vLLM")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and graphs")
     parser.add_argument("--temperature", type=float, default=1.0)
@@ -98,6 +97,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available() and options.device != "cpu"
     if options.backend == "auto":
         options.backend = "vllm" if on_gpu and find_spec("vllm") else "transformers"
+    options.samples = options.samples or (20 if on_gpu else 4)
+    options.max_tokens = options.max_tokens or (512 if on_gpu else 8)
     options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     settings = SamplingSettings(options.samples, options.max_tokens, options.temperature, 1.0, seed=1)
     print(f"{device_name(options.device)}; Python {platform.python_version()}, torch {torch.__version__}")
@@ -109,8 +110,8 @@ def main() -> None:
         f"{'engine':24} {'batch':>6} {'load s':>7} {'prompts':>8} {'answers':>8} {'tokens':>9} {'seconds':>8}"
     )
     print(f"{header} {'tokens/s':>9} {'with prompts':>12} {'GPU GiB':>8}", flush=True)
-    for batch in options.batch or (64, 256, 1024):
-        count = options.prompts or -(-4 * batch // options.samples)
+    for batch in options.batch or ((64, 256, 1024) if on_gpu else (4,)):
+        count = options.prompts or -(-(4 if on_gpu else 2) * batch // options.samples)
         began = time.perf_counter()
         backend = make_backend(options, batch)
         load_s = time.perf_counter() - began

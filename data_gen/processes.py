@@ -27,32 +27,11 @@ from scheduler_core.errors import InputError
 _BATCH = 64
 
 
-def split_servers(options: OpenAIOptions, processes: int) -> list[OpenAIOptions]:
-    """Options for each of several processes: a share of the servers, or of what one server gets at a time.
-
-    Raises:
-        InputError: If there are fewer requests in flight than processes.
-    """
-    urls = options.base_urls
-    if processes < 1:
-        raise InputError("processes", processes, "a whole number of at least 1")
-    if processes <= len(urls):
-        return [replace(options, base_urls=urls[number::processes]) for number in range(processes)]
-    shares = []
-    for number in range(processes):
-        here = number % len(urls)
-        sharers = len(range(here, processes, len(urls)))
-        place = number // len(urls)
-        concurrency = options.concurrency // sharers + (place < options.concurrency % sharers)
-        if concurrency < 1:
-            raise InputError("processes", processes, f"at most {options.concurrency} for each server")
-        shares.append(replace(options, base_urls=(urls[here],), concurrency=concurrency))
-    return shares
-
-
-def openai_processes(options: OpenAIOptions, processes: int) -> ProcessesBackend:
-    """A backend for servers of the OpenAI API in several processes; see `split_servers`."""
-    shares = split_servers(options, processes)
+def openai_backend(options: OpenAIOptions) -> Backend:
+    """The backend for servers of the OpenAI API, in as many processes as `options` says."""
+    if options.processes == 1:
+        return _openai_backend(options)
+    shares = split_servers(options)
     look_ahead = max(share.look_ahead for share in shares)
     return ProcessesBackend([partial(_openai_backend, share) for share in shares], look_ahead)
 
@@ -61,6 +40,27 @@ def _openai_backend(options: OpenAIOptions) -> Backend:
     from data_gen.openai.backend import OpenAIBackend
 
     return OpenAIBackend(options)
+
+
+def split_servers(options: OpenAIOptions) -> list[OpenAIOptions]:
+    """Options for each of the processes: a share of the servers, or of what one server gets at a time.
+
+    Raises:
+        InputError: If there are fewer requests in flight than processes.
+    """
+    urls, processes = options.base_urls, options.processes
+    if processes <= len(urls):
+        parts = [urls[number::processes] for number in range(processes)]
+        return [replace(options, base_urls=part, processes=1) for part in parts]
+    shares = []
+    for number in range(processes):
+        place, here = divmod(number, len(urls))
+        sharers = len(range(here, processes, len(urls)))
+        concurrency = options.concurrency // sharers + (place < options.concurrency % sharers)
+        if concurrency < 1:
+            raise InputError("processes", processes, f"at most {options.concurrency} for each server")
+        shares.append(replace(options, base_urls=(urls[here],), concurrency=concurrency, processes=1))
+    return shares
 
 
 @dataclass(slots=True, eq=False)

@@ -35,6 +35,8 @@ class OpenAIOptions:
     """chat sends messages, the server applies the chat template; completions sends the bare text of the prompt."""
     concurrency: int = 256
     """Requests in flight per server; fewer while it answers 429, 5xx or not in time."""
+    processes: int = 1
+    """Processes that share the servers; one handles some thousand answers per second, fewer when streaming."""
     samples_per_request: int = 1
     """Answers asked for at once (`n`). 1 gives exact token counts from any server and a seed for every answer."""
     send_seed: bool = True
@@ -78,7 +80,7 @@ class OpenAIOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_urls", tuple(url.rstrip("/") for url in self.base_urls))
         _check_urls(self.base_urls)
-        for name in ("concurrency", "samples_per_request", "max_attempts"):
+        for name in ("concurrency", "processes", "samples_per_request", "max_attempts"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "a whole number of at least 1")
         for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s"):

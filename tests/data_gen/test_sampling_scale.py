@@ -7,6 +7,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 
@@ -15,7 +16,7 @@ import pytest
 from data_gen.backend import Answer, SamplingSettings, Work, WorkResult
 from data_gen.draws import answer_seed
 from data_gen.openai import EngineError, OpenAIBackend, OpenAIOptions
-from data_gen.processes import ProcessesBackend, openai_processes, split_servers
+from data_gen.processes import ProcessesBackend, openai_backend, split_servers
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 from tests.data_gen.fake_server import Script, length_of, running
@@ -91,8 +92,10 @@ def backend_room(concurrency: int) -> int:
 @pytest.mark.parametrize(("num_servers", "processes"), [(3, 2), (1, 2)])
 def test_processes_share_the_work(num_servers: int, processes: int) -> None:
     with running(*(Script(delay_s=0.001) for _ in range(num_servers))) as servers:
-        options = OpenAIOptions(base_urls=tuple(one.url for one in servers), concurrency=8)
-        backend = openai_processes(options, processes)
+        options = OpenAIOptions(
+            base_urls=tuple(one.url for one in servers), concurrency=8, processes=processes
+        )
+        backend = openai_backend(options)
         try:
             assert (backend.name, backend.version, backend.served_model) == ("vllm", "9.9", "fake-model")
             assert backend.seeded
@@ -112,17 +115,19 @@ def test_processes_share_the_work(num_servers: int, processes: int) -> None:
 
 def test_servers_are_split_among_processes() -> None:
     urls = tuple(f"http://h{i}/v1" for i in range(3))
-    options = OpenAIOptions(base_urls=urls, concurrency=10)
-    assert [one.base_urls for one in split_servers(options, 2)] == [(urls[0], urls[2]), (urls[1],)]
-    shares = split_servers(options, 7)
+    options = OpenAIOptions(base_urls=urls, concurrency=10, processes=2)
+    assert [one.base_urls for one in split_servers(options)] == [(urls[0], urls[2]), (urls[1],)]
+    shares = split_servers(replace(options, processes=7))
+    assert len(shares) == 7
     totals: Counter[str] = Counter()
     for share in shares:
+        assert share.processes == 1
         totals[share.base_urls[0]] += share.concurrency
     assert totals == dict.fromkeys(urls, 10)
     with pytest.raises(InputError, match="processes"):
-        split_servers(options, 0)
+        OpenAIOptions(processes=0)
     with pytest.raises(InputError, match="processes"):
-        split_servers(OpenAIOptions(concurrency=1), 2)
+        split_servers(OpenAIOptions(concurrency=1, processes=2))
 
 
 class Odd:

@@ -107,7 +107,8 @@ def _finish_reasons(table: pa.Table, path: Path, place: Place) -> NDArray[np.int
         raise InputError(
             f"{place(row)}, column finish_reason",
             column[row].as_py(),
-            ", ".join(FINISH_REASONS) + " (what unknown means is decided at import, import-lengths --unknown)",
+            ", ".join(FINISH_REASONS)
+            + " (what unknown means is decided at import, import-lengths --unknown)",
         )
     return np.asarray(found.to_numpy(zero_copy_only=False), dtype=np.int64)
 
