@@ -227,7 +227,10 @@ def fake_server(delay_s: float, interval_s: float) -> Iterator[str]:
 def in_a_process(url: str, side: str, concurrency: int, options: argparse.Namespace) -> Measured | None:
     """Figures of one side in a fresh process; None if it does not come to an end in time."""
     command = [sys.executable, __file__, "--side", side, "--url", url, "--concurrency", str(concurrency)]
-    command += ["--seconds", str(options.seconds), "--warm-up-s", str(options.warm_up_s)]
+    # Opening the connections and a few whole turns of all requests take longer, the more there are.
+    seconds = max(options.seconds, 1.2e-3 * concurrency)
+    warm_up_s = max(options.warm_up_s, 0.8e-3 * concurrency)
+    command += ["--seconds", str(seconds), "--warm-up-s", str(warm_up_s)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     try:
         done = subprocess.run(
@@ -236,7 +239,7 @@ def in_a_process(url: str, side: str, concurrency: int, options: argparse.Namesp
             check=True,
             env=environment,
             cwd=ROOT,
-            timeout=4 * (options.seconds + options.warm_up_s) + 20,
+            timeout=2 * (seconds + warm_up_s) + 20,
         )
     except subprocess.TimeoutExpired:
         return None
@@ -266,7 +269,7 @@ def main() -> None:
         return
     packages = ", ".join(f"{name} {version(name)}" for name in ("aiohttp", "httpx", "openai"))
     print(f"Python {platform.python_version()}, {packages}, {os.cpu_count()} cores, {platform.machine()}")
-    print(f"{options.rounds} rounds of {options.seconds} s, interleaved; mean (least-most)")
+    print(f"{options.rounds} rounds, interleaved; mean (least-most)")
     for concurrency in options.concurrency:
         measured: dict[str, list[Measured]] = {side: [] for side in options.sides}
         with fake_server(concurrency / options.offered, options.interval_s) as url:
