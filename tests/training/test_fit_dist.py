@@ -338,7 +338,7 @@ def test_groups_with_few_or_no_answers_have_flagged_rows(tmp_path):
 
 def test_every_format_and_number_of_processes_gives_the_same_fits(tmp_path):
     samples = write_sample_file(tmp_path / "samples.parquet", num_prompts=12, max_tokens=120)
-    table = pq.read_table(samples)
+    table = pq.read_table(samples).drop_columns(["messages"])  # which CSV cannot hold
     (tmp_path / "s.jsonl").write_text("\n".join(map(json.dumps, table.to_pylist())), encoding="utf-8")
     csv.write_csv(table, tmp_path / "s.csv")
     (tmp_path / "folder").mkdir()
