@@ -336,7 +336,10 @@ def test_a_server_that_stays_away_ends_the_run() -> None:
 
 
 def test_a_server_that_comes_back_as_another_one_is_not_used() -> None:
-    with running(Script(delay_s=0.005)) as (server,), backend(server.url, server_wait_s=0.3) as engine:
+    with (
+        running(Script(delay_s=0.005)) as (server,),
+        backend(server.url, server_wait_s=0.3, concurrency=8) as engine,
+    ):
         results = engine.sample(LONG_WORK, SETTINGS)
         next(results)
         server.halt()
@@ -345,7 +348,8 @@ def test_a_server_that_comes_back_as_another_one_is_not_used() -> None:
         server.resume()
         with pytest.raises(EngineError, match="vllm 10.0 now and was vllm 9.9"):
             list(results)
-        assert len(server.bodies) - before <= len(EXPECTED)
+        # What was under way may be sent once more before the server is asked who it is; 4000 answers were wanted.
+        assert len(server.bodies) - before <= 100
 
 
 def test_servers_share_the_requests_and_stand_in_for_each_other() -> None:
