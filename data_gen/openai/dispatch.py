@@ -130,19 +130,23 @@ class Dispatcher:
     def _pump(self) -> None:
         """Sends what can be sent now and sets the alarm for what cannot."""
         now = self._loop.time()
-        while self._late and self._late[0][0] <= now:
-            self._ready.appendleft(heapq.heappop(self._late)[2])
-        while self._ready:
-            server = self._pool.pick(now)
-            if server is None:
-                break
-            server.in_flight += 1
-            self._spawn(self._serve(self._take(), server, now))
+        while (pair := self._next(now)) is not None:
+            self._spawn(self._serve(*pair))
         wakes = [self._late[0][0]] if self._late else []
         resumed = self._pool.next_wake(now) if self._ready else None
         if resumed is not None:
             wakes.append(resumed)
         self._alarm(min(wakes, default=None))
+
+    def _next(self, now: float) -> tuple[Ask, Server] | None:
+        """A request that can be sent now, and where to; its place there is taken."""
+        while self._late and self._late[0][0] <= now:
+            self._ready.appendleft(heapq.heappop(self._late)[2])
+        server = self._pool.pick(now) if self._ready else None
+        if server is None:
+            return None
+        server.in_flight += 1
+        return self._take(), server
 
     def _take(self) -> Ask:
         """The next request, cut to what the servers give at once."""
@@ -164,18 +168,23 @@ class Dispatcher:
         self._timer = None
         self._pump()
 
-    async def _serve(self, ask: Ask, server: Server, sent_at: float) -> None:
-        try:
-            body = self._bodies.body(ask.start, ask.prompt, ask.indices)
-            reply = await self._client.ask(server.url, body)
-            ended_at = self._loop.time()
-            await self._accept(ask, reply, sent_at, ended_at)
-            server.succeeded()
-        except ReplyError as error:
-            self._on_failure(ask, server, error, sent_at)
-        finally:
-            server.in_flight -= 1
-        self._pump()
+    async def _serve(self, ask: Ask, server: Server) -> None:
+        """Sends a request, then the next one that can be sent, as long as there is one."""
+        pair: tuple[Ask, Server] | None = (ask, server)
+        while pair is not None:
+            ask, server = pair
+            sent_at = self._loop.time()
+            try:
+                body = self._bodies.body(ask.start, ask.prompt, ask.indices)
+                reply = await self._client.ask(server.url, body)
+                await self._accept(ask, reply, sent_at, self._loop.time())
+                server.succeeded()
+            except ReplyError as error:
+                self._on_failure(ask, server, error, sent_at)
+            finally:
+                server.in_flight -= 1
+            pair = self._next(self._loop.time())
+            self._pump()
 
     async def _accept(self, ask: Ask, reply: Reply, sent_at: float, ended_at: float) -> None:
         """Delivers the answers of a reply and asks again for what it lacks."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 MANY = 500
 """Requests in flight from which it pays."""
 _THRESHOLDS = (10_000, 1_000, 1_000_000)
-_LEAST_WAIT_S = 10.0
+_LEAST_WAIT_S = 30.0
 _SHARE = 0.02
 """Part of the time that full collections may take."""
 

@@ -106,8 +106,12 @@ class OpenAIOptions:
 
     @property
     def look_ahead(self) -> int:
-        """Samples that are taken before the first one is given back: twice what can be in flight."""
-        return 2 * self.concurrency * len(self.base_urls) * self.samples_per_request
+        """Samples that are taken before the first one is given back: what can be in flight and a quarter more.
+
+        Twice as much made a request cost half as much CPU time again at 10,000 in flight.
+        """
+        in_flight = self.concurrency * len(self.base_urls)
+        return (in_flight + max(8, in_flight // 4)) * self.samples_per_request
 
     def secrets(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Headers to send, with the values that come from the environment; never to be logged or stored.
