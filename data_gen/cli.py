@@ -150,11 +150,10 @@ def _backend(config: GenSamplesConfig) -> tuple[Backend, Mapping[str, object]]:
         told = {key: value for key, value in asdict(config.synthetic).items() if key != "answers_per_s"}
         return SyntheticBackend(config.synthetic), told
     if config.backend == "openai":
-        from data_gen.openai import OpenAIBackend
+        from data_gen.processes import openai_backend
 
         options = config.openai if config.model is None else replace(config.openai, model=config.model)
-        server = OpenAIBackend(options)
-        return server, server.recorded
+        return openai_backend(options), options.recorded()
     wait_without_spinning()
     if config.backend == "vllm":
         from data_gen.vllm_backend import VllmBackend
