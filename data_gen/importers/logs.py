@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -240,10 +241,8 @@ class _Values:
         if isinstance(value, datetime):
             value = value.isoformat()
         if isinstance(value, str):
-            try:
+            with suppress(ValueError):
                 return float(value)
-            except ValueError:
-                pass
             try:
                 moment = datetime.fromisoformat(value.strip())
             except ValueError as error:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy import optimize
 
 from scheduler_core.errors import InputError
-from training.fitting.families import SIGMA_FLOOR, Family, FloatArray, Solution
+from training.fitting.families import MIN_SAMPLES, SIGMA_FLOOR, Family, FloatArray, Solution
 from training.fitting.kernels import LOG_T
 from training.fitting.kernels import groups as kernel
 from training.fitting.kernels.goodness import group_distances
@@ -20,7 +20,6 @@ from training.fitting.kernels.likelihood import Answers, constants_of, evaluate
 from training.fitting.threads import one_blas_thread
 
 Solver = Literal["batched", "lbfgsb"]
-MIN_SAMPLES = 3
 # L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
 _LBFGSB_SLOPE = 1e-5
 # Worse than any mean log-likelihood: what its line search is told of a point beyond the float range.
@@ -90,7 +89,7 @@ class Estimates:
         solution: Parameters and standard errors as the kernels name them.
         log_likelihood: Of all answers, x in tokens.
         flags: Bits of `kernels.groups`, [G].
-        converged: No slope of the mean log-likelihood above 1e-8, or the case has a defined result with all its data
+        converged: No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or the case has a defined result with all its data
             seen; [G].
     """
 

@@ -26,6 +26,8 @@ FloatArray = NDArray[np.float64]
 #: Smallest sigma of a fit. Where a share above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
 #: Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
 SIGMA_FLOOR = 1e-3
+#: Fewer answers are not fitted.
+MIN_SAMPLES = 3
 FamilyName = Literal["log-t", "log-normal", "gamma", "weibull", "exponential"]
 
 

@@ -219,10 +219,12 @@ def _effective_counts(sample: Sample) -> NDArray[np.int64]:
     return np.asarray(np.maximum(sums**2 / np.maximum(squares, 1e-300) + 1e-9, 1), dtype=np.int64)
 
 
-def group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
+def group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
     """Sum of the flat values [S] of each group [G]; 0 for a group without any."""
-    sums = np.concatenate([np.zeros(1, dtype=np.result_type(values.dtype, np.int64)), np.cumsum(values)])
-    return np.asarray(sums[offsets[1:]] - sums[offsets[:-1]])
+    # Group by group, so that no rounding of one reaches another.
+    count = len(offsets) - 1
+    owners = np.repeat(np.arange(count), np.diff(offsets))
+    return np.asarray(np.bincount(owners, weights=values, minlength=count), dtype=np.float64)
 
 
 def caps_of(groups: GroupedLengths, options: FitOptions) -> FloatArray:

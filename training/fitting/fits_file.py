@@ -50,7 +50,9 @@ def fits_table(fits: FittedGroups) -> pa.Table:
     flags = fits.flags
     columns = {name: _doubles(values) for name, values in fits.parameters.items()} | {
         "num_samples": pa.array(np.diff(groups.offsets), pa.int32()),
-        "num_censored": pa.array(group_sums(~groups.flat_finished, groups.offsets), pa.int32()),
+        "num_censored": pa.array(
+            group_sums(~groups.flat_finished, groups.offsets).astype(np.int32), pa.int32()
+        ),
         "max_tokens": pa.array(groups.max_tokens, pa.int32()),
         "log_likelihood": _doubles(fits.log_likelihood),
         "ks_stat": _doubles(fits.ks_stat),

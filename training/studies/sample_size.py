@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from training.fitting.estimate import MIN_SAMPLES, Estimates, Sample, estimate
-from training.fitting.families import FloatArray, family_of
+from training.fitting.estimate import Estimates, Sample, estimate
+from training.fitting.families import MIN_SAMPLES, FloatArray, family_of
 from training.fitting.kernels.groups import CONSTANT, SIGMA_FLOOR
 from training.progress import tracked
 from training.studies import paper

@@ -4,7 +4,7 @@ A table of answer lengths has one of two forms:
 
 | form | rows | columns used |
 |---|---|---|
-| samples/1 | one for each answer | output_tokens (number), finish_reason or finished (bool), optional max_tokens |
+| samples/2 | one for each answer | output_tokens (number), finish_reason or finished (bool), optional max_tokens |
 | lists | one for each group | output_tokens (list), optional finished (list of bool), max_tokens |
 
 Both bring the columns to group by; prompt, category, dataset, prompt_tokens and temperature are carried along if they
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from data_gen.tables import read_parquet
 from scheduler_core.errors import InputError
+from training.fitting.families import MIN_SAMPLES
 from training.fitting.reading.answers import read_answers
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
 
 CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
 #: Fewest answers that a group's fit needs; smaller groups are kept and flagged.
-MIN_SAMPLES = 3
 
 
 class Slices(Sequence[NDArray[Any]]):
