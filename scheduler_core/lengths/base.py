@@ -262,7 +262,7 @@ def _conditional_sf(
     ratio = np.exp(law.drop(near, w)) * law.ratio(near + w, 1.0) / law.ratio(near, 1.0)
     end = _coordinate(law, location, spread, done + more)
     value = np.where(beyond, ratio, np.exp(law.log_sf(end) - law.log_sf(start)))
-    return np.clip(value, 0.0, 1.0)
+    return np.where(more > 0, np.clip(value, 0.0, 1.0), 1.0)
 
 
 def _conditional_ppf(

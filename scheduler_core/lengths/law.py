@@ -60,7 +60,7 @@ class Law(ABC):
 
     @abstractmethod
     def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
-        """The w with height(t + w) - height(t) = rise."""
+        """The w >= 0 with height(t + w) - height(t) = rise >= 0; t >= 0, or >= split."""
 
     @abstractmethod
     def log_stretch(self, t: FloatArray) -> FloatArray:

@@ -62,7 +62,13 @@ class StudentLaw(Law):
         return np.asarray(2.0 * self._root * np.cosh(t + half) * np.sinh(half))
 
     def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
-        return self.coordinate(self.height(t) + rise) - t
+        # sinh(t + w) - sinh t = rise / root is a quadratic in y = exp(w) - 1; its positive root, without cancellation.
+        double = 2.0 * rise / self._root * np.exp(-t)
+        slope = 1.0 + np.exp(-2.0 * t) - double
+        root = np.sqrt(slope * slope + 4.0 * double)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            y = np.where(slope > 0, 2.0 * double / (slope + root), (root - slope) / 2.0)
+        return np.asarray(np.log1p(y))
 
     def log_stretch(self, t: FloatArray) -> FloatArray:
         return np.asarray(np.log(self._root) + _log_cosh(t))

@@ -56,6 +56,15 @@ def test_remaining_quantile_and_survival_are_inverse(
     assert float(rest.sf(0.0)) == float(rest.sf(-5.0)) == 1.0
 
 
+def test_nothing_more_is_certain_and_a_little_more_nearly() -> None:
+    """In this law the way back from a height rounds; the answer must not."""
+    rest = LogT(0.75, 0.1849814, 3.8333918).remaining(math.e)
+    assert rest.sf(0.0) == 1.0
+    hazard = float(rest.length.pdf(math.e) / rest.length.sf(math.e))
+    assert 1 - float(rest.sf(1e-9)) == pytest.approx(1e-9 * hazard, rel=1e-6)
+    assert float(rest.sf(rest.ppf(1e-12))) == pytest.approx(1 - 1e-12, abs=2e-16)
+
+
 @given(LENGTHS, between(1.0, 5000.0), between(1.0, 5000.0), LEVELS)
 @settings(max_examples=100, deadline=None)
 def test_conditions_chain(length: LengthDistribution, first: float, then: float, q: float) -> None:
