@@ -18,6 +18,7 @@ from predictors.artifact import (
     MODEL,
     NORMALIZATION,
     TOKENIZER,
+    Conditions,
     Manifest,
     TruncationSide,
     content_version,
@@ -58,10 +59,13 @@ class ExportConfig:
     """Version of the artifact; default: twelve digits that follow from its content."""
     license: str | None = None
     """Licence of the artifact (SPDX), for the manifest."""
+    abstain_threshold: float | None = None
+    """Lowest probability of the likeliest urgency level that counts as an answer; default: urgency.abstain_threshold
+    of the checkpoint's training.json, and without one every answer counts."""
     legacy_exporter: bool = False
     """Use torch's older TorchScript exporter: several times faster, a larger graph with the same numbers."""
     tolerance: float = 1e-4
-    """Largest difference from torch that passes, in log tokens."""
+    """Largest difference from torch that passes: absolute for log tokens and probabilities, else relative above 1."""
     seed: int = 0
     """Seed of the random tokens that the comparison with torch uses."""
 
@@ -74,7 +78,9 @@ class ExportConfig:
             if value is not None and not value.strip():
                 raise InputError(name, value, "a name that is not empty, or unset")
         if not 0 < self.tolerance < 1:
-            raise InputError("tolerance", self.tolerance, "a number in (0, 1), log tokens")
+            raise InputError("tolerance", self.tolerance, "a number in (0, 1)")
+        if self.abstain_threshold is not None and not 0 <= self.abstain_threshold <= 1:
+            raise InputError("abstain_threshold", self.abstain_threshold, "a number in [0, 1], or unset")
         if self.seed < 0:
             raise InputError("seed", self.seed, "an integer >= 0")
 
@@ -112,33 +118,25 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     from export.graph import export_graph
     from export.parity import check_tokenizer, measure_parity
     from predictors.runtime import open_runtime
+    from predictors.tokenizer import PromptTokenizer
 
-    versions = toolchain_versions()
-    export_graph(checkpoint.model, folder / MODEL, legacy_exporter=config.legacy_exporter)
+    manifest = _manifest(config, checkpoint)
+    export_graph(checkpoint.model, manifest, folder / MODEL, legacy_exporter=config.legacy_exporter)
     for name in (TOKENIZER, NORMALIZATION):
         shutil.copyfile(checkpoint.path / name, folder / name)
-    run = {"command": "export-onnx", "config": dataclasses.asdict(config), "versions": versions}
+    run = {
+        "command": "export-onnx",
+        "config": dataclasses.asdict(config),
+        "versions": dict(manifest.versions),
+    }
     write_json(folder / "run.json", run)
     files = hash_files(folder)
-    training = checkpoint.training_info
-    manifest = Manifest(
-        artifact_id=config.artifact_id or checkpoint.path.resolve().name,
-        artifact_version=config.artifact_version or content_version(files),
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        nu=checkpoint.config.nu,
-        max_length=checkpoint.config.max_length,
-        truncation_side=cast(TruncationSide, checkpoint.config.truncation_side),
-        pad_token_id=int(cast(int, checkpoint.tokenizer.pad_token_id)),
-        files=files,
-        served_models=checkpoint.config.served_models,
-        training_data=_object(training, "data"),
-        metrics=_object(training, "metrics"),
-        versions=versions,
-        license=config.license,
-    )
+    version = config.artifact_version or content_version(files)
+    manifest = dataclasses.replace(manifest, files=files, artifact_version=version)
     write_manifest(folder, manifest)
     # From here on the artifact is read as any consumer reads it: what is checked is what is shipped.
     runtime = open_runtime(folder, provider="cpu")
+    assert isinstance(runtime.tokenizer, PromptTokenizer)
     check_tokenizer(checkpoint, runtime.tokenizer)
     parity = measure_parity(
         checkpoint.model, runtime, tolerance=config.tolerance, rng=np.random.default_rng(config.seed)
@@ -148,6 +146,54 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     manifest = dataclasses.replace(manifest, parity=dataclasses.asdict(parity))
     write_manifest(folder, manifest)
     return manifest
+
+
+def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
+    """All of it but what follows from the files."""
+    predictor, training = checkpoint.config, checkpoint.training_info
+    heads, conditioning = predictor.heads, predictor.conditioning
+    calibration = checkpoint.model.calibration
+    return Manifest(
+        artifact_id=config.artifact_id or checkpoint.path.resolve().name,
+        artifact_version="",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        heads=heads.names,
+        files={},
+        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
+        within=heads.length is not None and heads.length.within,
+        max_length=predictor.max_length,
+        truncation_side=cast(TruncationSide, predictor.truncation_side),
+        pad_token_id=int(cast(int, checkpoint.tokenizer.pad_token_id)),
+        served_models=predictor.known_models,
+        conditioning=None
+        if conditioning is None
+        else Conditions(unknown_models=conditioning.unknown, temperature=conditioning.temperature),
+        urgency_levels=() if heads.urgency is None else heads.urgency.levels,
+        abstain_threshold=_abstain_threshold(config, checkpoint),
+        bucket_edges=() if heads.bucket is None else heads.bucket.edges,
+        calibration={} if calibration.is_identity else calibration.to_json(),
+        training_data=_object(training, "data"),
+        metrics=_object(training, "metrics"),
+        versions=toolchain_versions(),
+        license=config.license,
+    )
+
+
+def _abstain_threshold(config: ExportConfig, checkpoint: Checkpoint) -> float | None:
+    if checkpoint.config.heads.urgency is None:
+        if config.abstain_threshold is not None:
+            raise InputError(
+                "abstain_threshold", config.abstain_threshold, "unset: the checkpoint has no urgency head"
+            )
+        return None
+    if config.abstain_threshold is not None:
+        return config.abstain_threshold
+    found = _object(checkpoint.training_info, "urgency").get("abstain_threshold")
+    if found is not None and (
+        isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= 1
+    ):
+        raise InputError("checkpoint training.json, urgency.abstain_threshold", found, "a number in [0, 1]")
+    return None if found is None else float(found)
 
 
 def toolchain_versions() -> dict[str, str]:

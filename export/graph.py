@@ -1,4 +1,4 @@
-"""A torch predictor as one ONNX graph: token ids in, mu and sigma in natural units out."""
+"""A torch predictor as one ONNX graph: token ids and conditions in, all heads in natural units out."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from predictors.artifact import INPUTS, OUTPUTS
+from predictors.artifact import Manifest
 from scheduler_core.errors import MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     import onnx
+    from torch import Tensor, nn
 
-    from predictors.modules import LengthPredictor
+    from predictors.modules import PromptPredictor
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,16 @@ MAX_INLINE_BYTES = 1_900_000_000
 EXPORT_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
-def export_graph(model: LengthPredictor, path: Path, *, legacy_exporter: bool = False) -> None:
-    """Writes `model`, de-normalisation and sigma floor included, as an ONNX file with free batch and sequence.
+def export_graph(
+    model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool = False
+) -> None:
+    """Writes `model` as an ONNX file with free batch and sequence.
+
+    De-normalisation, sigma floor and calibration are inside.
 
     Args:
         model: Predictor in eval mode on the CPU.
+        manifest: Names the inputs and outputs.
         path: File to write; weights beyond 1.9 GB go to a second file beside it.
         legacy_exporter: Use torch's TorchScript exporter: faster, a larger graph.
 
@@ -48,7 +54,7 @@ def export_graph(model: LengthPredictor, path: Path, *, legacy_exporter: bool = 
     is_large = num_bytes > MAX_INLINE_BYTES
     try:
         with _quiet():
-            _torch_export(model, path, legacy_exporter=legacy_exporter, external_data=is_large)
+            _torch_export(model, manifest, path, legacy_exporter=legacy_exporter, external_data=is_large)
     except Exception as error:  # the exporters raise whatever the failing layer raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
@@ -59,30 +65,36 @@ def export_graph(model: LengthPredictor, path: Path, *, legacy_exporter: bool = 
     onnx.checker.check_model(str(path))
 
 
-def _torch_export(model: LengthPredictor, path: Path, *, legacy_exporter: bool, external_data: bool) -> None:
+def _torch_export(
+    model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool, external_data: bool
+) -> None:
     import torch
 
-    seq = min(16, model.config.max_length)
-    ids = torch.ones((2, seq), dtype=torch.int64)
-    mask = torch.ones((2, seq), dtype=torch.int64)
-    mask[1, seq // 2 :] = 0
+    graph = _in_order(model, [tensor.name for tensor in manifest.outputs])
+    example = _example(model, manifest)
     names: dict[str, Any] = {
-        "input_names": [tensor.name for tensor in INPUTS],
-        "output_names": [tensor.name for tensor in OUTPUTS],
+        "input_names": [tensor.name for tensor in manifest.inputs],
+        "output_names": [tensor.name for tensor in manifest.outputs],
     }
     if legacy_exporter:
-        axes: dict[str, Any] = {tensor.name: dict(enumerate(tensor.shape)) for tensor in (*INPUTS, *OUTPUTS)}
+        axes: dict[str, Any] = {
+            tensor.name: {axis: name for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
+            for tensor in (*manifest.inputs, *manifest.outputs)
+        }
         with torch.no_grad(), _expm1_known_to_the_legacy_exporter():
-            torch.onnx.export(
-                model, (ids, mask), path, dynamo=False, dynamic_axes=axes, verbose=False, **names
-            )
+            torch.onnx.export(graph, example, path, dynamo=False, dynamic_axes=axes, verbose=False, **names)
         return
-    batch = torch.export.Dim("batch", min=1, max=MAX_BATCH)
-    length = torch.export.Dim("seq", min=1, max=model.config.max_length)
-    shapes = {tensor.name: {0: batch, 1: length} for tensor in INPUTS}
+    sizes = {
+        "batch": torch.export.Dim("batch", min=1, max=MAX_BATCH),
+        "seq": torch.export.Dim("seq", min=1, max=model.config.max_length),
+    }
+    shapes = {
+        tensor.name: {axis: sizes[str(name)] for axis, name in enumerate(tensor.shape)}
+        for tensor in manifest.inputs
+    }
     torch.onnx.export(
-        model,
-        (ids, mask),
+        graph,
+        example,
         path,
         dynamo=True,
         dynamic_shapes=shapes,
@@ -90,6 +102,44 @@ def _torch_export(model: LengthPredictor, path: Path, *, legacy_exporter: bool, 
         verbose=False,
         **names,
     )
+
+
+def _in_order(model: PromptPredictor, names: Sequence[str]) -> nn.Module:
+    """The model with its outputs as a tuple: the exporters give no order to a dict."""
+    import torch
+
+    class InOrder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor,
+            served_model: Tensor | None = None,
+            temperature: Tensor | None = None,
+        ) -> tuple[Tensor, ...]:
+            found = self.model(input_ids, attention_mask, served_model, temperature)
+            return tuple(found[name] for name in names)
+
+    return InOrder().eval()
+
+
+def _example(model: PromptPredictor, manifest: Manifest) -> tuple[Tensor, ...]:
+    """Two rows, one of them padded and of an unknown temperature."""
+    import torch
+
+    seq = min(16, model.config.max_length)
+    mask = torch.ones((2, seq), dtype=torch.int64)
+    mask[1, seq // 2 :] = 0
+    values = {
+        "input_ids": torch.ones((2, seq), dtype=torch.int64),
+        "attention_mask": mask,
+        "served_model": torch.tensor([1, 0]),
+        "temperature": torch.tensor([1.0, float("nan")]),
+    }
+    return tuple(values[tensor.name] for tensor in manifest.inputs)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,10 +13,13 @@ from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import TailcastError
 
 if TYPE_CHECKING:
-    from predictors.modules import Checkpoint, LengthPredictor
+    from predictors.modules import Checkpoint, PromptPredictor
     from predictors.runtime import ArtifactRuntime
 
 SHAPES = ((1, 1), (1, 7), (2, 16), (3, 33), (8, 128))  # and one prompt as long as the model reads
+TEMPERATURES = (None, 0.0, 0.3, 1.0, 2.0)
+# Of these a large number is as right with a proportionally larger difference.
+RELATIVE_ABOVE_1 = ("nu", "regression_tokens", "rank")
 
 PROBES = (
     "Name three rivers in Europe.",
@@ -27,51 +30,73 @@ PROBES = (
     "word " * 3000,
 )
 
+Arrays = Mapping[str, NDArray[np.float64]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parity:
-    """What was measured, in log tokens.
+    """What was measured: log tokens for mu and sigma, probabilities, and shares of what is larger than 1 for the rest.
 
     Attributes:
-        max_abs_diff: "batch x seq" -> largest |torch - ONNX Runtime| over mu and sigma.
+        max_abs_diff: "batch x seq" -> largest |torch - ONNX Runtime| over all outputs.
+        by_output: Output -> the same over all shapes.
         padding: Largest change of a prompt's numbers between alone and padded beside a longer one.
-        tolerance: What both had to stay below.
+        tolerance: What all of it had to stay below.
     """
 
     max_abs_diff: dict[str, float]
+    by_output: dict[str, float]
     padding: float
     tolerance: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Token ids of each prompt, served models by name, temperatures."""
+
+    prompts: list[NDArray[np.int64]]
+    served_models: list[str | None]
+    temperatures: list[float | None]
+
+
 def measure_parity(
-    model: LengthPredictor, runtime: ArtifactRuntime, *, tolerance: float, rng: np.random.Generator
+    model: PromptPredictor, runtime: ArtifactRuntime, *, tolerance: float, rng: np.random.Generator
 ) -> Parity:
-    """Compares torch with the artifact on random tokens under random padding.
+    """Compares torch with the artifact on random tokens under random padding and random conditions.
 
     Args:
         model: The predictor in eval mode.
         runtime: The artifact made from it.
-        tolerance: Largest difference that passes, log tokens.
-        rng: Draws tokens and lengths.
+        tolerance: Largest difference that passes.
+        rng: Draws tokens, lengths, served models and temperatures.
 
     Raises:
         TailcastError: A shape fails or differs by more than `tolerance`.
     """
     longest = model.config.max_length
-    vocabulary: int = model.encoder.config.vocab_size  # type: ignore[union-attr,assignment]
     shapes = sorted({(batch, min(seq, longest)) for batch, seq in (*SHAPES, (1, longest))})
-    differences = {}
+    by_shape: dict[str, float] = {}
+    by_output: dict[str, float] = {}
     for batch, seq in shapes:
-        prompts = _random_prompts(batch, seq, vocabulary, rng)
-        difference = _difference(_torch(model, prompts), runtime.run(prompts))
-        differences[f"{batch}x{seq}"] = difference
-        _check(difference, tolerance, f"torch and ONNX Runtime at {batch} x {seq} tokens")
-    prompts = _random_prompts(4, min(33, longest), vocabulary, rng)
-    alone = [runtime.run([prompt]) for prompt in prompts]
-    mu, sigma = (np.concatenate([one[part] for one in alone]) for part in (0, 1))
-    padding = _difference((mu, sigma), runtime.run(prompts))
+        rows = _random_batch(model, batch, seq, rng)
+        differences = _differences(_torch(model, rows), _onnx(runtime, rows))
+        _check(differences, tolerance, f"torch and ONNX Runtime at {batch} x {seq} tokens")
+        by_shape[f"{batch}x{seq}"] = max(differences.values())
+        for name, difference in differences.items():
+            by_output[name] = max(difference, by_output.get(name, 0.0))
+    rows = _random_batch(model, 4, min(33, longest), rng)
+    alone = [
+        _onnx(runtime, _Batch([prompt], [served], [temperature]))
+        for prompt, served, temperature in zip(
+            rows.prompts, rows.served_models, rows.temperatures, strict=True
+        )
+    ]
+    joined = {name: np.concatenate([one[name] for one in alone]) for name in alone[0]}
+    padding = _differences(joined, _onnx(runtime, rows))
     _check(padding, tolerance, "a prompt alone and in a batch")
-    return Parity(max_abs_diff=differences, padding=padding, tolerance=tolerance)
+    return Parity(
+        max_abs_diff=by_shape, by_output=by_output, padding=max(padding.values()), tolerance=tolerance
+    )
 
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
@@ -86,36 +111,56 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
             )
 
 
-def _random_prompts(
-    batch: int, seq: int, vocabulary: int, rng: np.random.Generator
-) -> list[NDArray[np.int64]]:
+def _random_batch(model: PromptPredictor, batch: int, seq: int, rng: np.random.Generator) -> _Batch:
+    vocabulary: int = model.encoder.config.vocab_size  # type: ignore[union-attr,assignment]
     lengths = [seq, *rng.integers(1, seq + 1, size=batch - 1)]
-    return [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in lengths]
+    conditioning = model.config.conditioning
+    known: tuple[str | None, ...] = () if conditioning is None else conditioning.served_models
+    names = known if conditioning is not None and not conditioning.unknown else (*known, None)
+    return _Batch(
+        [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in lengths],
+        [names[number] for number in rng.integers(len(names), size=batch)],
+        [TEMPERATURES[number] for number in rng.integers(len(TEMPERATURES), size=batch)],
+    )
 
 
-def _torch(
-    model: LengthPredictor, prompts: Sequence[NDArray[np.int64]]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _torch(model: PromptPredictor, rows: _Batch) -> Arrays:
     import torch
 
-    longest = max(len(prompt) for prompt in prompts)
-    ids = torch.zeros((len(prompts), longest), dtype=torch.int64)
+    longest = max(len(prompt) for prompt in rows.prompts)
+    ids = torch.zeros((len(rows.prompts), longest), dtype=torch.int64)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(rows.prompts):
         ids[row, : len(prompt)] = torch.from_numpy(prompt)
         mask[row, : len(prompt)] = 1
+    conditions = []
+    if model.config.conditioning is not None:
+        numbers = [model.config.conditioning.number_of(name) for name in rows.served_models]
+        temperatures = [float("nan") if value is None else value for value in rows.temperatures]
+        conditions = [torch.tensor(numbers), torch.tensor(temperatures, dtype=torch.float32)]
     with torch.no_grad():
-        parameters = model(ids, mask)
-    return parameters.mu.double().numpy(), parameters.sigma.double().numpy()
+        found = model(ids, mask, *conditions)
+    return {name: values.double().numpy() for name, values in found.items()}
 
 
-def _difference(
-    one: tuple[NDArray[np.float64], NDArray[np.float64]],
-    other: tuple[NDArray[np.float64], NDArray[np.float64]],
-) -> float:
-    return float(max(np.abs(a - b).max() for a, b in zip(one, other, strict=True)))
+def _onnx(runtime: ArtifactRuntime, rows: _Batch) -> Arrays:
+    found = runtime.run(rows.prompts, rows.served_models, rows.temperatures).arrays()
+    return {tensor.name: found[tensor.name] for tensor in runtime.artifact.manifest.outputs}
 
 
-def _check(difference: float, tolerance: float, what: str) -> None:
-    if not difference <= tolerance:  # NaN fails too
-        raise TailcastError(f"{what} differ by {difference:.3g} log tokens; allowed: {tolerance:.3g}")
+def _differences(one: Arrays, other: Arrays) -> dict[str, float]:
+    if set(one) != set(other):
+        raise TailcastError(f"torch gives {', '.join(one)}; the artifact {', '.join(other)}")
+    found = {}
+    for name, values in one.items():
+        difference = np.abs(values - other[name])
+        if name in RELATIVE_ABOVE_1:
+            difference = difference / np.maximum(np.abs(values), 1.0)
+        found[name] = float(difference.max())
+    return found
+
+
+def _check(differences: Mapping[str, float], tolerance: float, what: str) -> None:
+    for name, difference in differences.items():
+        if not difference <= tolerance:  # NaN fails too
+            raise TailcastError(f"{what}: {name} differs by {difference:.3g}; allowed: {tolerance:.3g}")

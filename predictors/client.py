@@ -128,12 +128,17 @@ class GrpcPredictor:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
-        """Predictions in the order of `requests`.
+        """Predicted lengths in the order of `requests`.
 
         Raises:
-            PredictorError: The service could not be reached in time, or refused or failed one of the requests.
+            PredictorError: The service could not be reached in time, or refused or failed one of the requests, or its
+                artifact predicts no length distribution.
             InputError: A prompt cannot be sent.
         """
+        return [_prediction(found, self.address) for found in await self.responses(requests)]
+
+    async def responses(self, requests: Sequence[PredictionRequest]) -> list[pb.PredictResponse]:
+        """All that the service says (urgency, buckets, rank, ...), in the order of `requests`; raises as `predict`."""
         stub = self._connected()
         calls = [asyncio.ensure_future(self._call(stub, chunk)) for chunk in _chunks(requests, self.settings)]
         try:
@@ -141,7 +146,7 @@ class GrpcPredictor:
         finally:
             for call in calls:
                 call.cancel()
-        return [prediction for answer in answers for prediction in answer]
+        return [response for answer in answers for response in answer]
 
     async def metadata(self) -> pb.GetMetadataResponse:
         """What the service serves: artifact, limits, provider."""
@@ -176,16 +181,16 @@ class GrpcPredictor:
             self._loop = loop
         return self._stub
 
-    async def _call(self, stub: Any, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+    async def _call(self, stub: Any, requests: Sequence[PredictionRequest]) -> list[pb.PredictResponse]:
         messages = [_message(request) for request in requests]
         try:
             if len(messages) == 1:
-                return [_prediction(await stub.Predict(messages[0], timeout=self.settings.timeout_s))]
+                return [await stub.Predict(messages[0], timeout=self.settings.timeout_s)]
             batch = pb.PredictBatchRequest(requests=messages)
             response = await stub.PredictBatch(batch, timeout=self.settings.timeout_s)
         except grpc.aio.AioRpcError as error:
             _raise(error, self.address, requests)
-        return _predictions(response, requests, self.address)
+        return _responses(response, requests, self.address)
 
 
 class SyncPredictor:
@@ -202,20 +207,24 @@ class SyncPredictor:
         self._channel: grpc.Channel | None = None
 
     def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
-        """Predictions in the order of `requests`; raises as `GrpcPredictor.predict` does."""
+        """Predicted lengths in the order of `requests`; raises as `GrpcPredictor.predict` does."""
+        return [_prediction(found, self.address) for found in self.responses(requests)]
+
+    def responses(self, requests: Sequence[PredictionRequest]) -> list[pb.PredictResponse]:
+        """All that the service says (urgency, buckets, rank, ...), in the order of `requests`; raises as `predict`."""
         stub = self._connected()
         calls = []
         for chunk in _chunks(requests, self.settings):
             message = pb.PredictBatchRequest(requests=[_message(request) for request in chunk])
             calls.append((chunk, stub.PredictBatch.future(message, timeout=self.settings.timeout_s)))
-        predictions = []
+        found = []
         try:
             for chunk, call in calls:
-                predictions += _predictions(_result(call, chunk, self.address), chunk, self.address)
+                found += _responses(_result(call, chunk, self.address), chunk, self.address)
         finally:
             for _, call in calls:
                 call.cancel()
-        return predictions
+        return found
 
     def metadata(self) -> pb.GetMetadataResponse:
         """What the service serves: artifact, limits, provider."""
@@ -283,7 +292,10 @@ def _chunks(
 def _message(request: PredictionRequest) -> pb.PredictRequest:
     try:
         return pb.PredictRequest(
-            request_id=request.request_id, prompt=request.prompt, served_model=request.served_model
+            request_id=request.request_id,
+            prompt=request.prompt,
+            served_model=request.served_model,
+            temperature=request.temperature,
         )
     except (TypeError, ValueError) as error:
         raise InputError(
@@ -291,14 +303,14 @@ def _message(request: PredictionRequest) -> pb.PredictRequest:
         ) from error
 
 
-def _predictions(
+def _responses(
     response: pb.PredictBatchResponse, requests: Sequence[PredictionRequest], address: str
-) -> list[LengthPrediction]:
+) -> list[pb.PredictResponse]:
     if len(response.outcomes) != len(requests):
         raise PredictorError(
             f"predictor {address}: {len(response.outcomes)} outcomes for {len(requests)} requests", "INTERNAL"
         )
-    predictions = []
+    found = []
     for outcome, request in zip(response.outcomes, requests, strict=True):
         if outcome.WhichOneof("outcome") != "prediction":
             code = _code_name(outcome.error.code)
@@ -307,11 +319,14 @@ def _predictions(
                 code,
                 request.request_id,
             )
-        predictions.append(_prediction(outcome.prediction))
-    return predictions
+        found.append(outcome.prediction)
+    return found
 
 
-def _prediction(found: pb.PredictResponse) -> LengthPrediction:
+def _prediction(found: pb.PredictResponse, address: str) -> LengthPrediction:
+    if not found.HasField("mu"):
+        message = f"artifact {found.artifact_id!r} predicts no length distribution"
+        raise PredictorError(f"predictor {address}: {message}", "FAILED_PRECONDITION", found.request_id)
     return LengthPrediction(
         mu=found.mu,
         sigma=found.sigma,

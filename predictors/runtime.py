@@ -1,7 +1,8 @@
 """An artifact ready to predict: tokenizer and ONNX Runtime session, nothing of the network.
 
 runtime = open_runtime("artifact")
-mu, sigma = runtime.predict(["Name three rivers.", "Write an essay on tides."])
+predicted = runtime.predict(["Name three rivers.", "Write an essay on tides."])
+print(predicted.mu, predicted.sigma)
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import MODEL, Artifact, open_artifact
+from predictors.lexical_reader import LexicalReader
+from predictors.manifest import Manifest, checked_temperature
+from predictors.predicted import Predicted
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 
@@ -34,70 +38,149 @@ class ArtifactRuntime:
 
     Attributes:
         artifact: What is run.
-        tokenizer: Text to token ids.
+        tokenizer: Text to what the model reads: token ids, or features where the artifact is lexical.
         provider: ONNX Runtime's execution provider in use, which can differ from the one asked for by "auto".
     """
 
-    def __init__(self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession) -> None:
+    def __init__(
+        self,
+        artifact: Artifact,
+        tokenizer: PromptTokenizer | LexicalReader,
+        session: ort.InferenceSession,
+    ) -> None:
         self.artifact = artifact
         self.tokenizer = tokenizer
         self.provider: str = session.get_providers()[0]
         self._session = session
 
-    def run(self, prompts: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def run(
+        self,
+        prompts: Sequence[NDArray[Any]],
+        served_models: Sequence[str | None] | None = None,
+        temperatures: Sequence[float | None] | None = None,
+    ) -> Predicted:
         """Predicts one batch.
 
         Args:
-            prompts: Token ids of B prompts, each [tokens], at least one token.
+            prompts: Token ids of B prompts, each int64 [tokens], at least one token; of a lexical artifact features,
+                each float32 [F].
+            served_models: Names of the LLMs that will answer [B]; None: not told. What the artifact makes of names
+                it does not know: `Manifest.served_model_number`.
+            temperatures: Sampling temperatures [B], at least 0; None: not told. An artifact that is not conditioned
+                does not look at them.
 
         Returns:
-            mu [B] and sigma [B] in log tokens.
+            Predictions for B prompts.
 
         Raises:
-            TailcastError: The session failed or gave something else than B numbers for each.
+            InputError: The artifact has not learnt a served model's lengths, or a temperature is below 0.
+            TailcastError: The session failed or gave something else than B rows.
         """
-        longest = max(len(ids) for ids in prompts)
-        input_ids = np.full((len(prompts), longest), self.artifact.manifest.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
-        for row, ids in enumerate(prompts):
-            input_ids[row, : len(ids)] = ids
-            attention_mask[row, : len(ids)] = 1
+        manifest = self.artifact.manifest
+        feed = self._lexical(prompts) if manifest.lexical is not None else self._tokens(prompts)
+        feed |= _conditions(manifest, len(prompts), served_models, temperatures)
+        names = [tensor.name for tensor in manifest.outputs]
         try:
-            mu, sigma = self._session.run(
-                ["mu", "sigma"], {"input_ids": input_ids, "attention_mask": attention_mask}
-            )
+            found = self._session.run(names, feed)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
-            raise TailcastError(f"the ONNX session failed on shape {input_ids.shape}: {error}") from error
-        if mu.shape != (len(prompts),) or sigma.shape != (len(prompts),):
-            raise TailcastError(f"the model gave shapes {mu.shape}, {sigma.shape} for {len(prompts)} prompts")
-        return mu.astype(np.float64), sigma.astype(np.float64)
+            shape = next(iter(feed.values())).shape
+            raise TailcastError(f"the ONNX session failed on shape {shape}: {error}") from error
+        for tensor, values in zip(manifest.outputs, found, strict=True):
+            wanted = (len(prompts), *tensor.shape[1:])
+            if values.shape != wanted:
+                raise TailcastError(f"the model gave {tensor.name} with shape {values.shape}, not {wanted}")
+        arrays = {name: values.astype(np.float64) for name, values in zip(names, found, strict=True)}
+        return Predicted.of(arrays, nu=manifest.nu)
 
     def predict(
-        self, prompts: Sequence[str], *, batch_size: int = 4
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        self,
+        prompts: Sequence[str],
+        served_models: Sequence[str | None] | None = None,
+        temperatures: Sequence[float | None] | None = None,
+        *,
+        batch_size: int = 4,
+    ) -> Predicted:
         """Predicts any number of prompts, in batches of similar length.
 
         Args:
             prompts: N texts.
+            served_models, temperatures: As in `run`, [N].
             batch_size: Prompts per model call; on a CPU small batches are the fastest.
 
         Returns:
-            mu [N] and sigma [N] in log tokens, in the order of the prompts.
+            Predictions in the order of the prompts.
         """
         if batch_size < 1:
             raise InputError("batch_size", batch_size, "an integer >= 1")
-        tokens = [prompt.ids for prompt in self.tokenizer(prompts)]
-        mu, sigma = np.empty(len(tokens)), np.empty(len(tokens))
-        by_length = sorted(range(len(tokens)), key=lambda index: len(tokens[index]))
-        for start in range(0, len(tokens), batch_size):
-            rows = by_length[start : start + batch_size]
-            mu[rows], sigma[rows] = self.run([tokens[row] for row in rows])
-        return mu, sigma
+        for name, values in (("served_models", served_models), ("temperatures", temperatures)):
+            if values is not None and len(values) != len(prompts):
+                raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one for each prompt")
+        read = [prompt.values for prompt in self.tokenizer(prompts)]
+        by_length = sorted(range(len(read)), key=lambda index: len(read[index]))
+        batches = [by_length[start : start + batch_size] for start in range(0, len(read), batch_size)]
+        if not batches:
+            return self._nothing()
+        parts = [
+            self.run(
+                [read[row] for row in rows],
+                None if served_models is None else [served_models[row] for row in rows],
+                None if temperatures is None else [temperatures[row] for row in rows],
+            )
+            for rows in batches
+        ]
+        return Predicted.gathered(parts, batches)
 
     def warm_up(self, shapes: Sequence[tuple[int, int]] = ((1, 16), (4, 32))) -> None:
         """Runs dummy batches of the given (batch, tokens), so that the first request pays no start-up cost."""
+        manifest = self.artifact.manifest
+        # A name that every artifact takes.
+        served = manifest.served_models[0] if manifest.served_models else None
         for batch, tokens in shapes:
-            self.run([np.zeros(min(tokens, self.tokenizer.max_length), dtype=np.int64)] * batch)
+            if manifest.lexical is None:
+                prompt: NDArray[Any] = np.zeros(min(tokens, manifest.max_length or 1), dtype=np.int64)
+            else:
+                prompt = np.zeros(len(manifest.lexical.feature_names), dtype=np.float32)
+            self.run([prompt] * batch, [served] * batch)
+
+    def _tokens(self, prompts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        longest = max(len(ids) for ids in prompts)
+        pad = self.artifact.manifest.pad_token_id
+        assert pad is not None
+        input_ids = np.full((len(prompts), longest), pad, dtype=np.int64)
+        attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        for row, ids in enumerate(prompts):
+            input_ids[row, : len(ids)] = ids
+            attention_mask[row, : len(ids)] = 1
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def _lexical(self, prompts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        return {"features": np.stack(prompts).astype(np.float32, copy=False)}
+
+    def _nothing(self) -> Predicted:
+        manifest = self.artifact.manifest
+        arrays = {
+            tensor.name: np.zeros((0, *(size for size in tensor.shape[1:] if isinstance(size, int))))
+            for tensor in manifest.outputs
+        }
+        return Predicted.of(arrays, nu=manifest.nu)
+
+
+def _conditions(
+    manifest: Manifest,
+    num_prompts: int,
+    served_models: Sequence[str | None] | None,
+    temperatures: Sequence[float | None] | None,
+) -> dict[str, NDArray[Any]]:
+    names = served_models if served_models is not None else [None] * num_prompts
+    numbers = [manifest.served_model_number(name) for name in names]
+    told = temperatures if temperatures is not None else [None] * num_prompts
+    checked = [checked_temperature(value) for value in told]
+    if manifest.conditioning is None:
+        return {}
+    found: dict[str, NDArray[Any]] = {"served_model": np.array(numbers, dtype=np.int64)}
+    if manifest.conditioning.temperature:
+        found["temperature"] = np.array(checked, dtype=np.float32)
+    return found
 
 
 def open_runtime(
@@ -114,12 +197,19 @@ def open_runtime(
         InputError: The artifact is refused, or the provider cannot be had.
     """
     artifact = open_artifact(path)
-    tokenizer = PromptTokenizer(
-        artifact.tokenizer_path,
-        max_length=artifact.manifest.max_length,
-        truncation_side=artifact.manifest.truncation_side,
+    return ArtifactRuntime(
+        artifact, _open_tokenizer(artifact), _open_session(artifact, provider, threads_per_run)
     )
-    return ArtifactRuntime(artifact, tokenizer, _open_session(artifact, provider, threads_per_run))
+
+
+def _open_tokenizer(artifact: Artifact) -> PromptTokenizer | LexicalReader:
+    manifest = artifact.manifest
+    if manifest.lexical is not None:
+        return LexicalReader(manifest.lexical)
+    assert manifest.max_length is not None and manifest.truncation_side is not None  # noqa: PT018
+    return PromptTokenizer(
+        artifact.tokenizer_path, max_length=manifest.max_length, truncation_side=manifest.truncation_side
+    )
 
 
 def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) -> ort.InferenceSession:
@@ -152,11 +242,12 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
         ) from error
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
-    _check_tensors(
-        "inputs", {tensor.name for tensor in session.get_inputs()}, {"input_ids", "attention_mask"}
-    )
+    manifest = artifact.manifest
+    wanted_inputs = {tensor.name for tensor in manifest.inputs}
+    _check_tensors("inputs", {tensor.name for tensor in session.get_inputs()}, wanted_inputs)
+    wanted_outputs = {tensor.name for tensor in manifest.outputs}
     found = {tensor.name for tensor in session.get_outputs()}
-    _check_tensors("outputs", found & {"mu", "sigma"}, {"mu", "sigma"})
+    _check_tensors("outputs", found & wanted_outputs, wanted_outputs)
     return session
 
 

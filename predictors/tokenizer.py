@@ -29,6 +29,16 @@ class TokenizedPrompt:
     ids: NDArray[np.int64]
     truncated: bool
 
+    @property
+    def values(self) -> NDArray[np.int64]:
+        """What the model reads: the token ids."""
+        return self.ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return len(self.ids)
+
 
 class PromptTokenizer:
     """Truncating tokenizer of one artifact; thread-safe, and other Python threads run while it works.

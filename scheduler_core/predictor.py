@@ -29,12 +29,14 @@ class PredictionRequest:
         prompt: The text sent to the served model.
         max_tokens: The request's own cap on output tokens.
         served_model: Name of the model that will answer; empty if there is only one.
+        temperature: Its sampling temperature, at least 0; None if it is not known.
     """
 
     request_id: str
     prompt: str
     max_tokens: int
     served_model: str = ""
+    temperature: float | None = None
 
 
 @runtime_checkable

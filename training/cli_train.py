@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from scheduler_core.command import run_command
@@ -28,3 +29,7 @@ def _command(config: TrainConfig) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `train`."""
     return run_command("train", TrainConfig, _command, extra="train", args=args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

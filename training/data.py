@@ -1,4 +1,4 @@
-"""Prompts and targets of one training run: splits, tokens, batches."""
+"""Batches of a training run: tokens of prompts, and all rows that share them."""
 
 from __future__ import annotations
 
@@ -10,101 +10,61 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset
 
-from data_gen.splits import Split, split_of
 from predictors.modules import Normalization
-from scheduler_core.errors import InputError
-from training.config import TrainConfig
-from training.evaluation import prompts_of
-from training.fitting.fits import FittedGroups
+from training.batches import EpochPlans, Plan
+from training.labels import Labels
+from training.objectives.answers import Answers
+from training.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-
 
 class Batch(NamedTuple):
-    """One training step.
+    """One training step: P prompts, each read once, and R rows.
 
     Attributes:
-        inputs: What the network is called with: token ids and mask [B, S], or features [B, F].
-        mu, sigma: Targets, z-scores [B].
-        position: Position of each prompt in its split [B].
+        inputs: What the prompts are read from: token ids and mask [P, S], or features [P, F].
+        row_prompt: Position of each row's prompt in this batch [R].
+        served_model: 0 where it is unknown [R].
+        temperature: NaN where it is unknown [R].
+        answers: Of the rows.
+        fits: z-scores of fitted mu, of log(1 + sigma), and of the same as target of sigma_within; NaN where there is no
+            fit [R, 3].
+        weight: Of the rows in the loss, 1 on average over the split [R].
+        level: Urgency level [P].
+        level_weight: The same of the labels; 0 where a prompt has none [P].
+        prompt, row: Positions in the split [P], [R].
     """
 
     inputs: tuple[Tensor, ...]
-    mu: Tensor
-    sigma: Tensor
-    position: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class SplitFits:
-    """Fitted groups by split.
-
-    Attributes:
-        targets: Split -> groups whose fits are compared with predictions in the loss.
-        test: All groups of the test split, those without a usable fit too.
-        num_excluded: Split -> groups left out because of a flag.
-    """
-
-    targets: dict[Split, FittedGroups]
-    test: FittedGroups
-    num_excluded: dict[Split, int]
-
-
-def splits_of(fits: FittedGroups, seed: int, fractions: Sequence[float]) -> NDArray[np.str_]:
-    """Split of each group [G], by its prompt id alone.
-
-    Raises:
-        InputError: The groups have no prompt_id.
-    """
-    ids = fits.groups.column("prompt_id")
-    if ids is None:
-        raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt_id")
-    shares = (float(fractions[0]), float(fractions[1]), float(fractions[2]))
-    return np.array([split_of(str(prompt_id), seed, shares) for prompt_id in ids], dtype=np.str_)
-
-
-def split_fits(fits: FittedGroups, config: TrainConfig) -> SplitFits:
-    """Splits the groups and leaves out targets that cannot be learnt from.
-
-    Raises:
-        InputError: There are no prompts, or too few of them are left for training or validation.
-    """
-    prompts_of(fits)
-    split = splits_of(fits, config.split_seed, config.fractions)
-    usable = ~fits.has_flag(*config.exclude_flags)
-    targets = {name: fits.take(np.flatnonzero((split == name) & usable)) for name in SPLITS}
-    for name, least in (("train", 2), ("validation", 1)):
-        if len(targets[name]) < least:  # type: ignore[index]
-            raise InputError(
-                f"{fits.groups.path.name}, prompts with a usable fit in the {name} split",
-                len(targets[name]),  # type: ignore[index]
-                f"at least {least}; {len(fits)} groups in all, another split_seed or fractions may help",
-            )
-    return SplitFits(
-        targets=targets,
-        test=fits.take(np.flatnonzero(split == "test")),
-        num_excluded={name: int(((split == name) & ~usable).sum()) for name in SPLITS},
-    )
+    row_prompt: Tensor
+    served_model: Tensor
+    temperature: Tensor
+    answers: Answers
+    fits: Tensor
+    weight: Tensor
+    level: Tensor
+    level_weight: Tensor
+    prompt: Tensor
+    row: Tensor
 
 
 def tokenize(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_length: int
-) -> list[NDArray[np.int64]]:
+) -> list[NDArray[np.int32]]:
     """Token ids of each prompt, special tokens included, at most `max_length` of them."""
     if not prompts:
         return []
     encoded = tokenizer(
         list(prompts), truncation=True, max_length=max_length, padding=False, return_attention_mask=False
     )
-    return [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
+    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
 
-def pad(token_ids: Sequence[NDArray[np.int64]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+def pad(token_ids: Sequence[NDArray[Any]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token ids and mask, int64 [B, S], padded on the right to the longest of the batch."""
     longest = max(len(ids) for ids in token_ids)
     input_ids = np.full((len(token_ids), longest), pad_token_id, dtype=np.int64)
@@ -115,87 +75,152 @@ def pad(token_ids: Sequence[NDArray[np.int64]], pad_token_id: int) -> tuple[Tens
     return torch.from_numpy(input_ids), torch.from_numpy(mask)
 
 
-class Examples:
-    """Inputs and targets of one split; `batch(indices)` makes a `Batch`.
+@dataclass(frozen=True, slots=True, eq=False)
+class SplitData:
+    """One split: P prompts with their tokens, N rows, and a label for some of the prompts.
+
+    Prompts with rows come first, in the order of the rows; texts that have a label alone follow.
+
+    Attributes:
+        rows: Rows and their answers.
+        texts: Of all prompts [P].
+        token_ids: Of all prompts [P].
+        row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
+        level: Urgency level [P].
+        level_weight: 0 where a prompt has no label [P].
+    """
+
+    rows: Rows
+    texts: list[str]
+    token_ids: list[NDArray[np.int32]]
+    row_offsets: NDArray[np.int64]
+    level: NDArray[np.int64]
+    level_weight: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, rows: Rows, labels: Labels, tokenizer: PreTrainedTokenizerBase, max_length: int) -> SplitData:
+        """Joins rows and labels by text and reads the tokens of each text once."""
+        number = {text: at for at, text in enumerate(rows.prompts)}
+        where = [number.setdefault(text, len(number)) for text in labels.texts]
+        texts = list(number)
+        level = np.zeros(len(texts), dtype=np.int64)
+        weight = np.zeros(len(texts))
+        level[where], weight[where] = labels.level, labels.weight
+        return cls(
+            rows=rows,
+            texts=texts,
+            token_ids=tokenize(tokenizer, texts, max_length),
+            row_offsets=np.searchsorted(rows.prompt, np.arange(len(texts) + 1)).astype(np.int64),
+            level=level,
+            level_weight=weight,
+        )
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def num_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each prompt [P]."""
+        return np.array([len(ids) for ids in self.token_ids], dtype=np.int64)
+
+    def name(self, prompt: int) -> str:
+        """The prompt's id, or the beginning of a text that has none."""
+        if prompt < len(self.rows.prompt_ids):
+            return self.rows.prompt_ids[prompt]
+        text = " ".join(self.texts[prompt].split())
+        return text if len(text) <= 40 else text[:39] + "…"
+
+
+class Examples(Dataset[Batch]):
+    """Makes the batches of a split; an item is the batch of a plan.
 
     Args:
-        fits: Groups that are targets [N].
+        data: The split.
         normalization: Of the training split.
-        token_ids: Tokens of each prompt [N], for stage 1.
+        model_numbers: Number that the predictor gives each of `data.rows.models`, with 0 in front for none [M + 1].
         pad_token_id: Token id of padding.
-        features: Pooled features [N, F], for stage 2; they take the place of the tokens.
+        features: Pooled features [P, F], for stage 2; they take the place of the tokens.
     """
 
     def __init__(
         self,
-        fits: FittedGroups,
+        data: SplitData,
         normalization: Normalization,
+        model_numbers: NDArray[np.int64],
         *,
-        token_ids: Sequence[NDArray[np.int64]] = (),
         pad_token_id: int = 0,
         features: Tensor | None = None,
     ) -> None:
-        mu, sigma = normalization.normalize(fits.mu, fits.sigma)
-        self.prompt_ids = [str(prompt_id) for prompt_id in fits.groups.column("prompt_id") or []]
-        self.mu = torch.from_numpy(mu).float()
-        self.sigma = torch.from_numpy(sigma).float()
-        self._token_ids = token_ids
+        rows = data.rows
+        self.data = data
+        self.features = features
         self._pad_token_id = pad_token_id
-        self._features = features
+        self._served_model = model_numbers[rows.model]
+        targets = (*normalization.normalize(rows.mu, rows.sigma), normalization.normalize_within(rows.sigma))
+        self._fits = np.stack(targets, axis=1)
+        self._weight = _with_mean_1(rows.weight)
+        self._level_weight = _with_mean_1(data.level_weight)
 
     def __len__(self) -> int:
-        return len(self.mu)
+        return len(self.data)
 
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """The examples at these positions as one batch."""
-        position = torch.as_tensor(indices, dtype=torch.int64)
-        if self._features is not None:
-            inputs: tuple[Tensor, ...] = (self._features[position],)
+    def __getitem__(self, plan: Plan) -> Batch:
+        data, rows = self.data, self.data.rows
+        prompts, at = plan.prompts, plan.rows
+        if self.features is not None:
+            inputs: tuple[Tensor, ...] = (self.features[torch.from_numpy(prompts)],)
         else:
-            inputs = pad([self._token_ids[number] for number in indices], self._pad_token_id)
-        return Batch(inputs, self.mu[position], self.sigma[position], position)
+            inputs = pad([data.token_ids[number] for number in prompts.tolist()], self._pad_token_id)
+        return Batch(
+            inputs=inputs,
+            row_prompt=torch.from_numpy(plan.row_prompt),
+            served_model=torch.from_numpy(self._served_model[at]),
+            temperature=_floats(rows.temperature[at]),
+            answers=padded_answers(rows, at),
+            fits=_floats(self._fits[at]),
+            weight=_floats(self._weight[at]),
+            level=torch.from_numpy(data.level[prompts]),
+            level_weight=_floats(self._level_weight[prompts]),
+            prompt=torch.from_numpy(prompts),
+            row=torch.from_numpy(at),
+        )
 
 
-class EpochSampler(Sampler[int]):
-    """Draws N of N positions with replacement, by weight; the draw follows from seed and epoch alone.
-
-    Args:
-        weights: How often each position is drawn, relative to the others [N].
-        seed: Base of the draw; the trainer sets the epoch.
-    """
-
-    def __init__(self, weights: NDArray[np.float64], seed: int) -> None:
-        self._p = weights / weights.sum()
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the trainer before each epoch."""
-        self._epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        rng = np.random.default_rng([self._seed, self._epoch])
-        return iter(rng.choice(len(self._p), size=len(self._p), p=self._p).tolist())
-
-    def __len__(self) -> int:
-        return len(self._p)
+def padded_answers(rows: Rows, at: NDArray[np.int64]) -> Answers:
+    """Answers of the rows at these positions [R, K], K the most answers of one of them."""
+    starts, counts = rows.offsets[at], rows.counts[at]
+    most = int(counts.max()) if len(at) else 0
+    places = np.arange(most)
+    present = places < counts[:, None]
+    flat = np.where(present, starts[:, None] + places, 0)
+    if len(rows.lengths) == 0:
+        flat = np.empty((len(at), most), dtype=np.int64)
+    lengths = np.where(present, rows.lengths[flat], 1)
+    finished = np.where(present, rows.finished[flat], True)
+    return Answers(
+        _floats(lengths), torch.from_numpy(finished), torch.from_numpy(present), _floats(rows.cap[at])
+    )
 
 
-def sampling_weights(fits: FittedGroups, rules: Sequence[tuple[float, float, float]]) -> NDArray[np.float64]:
-    """Weight of each group [G]: 1, or that of the last rule (mu, sigma, weight) with a smaller mu or sigma."""
-    weights = np.ones(len(fits))
-    for mu_above, sigma_above, weight in rules:
-        weights[(fits.mu > mu_above) | (fits.sigma > sigma_above)] = weight
-    return weights
+def loader(examples: Examples, plans: EpochPlans) -> DataLoader[Any]:
+    """A batch for each plan of the epoch."""
+    return DataLoader(examples, batch_size=None, sampler=plans, collate_fn=_same)
 
 
-def loader(examples: Examples, batch_size: int, sampler: Sampler[int] | None = None) -> DataLoader[Any]:
-    """Batches of the examples, in the sampler's order or as they stand."""
-    positions: Any = range(len(examples))
-    return DataLoader(positions, batch_size=batch_size, sampler=sampler, collate_fn=examples.batch)
+def _same(batch: Any) -> Any:
+    return batch
 
 
-def length_ordered_batches(token_ids: Sequence[NDArray[np.int64]], batch_size: int) -> Iterator[list[int]]:
+def _with_mean_1(weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The weights over the mean of those that are not 0."""
+    return weights / weights[weights > 0].mean() if (weights > 0).any() else weights
+
+
+def _floats(values: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def length_ordered_batches(token_ids: Sequence[NDArray[Any]], batch_size: int) -> Iterator[list[int]]:
     """Positions in batches of similar length, so that little is padding."""
     order = sorted(range(len(token_ids)), key=lambda number: len(token_ids[number]))
     for start in range(0, len(order), batch_size):

@@ -1,4 +1,4 @@
-"""Running a predictor over many prompts outside of training: pooled features, parameters."""
+"""Running a predictor over many prompts outside of training: pooled features, predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules import LengthPredictor
+from predictors.modules import PromptPredictor
 from scheduler_core.errors import InputError
 from training.data import length_ordered_batches, pad, tokenize
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Track = Callable[[Iterable[list[int]]], Iterable[list[int]]]
+
+# Rows per call of the heads.
+ROWS_PER_CALL = 16_384
 
 
 def pick_device(accelerator: str) -> torch.device:
@@ -32,8 +35,8 @@ def pick_device(accelerator: str) -> torch.device:
 
 
 def pooled_features(
-    model: LengthPredictor,
-    token_ids: Sequence[NDArray[np.int64]],
+    model: PromptPredictor,
+    token_ids: Sequence[NDArray[np.int32]],
     pad_token_id: int,
     *,
     batch_size: int = 32,
@@ -63,29 +66,66 @@ def pooled_features(
 
 
 def predict_prompts(
-    model: LengthPredictor,
+    model: PromptPredictor,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
+    served_models: Sequence[str | None] | None = None,
+    temperatures: Sequence[float | None] | None = None,
     *,
     batch_size: int = 32,
     track: Track = lambda batches: batches,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """mu [N] and sigma [N] in log tokens of N prompts, in their order.
+) -> dict[str, NDArray[np.float64]]:
+    """Predictions of N rows in natural units, calibration included; each different prompt is read once.
 
     Args:
         model: On any device; predicts in eval mode.
         tokenizer: Of the checkpoint.
         prompts: N texts.
+        served_models: Name for each; None, or one the predictor does not know: the unknown one.
+        temperatures: Sampling temperature for each; None: unknown.
         batch_size: Prompts per call of the encoder.
         track: Wraps the loop over batches.
+
+    Returns:
+        As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learnt, urgency [N, K], bucket
+        [N, K], regression_tokens [N], rank [N], of the heads that are there.
+
+    Raises:
+        InputError: A served model is unknown, and the predictor was trained for known ones alone.
     """
-    token_ids = tokenize(tokenizer, prompts, model.config.max_length)
+    numbers: dict[str, int] = {}
+    row_prompt = torch.tensor([numbers.setdefault(text, len(numbers)) for text in prompts], dtype=torch.int64)
+    token_ids = tokenize(tokenizer, list(numbers), model.config.max_length)
     features = pooled_features(
         model, token_ids, int(tokenizer.pad_token_id), batch_size=batch_size, track=track
     )
-    was_training = model.training
+    served = _served_models(model, served_models, len(prompts))
+    known = [np.nan if value is None else value for value in temperatures or [None] * len(prompts)]
+    temperature = torch.tensor(known, dtype=torch.float32)
+    was_training, device = model.training, model.mu_mean.device
     model.eval()
+    parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
-        mu, sigma = model.denormalize(model.towers(features.to(model.mu_mean.device)))
+        for start in range(0, max(len(prompts), 1), ROWS_PER_CALL):
+            rows = slice(start, start + ROWS_PER_CALL)
+            model_numbers = served[rows].to(device)
+            scores = model.scores(
+                features[row_prompt[rows]].to(device), model_numbers, temperature[rows].to(device)
+            )
+            parts.append(model.outputs(scores, model_numbers))
     model.train(was_training)
-    return mu.cpu().double().numpy(), sigma.cpu().double().numpy()
+    return {name: torch.cat([part[name] for part in parts]).cpu().double().numpy() for name in parts[0]}
+
+
+def _served_models(
+    model: PromptPredictor, served_models: Sequence[str | None] | None, count: int
+) -> torch.Tensor:
+    conditioning = model.config.conditioning
+    if conditioning is None:
+        return torch.zeros(count, dtype=torch.int64)
+    names = served_models or [None] * count
+    table = {name: conditioning.number_of(name) for name in dict.fromkeys(names)}
+    strangers = [name for name, number in table.items() if number == 0]
+    if strangers and not conditioning.unknown:
+        raise InputError("served model", strangers[0], f"one of {', '.join(conditioning.served_models)}")
+    return torch.tensor([table[name] for name in names], dtype=torch.int64)

@@ -1,50 +1,41 @@
-"""The command `train` from data to checkpoint folder: splits, model, recipe, test metrics, files."""
+"""The command `train` from data to checkpoint folder: splits, model, recipe, files."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections import Counter
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
-from predictors.modules import (
-    LengthPredictor,
-    Normalization,
-    PredictorConfig,
-    load_encoder,
-    load_tokenizer,
-    resolve_encoder,
-    save_checkpoint,
-)
-from predictors.modules.checkpoint import CONFIG
+from predictors.modules import PromptPredictor, resolve_encoder, save_checkpoint
+from predictors.modules.checkpoint import CONFIG, WEIGHTS
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import existing_file, sha256_file, writable_target, write_json
-from training.baselines import Baselines
+from training.building import Start, build
 from training.config import TrainConfig
-from training.data import SPLITS, SplitFits, split_fits, tokenize
-from training.evaluation import full_report, prompts_of, report_lines
-from training.fitting.fits import FittedGroups
-from training.fitting.fits_file import read_fits_or_fit
-from training.fitting.options import FitOptions
-from training.prediction import pick_device, predict_prompts
+from training.data import SplitData
+from training.evaluating.baselines import Baselines
+from training.failures import DivergedError
+from training.labels import Labels, read_split_labels
+from training.prediction import pick_device
 from training.recipe import Material, RecipeResult, run_recipe
-from training.stage import DivergedError
+from training.rows import Rows
+from training.sources import SplitRows, read_split_rows
 from training.state import write_history
 from training.versions import versions_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
+FILES = ("data", "validation", "urgency_data", "urgency_validation")
 # Options that do not change what is trained.
-NOT_IDENTITY = ("data", "out", "resume", "progress", "threads")
+NOT_IDENTITY = (*FILES, "out", "resume", "progress", "threads", "tensorboard")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -52,41 +43,53 @@ def train(config: TrainConfig) -> dict[str, Any]:
 
     Raises:
         InputError: An option, the data or the encoder cannot be used; or `OUT.partial` belongs to another run.
-        TailcastError: Training diverged; the prompts of the batch are in `OUT.diverged.json`.
+        TailcastError: Training diverged (the batch is in `OUT.diverged.json`), or a batch does not fit into memory.
     """
     out = _checked_target(config.out)
-    existing_file(config.data, "data")
-    resolve_encoder(config.encoder)
+    files = {field: [existing_file(path, field) for path in _files(config, field)] for field in FILES}
+    if config.init is None:
+        resolve_encoder(config.encoder)
     device = pick_device(config.accelerator)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     work = out.with_name(out.name + ".partial")
-    identity = _identity(config)
+    identity = _identity(config, files)
     _check_state(work, identity, resume=config.resume)
 
-    splits = split_fits(_read(config), config)
-    targets = splits.targets["train"]
-    _warn_of_several_models(targets)
-    tokenizer = load_tokenizer(config.encoder, truncation_side=config.truncation_side)
+    rows = read_split_rows(config) if config.needs_rows else SplitRows(Rows.none(), Rows.none())
+    labels = read_split_labels(config)
+    _warn_of_several_models(config, rows.train)
     # Layers draw initial weights, and dropout its masks, from torch's global state: it is put back afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model = _model(config, targets)
-        _check_vocabulary(config, model, tokenizer)
+        start = build(config, rows.train, labels[0])
+        if start.first_new_model is not None:
+            rows = _of_new_models(rows, start)
+        material = _material(start, rows, labels)
         _start_state(work, identity)
         try:
-            result = run_recipe(config, model, _material(config, splits, tokenizer), work, device)
+            result = run_recipe(_recipe(config), start.model, material, work, device)
         except DivergedError as error:
-            _save_divergence(out, error, config)
+            content = {"what": error.what, "epoch": error.epoch, **error.batch, "config": asdict(config)}
+            write_json(out.with_name(out.name + ".diverged.json"), _without_nan(content))
             raise TailcastError(f"{error}; all of them are in {out.name}.diverged.json") from error
-    info = _training_info(config, splits, model, tokenizer, result)
+    info = _training_info(config, files, rows, labels, start.model, result)
     write_history(work / "metrics.csv", result.history)
     write_json(
         work / "run.json", {"config": asdict(config), "seed": config.seed, "versions": info["versions"]}
     )
     extra = {name: work / name for name in ("metrics.csv", "run.json")}
-    save_checkpoint(out, model, tokenizer, info, extra_files=extra)
+    save_checkpoint(out, start.model, start.tokenizer, info, extra_files=extra)
     shutil.rmtree(work)
     return info
+
+
+def _files(config: TrainConfig, field: str) -> tuple[str, ...]:
+    return {
+        "data": config.data_files,
+        "validation": config.validation_files,
+        "urgency_data": config.urgency_files,
+        "urgency_validation": config.urgency_validation_files,
+    }[field]
 
 
 def _checked_target(path: str) -> Path:
@@ -98,18 +101,22 @@ def _checked_target(path: str) -> Path:
     return out
 
 
-def _read(config: TrainConfig) -> FittedGroups:
-    return read_fits_or_fit(
-        config.data,
-        FitOptions(nu=config.nu, censoring=config.censoring, keys=config.keys, max_tokens=config.max_tokens),
-        where={} if config.served_model is None else {"model": config.served_model},
-    )
+def _recipe(config: TrainConfig) -> TrainConfig:
+    """With `only_conditioning` there is nothing for stage 1 to train."""
+    if not config.only_conditioning:
+        return config
+    if not config.stage2.epochs:
+        raise InputError("stage2.epochs", 0, "at least 1 with only_conditioning")
+    return replace(config, stage1=replace(config.stage1, epochs=0))
 
 
-def _identity(config: TrainConfig) -> dict[str, Any]:
+def _identity(config: TrainConfig, files: dict[str, list[Path]]) -> dict[str, Any]:
     options = {name: value for name, value in asdict(config).items() if name not in NOT_IDENTITY}
-    identity = options | {"data_sha256": sha256_file(config.data), "versions": versions_of(PACKAGES)}
-    return dict(json.loads(json.dumps(identity)))
+    hashes = {f"{field}_sha256": [sha256_file(path) for path in paths] for field, paths in files.items()}
+    if config.init is not None:
+        parts = [existing_file(Path(config.init) / name, "init") for name in (CONFIG, WEIGHTS)]
+        hashes["init_sha256"] = [sha256_file(part) for part in parts]
+    return dict(json.loads(json.dumps(options | hashes | {"versions": versions_of(PACKAGES)})))
 
 
 def _check_state(work: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -141,101 +148,128 @@ def _start_state(work: Path, identity: dict[str, Any]) -> None:
     write_json(work / "identity.json", identity)
 
 
-def _model(config: TrainConfig, targets: FittedGroups) -> LengthPredictor:
-    models = targets.groups.column("model") or []
-    predictor = PredictorConfig(
-        encoder=config.encoder,
-        max_length=config.max_length,
-        truncation_side=config.truncation_side,
-        pooling=config.pooling,
-        hidden_sizes=config.hidden_sizes,
-        dropouts=config.dropouts,
-        nu=targets.nu,
-        served_models=tuple(sorted({str(model) for model in models})),
+def _of_new_models(rows: SplitRows, start: Start) -> SplitRows:
+    """Rows of the served models whose embeddings are trained."""
+    assert start.first_new_model is not None
+    assert start.model.config.conditioning is not None
+    new = start.model.config.conditioning.served_models[start.first_new_model - 1 :]
+    parts = []
+    for name, part in (("train", rows.train), ("validation", rows.validation)):
+        is_new = np.array([False, *(model in new for model in part.models)])
+        chosen = part.take(np.flatnonzero(is_new[part.model]))
+        if len(chosen) == 0:
+            raise InputError(f"rows of {', '.join(new)} in the {name} split", 0, "at least one")
+        parts.append(chosen)
+    return replace(rows, train=parts[0], validation=parts[1])
+
+
+def _material(start: Start, rows: SplitRows, labels: tuple[Labels, Labels]) -> Material:
+    max_length = start.model.config.max_length
+    train, validation = (
+        SplitData.of(part, own, start.tokenizer, max_length)
+        for part, own in ((rows.train, labels[0]), (rows.validation, labels[1]))
     )
-    normalization = Normalization.of(targets.mu, targets.sigma)
-    generator = torch.Generator().manual_seed(config.seed)
-    return LengthPredictor(predictor, load_encoder(config.encoder), normalization, generator=generator)
-
-
-def _check_vocabulary(
-    config: TrainConfig, model: LengthPredictor, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    embeddings = getattr(model.encoder.config, "vocab_size", None)
-    highest = max(tokenizer.get_vocab().values())
-    if embeddings is not None and highest >= embeddings:
-        raise InputError(
-            "encoder", config.encoder, f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
-        )
-
-
-def _material(config: TrainConfig, splits: SplitFits, tokenizer: PreTrainedTokenizerBase) -> Material:
-    train_fits, validation_fits = splits.targets["train"], splits.targets["validation"]
+    log.info(
+        "training on %d prompts with %d rows and %d answers; validation has %d prompts with %d rows",
+        len(train),
+        len(train.rows),
+        len(train.rows.lengths),
+        len(validation),
+        len(validation.rows),
+    )
     return Material(
-        train=train_fits,
-        validation=validation_fits,
-        train_tokens=tokenize(tokenizer, prompts_of(train_fits), config.max_length),
-        validation_tokens=tokenize(tokenizer, prompts_of(validation_fits), config.max_length),
-        pad_token_id=int(tokenizer.pad_token_id),
+        train=train,
+        validation=validation,
+        pad_token_id=int(start.tokenizer.pad_token_id),
+        first_new_model=start.first_new_model,
     )
 
 
-def _warn_of_several_models(targets: FittedGroups) -> None:
-    ids = Counter(targets.groups.column("prompt_id") or [])
-    several = sum(count > 1 for count in ids.values())
-    if several:
+def _warn_of_several_models(config: TrainConfig, train: Rows) -> None:
+    several = int((np.bincount(train.prompt) > 1).sum()) if len(train) else 0
+    if several and config.conditioning is None:
         log.warning(
-            "%d of %d training prompts have several fits (several served models?); the predictor sees the prompt alone "
-            "and learns their mean: --served_model takes one of them",
+            "%d of %d training prompts have several rows (several served models?); without conditioning the predictor "
+            "sees the prompt alone and learns what they have in common: --served_model takes one of them",
             several,
-            len(ids),
+            len(train.prompts),
         )
 
 
-def _save_divergence(out: Path, error: DivergedError, config: TrainConfig) -> None:
-    content = {
-        "what": error.what,
-        "epoch": error.epoch,
-        "prompt_ids": error.prompt_ids,
-        "config": asdict(config),
-    }
-    write_json(out.with_name(out.name + ".diverged.json"), content)
+def _without_nan(content: Any) -> Any:
+    """JSON has no NaN: null takes its place."""
+    if isinstance(content, dict):
+        return {name: _without_nan(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_without_nan(value) for value in content]
+    return content if not isinstance(content, float) or np.isfinite(content) else None
 
 
 def _training_info(
     config: TrainConfig,
-    splits: SplitFits,
-    model: LengthPredictor,
-    tokenizer: PreTrainedTokenizerBase,
+    files: dict[str, list[Path]],
+    rows: SplitRows,
+    labels: tuple[Labels, Labels],
+    model: PromptPredictor,
     result: RecipeResult,
 ) -> dict[str, Any]:
-    targets = splits.targets["train"]
-    baselines = Baselines.of(targets, prompts_of(targets))
-    metrics: dict[str, Any] = {
-        "validation_loss": result.validation_loss,
-        "best_stage": result.best_stage,
-        "best_epoch": result.best_epoch,
-    }
-    if len(splits.test):
-        mu, sigma = predict_prompts(model, tokenizer, prompts_of(splits.test), batch_size=config.batch_size)
-        metrics["test"] = full_report(splits.test, mu, sigma, baselines)
-        log.info("test split, %d prompts:", len(splits.test))
-        for line in report_lines(metrics["test"]):
-            log.info("%s", line)
-    else:
-        log.warning("the test split is empty: no test metrics")
+    best = {name: value for name, value in result.best_row.items() if name.startswith("validation_")}
+    split = None
+    if not config.validation_files:
+        split = {"seed": config.split_seed, "fractions": list(config.fractions)}
     return {
         "config": asdict(config),
         "seed": config.seed,
         "data": {
-            "name": Path(config.data).name,
-            "sha256": sha256_file(config.data),
-            "split": {"seed": config.split_seed, "fractions": list(config.fractions)},
-            "num_targets": {name: len(splits.targets[name]) for name in SPLITS},
-            "num_excluded": splits.num_excluded,
-            "excluded_flags": list(config.exclude_flags),
-            "baselines": baselines.to_json(),
+            "name": ", ".join(path.name for paths in files.values() for path in paths),
+            "files": {
+                field: [{"name": path.name, "sha256": sha256_file(path)} for path in paths]
+                for field, paths in files.items()
+                if paths
+            },
+            "split": split,
+            "num_prompts": {"train": len(rows.train.prompts), "validation": len(rows.validation.prompts)},
+            "num_rows": {"train": len(rows.train), "validation": len(rows.validation)},
+            "num_answers": {"train": len(rows.train.lengths), "validation": len(rows.validation.lengths)},
+            "num_labels": {"train": len(labels[0]), "validation": len(labels[1])},
+            "num_test_prompts": rows.num_test_prompts,
+            "num_excluded": rows.num_excluded,
+            "num_shared_prompts": rows.num_shared,
+            "excluded_flags": list(config.exclude_flags) if config.needs_fits else [],
+            "baselines": _baselines(config, rows.train),
         },
-        "metrics": metrics,
+        "heads": list(model.config.heads.names),
+        "metrics": {
+            "validation_loss": result.validation_loss,
+            "best_stage": result.best_stage,
+            "best_epoch": result.best_epoch,
+            "validation": {name.removeprefix("validation_"): value for name, value in best.items()},
+        },
+        "throughput": _throughput(result.history),
         "versions": versions_of(PACKAGES),
     }
+
+
+def _baselines(config: TrainConfig, train: Rows) -> dict[str, Any] | None:
+    """What evaluation compares the predictor with; nothing where no answer ended by itself."""
+    if not train.finished.any():
+        return None
+    return Baselines.of_rows(train, config.length.nu if config.length is not None else 3.5).to_json()
+
+
+def _throughput(history: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each stage: what the training steps read in a second, validation and saving left out."""
+    report: dict[str, Any] = {}
+    for stage in sorted({row["stage"] for row in history}):
+        rows = [row for row in history if row["stage"] == stage]
+        seconds = sum(row["train_seconds"] for row in rows)
+        totals = {name: sum(row[name] for row in rows) for name in ("num_prompts", "num_rows", "num_tokens")}
+        cells = sum(row["num_padded_tokens"] for row in rows)
+        report[f"stage{stage}"] = {
+            "train_seconds": round(seconds, 3),
+            "prompts_per_second": round(totals["num_prompts"] / max(seconds, 1e-9), 1),
+            "rows_per_second": round(totals["num_rows"] / max(seconds, 1e-9), 1),
+            "tokens_per_second": round(totals["num_tokens"] / max(seconds, 1e-9), 1),
+            "padding_share": round(1 - totals["num_tokens"] / cells, 4) if cells else None,
+        }
+    return report

@@ -41,11 +41,11 @@ class Shell:
     terminal: IO[str] = sys.stdout
     records: list[StepRecord] = field(default_factory=list)
 
-    def run(self, letter: str, command: Sequence[str | Path]) -> None:
+    def run(self, letter: str, command: Sequence[str | Path], allowed: Sequence[int] = (0,)) -> None:
         """Runs a command to its end; its output goes to `LETTER-NAME.log`.
 
         Raises:
-            StepFailedError: If it exits with anything but 0.
+            StepFailedError: If it exits with a code that is not allowed.
         """
         log = self._log(letter, command)
         with open(log, "ab") as stream:
@@ -56,7 +56,7 @@ class Shell:
                 if process.poll() is None:
                     process.terminate()
                     process.wait()
-        if process.returncode != 0:
+        if process.returncode not in allowed:
             raise StepFailedError(
                 f"step {letter}: {' '.join(map(str, command))} failed: {last_lines(log)} (log: {log})"
             )

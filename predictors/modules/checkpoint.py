@@ -2,9 +2,9 @@
 
 | file | content |
 |---|---|
-| config.json | format_version, the `PredictorConfig`, the encoder's transformers configuration |
+| config.json | format_version, the `PredictorConfig`, the calibration, the encoder's transformers configuration |
 | model.safetensors | all weights, encoder included |
-| normalization.json | mu_mean, mu_std, sigma_log_mean, sigma_log_std |
+| normalization.json | means and standard deviations of the targets |
 | tokenizer.json, tokenizer_config.json | tokenizer, without truncation or padding |
 | training.json | how it was trained: split, data, metrics, versions |
 
@@ -13,7 +13,6 @@ Loading needs neither the network nor the folder the encoder came from, and runs
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Mapping
@@ -21,16 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from predictors.modules.calibration import Calibration
+from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
-from predictors.modules.predictor import LengthPredictor, PredictorConfig
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, existing_file, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 NORMALIZATION = "normalization.json"
@@ -44,7 +45,7 @@ class Checkpoint:
     """A loaded checkpoint; the model is in eval mode, on the CPU, in float32."""
 
     path: Path
-    model: LengthPredictor
+    model: PromptPredictor
     tokenizer: PreTrainedTokenizerBase
     config: PredictorConfig
     training_info: dict[str, Any]
@@ -52,7 +53,7 @@ class Checkpoint:
 
 def save_checkpoint(
     path: str | Path,
-    model: LengthPredictor,
+    model: PromptPredictor,
     tokenizer: PreTrainedTokenizerBase,
     training_info: Mapping[str, Any],
     *,
@@ -71,7 +72,8 @@ def save_checkpoint(
 
     config = {
         "format_version": FORMAT_VERSION,
-        "predictor": dataclasses.asdict(model.config),
+        "predictor": model.config.to_json(),
+        "calibration": model.calibration.to_json(),
         "encoder_config": config_of(model.encoder),
     }
     weights = {
@@ -99,24 +101,21 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a checkpoint folder.
 
     Raises:
-        InputError: The folder or a file is missing or broken, its format is newer than this program, or the weights
-            do not fit the configuration.
+        InputError: The folder or a file is missing or broken, its format is of another version, or the weights do
+            not fit the configuration.
     """
     folder = Path(path)
     if not folder.is_dir():
         raise InputError("checkpoint", str(path), "an existing checkpoint folder, as train writes it")
     content = _read_json(folder / CONFIG)
-    version = content.get("format_version")
-    if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
-        raise InputError(
-            f"checkpoint {CONFIG}, format_version", version, f"a whole number from 1 to {FORMAT_VERSION}"
-        )
-    config = _predictor_config(content.get("predictor"))
+    _check_format(content.get("format_version"))
+    config = PredictorConfig.from_json(content.get("predictor"), f"checkpoint {CONFIG}, predictor")
     encoder_config = content.get("encoder_config")
     if not isinstance(encoder_config, dict):
         raise InputError(f"checkpoint {CONFIG}, encoder_config", encoder_config, "a JSON object")
     normalization = Normalization.from_json(_read_json(folder / NORMALIZATION))
-    model = LengthPredictor(config, build_encoder(encoder_config), normalization)
+    calibration = Calibration.from_json(content.get("calibration"))
+    model = PromptPredictor(config, build_encoder(encoder_config), normalization, calibration=calibration)
     _load_weights(model, folder / WEIGHTS)
     for name in (TOKENIZER, TOKENIZER_CONFIG):
         existing_file(folder / name, "checkpoint")
@@ -124,19 +123,18 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(folder, model.eval(), tokenizer, config, _read_json(folder / TRAINING))
 
 
-def _predictor_config(content: object) -> PredictorConfig:
-    names = {field.name for field in dataclasses.fields(PredictorConfig)}
-    if not isinstance(content, dict) or not set(content) <= names:
-        raise InputError(
-            f"checkpoint {CONFIG}, predictor", content, f"a JSON object with {', '.join(sorted(names))}"
-        )
-    try:
-        return PredictorConfig(**content)
-    except TypeError as error:
-        raise InputError(f"checkpoint {CONFIG}, predictor", content, str(error)) from error
+def _check_format(version: object) -> None:
+    if version == FORMAT_VERSION and not isinstance(version, bool):
+        return
+    reason = ""
+    if isinstance(version, int) and 1 <= version < FORMAT_VERSION:
+        reason = "; an older tailcast wrote this checkpoint: train it again"
+    elif isinstance(version, int) and version > FORMAT_VERSION:
+        reason = "; a newer tailcast wrote this checkpoint: upgrade"
+    raise InputError(f"checkpoint {CONFIG}, format_version", version, f"{FORMAT_VERSION}{reason}")
 
 
-def _load_weights(model: LengthPredictor, path: Path) -> None:
+def _load_weights(model: PromptPredictor, path: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -21,6 +21,8 @@ ALLOWED = (
 )
 # Weights that an encoder may lack, because nothing here uses them.
 UNUSED_WEIGHTS = ("pooler.",)
+# These number their positions from the padding token's id + 1.
+OFFSET_POSITIONS = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer")
 
 
 def resolve_encoder(encoder: str) -> str:
@@ -63,7 +65,7 @@ def load_encoder(encoder: str) -> nn.Module:
     missing = [name for name in report["missing_keys"] if not name.startswith(UNUSED_WEIGHTS)]
     if missing:
         raise InputError("encoder", encoder, f"a model with all its weights (missing: {missing[0]}, ...)")
-    return _without_pooler(model).eval()
+    return _as_text_encoder(model).eval()
 
 
 def build_encoder(config: Mapping[str, Any]) -> nn.Module:
@@ -80,7 +82,7 @@ def build_encoder(config: Mapping[str, Any]) -> nn.Module:
         raise InputError(
             "encoder_config", config.get("model_type"), f"a transformers encoder ({_first_line(error)})"
         ) from error
-    return _without_pooler(model).eval()
+    return _as_text_encoder(model).eval()
 
 
 def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTrainedTokenizerBase:
@@ -112,10 +114,29 @@ def config_of(encoder: nn.Module) -> dict[str, Any]:
     return config
 
 
-def _without_pooler(model: Any) -> nn.Module:
+def state_width(encoder: nn.Module) -> int:
+    """Width H of the encoder's last hidden states."""
+    config: Any = encoder.config
+    # OPT-350m projects its states back to the width of its word embeddings.
+    return int(getattr(config, "word_embed_proj_dim", None) or config.hidden_size)
+
+
+def num_positions(encoder: nn.Module) -> int | None:
+    """Most tokens the encoder can read; None where its positions have no end."""
+    config: Any = encoder.config
+    positions: int | None = getattr(config, "max_position_embeddings", None)
+    if positions is not None and config.model_type in OFFSET_POSITIONS:
+        positions -= config.pad_token_id + 1
+    return positions
+
+
+def _as_text_encoder(model: Any) -> nn.Module:
     # BERT-likes bring a tanh layer on CLS; we pool ourselves, and an unused layer would only be exported.
     if getattr(model, "pooler", None) is not None:
         model.pooler = None
+    # Decoders would also give their keys and values, for tokens that never come.
+    if getattr(model.config, "use_cache", None):
+        model.config.use_cache = False
     return model  # type: ignore[no-any-return]
 
 

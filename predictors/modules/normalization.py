@@ -1,13 +1,14 @@
-"""How mu and sigma are scaled for training, and back.
+"""How targets are scaled for training, and back.
 
-Source: TIE, predictor targets: z-score of mu and z-score of log(1 + sigma), from the training split only.
+Source: TIE, predictor targets: z-score of mu and z-score of log(1 + sigma); SSJF: z-score of ln(1 + tokens); all from
+the training split only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -20,45 +21,59 @@ MIN_STD = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """Means and standard deviations of mu (log tokens) and of log(1 + sigma)."""
+    """Means and standard deviations of mu (log tokens), log(1 + sigma), log(1 + sigma_within) and ln(1 + tokens).
 
-    mu_mean: float
-    mu_std: float
-    sigma_log_mean: float
-    sigma_log_std: float
+    What no head of a predictor needs stays at 0 and 1.
+    """
+
+    mu_mean: float = 0.0
+    mu_std: float = 1.0
+    sigma_log_mean: float = 0.0
+    sigma_log_std: float = 1.0
+    within_log_mean: float = 0.0
+    within_log_std: float = 1.0
+    regression_mean: float = 0.0
+    regression_std: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("mu_mean", "mu_std", "sigma_log_mean", "sigma_log_std"):
+        for name in _NAMES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise InputError(f"normalization, {name}", value, "a finite number")
-        for name in ("mu_std", "sigma_log_std"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"normalization, {name}", getattr(self, name), "a number above 0")
+            if name.endswith("_std") and value <= 0:
+                raise InputError(f"normalization, {name}", value, "a number above 0")
 
     @classmethod
-    def of(cls, mu: ArrayLike, sigma: ArrayLike) -> Normalization:
-        """Statistics of fitted parameters.
+    def of(
+        cls,
+        mu: ArrayLike | None = None,
+        sigma: ArrayLike | None = None,
+        tokens: ArrayLike | None = None,
+        within: ArrayLike | None = None,
+    ) -> Normalization:
+        """Statistics of training targets; those of an unset one stay at 0 and 1.
 
         Args:
             mu: Fitted mu [N], log tokens.
             sigma: Fitted sigma [N], log tokens, above 0.
+            tokens: Targets of the regression head [M], tokens, at least 0.
+            within: Fitted sigma as target of sigma_within [K], log tokens, above 0.
 
         Raises:
-            InputError: Fewer than two fits, or all of them alike, so that there is nothing to learn.
+            InputError: Fewer than two targets, or all of them alike, so that there is nothing to learn.
         """
-        mus = np.asarray(mu, dtype=np.float64)
-        logs = np.log1p(np.asarray(sigma, dtype=np.float64))
-        if len(mus) < 2:
-            raise InputError("fits in the training split", len(mus), "at least 2")
-        for name, values in (("mu", mus), ("sigma", logs)):
-            if values.std() < MIN_STD:
-                raise InputError(
-                    f"column {name} in the training split",
-                    float(values[0]),
-                    "values that differ between prompts",
-                )
-        return cls(float(mus.mean()), float(mus.std()), float(logs.mean()), float(logs.std()))
+        statistics: dict[str, float] = {}
+        for name, prefix, targets in (
+            ("mu", "mu", mu),
+            ("sigma", "sigma_log", None if sigma is None else _log1p(sigma)),
+            ("tokens", "regression", None if tokens is None else _log1p(tokens)),
+            ("sigma", "within_log", None if within is None else _log1p(within)),
+        ):
+            if targets is not None:
+                values = np.asarray(targets, dtype=np.float64)
+                _check_spread(name, values)
+                statistics |= {f"{prefix}_mean": float(values.mean()), f"{prefix}_std": float(values.std())}
+        return cls(**statistics)
 
     @classmethod
     def from_json(cls, content: Mapping[str, object]) -> Normalization:
@@ -67,11 +82,10 @@ class Normalization:
         Raises:
             InputError: A statistic is missing or not a finite number.
         """
-        names = ("mu_mean", "mu_std", "sigma_log_mean", "sigma_log_std")
-        missing = [name for name in names if name not in content]
+        missing = [name for name in _NAMES if name not in content]
         if missing:
             raise InputError("normalization", sorted(content), f"also {', '.join(missing)}")
-        return cls(*(content[name] for name in names))  # type: ignore[arg-type]
+        return cls(*(content[name] for name in _NAMES))  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, float]:
         """The content of `normalization.json`."""
@@ -80,5 +94,29 @@ class Normalization:
     def normalize(self, mu: ArrayLike, sigma: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Training targets: z-scores of mu [N] and of log(1 + sigma) [N]."""
         mu_z = (np.asarray(mu, dtype=np.float64) - self.mu_mean) / self.mu_std
-        sigma_z = (np.log1p(np.asarray(sigma, dtype=np.float64)) - self.sigma_log_mean) / self.sigma_log_std
-        return mu_z, sigma_z
+        return mu_z, (_log1p(sigma) - self.sigma_log_mean) / self.sigma_log_std
+
+    def normalize_within(self, sigma: ArrayLike) -> NDArray[np.float64]:
+        """Training targets of sigma_within: z-scores of log(1 + sigma) [N]."""
+        return (_log1p(sigma) - self.within_log_mean) / self.within_log_std
+
+    def normalize_tokens(self, tokens: ArrayLike) -> NDArray[np.float64]:
+        """Training targets of the regression head: z-scores of ln(1 + tokens) [N]."""
+        return (_log1p(tokens) - self.regression_mean) / self.regression_std
+
+
+_NAMES = tuple(field.name for field in fields(Normalization))
+
+
+def _log1p(values: ArrayLike) -> NDArray[np.float64]:
+    return np.asarray(np.log1p(np.asarray(values, dtype=np.float64)))
+
+
+def _check_spread(name: str, values: NDArray[np.float64]) -> None:
+    if len(values) < 2:
+        what = "answers" if name == "tokens" else "fits"
+        raise InputError(f"{what} in the training split", len(values), "at least 2")
+    if values.std() < MIN_STD:
+        raise InputError(
+            f"column {name} in the training split", float(values[0]), "values that differ between prompts"
+        )

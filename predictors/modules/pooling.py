@@ -27,10 +27,17 @@ def max_pool(states: Tensor, mask: Tensor) -> Tensor:
     return states.masked_fill(~mask.unsqueeze(-1), torch.finfo(states.dtype).min).amax(dim=1)
 
 
+def last_pool(states: Tensor, mask: Tensor) -> Tensor:
+    """State of the last position in the mask, where a decoder has seen all of the text; [B, S, H], bool [B, S] -> [B, H]."""
+    last = mask.sum(dim=1, keepdim=True).to(torch.int64) - 1  # padding stands on the right
+    return states.gather(1, last.unsqueeze(-1).expand(-1, -1, states.shape[-1])).squeeze(1)
+
+
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cls": cls_pool,
     "mean": mean_pool,
     "max": max_pool,
+    "last": last_pool,
 }
 
 

@@ -1,135 +1,52 @@
-"""The length predictor: encoder, pooling and one tower each for mu and sigma.
+"""The predictor: one encoder, its pooled features, and any set of heads.
 
-Source: TIE, section on the predictor (DeBERTa-v3-base, [CLS; mean; max] features, two separate towers).
+Source: TIE, section on the predictor (DeBERTa-v3-base, [CLS; mean; max] features, separate towers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from predictors.modules.calibration import Calibration, CalibrationTable
+from predictors.modules.conditioning import ConditionFeatures
+from predictors.modules.config import PredictorConfig
+from predictors.modules.encoder import num_positions, state_width
+from predictors.modules.heads import HeadModules, level_probabilities, nu_of
 from predictors.modules.normalization import Normalization
-from predictors.modules.pooling import check_poolings, pool
+from predictors.modules.pooling import pool
 from scheduler_core.errors import InputError
 
 # Smallest sigma a predictor gives, log tokens: the inverse of log(1 + sigma) may be negative.
 SIGMA_FLOOR = 1e-6
-XAVIER_GAIN = 0.5
+# ln(512) / 5 is about 1, the size of the other features.
+PROMPT_LENGTH_SCALE = 5.0
 
 
-class LengthParameters(NamedTuple):
-    """Parameters of the log-t distribution in log tokens: mu [B], sigma [B] > 0."""
-
-    mu: Tensor
-    sigma: Tensor
-
-
-class NormalizedParameters(NamedTuple):
-    """z-scores of mu [B] and of log(1 + sigma) [B]: what the towers give and the loss compares."""
-
-    mu: Tensor
-    sigma: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictorConfig:
-    """What defines a predictor beside its weights.
-
-    Attributes:
-        encoder: Where the encoder came from, as the user named it (for the record; a checkpoint does not need it).
-        max_length: Most tokens of a prompt that are read, special tokens included.
-        truncation_side: The end of a longer prompt that is dropped.
-        pooling: Poolings whose features are concatenated, out of cls, mean, max.
-        hidden_sizes: Widths of a tower's hidden layers; all but the last are followed by a LayerNorm.
-        dropouts: Dropout after each hidden layer.
-        nu: Degrees of freedom of the log-t distribution the targets were fitted with.
-        served_models: LLMs whose lengths it was trained on.
-    """
-
-    encoder: str
-    max_length: int = 512
-    truncation_side: str = "right"
-    pooling: tuple[str, ...] = ("cls", "mean", "max")
-    hidden_sizes: tuple[int, ...] = (256, 256, 128)
-    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
-    nu: float = 3.5
-    served_models: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("pooling", "hidden_sizes", "dropouts", "served_models"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_poolings(self.pooling)
-        if self.max_length < 3:
-            raise InputError("max_length", self.max_length, "a whole number of at least 3")
-        if self.truncation_side not in ("left", "right"):
-            raise InputError("truncation_side", self.truncation_side, "left or right")
-        if not self.hidden_sizes or min(self.hidden_sizes) < 1:
-            raise InputError("hidden_sizes", self.hidden_sizes, "one or more whole numbers of at least 1")
-        if len(self.dropouts) != len(self.hidden_sizes) or not all(0 <= rate < 1 for rate in self.dropouts):
-            raise InputError("dropouts", self.dropouts, f"{len(self.hidden_sizes)} numbers from 0 to below 1")
-        if not 0 < self.nu < float("inf"):
-            raise InputError("nu", self.nu, "a finite number above 0")
-
-
-def build_tower(num_features: int, hidden_sizes: Sequence[int], dropouts: Sequence[float]) -> nn.Sequential:
-    """Features [B, num_features] -> [B, 1]: Linear, LayerNorm (not in the last), GELU, dropout; then Linear to 1."""
-    layers: list[nn.Module] = []
-    width = num_features
-    for index, (size, rate) in enumerate(zip(hidden_sizes, dropouts, strict=True)):
-        layers.append(nn.Linear(width, size))
-        if index < len(hidden_sizes) - 1:
-            layers.append(nn.LayerNorm(size))
-        layers += [nn.GELU(), nn.Dropout(rate)]
-        width = size
-    return nn.Sequential(*layers, nn.Linear(width, 1))
-
-
-class Towers(nn.Module):
-    """The two heads, independent of each other; Xavier-uniform with gain 0.5, bias 0.
+class PromptPredictor(nn.Module):
+    """Prompt tokens in; length distribution, urgency, bucket, length and rank out.
 
     Args:
-        num_features: Width of the pooled features.
-        config: Layer sizes and dropouts.
-        generator: Draws the initial weights; unset, torch's global generator does.
-    """
-
-    def __init__(
-        self, num_features: int, config: PredictorConfig, generator: torch.Generator | None = None
-    ) -> None:
-        super().__init__()
-        self.mu = build_tower(num_features, config.hidden_sizes, config.dropouts)
-        self.sigma = build_tower(num_features, config.hidden_sizes, config.dropouts)
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight, gain=XAVIER_GAIN, generator=generator)
-                nn.init.zeros_(module.bias)
-
-    def forward(self, features: Tensor) -> NormalizedParameters:
-        """Features [B, F] -> z-scores [B], [B]."""
-        return NormalizedParameters(self.mu(features).squeeze(-1), self.sigma(features).squeeze(-1))
-
-
-class LengthPredictor(nn.Module):
-    """Prompt tokens in, parameters of the length distribution out.
-
-    Args:
-        config: Poolings and towers.
+        config: Poolings, heads and conditioning.
         encoder: A transformers encoder: called with input_ids and attention_mask, gives last_hidden_state.
         normalization: Statistics of the targets.
-        generator: Draws the towers' initial weights; unset, torch's global generator does.
+        calibration: What `outputs` does to mu and sigma; None: nothing.
+        generator: Draws the heads' initial weights; unset, torch's global generator does.
 
     Raises:
-        InputError: `max_length` is beyond the encoder's positions.
+        InputError: `max_length` is beyond the encoder's positions, or the calibration is for other served models.
     """
 
     mu_mean: Tensor
     mu_std: Tensor
     sigma_log_mean: Tensor
     sigma_log_std: Tensor
+    within_log_mean: Tensor
+    within_log_std: Tensor
+    regression_mean: Tensor
+    regression_std: Tensor
 
     def __init__(
         self,
@@ -137,21 +54,46 @@ class LengthPredictor(nn.Module):
         encoder: nn.Module,
         normalization: Normalization,
         *,
+        calibration: Calibration | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        positions = getattr(encoder.config, "max_position_embeddings", None)
+        positions = num_positions(encoder)
         if positions is not None and config.max_length > positions:
             raise InputError("max_length", config.max_length, f"at most the encoder's {positions} positions")
         self.config = config
         self.normalization = normalization
         self.encoder = encoder
-        hidden_size: int = encoder.config.hidden_size  # type: ignore[union-attr,assignment]
-        self.num_features = hidden_size * len(config.pooling)
-        self.towers = Towers(self.num_features, config, generator)
+        self.num_features = state_width(encoder) * len(config.pooling) + config.prompt_length
+        num_conditioned = self.num_features
+        self.conditions: ConditionFeatures | None = None
+        if config.conditioning is not None:
+            self.conditions = ConditionFeatures(config.conditioning, generator)
+            num_conditioned += self.conditions.num_features
+        self.heads = HeadModules(config.heads, self.num_features, num_conditioned, generator)
         for name, value in normalization.to_json().items():
             # Not in the weights file: normalization.json is the one place that holds them.
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
+        self.set_calibration(calibration)
+
+    @property
+    def num_models(self) -> int:
+        """Served models the heads can tell apart, the unknown one not counted."""
+        return 0 if self.config.conditioning is None else len(self.config.conditioning.served_models)
+
+    def set_calibration(self, calibration: Calibration | None) -> None:
+        """Replaces the calibration that `outputs` applies; None: identity.
+
+        Raises:
+            InputError: It has another number of served models than the predictor.
+        """
+        calibration = calibration or Calibration.identity(self.num_models)
+        if calibration.num_models != self.num_models:
+            raise InputError(
+                "calibration", f"{calibration.num_models} served models", f"{self.num_models} of them"
+            )
+        self.calibration = calibration
+        self.calibration_table = CalibrationTable(calibration).to(self.mu_mean.device)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Pooled features [B, F] of token ids [B, S] under a mask [B, S] (1 = token, 0 = padding on the right).
@@ -159,26 +101,112 @@ class LengthPredictor(nn.Module):
         They do not depend on the other rows of the batch, nor on how far a row is padded.
         """
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
-        return pool(states, attention_mask, self.config.pooling)
+        features = pool(states, attention_mask, self.config.pooling)
+        if self.config.prompt_length:
+            num_tokens = attention_mask.sum(dim=1, keepdim=True).to(torch.float32)
+            scaled = torch.log(num_tokens) / PROMPT_LENGTH_SCALE
+            features = torch.cat([features, scaled.to(features.dtype)], dim=-1)
+        return features
 
-    def normalized(self, input_ids: Tensor, attention_mask: Tensor) -> NormalizedParameters:
-        """z-scores [B], [B] of token ids [B, S]: what is trained."""
-        return self.towers(self.features(input_ids, attention_mask))  # type: ignore[no-any-return]
+    def scores(
+        self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """What training compares with its targets.
 
-    def denormalize(self, scores: NormalizedParameters) -> LengthParameters:
-        """z-scores [B], [B] to mu and sigma [B] in log tokens, sigma at least 1e-6."""
-        mu = scores.mu * self.mu_std + self.mu_mean
-        sigma = torch.expm1(scores.sigma * self.sigma_log_std + self.sigma_log_mean)
-        return LengthParameters(mu, sigma.clamp_min(SIGMA_FLOOR))
+        Args:
+            features: Features [B, F], one row per (prompt, served model, temperature): with several rows of a prompt,
+                the caller repeats the prompt's features.
+            served_model: Numbers of served models, int64 [B], 0 = unknown; None: all unknown.
+            temperature: Sampling temperatures [B], at least 0, NaN = unknown; None: all unknown.
+                A predictor without conditioning looks at neither.
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> LengthParameters:
+        Returns:
+            By head, of those that are there:
+            length [B, 2]: z-scores of mu and of log(1 + sigma); then the raw score of nu where it is learnt; last the
+            z-score of log(1 + sigma_within) where it is predicted.
+            urgency [B, K-1]: logits of P(level > k).
+            bucket [B, K]: logits.
+            regression [B]: z-score of ln(1 + tokens).
+            rank [B]: score, larger = longer.
+        """
+        conditioned = features
+        if self.conditions is not None:
+            conditioned = self.conditions(features, served_model, temperature)
+        found: dict[str, Tensor] = self.heads(features, conditioned)
+        return found
+
+    def length_parameters(self, scores: Tensor) -> dict[str, Tensor]:
+        """Uncalibrated parameters of the log-t distribution, for objectives on raw answers.
+
+        In training mode the gradient of sigma goes on where the floor holds, so that it can come back.
+
+        Args:
+            scores: Scores of the length head [B, 2 to 4].
+
+        Returns:
+            mu [B] and sigma [B] in log tokens, sigma at least 1e-6; nu [B] where it is learnt; sigma_within [B] in log
+            tokens, at least 1e-6, where it is predicted.
+        """
+        head = self.config.heads.length
+        assert head is not None
+        scores = scores.float()  # expm1 of a half-precision number has no digits to spare
+        sigma = torch.expm1(scores[:, 1] * self.sigma_log_std + self.sigma_log_mean)
+        floored = sigma.clamp_min(SIGMA_FLOOR)
+        if self.training:
+            floored = sigma + (floored - sigma).detach()
+        parameters = {"mu": scores[:, 0] * self.mu_std + self.mu_mean, "sigma": floored}
+        if head.learn_nu:
+            parameters["nu"] = nu_of(scores[:, 2], head.nu)
+        if head.within:
+            within = torch.expm1(scores[:, -1] * self.within_log_std + self.within_log_mean)
+            parameters["sigma_within"] = within.clamp_min(SIGMA_FLOOR)
+        return parameters
+
+    def outputs(self, scores: Mapping[str, Tensor], served_model: Tensor | None = None) -> dict[str, Tensor]:
+        """Scores in natural units, calibration included.
+
+        Args:
+            scores: As `scores` gives them.
+            served_model: Numbers of served models, int64 [B], for the calibration; None: all unknown.
+
+        Returns:
+            Of the heads that are there: mu [B], sigma [B] (log tokens), nu [B] where it is learnt, sigma_within [B] (log
+            tokens, not calibrated) where it is predicted, urgency [B, K] and
+            bucket [B, K] (probabilities), regression_tokens [B] (tokens, at least 0), rank [B].
+        """
+        found: dict[str, Tensor] = {}
+        if "length" in scores:
+            parameters = self.length_parameters(scores["length"])
+            row = None if self.conditions is None else served_model
+            mu, sigma = self.calibration_table(parameters["mu"], parameters["sigma"], row)
+            found |= parameters | {"mu": mu, "sigma": sigma.clamp_min(SIGMA_FLOOR)}
+        if "urgency" in scores:
+            found["urgency"] = level_probabilities(scores["urgency"].float())
+        if "bucket" in scores:
+            found["bucket"] = torch.softmax(scores["bucket"].float(), dim=-1)
+        if "regression" in scores:
+            logs = scores["regression"].float() * self.regression_std + self.regression_mean
+            found["regression_tokens"] = torch.expm1(logs).clamp_min(0.0)
+        if "rank" in scores:
+            found["rank"] = scores["rank"].float()
+        return found
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        served_model: Tensor | None = None,
+        temperature: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Predicts.
 
         Args:
             input_ids: Token ids, int64 [B, S].
             attention_mask: 1 at tokens, 0 at padding, int64 [B, S]; at least one token in each row.
+            served_model, temperature: As in `scores`.
 
         Returns:
-            mu [B] and sigma [B], float32, log tokens.
+            As `outputs`, float32.
         """
-        return self.denormalize(self.normalized(input_ids, attention_mask))
+        scores = self.scores(self.features(input_ids, attention_mask), served_model, temperature)
+        return self.outputs(scores, served_model)

@@ -7,23 +7,25 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PredictRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "served_model", "max_tokens", "cvar_level", "quantile_levels")
+    __slots__ = ("request_id", "prompt", "served_model", "max_tokens", "cvar_level", "quantile_levels", "temperature")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CVAR_LEVEL_FIELD_NUMBER: _ClassVar[int]
     QUANTILE_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
     served_model: str
     max_tokens: int
     cvar_level: float
     quantile_levels: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ...) -> None: ...
+    temperature: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., temperature: _Optional[float] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +36,12 @@ class PredictResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     DURATIONS_FIELD_NUMBER: _ClassVar[int]
+    SERVED_MODEL_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    URGENCY_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    REGRESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    SIGMA_WITHIN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -44,7 +52,23 @@ class PredictResponse(_message.Message):
     prompt_tokens: int
     truncated: bool
     durations: Durations
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ...) -> None: ...
+    served_model_known: bool
+    urgency: Urgency
+    bucket_probabilities: _containers.RepeatedScalarFieldContainer[float]
+    regression_tokens: float
+    rank: float
+    sigma_within: float
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ...) -> None: ...
+
+class Urgency(_message.Message):
+    __slots__ = ("probabilities", "level", "abstain")
+    PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    ABSTAIN_FIELD_NUMBER: _ClassVar[int]
+    probabilities: _containers.RepeatedScalarFieldContainer[float]
+    level: int
+    abstain: bool
+    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ...) -> None: ...
 
 class CappedLength(_message.Message):
     __slots__ = ("max_tokens", "expected_tokens", "cvar_level", "cvar_tokens", "quantiles")
@@ -117,7 +141,7 @@ class GetMetadataRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetMetadataResponse(_message.Message):
-    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes")
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "kind", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -129,6 +153,14 @@ class GetMetadataResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    HEADS_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONED_ON_SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
+    CONDITIONED_ON_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTS_UNKNOWN_MODELS_FIELD_NUMBER: _ClassVar[int]
+    URGENCY_LEVELS_FIELD_NUMBER: _ClassVar[int]
+    ABSTAIN_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_EDGES_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     artifact_version: str
     format_version: int
@@ -140,4 +172,12 @@ class GetMetadataResponse(_message.Message):
     server_version: str
     max_batch_requests: int
     max_message_bytes: int
-    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ...) -> None: ...
+    kind: str
+    heads: _containers.RepeatedScalarFieldContainer[str]
+    conditioned_on_served_model: bool
+    conditioned_on_temperature: bool
+    accepts_unknown_models: bool
+    urgency_levels: _containers.RepeatedScalarFieldContainer[str]
+    abstain_threshold: float
+    bucket_edges: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., kind: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ...) -> None: ...

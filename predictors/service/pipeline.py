@@ -7,17 +7,18 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import Artifact
+from predictors.manifest import checked_temperature
+from predictors.predicted import Predicted, PredictedRow
 from predictors.service.batcher import Batcher
 from predictors.service.clock import Clock, LoopClock
 from predictors.service.errors import ClosedError, QueueFullError
 from predictors.service.grouping import BatchingSettings
-from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
 
@@ -26,10 +27,29 @@ logger = logging.getLogger(__name__)
 TOKENISE_BATCH = 32  # texts per hop to the tokenising thread
 
 
-class Tokenizer(Protocol):
-    """Text to token ids, callable from a thread."""
+class ReadPrompt(Protocol):
+    """A prompt as the model reads it."""
 
-    def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]: ...
+    @property
+    def values(self) -> NDArray[Any]:
+        """Token ids or features."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read; 0 where features are."""
+        ...
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the prompt was longer than what is read."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to what the model reads, callable from a thread."""
+
+    def __call__(self, prompts: Sequence[str]) -> Sequence[ReadPrompt]: ...
 
 
 class Runtime(Protocol):
@@ -42,24 +62,35 @@ class Runtime(Protocol):
     def tokenizer(self) -> Tokenizer: ...
 
     def run(
-        self, prompts: Sequence[NDArray[np.int64]]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...
+        self,
+        prompts: Sequence[NDArray[Any]],
+        served_models: Sequence[str | None] | None = None,
+        temperatures: Sequence[float | None] | None = None,
+    ) -> Predicted: ...
 
     def warm_up(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One prompt's prediction (log tokens) and what it cost."""
+    """One prompt's prediction and what it cost."""
 
-    mu: float
-    sigma: float
+    found: PredictedRow
     prompt_tokens: int
     truncated: bool
     tokenise_s: float
     queue_s: float
     inference_s: float
     batch_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of a batch; rows of different served models and temperatures share batches."""
+
+    values: NDArray[Any]
+    served_model: str | None
+    temperature: float | None
 
 
 class PredictionPipeline:
@@ -81,16 +112,14 @@ class PredictionPipeline:
         self._state = "starting"
         self._tokenise_pool = ThreadPoolExecutor(1, thread_name_prefix="tailcast-tokenise")
         self._run_pool = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tailcast-run")
-        self._tokeniser: Batcher[str, TokenizedPrompt] = Batcher(
+        self._tokeniser: Batcher[str, ReadPrompt] = Batcher(
             self._tokenise,
             settings=BatchingSettings(
                 max_batch=TOKENISE_BATCH, max_wait_s=0.0, order="arrival", max_queue=settings.max_queue
             ),
             clock=self.clock,
         )
-        self._batcher: Batcher[NDArray[np.int64], tuple[float, float]] = Batcher(
-            self._run, settings=settings, clock=self.clock
-        )
+        self._batcher: Batcher[_Row, PredictedRow] = Batcher(self._run, settings=settings, clock=self.clock)
 
     @property
     def num_inside(self) -> int:
@@ -102,11 +131,20 @@ class PredictionPipeline:
         await asyncio.get_running_loop().run_in_executor(self._run_pool, self.runtime.warm_up)
         self._state = "ready"
 
-    async def predict(self, prompt: str, *, deadline: float | None = None) -> Prediction:
+    async def predict(
+        self,
+        prompt: str,
+        *,
+        served_model: str | None = None,
+        temperature: float | None = None,
+        deadline: float | None = None,
+    ) -> Prediction:
         """Predicts one prompt.
 
         Args:
             prompt: The text; longer than the model reads is truncated.
+            served_model: Name of the LLM that will answer; None: not told.
+            temperature: Its sampling temperature, at least 0; None: not told.
             deadline: Time of the clock after which no more work is done for it.
 
         Raises:
@@ -114,43 +152,56 @@ class PredictionPipeline:
             QueueFullError: Too many requests inside; raised at once.
             ExpiredError: The deadline passed in the queue.
             BatchError: The model or tokenizer failed.
-            InputError: The text has no tokens.
+            InputError: The text has no tokens, or the served model or the temperature cannot be had.
             TailcastError: The model gave numbers that no scheduler can use.
         """
         if self._state != "ready":
             raise ClosedError(self._state)
         if self._inside >= self.settings.max_queue:
             raise QueueFullError(self.settings.max_queue)
+        # Checked here: in a batch it would fail its neighbours too.
+        self.runtime.artifact.manifest.served_model_number(served_model)
+        checked_temperature(temperature)
         self._inside += 1
         self._empty.clear()
         try:
             tokenised = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
-            tokens = tokenised.result
-            if len(tokens.ids) == 0:
+            read = tokenised.result
+            if len(read.values) == 0:
                 raise InputError("prompt", prompt, "a text with at least one token")
-            answer = await self._batcher.submit(tokens.ids, length=len(tokens.ids), deadline=deadline)
+            answer = await self._batcher.submit(
+                _Row(read.values, served_model, temperature),
+                length=max(1, read.num_tokens),
+                deadline=deadline,
+            )
         finally:
             self._inside -= 1
             if self._inside == 0:
                 self._empty.set()
-        mu, sigma = answer.result
-        self._check_range(mu, sigma)
+        self._check_range(answer.result)
         return Prediction(
-            mu=mu,
-            sigma=sigma,
-            prompt_tokens=len(tokens.ids),
-            truncated=tokens.truncated,
+            found=answer.result,
+            prompt_tokens=read.num_tokens,
+            truncated=read.truncated,
             tokenise_s=tokenised.queue_s + tokenised.work_s,
             queue_s=answer.queue_s,
             inference_s=answer.work_s,
             batch_size=answer.batch_size,
         )
 
-    def _check_range(self, mu: float, sigma: float) -> None:
-        try:
-            LengthPrediction(mu, sigma, self.runtime.artifact.manifest.nu)
-        except InputError as error:  # not the caller's fault
-            raise TailcastError(f"the model gave mu = {mu}, sigma = {sigma}: {error}") from error
+    def _check_range(self, found: PredictedRow) -> None:
+        """Raises TailcastError for numbers that are not the caller's fault and that no scheduler can use."""
+        if found.mu is not None and found.sigma is not None and found.nu is not None:
+            try:
+                LengthPrediction(found.mu, found.sigma, found.nu)
+            except InputError as error:
+                raise TailcastError(
+                    f"the model gave mu = {found.mu}, sigma = {found.sigma}, nu = {found.nu}: {error}"
+                ) from error
+        for name in ("urgency", "bucket", "regression_tokens", "rank"):
+            value = getattr(found, name)
+            if value is not None and not np.isfinite(value).all():
+                raise TailcastError(f"the model gave {name} = {value}")
 
     def refuse_new(self) -> None:
         """Lets what is inside finish; new requests get `ClosedError`."""
@@ -166,15 +217,21 @@ class PredictionPipeline:
         self._tokenise_pool.shutdown()
         self._run_pool.shutdown()
 
-    async def _tokenise(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
+    async def _tokenise(self, prompts: Sequence[str]) -> Sequence[ReadPrompt]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._tokenise_pool, self.runtime.tokenizer, prompts)
 
-    async def _run(self, prompts: Sequence[NDArray[np.int64]]) -> list[tuple[float, float]]:
+    async def _run(self, rows: Sequence[_Row]) -> list[PredictedRow]:
         loop = asyncio.get_running_loop()
         try:
-            mu, sigma = await loop.run_in_executor(self._run_pool, self.runtime.run, prompts)
+            predicted = await loop.run_in_executor(
+                self._run_pool,
+                self.runtime.run,
+                [row.values for row in rows],
+                [row.served_model for row in rows],
+                [row.temperature for row in rows],
+            )
         except Exception:
-            logger.exception("a batch of %d prompts failed", len(prompts))
+            logger.exception("a batch of %d prompts failed", len(rows))
             raise
-        return list(zip(mu.tolist(), sigma.tolist(), strict=True))
+        return predicted.rows()

@@ -10,11 +10,12 @@ from typing import Any
 import grpc
 
 from predictors.artifact import FORMAT_VERSION
+from predictors.manifest import checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
-from predictors.service.capped import capped_length
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
-from predictors.service.pipeline import Prediction, PredictionPipeline
+from predictors.service.pipeline import PredictionPipeline
+from predictors.service.response import predict_response
 from scheduler_core.errors import InputError, TailcastError
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,15 @@ class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
             server_version=metadata.version("tailcast"),
             max_batch_requests=self._max_batch_requests,
             max_message_bytes=self._max_message_bytes,
+            kind=manifest.kind,
+            heads=manifest.heads,
+            conditioned_on_served_model=manifest.conditioning is not None,
+            conditioned_on_temperature=manifest.conditioning is not None
+            and manifest.conditioning.temperature,
+            accepts_unknown_models=manifest.accepts_unknown_models,
+            urgency_levels=manifest.urgency_levels,
+            abstain_threshold=manifest.abstain_threshold,
+            bucket_edges=manifest.bucket_edges,
         )
 
     def _deadline(self, context: Context) -> float | None:
@@ -111,7 +121,13 @@ class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
         """The answer, or (status code, message, name of the wrong field)."""
         try:
             self._check(request, where)
-            return self._response(request, await self._pipeline.predict(request.prompt, deadline=deadline))
+            prediction = await self._pipeline.predict(
+                request.prompt,
+                served_model=request.served_model or None,
+                temperature=request.temperature if request.HasField("temperature") else None,
+                deadline=deadline,
+            )
+            return predict_response(request, prediction, self._pipeline.runtime.artifact.manifest)
         except TailcastError as error:
             code = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
             return code, str(error), error.field if isinstance(error, InputError) else ""
@@ -127,11 +143,11 @@ class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
             )
         if not request.prompt or request.prompt.isspace():
             raise InputError(f"{where}prompt", request.prompt[:20], "a text that is not empty")
-        served = self._pipeline.runtime.artifact.manifest.served_models
-        if request.served_model and served and request.served_model not in served:
-            raise InputError(
-                f"{where}served_model", request.served_model, f"empty or one of {', '.join(served)}"
-            )
+        try:
+            self._pipeline.runtime.artifact.manifest.served_model_number(request.served_model)
+            checked_temperature(request.temperature if request.HasField("temperature") else None)
+        except InputError as error:
+            raise InputError(where + error.field, error.value, error.allowed) from error
         if request.HasField("max_tokens") and request.max_tokens < 1:
             raise InputError(f"{where}max_tokens", request.max_tokens, "an integer >= 1, or unset")
         if request.HasField("cvar_level") and not 0 <= request.cvar_level < 1:
@@ -145,36 +161,6 @@ class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
         for level in request.quantile_levels:
             if not 0 < level < 1:
                 raise InputError(f"{where}quantile_levels", level, "numbers in (0, 1)")
-
-    def _response(self, request: pb.PredictRequest, prediction: Prediction) -> pb.PredictResponse:
-        manifest = self._pipeline.runtime.artifact.manifest
-        response = pb.PredictResponse(
-            request_id=request.request_id,
-            mu=prediction.mu,
-            sigma=prediction.sigma,
-            nu=manifest.nu,
-            artifact_id=manifest.artifact_id,
-            artifact_version=manifest.artifact_version,
-            prompt_tokens=prediction.prompt_tokens,
-            truncated=prediction.truncated,
-            durations=pb.Durations(
-                tokenise_ns=round(prediction.tokenise_s * 1e9),
-                queue_ns=round(prediction.queue_s * 1e9),
-                inference_ns=round(prediction.inference_s * 1e9),
-                batch_size=prediction.batch_size,
-            ),
-        )
-        if request.HasField("max_tokens"):
-            numbers = capped_length(
-                prediction.mu,
-                prediction.sigma,
-                manifest.nu,
-                max_tokens=request.max_tokens,
-                cvar_level=request.cvar_level if request.HasField("cvar_level") else None,
-                levels=request.quantile_levels,
-            )
-            response.capped.CopyFrom(numbers)
-        return response
 
 
 def _error_outcome(request_id: str, code: grpc.StatusCode, message: str, field: str) -> pb.Outcome:

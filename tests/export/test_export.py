@@ -14,96 +14,211 @@ import export.exporter as exporter
 from export.cli import main
 from export.exporter import ExportConfig, export_onnx
 from export.parity import check_tokenizer, measure_parity
-from predictors.artifact import open_artifact
-from predictors.modules import load_checkpoint
+from predictors.artifact import Conditions, open_artifact
+from predictors.modules import (
+    URGENCY_LEVELS,
+    BucketHead,
+    Conditioning,
+    Heads,
+    RegressionHead,
+    UrgencyHead,
+    load_checkpoint,
+)
 from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
-from tests.export.conftest import TRAINING_INFO, write_checkpoint
+from tests.export.conftest import CALIBRATION, PLAIN, TRAINING_INFO, write_checkpoint
+from tests.predictors.predictors import TOWER
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
+
+
+EXPORTS = {  # name -> checkpoint, older exporter
+    "bert": ("bert", False),
+    "deberta": ("deberta", False),
+    "bert-legacy": ("bert", True),
+    "deberta-legacy": ("deberta", True),
+    "distilbert-legacy": ("distilbert", True),
+    "modernbert-legacy": ("modernbert", True),
+    "opt-legacy": ("opt", True),
+    "plain-legacy": ("plain", True),
+}
+SERVED = ["small-llm", "large-llm", None, "never heard of"]
+TEMPERATURES = [1.0, None, 0.3, 0.0]
 
 
 @pytest.fixture(scope="module")
 def artifacts(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Artifact folders by kind of encoder and exporter."""
     root = tmp_path_factory.mktemp("exported")
-    made = {}
-    for name, kind, legacy in (
-        ("bert", "bert", False),
-        ("bert-legacy", "bert", True),
-        ("deberta", "deberta", False),
-        ("deberta-legacy", "deberta", True),
-    ):
-        made[name] = root / name
-        export_onnx(
-            ExportConfig(checkpoint=str(checkpoints[kind]), out=str(made[name]), legacy_exporter=legacy)
-        )
+    made = {name: root / name for name in EXPORTS}
+    for name, (kind, legacy) in EXPORTS.items():
+        config = ExportConfig(checkpoint=str(checkpoints[kind]), out=str(made[name]), legacy_exporter=legacy)
+        export_onnx(config)
     return made
 
 
-NAMES = ["bert", "bert-legacy", "deberta", "deberta-legacy"]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPORTS)
 def test_artifact_predicts_what_the_checkpoint_predicts(
     artifacts: dict[str, Path], checkpoints: dict[str, Path], name: str
 ) -> None:
-    checkpoint = load_checkpoint(checkpoints[name.removesuffix("-legacy")])
+    checkpoint = load_checkpoint(checkpoints[EXPORTS[name][0]])
     tokens = checkpoint.tokenizer(PROMPTS, truncation=True, max_length=48, padding=True, return_tensors="pt")
+    is_plain = checkpoint.config.conditioning is None
+    numbers = torch.tensor([1, 2, 0, 0])
+    temperatures = torch.tensor([1.0, float("nan"), 0.3, 0.0])
     with torch.no_grad():
-        wanted = checkpoint.model(tokens["input_ids"], tokens["attention_mask"])
-    mu, sigma = open_runtime(artifacts[name]).predict(PROMPTS, batch_size=2)
-    np.testing.assert_allclose(mu, wanted.mu.numpy(), atol=1e-5)
-    np.testing.assert_allclose(sigma, wanted.sigma.numpy(), atol=1e-5)
-    assert np.ptp(mu) > 1e-3
-    assert np.ptp(sigma) > 1e-4
+        wanted = checkpoint.model(tokens["input_ids"], tokens["attention_mask"], numbers, temperatures)
+    served = ["tiny-llm", None, "", "tiny-llm"] if is_plain else SERVED
+    predicted = open_runtime(artifacts[name]).predict(PROMPTS, served, TEMPERATURES, batch_size=2)
+    found = predicted.arrays()
+    if is_plain:
+        np.testing.assert_array_equal(found.pop("nu"), np.full(4, 3.5))
+    assert set(found) == set(wanted)
+    for output, values in wanted.items():
+        np.testing.assert_allclose(found[output], values.numpy(), atol=1e-5, rtol=1e-5, err_msg=output)
+        assert np.ptp(found[output], axis=0).max() > 1e-4, output
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["distilbert", "modernbert", "opt"])
+def test_default_exporter_takes_the_other_encoders_too(
+    checkpoints: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    manifest = export_onnx(ExportConfig(checkpoint=str(checkpoints[kind]), out=str(tmp_path / "a")))
+    assert max(manifest.parity["by_output"].values()) <= 1e-4
+    assert set(manifest.parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
+
+
+@pytest.mark.parametrize("name", ["bert", "opt-legacy"])
+def test_artifact_follows_the_served_model_and_the_temperature(artifacts: dict[str, Path], name: str) -> None:
+    runtime = open_runtime(artifacts[name])
+    names = ["small-llm", "large-llm", None, "small-llm", "small-llm"]
+    found = runtime.predict(["name 3 rivers"] * 5, names, [1.0, 1.0, 1.0, 0.2, None]).arrays()
+    for output, values in found.items():
+        assert len(np.unique(values.round(5), axis=0)) == (1 if output == "urgency" else 5), output
+    unset = runtime.predict(["name 3 rivers"]).arrays()
+    unknown = runtime.predict(["name 3 rivers"], ["never heard of"], [float("nan")]).arrays()
+    assert all(np.array_equal(unset[output], unknown[output]) for output in unset)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
 def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, Path], name: str) -> None:
     graph = onnx.load(artifacts[name] / "model.onnx").graph
-    for tensor in graph.input:
-        assert [axis.dim_param for axis in tensor.type.tensor_type.shape.dim] == ["batch", "seq"]
-    assert [tensor.name for tensor in graph.output] == ["mu", "sigma"]
-    for tensor in graph.output:
-        assert [axis.dim_param for axis in tensor.type.tensor_type.shape.dim] == ["batch"]
+    manifest = open_artifact(artifacts[name]).manifest
+    for found, specs in ((graph.input, manifest.inputs), (graph.output, manifest.outputs)):
+        assert [tensor.name for tensor in found] == [spec.name for spec in specs]
+        for tensor, spec in zip(found, specs, strict=True):
+            axes = tensor.type.tensor_type.shape.dim
+            assert [axis.dim_param or axis.dim_value for axis in axes] == list(spec.shape)
     content = (artifacts[name] / "model.onnx").read_bytes()
     assert not re.search(rb"site-packages|\.py\b", content)
 
 
-@pytest.mark.parametrize("name", ["bert", "deberta"])
-def test_manifest_tells_where_the_artifact_comes_from(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], name: str
+def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
+    artifacts: dict[str, Path], checkpoints: dict[str, Path]
 ) -> None:
-    manifest = open_artifact(artifacts[name]).manifest
-    assert manifest.artifact_id == name
+    manifest = open_artifact(artifacts["deberta"]).manifest
+    assert manifest.artifact_id == "deberta"
     assert re.fullmatch(r"[0-9a-f]{12}", manifest.artifact_version)
-    assert (manifest.nu, manifest.max_length, manifest.truncation_side) == (3.5, 48, "right")
-    assert manifest.served_models == ("tiny-llm",)
+    assert (manifest.kind, manifest.nu, manifest.lexical) == ("encoder", None, None)
+    assert (manifest.max_length, manifest.truncation_side) == (48, "right")
+    assert manifest.heads == ("length", "urgency", "bucket", "regression", "rank")
+    assert manifest.served_models == ("small-llm", "large-llm")
+    assert manifest.conditioning == Conditions(unknown_models=True, temperature=True)
+    assert manifest.urgency_levels == URGENCY_LEVELS
+    assert manifest.abstain_threshold == 0.35
+    assert manifest.bucket_edges == (64, 512)
+    assert manifest.calibration == CALIBRATION.to_json()
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
-    assert set(manifest.parity["max_abs_diff"]) == {"1x1", "1x7", "2x16", "3x33", "8x48", "1x48"}
-    assert max(manifest.parity["max_abs_diff"].values()) <= manifest.parity["tolerance"] == 1e-4
-    assert manifest.parity["padding"] <= 1e-4
+    parity = manifest.parity
+    assert set(parity["max_abs_diff"]) == {"1x1", "1x7", "2x16", "3x33", "8x48", "1x48"}
+    assert set(parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
+    largest = max(parity["max_abs_diff"].values())
+    assert max(parity["by_output"].values()) == largest <= parity["tolerance"] == 1e-4
+    assert parity["padding"] <= 1e-4
     assert manifest.versions["torch"] == torch.__version__
-    assert manifest.files["normalization.json"] == sha256_file(checkpoints[name] / "normalization.json")
-    run = json.loads((artifacts[name] / "run.json").read_text())
-    assert run["config"]["checkpoint"] == str(checkpoints[name])
+    assert manifest.files["normalization.json"] == sha256_file(checkpoints["deberta"] / "normalization.json")
+    run = json.loads((artifacts["deberta"] / "run.json").read_text())
+    assert run["config"]["checkpoint"] == str(checkpoints["deberta"])
     assert run["config"]["seed"] == 0
 
 
+def test_manifest_of_a_plain_predictor(artifacts: dict[str, Path]) -> None:
+    manifest = open_artifact(artifacts["plain-legacy"]).manifest
+    assert (manifest.nu, manifest.heads, manifest.conditioning) == (3.5, ("length",), None)
+    assert manifest.served_models == ("tiny-llm",)
+    assert (manifest.urgency_levels, manifest.bucket_edges, manifest.calibration) == ((), (), {})
+    assert manifest.abstain_threshold is None
+    assert [tensor.name for tensor in manifest.outputs] == ["mu", "sigma"]
+    with pytest.raises(InputError, match="served_model: got 'other'; allowed: empty or one of tiny-llm"):
+        open_runtime(artifacts["plain-legacy"]).predict(["x"], ["other"])
+
+
 def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
-    checkpoint = write_checkpoint(tmp_path, "bert", max_length=8, truncation_side="left")
+    checkpoint = write_checkpoint(tmp_path, "bert", **PLAIN, max_length=8, truncation_side="left")
     export_onnx(ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True))
     runtime = open_runtime(tmp_path / "a")
-    mu, _ = runtime.predict(["story " * 50 + "name the rivers", "name the rivers", "story story story"])
+    prompts = ["story " * 50 + "name the rivers", "name the rivers", "story story story"]
+    mu = runtime.predict(prompts).mu
     loaded = load_checkpoint(checkpoint)
     ids = loaded.tokenizer("story " * 50 + "name the rivers", truncation=True, max_length=8)["input_ids"]
     with torch.no_grad():
-        wanted = loaded.model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64)).mu
+        wanted = loaded.model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))["mu"]
+    assert mu is not None
     assert mu[0] == pytest.approx(float(wanted), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("conditioning", "inputs"),
+    [
+        (Conditioning(("a",), width=4, temperature=False), ["served_model"]),
+        (Conditioning(("a", "b"), width=4, unknown=False), ["served_model", "temperature"]),
+    ],
+)
+def test_inputs_are_those_the_heads_see(
+    tmp_path: Path, conditioning: Conditioning, inputs: list[str]
+) -> None:
+    heads = Heads(regression=RegressionHead(TOWER))
+    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
+    manifest = export_onnx(
+        ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True)
+    )
+    assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", *inputs]
+    assert [tensor.name for tensor in manifest.outputs] == ["regression_tokens"]
+    runtime = open_runtime(tmp_path / "a")
+    runtime.warm_up()
+    predicted = runtime.predict(["name 3 rivers"], ["a"], [1.0])
+    assert (predicted.mu, predicted.nu, len(predicted)) == (None, None, 1)
+    if conditioning.unknown:
+        assert len(runtime.predict(["name"], ["other"])) == 1
+    else:
+        for name in ("other", None):
+            with pytest.raises(InputError, match="served_model: got .*; allowed: one of a, b"):
+                runtime.predict(["name"], [name])
+
+
+def test_two_levels_and_two_buckets_are_exported_too(tmp_path: Path) -> None:
+    heads = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHead(TOWER, edges=(9,)))
+    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=None)
+    export_onnx(ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True))
+    found = open_runtime(tmp_path / "a").predict(PROMPTS)
+    for values in (found.urgency, found.bucket):
+        assert values is not None
+        assert values.shape == (4, 2)
+        np.testing.assert_allclose(values.sum(axis=1), 1, rtol=1e-6)
+
+
+def test_abstain_threshold_is_the_users_or_the_checkpoints(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"legacy_exporter": True, "out": str(tmp_path / "a"), "abstain_threshold": 0.5}
+    manifest = export_onnx(ExportConfig(checkpoint=str(checkpoints["bert"]), **options))
+    assert manifest.abstain_threshold == 0.5
+    with pytest.raises(InputError, match="the checkpoint has no urgency head"):
+        export_onnx(ExportConfig(checkpoint=str(checkpoints["plain"]), **options))
 
 
 def test_version_names_the_content(
@@ -162,8 +277,12 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
         (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors"),
         (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
         (lambda folder: (folder / "training.json").write_text('{"metrics": []}'), "training.json, metrics"),
+        (
+            lambda folder: (folder / "training.json").write_text('{"urgency": {"abstain_threshold": 2}}'),
+            "training.json, urgency.abstain_threshold: got 2",
+        ),
     ],
-    ids=["folder", "no config", "bad config", "bad weights", "no tokenizer", "bad metrics"],
+    ids=["folder", "no config", "bad config", "bad weights", "no tokenizer", "bad metrics", "bad threshold"],
 )
 def test_broken_checkpoint_is_one_line_and_nothing_is_written(
     checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], breakage, message: str
@@ -186,6 +305,7 @@ def test_broken_checkpoint_is_one_line_and_nothing_is_written(
         (["x", "--out", "y", "--tolerance", "0"], "tolerance"),
         (["x", "--out", "y", "--tolerance", "nan"], "tolerance"),
         (["x", "--out", "y", "--seed", "-1"], "seed"),
+        (["x", "--out", "y", "--abstain_threshold", "1.5"], "abstain_threshold"),
         (["x", "--out", ""], "out"),
         (["x", "--out", "y", "--artifact_id", " "], "artifact_id"),
     ],
@@ -204,16 +324,16 @@ def test_parity_failure_writes_nothing(
         checkpoint = load(path)
         forward = checkpoint.model.forward
 
-        def shifted(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> object:
-            parameters = forward(input_ids, attention_mask)
+        def shifted(*inputs: torch.Tensor) -> object:
+            found = forward(*inputs)
             # The exporters trace without data to look at; only the comparison sees the shift.
-            return parameters if torch.jit.is_tracing() else parameters._replace(mu=parameters.mu + 0.01)
+            return found if torch.jit.is_tracing() else found | {"rank": found["rank"] + 10}
 
         checkpoint.model.forward = shifted
         return checkpoint
 
     monkeypatch.setattr("predictors.modules.load_checkpoint", another_model_than_was_exported)
-    with pytest.raises(TailcastError, match=r"1 x 1 tokens differ by 0\.01"):
+    with pytest.raises(TailcastError, match=r"at 1 x 1 tokens: rank differs by \d\.\d+; allowed: 0.0001"):
         export_onnx(
             ExportConfig(checkpoint=str(checkpoints["bert"]), out=str(tmp_path / "a"), legacy_exporter=True)
         )
@@ -239,8 +359,8 @@ def test_parity_catches_numbers_that_are_no_numbers(
 ) -> None:
     checkpoint = load_checkpoint(checkpoints["bert"])
     with torch.no_grad():
-        checkpoint.model.towers.mu[-1].bias.fill_(float("nan"))
-    with pytest.raises(TailcastError, match="differ by nan"):
+        checkpoint.model.heads["length"].mu[-1].bias.fill_(float("nan"))
+    with pytest.raises(TailcastError, match="mu differs by nan"):
         measure_parity(
             checkpoint.model, open_runtime(artifacts["bert"]), tolerance=1e-4, rng=np.random.default_rng(0)
         )

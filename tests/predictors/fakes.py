@@ -1,4 +1,4 @@
-"""A tiny artifact whose numbers can be computed by hand, and a clock that is moved by hand."""
+"""Tiny artifacts whose numbers can be computed by hand, and a clock that is moved by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from predictors.artifact import Manifest, content_version, hash_files, write_manifest
+from predictors.artifact import (
+    Conditions,
+    LexicalInput,
+    Manifest,
+    content_version,
+    hash_files,
+    write_manifest,
+)
+from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
+from predictors.predicted import Predicted
 from predictors.runtime import open_runtime
 from predictors.service.grouping import BatchingSettings
 from predictors.service.pipeline import Runtime
@@ -36,17 +45,90 @@ def embeddings() -> NDArray[np.float32]:
     return table.astype(np.float32)
 
 
-def expected(prompt: str, max_length: int = 16) -> tuple[float, float]:
-    """mu and sigma of the tiny model, by numpy."""
+def mean_embedding(prompt: str, max_length: int = 16) -> tuple[float, float]:
+    """Mean row of `embeddings` over the prompt's tokens, by numpy."""
     ids = [VOCAB.get(word, VOCAB["[UNK]"]) for word in prompt.split()][: max_length - 2]
     mean = embeddings()[[VOCAB["[CLS]"], *ids, VOCAB["[SEP]"]]].mean(axis=0, dtype=np.float64)
-    return float(mean[0]), float(np.log1p(np.exp(mean[1])))
+    return float(mean[0]), float(mean[1])
+
+
+def expected(prompt: str, max_length: int = 16) -> tuple[float, float]:
+    """mu and sigma of the tiny model, by numpy."""
+    first, second = mean_embedding(prompt, max_length)
+    return first, float(np.log1p(np.exp(second)))
 
 
 def write_artifact(folder: Path, **changes: Any) -> Path:
-    """Writes a valid artifact; `changes` replace fields of its manifest."""
+    """Writes a valid artifact that predicts mu and sigma; `changes` replace fields of its manifest."""
+    fields = {"heads": ("length",), "nu": NU, "served_models": ("tiny-llm",)} | changes
+    return _write(folder, _graph(), **fields)
+
+
+SERVED_MODELS = ("tiny-llm", "huge-llm")
+RICH: dict[str, Any] = {
+    "heads": ("length", "urgency", "bucket", "regression", "rank"),
+    "served_models": SERVED_MODELS,
+    "conditioning": Conditions(unknown_models=True, temperature=True),
+    "urgency_levels": ("now", "soon", "late"),
+    "abstain_threshold": 0.9,
+    "bucket_edges": (100.0,),
+}
+
+
+def write_rich_artifact(folder: Path, **changes: Any) -> Path:
+    """Writes an artifact with all heads that sees served model and temperature: see `expected_rich`."""
+    return _write(folder, _rich_graph(), **(RICH | changes))
+
+
+def expected_rich(prompt: str, number: int = 0, temperature: float = 0.0) -> dict[str, Any]:
+    """Predictions of the rich model, by numpy; `number` is that of the served model."""
+    first, second = mean_embedding(prompt)
+    urgency, bucket = np.exp([first, second, 0.0]), np.exp([first, second])
+    mu = first + number + temperature
+    return {
+        "mu": mu,
+        "sigma": np.log1p(np.exp(second)),
+        "nu": 2.0 + number,
+        "urgency": urgency / urgency.sum(),
+        "bucket": bucket / bucket.sum(),
+        "regression_tokens": np.exp(mu),
+        "rank": mu,
+    }
+
+
+def write_lexical_artifact(folder: Path, **changes: Any) -> Path:
+    """Writes an artifact that reads lexical features: mu is ln(1 + characters), sigma is 0.5."""
     folder.mkdir(parents=True, exist_ok=True)
-    onnx.save(_graph(), folder / "model.onnx")
+    column = FEATURE_NAMES.index("log_chars")
+    nodes = [
+        helper.make_node("Gather", ["features", "column"], ["mu"], axis=1),
+        helper.make_node("Mul", ["mu", "zero"], ["nothing"]),
+        helper.make_node("Add", ["nothing", "half"], ["sigma"]),
+    ]
+    constants = {"column": np.array(column), "zero": np.float32(0), "half": np.float32(0.5)}
+    shape = ["batch", len(FEATURE_NAMES)]
+    inputs = [helper.make_tensor_value_info("features", TensorProto.FLOAT, shape)]
+    onnx.save(_model(nodes, constants, inputs, {"mu": None, "sigma": None}), folder / "model.onnx")
+    files = hash_files(folder)
+    fields: dict[str, Any] = {
+        "artifact_id": "lexical",
+        "artifact_version": content_version(files),
+        "created": "2026-01-02T03:04:05+00:00",
+        "kind": "lexical",
+        "heads": ("length",),
+        "nu": NU,
+        "lexical": LexicalInput(
+            feature_names=tuple(FEATURE_NAMES), feature_version=FEATURE_VERSION, max_chars=1000
+        ),
+        "files": files,
+    }
+    write_manifest(folder, Manifest(**(fields | changes)))
+    return folder
+
+
+def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    onnx.save(model, folder / "model.onnx")
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -59,47 +141,106 @@ def write_artifact(folder: Path, **changes: Any) -> Path:
         "artifact_id": "tiny",
         "artifact_version": content_version(files),
         "created": "2026-01-02T03:04:05+00:00",
-        "nu": NU,
         "max_length": 16,
         "truncation_side": "right",
         "pad_token_id": VOCAB["[PAD]"],
         "files": files,
-        "served_models": ("tiny-llm",),
     }
     write_manifest(folder, Manifest(**(fields | changes)))
     return folder
 
 
-def _graph() -> onnx.ModelProto:
-    nodes = [
-        helper.make_node("Gather", ["table", "input_ids"], ["embedded"]),
-        helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
-        helper.make_node("Unsqueeze", ["mask", "last"], ["weights"]),
-        helper.make_node("Mul", ["embedded", "weights"], ["weighted"]),
-        helper.make_node("ReduceSum", ["weighted", "one"], ["total"], keepdims=0),
-        helper.make_node("ReduceSum", ["weights", "one"], ["count"], keepdims=0),
-        helper.make_node("Div", ["total", "count"], ["mean"]),
-        helper.make_node("Gather", ["mean", "first_column"], ["mu"], axis=1),
-        helper.make_node("Gather", ["mean", "second_column"], ["raw"], axis=1),
-        helper.make_node("Softplus", ["raw"], ["sigma"]),
-    ]
-    constants = {
+# The mean embedding, and its two columns.
+MEAN = [
+    helper.make_node("Gather", ["table", "input_ids"], ["embedded"]),
+    helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
+    helper.make_node("Unsqueeze", ["mask", "last"], ["weights"]),
+    helper.make_node("Mul", ["embedded", "weights"], ["weighted"]),
+    helper.make_node("ReduceSum", ["weighted", "one"], ["total"], keepdims=0),
+    helper.make_node("ReduceSum", ["weights", "one"], ["count"], keepdims=0),
+    helper.make_node("Div", ["total", "count"], ["mean"]),
+    helper.make_node("Gather", ["mean", "first_column"], ["first"], axis=1),
+    helper.make_node("Gather", ["mean", "second_column"], ["second"], axis=1),
+    helper.make_node("Softplus", ["second"], ["sigma"]),
+]
+
+
+def _constants() -> dict[str, Any]:
+    return {
         "table": embeddings(),
         "last": np.array([2]),
         "one": np.array([1]),
         "first_column": np.array(0),
         "second_column": np.array(1),
     }
-    tokens, numbers = ["batch", "seq"], ["batch"]
+
+
+def _token_inputs() -> list[onnx.ValueInfoProto]:
+    return [
+        helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"])
+        for name in ("input_ids", "attention_mask")
+    ]
+
+
+def _graph() -> onnx.ModelProto:
+    nodes = [*MEAN, helper.make_node("Identity", ["first"], ["mu"])]
+    return _model(nodes, _constants(), _token_inputs(), {"mu": None, "sigma": None})
+
+
+def _rich_graph() -> onnx.ModelProto:
+    nodes = [
+        *MEAN,
+        helper.make_node("Cast", ["served_model"], ["number"], to=TensorProto.FLOAT),
+        helper.make_node("IsNaN", ["temperature"], ["unknown"]),
+        helper.make_node("Where", ["unknown", "zero", "temperature"], ["filled"]),
+        helper.make_node("Sum", ["first", "number", "filled"], ["mu"]),
+        helper.make_node("Add", ["number", "two"], ["nu"]),
+        helper.make_node("Pad", ["mean", "pads"], ["three"]),
+        helper.make_node("Softmax", ["three"], ["urgency"], axis=1),
+        helper.make_node("Softmax", ["mean"], ["bucket"], axis=1),
+        helper.make_node("Exp", ["mu"], ["regression_tokens"]),
+        helper.make_node("Identity", ["mu"], ["rank"]),
+    ]
+    constants = _constants() | {
+        "zero": np.float32(0),
+        "two": np.float32(2),
+        "pads": np.array([0, 0, 0, 1]),  # one column of zeros on the right
+    }
+    inputs = [
+        *_token_inputs(),
+        helper.make_tensor_value_info("served_model", TensorProto.INT64, ["batch"]),
+        helper.make_tensor_value_info("temperature", TensorProto.FLOAT, ["batch"]),
+    ]
+    outputs = {
+        "mu": None,
+        "sigma": None,
+        "nu": None,
+        "urgency": 3,
+        "bucket": 2,
+        "regression_tokens": None,
+        "rank": None,
+    }
+    return _model(nodes, constants, inputs, outputs)
+
+
+def _model(
+    nodes: Sequence[onnx.NodeProto],
+    constants: dict[str, Any],
+    inputs: Sequence[onnx.ValueInfoProto],
+    outputs: dict[str, int | None],
+) -> onnx.ModelProto:
+    """A graph whose outputs are [batch], or [batch, width] where a width stands."""
     graph = helper.make_graph(
         nodes,
         "tiny",
+        inputs,
         [
-            helper.make_tensor_value_info(name, TensorProto.INT64, tokens)
-            for name in ("input_ids", "attention_mask")
+            helper.make_tensor_value_info(
+                name, TensorProto.FLOAT, ["batch"] if width is None else ["batch", width]
+            )
+            for name, width in outputs.items()
         ],
-        [helper.make_tensor_value_info(name, TensorProto.FLOAT, numbers) for name in ("mu", "sigma")],
-        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
 
@@ -168,14 +309,19 @@ class GatedRuntime:
     def warm_up(self) -> None:
         self._runtime.warm_up()
 
-    def run(self, prompts: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def run(
+        self,
+        prompts: Sequence[NDArray[Any]],
+        served_models: Sequence[str | None] | None = None,
+        temperatures: Sequence[float | None] | None = None,
+    ) -> Predicted:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
         self.batches.append(len(prompts))
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("injected failure")
-        return self._runtime.run(prompts)
+        return self._runtime.run(prompts, served_models, temperatures)
 
 
 @contextlib.asynccontextmanager

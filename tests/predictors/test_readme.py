@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from predictors.runtime import open_runtime
-from tests.predictors.fakes import running_server, write_artifact
+from tests.predictors.fakes import running_server, write_artifact, write_rich_artifact
 
 README = Path(__file__).resolve().parents[2] / "predictors" / "README.md"
 CLIENT, PLAIN = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -29,11 +30,15 @@ async def test_client_example(artifact_folder: Path, capsys: pytest.CaptureFixtu
     assert 1 < median < p90 < p99
 
 
-def test_plain_onnxruntime_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write_artifact(tmp_path / "artifact")
+@pytest.mark.parametrize("write", [write_artifact, write_rich_artifact])
+def test_plain_onnxruntime_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path]
+) -> None:
+    folder = write(tmp_path / "artifact")
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(PLAIN, names)
-    mu, sigma = open_runtime(folder).predict(["Name three rivers.", "Write an essay about tides."])
-    np.testing.assert_allclose(names["mu"], mu, rtol=1e-6)
-    np.testing.assert_allclose(names["sigma"], sigma, rtol=1e-6)
+    prompts = ["Name three rivers.", "Write an essay about tides."]
+    found = open_runtime(folder).predict(prompts, ["tiny-llm", None], [0.7, None])
+    np.testing.assert_allclose(names["mu"], found.mu, rtol=1e-6)
+    np.testing.assert_allclose(names["sigma"], found.sigma, rtol=1e-6)

@@ -22,6 +22,7 @@ from predictors.service.capped import capped_length
 from predictors.service.grouping import BatchingSettings
 from predictors.service.pipeline import PredictionPipeline
 from predictors.service.server import SERVICE, PredictionServer, ServerSettings
+from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from tests.predictors.fakes import NU, GatedRuntime, expected, running_server, until, write_artifact
@@ -117,6 +118,8 @@ def test_capped_length_equals_the_distribution(
         ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.0]}),
         ("quantile_levels", {"max_tokens": 5, "quantile_levels": [0.5] * 101}),
         ("served_model", {"served_model": "other-llm"}),
+        ("temperature", {"temperature": -0.5}),
+        ("temperature", {"temperature": math.inf}),
         ("request_id", {"request_id": "x" * 2000}),
     ],
 )
@@ -158,12 +161,16 @@ async def test_batch_of_a_wrong_size_is_refused(stub: Any, count: int) -> None:
 
 async def test_metadata_tells_what_is_served(stub: Any) -> None:
     metadata = await stub.GetMetadata(pb.GetMetadataRequest())
-    assert (metadata.artifact_id, metadata.format_version, metadata.nu) == ("tiny", 1, NU)
+    assert (metadata.artifact_id, metadata.format_version, metadata.nu) == ("tiny", 2, NU)
     assert list(metadata.served_models) == ["tiny-llm"]
     assert (metadata.max_length_tokens, metadata.truncation_side) == (16, "right")
     assert metadata.provider == "CPUExecutionProvider"
     assert metadata.max_batch_requests == 256
     assert metadata.max_message_bytes == 16 * 2**20
+    assert (metadata.kind, list(metadata.heads)) == ("encoder", ["length"])
+    assert not metadata.conditioned_on_served_model
+    assert not metadata.accepts_unknown_models
+    assert not metadata.HasField("abstain_threshold")
 
 
 async def test_ten_megabyte_prompt_is_truncated_and_answered(stub: Any) -> None:
@@ -275,7 +282,7 @@ async def test_prompt_without_tokens_is_an_invalid_argument(tmp_path: Path, arti
     real = runtime.tokenizer
 
     def no_tokens(prompts: list[str]) -> list[Any]:
-        return [type(prompt)(prompt.ids[:0], False) for prompt in real(prompts)]
+        return [TokenizedPrompt(prompt.values[:0], False) for prompt in real(prompts)]
 
     runtime.tokenizer = no_tokens  # type: ignore[assignment]
     async with (

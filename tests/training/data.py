@@ -66,3 +66,42 @@ def write_lists(path: Path, lengths: list[list[float | None]], **columns: list[o
     }
     pq.write_table(pa.table(rows | columns), path)
     return path
+
+
+SERVED_MODELS = ("small", "middle", "large")
+
+
+def write_rows(
+    path: Path,
+    *,
+    num_prompts: int = 30,
+    num_samples: int = 4,
+    models: tuple[str, ...] = SERVED_MODELS,
+    seed: int = 0,
+) -> Path:
+    """A file of the list form: every served model answers every prompt; each is a half longer than the one before."""
+    rng = np.random.default_rng(seed)
+    rows: dict[str, list[object]] = {
+        name: [] for name in ("prompt_id", "model", "prompt", "temperature", "output_tokens", "finished")
+    }
+    for index, (prompt, mu, sigma) in enumerate(prompts(num_prompts)):
+        for number, model in enumerate(models):
+            drawn = np.ceil(np.exp(mu + 0.4 * number + sigma * rng.standard_t(3.5, num_samples)))
+            values = (f"p{index:03d}", model, prompt, [0.0, 0.7, None][number % 3])
+            for name, value in zip(rows, values, strict=False):
+                rows[name].append(value)
+            rows["output_tokens"].append(np.minimum(drawn, 300).astype(int).tolist())
+            rows["finished"].append((drawn <= 300).tolist())
+    pq.write_table(pa.table(rows), path)
+    return path
+
+
+def write_labels(path: Path, *, count: int = 40) -> Path:
+    """A file of urgency labels that the words decide."""
+    texts = [
+        f"{'now' if row % 2 else 'write'} a {'short' if row % 3 else 'long'} list of {row}"
+        for row in range(count)
+    ]
+    levels = [row % 2 * 3 + (row % 3 == 0) for row in range(count)]
+    pq.write_table(pa.table({"text": texts, "level": levels}), path)
+    return path

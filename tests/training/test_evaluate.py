@@ -3,141 +3,230 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.training.data import write_sample_file
-from tests.training.tiny import tiny_bert
-from training.cli_evaluate import main
-from training.config import StageConfig, TrainConfig
-from training.train import train
+from predictors.modules import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
+from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
+from training.cli_fit_dist import main as fit_dist
+from training.evaluating.baselines import Baselines
+from training.evaluating.cli import main, one_list
+from training.evaluating.rows import EvaluationRows
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
+
+SPLIT = {"seed": 3, "fractions": [0.5, 0.25, 0.25]}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """samples.parquet, fits.parquet, and a checkpoint trained on them."""
-    from training.cli_fit_dist import main as fit_dist
-
+    """A checkpoint, answers drawn from it with and without a cap, and fits."""
     root = tmp_path_factory.mktemp("evaluate")
-    samples = write_sample_file(root / "samples.parquet", num_prompts=50, max_tokens=150)
-    assert fit_dist([str(samples), "--out", str(root / "fits.parquet"), "--alternatives", "false"]) == 0
-    config = TrainConfig(
-        data=str(samples),
-        out=str(root / "checkpoint"),
-        encoder=tiny_bert(root / "encoder"),
-        max_length=24,
-        hidden_sizes=(8, 4),
-        dropouts=(0.0, 0.0),
-        stage1=StageConfig(epochs=2, learning_rate=1e-3),
-        stage2=StageConfig(epochs=1, learning_rate=1e-3),
-        split_seed=3,
-        threads=1,
-        accelerator="cpu",
+    bare = random_checkpoint(root / "bare")
+    lists = write_drawn_answers(root / "lists.parquet", bare, max_tokens=400)
+    assert fit_dist([str(lists), "--out", str(root / "fits.parquet"), "--alternatives", "false"]) == 0
+    rows = EvaluationRows.of(read_fits_or_fit(lists, FitOptions()))
+    info = {"data": {"split": SPLIT, "baselines": Baselines.of(rows.fits, rows.prompts).to_json()}}
+    random_checkpoint(root / "known", info=info)
+    for name, heads in (
+        ("regression", Heads(regression=RegressionHead(tower=SMALL_TOWER))),
+        ("rank", Heads(rank=RankHead(tower=SMALL_TOWER))),
+        ("bucket", Heads(bucket=BucketHead(edges=(60.0, 200.0), tower=SMALL_TOWER))),
+        ("learnt", Heads(length=LengthHead(tower=SMALL_TOWER, learn_nu=True))),
+    ):
+        random_checkpoint(root / name, heads=heads)
+    random_checkpoint(
+        root / "urgency", heads=Heads(urgency=UrgencyHead(tower=SMALL_TOWER)), conditioning=None
     )
-    train(config)
     return root
 
 
 def evaluate(predictor, data, out, *options):
-    args = [str(predictor), "--data", str(data), "--json", str(out), "--threads", "1", *map(str, options)]
-    assert main(args) == 0
-    return json.loads(out.read_text())
+    args = [str(predictor), "--data", str(data), "--json", str(out), "--threads", "1", "--progress", "false"]
+    assert main([*args, *map(str, options)]) == 0
+    text = out.read_text()
+    assert "NaN" not in text
+    return json.loads(text)
 
 
-def test_the_test_split_gives_the_numbers_of_training(folder, tmp_path):
-    trained = json.loads((folder / "checkpoint" / "training.json").read_text())["metrics"]["test"]
-    for data in ("samples.parquet", "fits.parquet"):
-        found = evaluate(folder / "checkpoint", folder / data, tmp_path / "e.json", "--split", "test")
-        assert found["model"]["num_prompts"] == trained["model"]["num_prompts"]
-        assert found["model"]["crps_tokens"] == pytest.approx(trained["model"]["crps_tokens"], rel=1e-5)
-        assert found["baselines"]["marginal"]["nll"] == pytest.approx(trained["baselines"]["marginal"]["nll"])
-        assert set(found["by_category"]) == set(trained["by_category"])
+def test_answers_drawn_from_the_predictions_are_calibrated(folder, tmp_path):
+    found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json")
+    model = found["model"]
+    assert (model["num_prompts"], model["num_samples"]) == (120, 960)
+    for level, error in (("p50", 0.06), ("p90", 0.05), ("p99", 0.03)):
+        assert model["coverage"][level]["estimate"] == pytest.approx(float(level[1:]) / 100, abs=error)
+    assert model["mu"]["r2"] > 0.8
+    # the true parameters beat all baselines, and cannot beat what they are given in the simulation by much
+    for name in ("constant", "marginal", "per_model", "prompt_length"):
+        assert model["crps_log_tokens"] < found["baselines"][name]["crps_log_tokens"]
+    assert found["ceiling"]["true_parameters"]["mu"]["r2"] == pytest.approx(model["mu"]["r2"], abs=0.1)
+    assert set(found["by_model"]) == set(MODELS)
+    assert set(found["by_dataset"]) == {"A", "B"}
+    assert found["coverage_by_model_and_dataset"][MODELS[0]]["A"]["num_samples"] == 240
+
+
+def test_the_served_model_is_told_to_the_predictor(folder, tmp_path):
+    table = pq.read_table(folder / "lists.parquet")
+    swapped = [MODELS[1 - MODELS.index(name)] for name in table.column("model").to_pylist()]
+    at = table.column_names.index("model")
+    pq.write_table(table.set_column(at, "model", pa.array(swapped)), tmp_path / "swapped.parquet")
+    right = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "a.json")
+    wrong = evaluate(folder / "known/checkpoint", tmp_path / "swapped.parquet", tmp_path / "b.json")
+    assert wrong["model"]["crps_log_tokens"] > right["model"]["crps_log_tokens"]
+
+
+def test_samples_and_fits_give_the_same(folder, tmp_path):
+    one = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "a.json")
+    other = evaluate(folder / "known/checkpoint", folder / "fits.parquet", tmp_path / "b.json")
+    assert other["model"]["mu"] == pytest.approx(one["model"]["mu"])
+    assert other["model"]["crps_tokens"] == pytest.approx(one["model"]["crps_tokens"])
 
 
 def test_splits_make_up_the_whole(folder, tmp_path):
     counts = [
-        evaluate(folder / "checkpoint", folder / "fits.parquet", tmp_path / "e.json", "--split", split)[
+        evaluate(folder / "known/checkpoint", folder / "fits.parquet", tmp_path / "e.json", "--split", split)[
             "model"
         ]["num_prompts"]
         for split in ("train", "validation", "test", "all")
     ]
-    assert counts[3] == 50 == sum(counts[:3])
+    assert counts[3] == 120 == sum(counts[:3])
+    assert min(counts) > 0
 
 
 def test_an_artifact_says_the_same_as_its_checkpoint(folder, tmp_path):
     from export.cli import main as export_onnx
 
     artifact = tmp_path / "artifact"
-    assert export_onnx([str(folder / "checkpoint"), "--out", str(artifact), "--legacy_exporter", "true"]) == 0
-    one = evaluate(folder / "checkpoint", folder / "fits.parquet", tmp_path / "a.json", "--split", "test")
-    other = evaluate(artifact, folder / "fits.parquet", tmp_path / "b.json", "--split", "test")
-    assert (one["predictor"]["kind"], other["predictor"]["kind"]) == ("checkpoint", "artifact")
-    assert other["model"]["mu"]["mae"] == pytest.approx(one["model"]["mu"]["mae"], rel=1e-4)
-    assert other["baselines"] == one["baselines"]
+    checkpoint = folder / "known/checkpoint"
+    assert export_onnx([str(checkpoint), "--out", str(artifact), "--legacy_exporter", "true"]) == 0
+    options = ("--beside", f"onnx={artifact}", "--ceiling", "false")
+    found = evaluate(checkpoint, folder / "lists.parquet", tmp_path / "e.json", *options)
+    assert found["predictor"]["kind"] == "checkpoint"
+    assert found["beside"]["onnx"]["predictor"]["kind"] == "artifact"
+    for name in ("mae", "r2"):
+        assert found["beside"]["onnx"]["mu"][name] == pytest.approx(found["model"]["mu"][name], rel=1e-3)
+    alone = evaluate(artifact, folder / "lists.parquet", tmp_path / "f.json", "--ceiling", "false")
+    assert alone["baselines"] == found["baselines"]
+    assert alone["ceiling"] == {}
 
 
-def test_lists_of_several_models_and_sets(folder, tmp_path):
-    rng = np.random.default_rng(2)
-    rows = 12
-    table = pa.table(
-        {
-            "dataset": ["A", "B"] * (rows // 2),
-            "model": ["x"] * 6 + ["y"] * 6,
-            "prompt_id": [f"q{row}" for row in range(rows)],
-            "prompt": [f"write a long story of {row}" for row in range(rows)],
-            "prompt_tokens": [7] * rows,
-            "output_tokens": rng.integers(20, 300, (rows, 10)).tolist(),
-        }
-    )
-    pq.write_table(table, tmp_path / "lists.parquet")
-    options = ("--max_tokens", 200, "--figure", tmp_path / "f.png", "--predictions", tmp_path / "p.parquet")
-    found = evaluate(folder / "checkpoint", tmp_path / "lists.parquet", tmp_path / "e.json", *options)
-    assert set(found["by_model"]) == {"x", "y"}
-    assert set(found["by_dataset"]) == {"A", "B"}
-    assert found["model"]["num_censored"] > 0
-    assert (tmp_path / "f.png").read_bytes().startswith(b"\x89PNG")
-    predictions = pq.read_table(tmp_path / "p.parquet")
-    assert predictions.num_rows == rows
-    assert {"prompt_id", "model", "prompt", "mu", "sigma", "nu", "fitted_mu"} <= set(predictions.column_names)
-    assert min(predictions.column("sigma").to_pylist()) > 0
-    one = evaluate(
-        folder / "checkpoint", tmp_path / "lists.parquet", tmp_path / "e.json", "--served_model", "x"
-    )
-    assert one["model"]["num_prompts"] == 6
-
-
-def test_a_folder_without_a_split_can_be_evaluated_on_everything_only(folder, tmp_path, capsys):
-    import shutil
-
-    shutil.copytree(folder / "checkpoint", tmp_path / "bare")
-    (tmp_path / "bare" / "training.json").write_text("{}")
-    found = evaluate(tmp_path / "bare", folder / "fits.parquet", tmp_path / "e.json")
-    assert found["baselines"] == {}
-    args = [
-        str(tmp_path / "bare"),
-        "--data",
-        str(folder / "fits.parquet"),
-        "--json",
-        str(tmp_path / "n.json"),
+def test_all_heads_beside_each_other_in_every_output(folder, tmp_path):
+    options = [
+        word
+        for name in ("regression", "rank", "bucket", "learnt")
+        for word in ("--beside", f"{name}={folder / name / 'checkpoint'}")
     ]
-    assert main([*args, "--split", "test"]) == 2
-    assert "split: got 'test'; allowed: all" in capsys.readouterr().err
+    paths = {name: tmp_path / f"e.{name}" for name in ("html", "markdown", "figure", "predictions")}
+    options += [word for name, path in paths.items() for word in (f"--{name}", path)]
+    found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
+    assert set(found["beside"]) == {"regression", "rank", "bucket", "learnt"}
+    beside = found["beside"]
+    assert beside["rank"]["mu"]["r2"] is None
+    assert beside["rank"]["kendall_tau"]["median_vs_fitted_mu"] is not None
+    assert beside["regression"]["mu"]["r2"] is not None
+    assert beside["regression"]["crps_tokens"] is None
+    assert 0 <= beside["bucket"]["point"]["bucket_accuracy"] <= 1
+    assert beside["learnt"]["crps_tokens"] > 0
+    assert paths["figure"].read_bytes().startswith(b"\x89PNG")
+    page = paths["html"].read_text()
+    assert page.count("data:image/png;base64,") == 4
+    for label in ("regression", "per-model median", "true parameters (simulated)"):
+        assert f"<td class=text>{label}</td>" in page
+    text = paths["markdown"].read_text()
+    for row in ("| predictor |", "| rank | - |", "| per-model median |", "| half of the answers seen |"):
+        assert row in text
+    for line in re.findall(r"(?m)^\| rank .*$", text):
+        assert line.count("|") == 15
+    predictions = pq.read_table(paths["predictions"])
+    assert predictions.num_rows == 120
+    assert {"prompt_id", "model", "prompt", "mu", "sigma", "nu", "fitted_mu"} <= set(predictions.column_names)
+
+
+def test_a_ranking_predictor_alone_gets_a_page(folder, tmp_path):
+    page = tmp_path / "e.html"
+    found = evaluate(
+        folder / "rank/checkpoint", folder / "lists.parquet", tmp_path / "e.json", "--html", page
+    )
+    assert found["model"]["ordered_by"] == "rank"
+    assert found["conformal"] is None
+    assert "Reliability" not in page.read_text()
+
+
+def test_some_groups_of_one_served_model(folder, tmp_path):
+    options = ("--served_model", MODELS[0], "--max-groups", 20, "--seed", 1)
+    found = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "e.json", *options)
+    assert found["model"]["num_prompts"] == 20
+    again = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "f.json", *options)
+    assert again["model"] == found["model"]
+
+
+def test_an_unknown_served_model_is_said(folder, tmp_path, caplog):
+    table = pq.read_table(folder / "lists.parquet")
+    at = table.column_names.index("model")
+    named = pa.array([f"new-{name}" for name in table.column("model").to_pylist()])
+    pq.write_table(table.set_column(at, "model", named), tmp_path / "new.parquet")
+    found = evaluate(folder / "known/checkpoint", tmp_path / "new.parquet", tmp_path / "e.json")
+    assert "not trained on new-large-llm, new-small-llm" in caplog.text
+    assert found["model"]["num_prompts"] == 120
+
+
+def test_baselines_of_another_file(folder, tmp_path, caplog):
+    bare = folder / "bare/checkpoint"
+    without = evaluate(bare, folder / "lists.parquet", tmp_path / "e.json")
+    assert without["baselines"] == {}
+    assert "--baselines-from" in caplog.text
+    options = ("--baselines-from", folder / "lists.parquet")
+    found = evaluate(bare, folder / "lists.parquet", tmp_path / "f.json", *options)
+    kept = evaluate(folder / "known/checkpoint", folder / "lists.parquet", tmp_path / "g.json")
+    assert found["baselines"]["marginal"]["nll"] == pytest.approx(kept["baselines"]["marginal"]["nll"])
+
+
+def test_a_single_answer_to_each_prompt_is_enough_for_the_distribution(folder, tmp_path):
+    lists = write_drawn_answers(tmp_path / "one.parquet", folder / "bare/checkpoint", num_answers=1)
+    page = tmp_path / "e.html"
+    options = ("--html", page, "--markdown", tmp_path / "e.md")
+    found = evaluate(folder / "known/checkpoint", lists, tmp_path / "e.json", *options)
+    assert found["model"]["num_fits_compared"] == 0
+    assert found["model"]["mu"]["r2"] is None
+    assert found["model"]["crps_tokens"] < found["baselines"]["marginal"]["crps_tokens"]
+    assert found["model"]["kendall_tau"]["median_vs_one_answer"] > 0.3
+    assert found["model"]["coverage"]["p50"]["estimate"] == pytest.approx(0.5, abs=0.15)
+    assert found["ceiling"] == {"reliability": None, "seed": 0}
+
+
+def test_several_values_of_an_option_become_a_list():
+    assert one_list(["x", "--beside", "a=b", "--beside=c=d", "--y"], "--beside") == [
+        "x",
+        "--y",
+        "--beside",
+        '["a=b", "c=d"]',
+    ]
+    assert one_list(["--y"], "--beside") == ["--y"]
+    assert one_list(["--beside", "[a=b]"], "--beside") == ["--beside", "[a=b]"]
 
 
 @pytest.mark.parametrize(
-    ("predictor", "data", "message"),
+    ("options", "message"),
     [
-        ("{dir}/nothing", "{root}/fits.parquet", "predictor: got"),
-        ("{root}/encoder", "{root}/fits.parquet", "format_version"),
-        ("{root}/checkpoint", "{dir}/nothing.parquet", "data: got"),
-        ("{root}/checkpoint", "{dir}/other_nu.parquet", "column nu: got 9.0; allowed: 3.5"),
-        ("{root}/checkpoint", "{dir}/nan.parquet", "row 0, column sigma"),
+        (["{dir}/nothing"], "predictor: got"),
+        (["{root}/bare/encoder"], "format_version"),
+        (["{root}/known/checkpoint", "--data", "{dir}/nothing.parquet"], "data: got"),
+        (["{root}/known/checkpoint", "--data", "{dir}/other_nu.parquet"], "column nu: got 9.0; allowed: 3.5"),
+        (["{root}/known/checkpoint", "--data", "{dir}/nan.parquet"], "row 0, column sigma"),
+        (["{root}/bare/checkpoint", "--split", "test"], "split: got 'test'; allowed: all"),
+        (["{root}/known/checkpoint", "--beside", "x"], "beside: got 'x'; allowed: NAME=FOLDER"),
+        (["{root}/known/checkpoint", "--beside", "x={dir}"], "beside: got"),
+        (["{root}/urgency/checkpoint"], "a head that predicts the length"),
+        (["{root}/rank/checkpoint", "--predictions", "{dir}/p.parquet"], "predictions: got"),
+        (["{root}/known/checkpoint", "--served_model", "x"], "column model: got 'x'"),
     ],
 )
-def test_bad_input_is_one_line_and_writes_nothing(predictor, data, message, folder, tmp_path, capsys):
+def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_path, capsys):
     fits = pq.read_table(folder / "fits.parquet")
     at = fits.column_names.index("nu")
     pq.write_table(fits.set_column(at, "nu", pa.array([9.0] * len(fits))), tmp_path / "other_nu.parquet")
@@ -146,10 +235,23 @@ def test_bad_input_is_one_line_and_writes_nothing(predictor, data, message, fold
         fits.set_column(at, "sigma", pa.array([float("nan")] * len(fits))), tmp_path / "nan.parquet"
     )
     before = sorted(tmp_path.iterdir())
-    places = {"dir": tmp_path, "root": folder}
-    args = [predictor.format(**places), "--data", data.format(**places), "--json", str(tmp_path / "e.json")]
-    assert main([*args, "--progress", "false"]) == 2
+    words = [word.format(dir=tmp_path, root=folder) for word in options]
+    if "--data" not in words:
+        words += ["--data", str(folder / "lists.parquet")]
+    assert main([*words, "--json", str(tmp_path / "e.json"), "--progress", "false"]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_conformal_quantiles_beside_a_checkpoint_are_judged(folder, tmp_path):
+    from training.calibrating.conformal import CONFORMAL, ConformalQuantiles
+
+    shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
+    offsets = np.array([[0.0], [10.0], [np.inf]])
+    quantiles = ConformalQuantiles((0.9,), MODELS, offsets, np.full((3, 1), 9), np.ones((3, 1), dtype=bool))
+    (tmp_path / "checkpoint" / CONFORMAL).write_text(json.dumps(quantiles.to_json()))
+    found = evaluate(tmp_path / "checkpoint", folder / "lists.parquet", tmp_path / "e.json")["conformal"]
+    assert found["coverage"][MODELS[1]]["p90"] is None
+    assert found["coverage"][MODELS[0]]["p90"] is None or found["coverage"][MODELS[0]]["p90"] > 0.95

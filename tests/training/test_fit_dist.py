@@ -13,7 +13,7 @@ import pytest
 from scheduler_core.errors import InputError
 from tests.training.data import write_lists, write_sample_file
 from training.cli_fit_dist import main
-from training.evaluation import prompts_of
+from training.evaluating.rows import prompts_of
 from training.fitting.fits_file import read_fits_or_fit
 from training.fitting.options import FitOptions
 from training.fitting.reading.table import group_table, read_parquet

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,13 +25,19 @@ WORDS = [
 ]
 
 
-def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: float = 0.1) -> str:
-    """Writes a 2-layer BERT with random weights and a WordPiece tokenizer; returns the folder."""
-    from transformers import BertConfig, BertModel, BertTokenizer
+def _word_pieces() -> Any:
+    from transformers import BertTokenizer
 
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *string.ascii_lowercase, *string.digits]
     pieces += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
-    tokenizer = BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
+    return BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
+
+
+def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: float = 0.1) -> str:
+    """Writes a 2-layer BERT with random weights and a WordPiece tokenizer; returns the folder."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = _word_pieces()
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
@@ -69,6 +76,47 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
         pad_token_id=0,
     )
     return _save(folder, DebertaV2Model, config, tokenizer, seed)
+
+
+def tiny_distilbert(folder: Path, *, seed: int = 0) -> str:
+    """Writes a 2-layer DistilBERT with random weights and a WordPiece tokenizer."""
+    from transformers import DistilBertConfig, DistilBertModel
+
+    tokenizer = _word_pieces()
+    config = DistilBertConfig(
+        vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=64
+    )
+    return _save(folder, DistilBertModel, config, tokenizer, seed)
+
+
+def tiny_opt(folder: Path, *, seed: int = 0, padding: bool = True) -> str:
+    """Writes a 2-layer OPT decoder with random weights; without `padding` its tokenizer has no padding token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import OPTConfig, OPTModel, PreTrainedTokenizerFast
+
+    pieces = ["</s>", "<pad>", "<unk>", *WORDS, *string.ascii_lowercase, *string.digits]
+    pieces += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
+    special = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    if padding:
+        special["pad_token"] = "<pad>"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    config = OPTConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        ffn_dim=64,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=1,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return _save(folder, OPTModel, config, tokenizer, seed)
 
 
 def _save(folder: Path, model_class: type, config: object, tokenizer: object, seed: int) -> str:

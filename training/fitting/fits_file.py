@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
-from training.fitting.families import FloatArray
+from training.fitting.families import MIN_SAMPLES, FloatArray
 from training.fitting.fits import FittedGroups, bits_of, fit_groups, group_sums
 from training.fitting.options import FitOptions
 from training.fitting.reading.table import GroupedLengths, group_table, read_parquet
@@ -92,6 +92,7 @@ def read_fits_or_fit(
     *,
     field: str = "data",
     where: dict[str, str] | None = None,
+    min_samples: int = MIN_SAMPLES,
 ) -> FittedGroups:
     """Fits out of a fits file as they are; any other answer lengths are fitted now.
 
@@ -100,6 +101,7 @@ def read_fits_or_fit(
         options: Used to make and fit groups; of a fits file only the keys are used.
         field: Name of the option that gave the path, for messages.
         where: Column -> value: only rows with it.
+        min_samples: How many answers at least one group must have; groups with fewer than 3 are not fitted.
 
     Returns:
         The fits; groups all of whose answers failed are left out, with a line in the log.
@@ -112,7 +114,14 @@ def read_fits_or_fit(
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     max_tokens = None if is_fits else options.max_tokens
     weights = "weights" if is_fits and "weights" in table.column_names else options.weights
-    groups = group_table(table, Path(path), keys=options.keys, max_tokens=max_tokens, weights=weights)
+    groups = group_table(
+        table,
+        Path(path),
+        keys=options.keys,
+        max_tokens=max_tokens,
+        weights=weights,
+        min_samples=min_samples,
+    )
     if is_fits and len(groups) != table.num_rows:
         raise InputError(
             f"{Path(path).name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"

@@ -1,0 +1,166 @@
+"""Remaining tokens of an answer that is under way, predicted without another forward pass.
+
+    python benchmarks/remaining_length.py PREDICTOR --data FILE [--at 0,50,100,200,400] [--max-groups N] [--json OUT]
+
+PREDICTOR is any checkpoint or artifact with a length head. For every answer in FILE that is longer than g tokens, X - g is
+predicted from the prompt's distribution alone, by
+
+- conditional: E[min(X, M) - g | X > g] under the predicted log-t, or its median (the guess of least mean error, if the
+  distribution is right), M = the answers' cap, or 32,768 without one;
+- static: E[min(X, M)] - g, or the predicted median less g, at least 0: a prediction made once;
+- bins: ten bins of remaining length over [0, P99 of all predictions], moved on token by token as TRAIL (2024) smooths its
+  own: p <- T p, T moving mass to the next lower bin at the rate of 1 / width, what leaves the last bin taken away because
+  the answer goes on. TRAIL multiplies this by a probe's reading of the served model's hidden states at every token; no
+  data here have these, so this is its smoothing without the probe, from the same distribution as the other two.
+
+MAE in tokens over finished answers (of a cut one the remaining length is not known), all sides on the same answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+from scheduler_core.lengths import LogT
+from training.evaluating.predictors import Prediction, RunOptions, open_predictor
+from training.evaluating.rows import EvaluationRows, known_cap
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
+
+FloatArray = NDArray[np.float64]
+NUM_BINS = 10
+NO_CAP = 32_768.0
+METHODS = ("conditional mean", "conditional median", "static mean", "static median", "bins")
+
+
+def bins_of(distribution: LogT, largest: float) -> FloatArray:
+    """Probabilities [G, 10] of ten equal bins over [0, largest]; what is beyond counts in the last one."""
+    edges = np.linspace(0.0, largest, NUM_BINS + 1)[1:-1]
+    below = np.stack([distribution.cdf(edge) for edge in edges], axis=1)
+    ends = np.concatenate([np.zeros((len(below), 1)), below, np.ones((len(below), 1))], axis=1)
+    return np.asarray(np.diff(ends, axis=1))
+
+
+def moved_on(probabilities: FloatArray, width: float, num_tokens: int) -> FloatArray:
+    """The bins [G, 10] of the remaining length after some more tokens."""
+    found = probabilities.copy()
+    for _ in range(num_tokens):
+        leaving = found / width
+        found -= leaving
+        found[:, :-1] += leaving[:, 1:]
+        found /= found.sum(axis=1, keepdims=True)
+    return found
+
+
+def study(rows: EvaluationRows, prediction: Prediction, points: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each g: number of answers, and MAE of each method in tokens.
+
+    Args:
+        rows: Prompts with answers.
+        prediction: Of each row, with a distribution.
+        points: Values of g, ascending, in tokens.
+
+    Raises:
+        InputError: The predictor has no distribution.
+    """
+    if prediction.mu is None or prediction.sigma is None:
+        raise InputError("predictor", "no length head", "a predictor with a length head")
+    distribution = LogT(prediction.mu, prediction.sigma, prediction.nu)
+    caps = np.where(np.isfinite(rows.answers.caps), rows.answers.caps, NO_CAP)
+    answers, owner = rows.answers, rows.answers.owner
+    mean = np.asarray(distribution.expected(caps))
+    median = np.minimum(np.exp(prediction.mu), caps)
+    largest = float(np.quantile(np.minimum(distribution.ppf(0.99), caps), 0.99))
+    # A bin of less than a token would lose more than it holds.
+    largest = max(largest, float(NUM_BINS))
+    width = largest / NUM_BINS
+    middles = (np.arange(NUM_BINS) + 0.5) * width
+    bins, done = bins_of(distribution, largest), 0
+    table = []
+    for point in points:
+        bins, done = moved_on(bins, width, point - done), point
+        reached = caps > point
+        left = np.where(reached, caps, point + 1.0)
+        remaining = distribution.remaining(float(point))
+        guesses = {
+            "conditional mean": np.asarray(remaining.expected(left)),
+            "conditional median": np.minimum(remaining.ppf(0.5), left - point),
+            "static mean": np.maximum(mean - point, 0.0),
+            "static median": np.maximum(median - point, 0.0),
+            "bins": bins @ middles,
+        }
+        chosen = (answers.lengths > point) & answers.finished
+        true = answers.lengths[chosen] - point
+        errors = {name: np.abs(guess[owner[chosen]] - true) for name, guess in guesses.items()}
+        table.append(
+            {
+                "generated_tokens": point,
+                "num_answers": int(chosen.sum()),
+                "mean_remaining": float(true.mean()) if len(true) else None,
+                "mae": {name: float(error.mean()) if len(error) else None for name, error in errors.items()},
+            }
+        )
+    return table
+
+
+def read_rows(
+    path: str, nu: float, max_tokens: int | None, max_groups: int | None, seed: int
+) -> EvaluationRows:
+    """Rows of a file; at most `max_groups` of them, drawn by seed."""
+    cap = max_tokens or known_cap(path)
+    fits = read_fits_or_fit(path, FitOptions(nu=nu, max_tokens=cap), min_samples=1)
+    if max_groups is not None and len(fits) > max_groups:
+        chosen = np.random.default_rng(seed).choice(len(fits), max_groups, replace=False)
+        fits = fits.take(np.sort(chosen))
+    return EvaluationRows.of(fits)
+
+
+def markdown(table: Sequence[dict[str, Any]]) -> str:
+    """The table."""
+    lines = ["| tokens generated | answers | mean remaining | " + " | ".join(METHODS) + " |"]
+    lines.append("| ---: |" + " ---: |" * (len(METHODS) + 2))
+    for row in table:
+        numbers = [row["mean_remaining"], *(row["mae"][name] for name in METHODS)]
+        shown = ["-" if value is None else f"{value:.1f}" for value in numbers]
+        lines.append(f"| {row['generated_tokens']} | {row['num_answers']} | " + " | ".join(shown) + " |")
+    return "\n".join(lines)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("predictor", nargs="?")
+    parser.add_argument("--data")
+    parser.add_argument("--at", default="0,50,100,200,400")
+    parser.add_argument("--max-tokens", type=int)
+    parser.add_argument("--max-groups", type=int)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    options = parser.parse_args(args)
+    if options.predictor is None or options.data is None:
+        print("nothing to measure: name a PREDICTOR and --data FILE (see --help)")
+        return
+    points = sorted({int(word) for word in options.at.split(",")})
+    predictor = open_predictor(options.predictor, RunOptions(options.batch_size, progress=False))
+    rows = read_rows(options.data, predictor.fit_nu, options.max_tokens, options.max_groups, options.seed)
+    prediction = predictor.predict(rows.prompts, rows.served_models, rows.temperatures)
+    table = study(rows, prediction, points)
+    name = Path(options.data).name
+    print(f"Mean absolute error of the remaining tokens; {len(rows)} rows of {name}\n")
+    print(markdown(table))
+    if options.json:
+        Path(options.json).write_text(json.dumps(table, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

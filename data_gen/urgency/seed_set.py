@@ -1,0 +1,150 @@
+"""The seed set: texts written and labelled by hand after the rubric in `docs/urgency.md`.
+
+| file | content |
+|---|---|
+| emergency, interactive, standard, batch, background | LLM traffic of that level |
+| quiet | calm wording, truly urgent: all of level emergency |
+| triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; invented, no patient stands behind them |
+| adversarial | pairs: a text, and the same text with a claim of urgency |
+| claims | claims of urgency for training; none of them is in `adversarial` |
+| neutral | phrases that claim nothing, put where a claim stood, as a control |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from data_gen.splits import Split
+from data_gen.urgency.labels import LabelledText, level_number
+from scheduler_core.errors import InputError
+from scheduler_core.urgency import LEVELS
+
+# Part of the seed set -> files.
+PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage": ("triage",)}
+POSITIONS = ("before", "middle", "after")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeedText:
+    """One labelled text of the seed set.
+
+    Attributes:
+        id: Unique in the seed set.
+        text: What the model is sent.
+        level: Name of the level.
+        domain: What it is about, or where it comes from.
+        language: ISO 639-1 code.
+        rationale: Why it has this level.
+        split: train, validation or test, by `data_gen.urgency.labels.text_split`.
+    """
+
+    id: str
+    text: str
+    level: str
+    domain: str
+    language: str
+    rationale: str
+    split: Split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimPair:
+    """A text with and without a claim of urgency; both have the same true level.
+
+    Attributes:
+        id: Unique among the pairs.
+        text: Without the claim.
+        claimed_text: With it.
+        level: Name of the true level.
+        claim: The claim alone.
+        position: Where it stands: before, in the middle of, or after the text.
+        language: ISO 639-1 code.
+        split: validation or test; pairs are never trained on.
+    """
+
+    id: str
+    text: str
+    claimed_text: str
+    level: str
+    claim: str
+    position: str
+    language: str
+    split: Split
+
+    @property
+    def level_number(self) -> int:
+        """The true level, 0 = most urgent."""
+        return LEVELS.index(self.level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A claim of urgency and where it is put: before or after a text."""
+
+    claim: str
+    position: str
+    language: str
+
+    def added_to(self, text: str) -> str:
+        """The text with the claim."""
+        return f"{self.claim} {text}" if self.position == "before" else f"{text} {self.claim}"
+
+
+def read_seed_texts(part: str) -> list[SeedText]:
+    """All texts of a part of the seed set, in a fixed order.
+
+    Raises:
+        InputError: There is no such part.
+    """
+    if part not in PARTS:
+        raise InputError("part of the seed set", part, ", ".join(PARTS))
+    return [SeedText(**row) for name in PARTS[part] for row in _rows(name)]
+
+
+def seed_labels(part: str) -> list[LabelledText]:
+    """As `read_seed_texts`, in the common form of labelled texts."""
+    return [
+        LabelledText(
+            text=seed.text,
+            level=level_number(seed.level, f"seed set, {seed.id}, level"),
+            source=f"seed-{part}",
+            split=seed.split,
+            language=seed.language,
+        )
+        for seed in read_seed_texts(part)
+    ]
+
+
+def read_pairs(split: Split | None = None) -> list[ClaimPair]:
+    """The adversarial pairs, all or those of one split (validation or test)."""
+    pairs = [ClaimPair(**row) for row in _rows("adversarial")]
+    return [pair for pair in pairs if split is None or pair.split == split]
+
+
+def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
+    """For each pair its text with a phrase that claims nothing where the claim stands, in the same language.
+
+    A predictor that is moved by them is moved by any words at all: a control for the effect of the claims.
+    """
+    phrases: dict[str, list[str]] = {}
+    for row in _rows("neutral"):
+        phrases.setdefault(row["language"], []).append(row["phrase"])
+    found = []
+    for number, pair in enumerate(pairs):
+        choice = phrases.get(pair.language, phrases["en"])
+        found.append(pair.claimed_text.replace(pair.claim, choice[number % len(choice)], 1))
+    return found
+
+
+def read_claims() -> list[Claim]:
+    """Claims of urgency for training; disjoint from those of the adversarial pairs."""
+    return [Claim(**row) for row in _rows("claims")]
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    content = resources.files("data_gen.urgency.seed").joinpath(f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in content.splitlines()]

@@ -1,0 +1,128 @@
+"""From the public sets to the files that the CASTILLO predictors are trained, calibrated and judged on.
+
+CASTILLO's validation part is split by prompt: 40 % is trained on, 15 % decides when to stop and calibrates, 45 % is the
+report and is touched by nothing else. A prompt of another set whose words are those of a report prompt is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_gen.importers import ImportOptions, import_lengths
+from data_gen.splits import split_of, unit_hash
+from data_gen.tables import read_parquet
+from scheduler_core.files import atomic_file
+
+log = logging.getLogger(__name__)
+
+SPLIT_SEED = 0
+SHARES = (0.4, 0.15, 0.45)
+SPLIT_NAMES = {"train": "tune", "validation": "calibration", "test": "report"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A set that is trained on beside CASTILLO: name, kind of importer, file under the data folder."""
+
+    name: str
+    kind: str
+    file: str
+
+
+SOURCES = (
+    Source("alpaca_eval", "alpaca-eval", "multi_model/alpaca_eval.parquet"),
+    Source("zeroeval", "zeroeval", "multi_model/zeroeval.parquet"),
+    Source("oasst", "oasst", "repeated_samples/oasst_sampling_reports.parquet"),
+    Source("alpaca_52k", "alpaca-52k", "many_prompts/alpaca_52k.parquet"),
+    Source("alpaca_52k_vicuna", "alpaca-52k-vicuna", "many_prompts/alpaca_52k.parquet"),
+)
+
+
+def prepare(data: Path, out: Path, *, alpaca_share: float) -> list[Path]:
+    """Writes train_*.parquet, tune.parquet, calibration.parquet and report.parquet (samples/2).
+
+    Args:
+        data: Folder of the sets, see the README of this example.
+        out: Folder to write into; files that are there are kept.
+        alpaca_share: Share of the 52,000 Alpaca prompts that is used, by a hash of the prompt, in (0, 1].
+
+    Returns:
+        The files to train on.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    validation = _imported("castillo", data / "castillo_validation.parquet", out / "validation.parquet")
+    split = _splits(validation)
+    for name, part in SPLIT_NAMES.items():
+        _write(validation.filter(pc.equal(split, name)), out / f"{part}.parquet")
+    report = {_words(text) for text in _prompts(read_parquet(out / "report.parquet", "report"))}
+    training = [out / "tune.parquet"]
+    train = _imported("castillo", data / "castillo_train.parquet", out / "all_train.parquet")
+    training.append(_without(train, report, out / "train_castillo.parquet"))
+    for source in SOURCES:
+        options = ImportOptions(unknown="stop")
+        table = _imported(source.kind, data / source.file, out / f"all_{source.name}.parquet", options)
+        if source.file.endswith("alpaca_52k.parquet"):
+            table = _as_castillo(_share(table, alpaca_share), data / source.file)
+        training.append(_without(table, report, out / f"train_{source.name}.parquet"))
+    return training
+
+
+def _imported(kind: str, file: Path, out: Path, options: ImportOptions | None = None) -> pa.Table:
+    if not out.exists():
+        import_lengths(kind, str(file), str(out), options or ImportOptions())
+    table = read_parquet(out, kind)
+    return table.filter(pc.not_equal(table.column("finish_reason"), "error"))
+
+
+def _splits(table: pa.Table) -> pa.Array:
+    ids = table.column("prompt_id").to_pylist()
+    known = {prompt_id: split_of(prompt_id, SPLIT_SEED, SHARES) for prompt_id in set(ids)}
+    return pa.array([known[prompt_id] for prompt_id in ids])
+
+
+def _prompts(table: pa.Table) -> Iterable[str]:
+    return [str(text) for text in pc.unique(table.column("prompt")).to_pylist()]
+
+
+def _words(text: str) -> str:
+    """The words of a prompt without case and punctuation, nor the heading that CASTILLO puts before an input."""
+    return " ".join(word for word in re.findall(r"\w+", text.lower()) if word != "input")
+
+
+def _without(table: pa.Table, held_out: set[str], path: Path) -> Path:
+    shared = {text for text in _prompts(table) if _words(text) in held_out}
+    if shared:
+        log.info("%s: %d prompts left out, which the report has too", path.name, len(shared))
+    kept = pa.array([text not in shared for text in table.column("prompt").to_pylist()])
+    _write(table.filter(kept), path)
+    return path
+
+
+def _share(table: pa.Table, share: float) -> pa.Table:
+    texts = table.column("prompt").to_pylist()
+    return table.filter(pa.array([unit_hash(text) < share for text in texts]))
+
+
+def _as_castillo(table: pa.Table, file: Path) -> pa.Table:
+    """Alpaca's instruction and input joined as CASTILLO joins them."""
+    raw = read_parquet(file, "alpaca_52k")
+    with_input = set(raw.filter(raw.column("has_input")).column("prompt").to_pylist())
+    texts = [
+        text.replace("\n\n", "\nInput: ", 1) if text in with_input else text
+        for text in table.column("prompt").to_pylist()
+    ]
+    place = table.column_names.index("prompt")
+    return table.set_column(place, table.schema.field("prompt"), pa.array(texts, table.schema.field("prompt").type))
+
+
+def _write(table: pa.Table, path: Path) -> None:
+    with atomic_file(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")

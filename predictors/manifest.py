@@ -1,0 +1,218 @@
+"""The manifest of an artifact: what the graph takes and gives, and where it comes from.
+
+Inputs and outputs of the graph follow from the other fields, so that a manifest cannot contradict itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from scheduler_core.errors import InputError
+
+FORMAT_VERSION = 2
+MODEL = "model.onnx"
+TOKENIZER = "tokenizer.json"
+NORMALIZATION = "normalization.json"
+
+TruncationSide = Literal["left", "right"]
+Kind = Literal["encoder", "lexical"]
+
+REQUIRED_FILES: dict[Kind, tuple[str, ...]] = {
+    "encoder": (MODEL, TOKENIZER, NORMALIZATION),
+    "lexical": (MODEL,),
+}
+HEADS = ("length", "urgency", "bucket", "regression", "rank")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """One input or output of the graph; a dimension is a size or the name of a free axis."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    unit: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LexicalInput:
+    """What a lexical artifact computes from a prompt's text (`predictors.lexical`).
+
+    Attributes:
+        feature_names: Columns of the input `features`, in order.
+        feature_version: Version of their definition.
+        max_chars: Most characters of a prompt that are read.
+    """
+
+    feature_names: tuple[str, ...]
+    feature_version: int
+    max_chars: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What the graph sees beside the prompt.
+
+    The input served_model is 1 + the model's position in the manifest's served_models, and 0 for any other model.
+
+    Attributes:
+        unknown_models: 0 was trained; without it, models that are not in the list are refused.
+        temperature: There is an input temperature; NaN = unknown.
+    """
+
+    unknown_models: bool
+    temperature: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Content of `manifest.json`.
+
+    Attributes:
+        artifact_id: Name of what is predicted with, chosen at export.
+        artifact_version: Changes whenever model, tokenizer or normalisation change.
+        created: Time of export, ISO 8601 in UTC.
+        kind: "encoder" reads token ids, "lexical" features of the text.
+        heads: What is predicted, out of length, urgency, bucket, regression, rank.
+        files: File name -> hex SHA-256 of every file but the manifest.
+        nu: Degrees of freedom of the log-t length distribution; None: the graph gives them, or predicts no length.
+        within: The graph also gives sigma_within, how far answers to the same prompt lie from each other; sigma holds the
+            predictor's own error in mu as well.
+        max_length: Most tokens the model reads, special tokens included; None for a lexical artifact.
+        truncation_side: The end of a longer prompt that is dropped; None for a lexical artifact.
+        pad_token_id: Token id of padding; None for a lexical artifact.
+        lexical: Features of a lexical artifact.
+        served_models: LLMs whose lengths the artifact predicts; empty if not declared.
+        conditioning: What the graph sees beside the prompt; None: nothing.
+        urgency_levels: Names of the urgency levels, the most urgent first.
+        abstain_threshold: A highest urgency probability below this means that the artifact does not know; None: it
+            always answers; 1: it never does.
+        bucket_edges: Bounds of the length buckets in tokens; bucket k holds edges[k-1] <= tokens < edges[k].
+        calibration: What was done to mu and sigma after training (it is inside the graph); empty: nothing.
+        training_data: What it was trained on: file name and SHA-256.
+        metrics: Metrics of the checkpoint, as training wrote them.
+        parity: How far torch and ONNX Runtime differ.
+        versions: Package -> version at export.
+        license: Licence of the artifact, if stated.
+    """
+
+    artifact_id: str
+    artifact_version: str
+    created: str
+    heads: tuple[str, ...]
+    files: Mapping[str, str]
+    kind: Kind = "encoder"
+    nu: float | None = None
+    within: bool = False
+    max_length: int | None = None
+    truncation_side: TruncationSide | None = None
+    pad_token_id: int | None = None
+    lexical: LexicalInput | None = None
+    served_models: tuple[str, ...] = ()
+    conditioning: Conditions | None = None
+    urgency_levels: tuple[str, ...] = ()
+    abstain_threshold: float | None = None
+    bucket_edges: tuple[float, ...] = ()
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    training_data: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    parity: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    license: str | None = None
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Inputs of the graph, in order."""
+        if self.lexical is not None:
+            width = len(self.lexical.feature_names)
+            shape: tuple[int | str, ...] = ("batch", width)
+            specs = [TensorSpec(name="features", dtype="float32", shape=shape, unit="see lexical")]
+        else:
+            shape = ("batch", "seq")
+            specs = [
+                TensorSpec(name="input_ids", dtype="int64", shape=shape, unit="token id"),
+                TensorSpec(name="attention_mask", dtype="int64", shape=shape, unit="1 = token, 0 = padding"),
+            ]
+        if self.conditioning is not None:
+            unit = "1 + position in served_models, 0 = another"
+            specs.append(TensorSpec(name="served_model", dtype="int64", shape=("batch",), unit=unit))
+            if self.conditioning.temperature:
+                unit = "sampling temperature, NaN = unknown"
+                specs.append(TensorSpec(name="temperature", dtype="float32", shape=("batch",), unit=unit))
+        return tuple(specs)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Outputs of the graph, in order; all float32."""
+        found: list[tuple[str, str, int | None]] = []
+        if "length" in self.heads:
+            found += [("mu", "log tokens", None), ("sigma", "log tokens", None)]
+            if self.nu is None:
+                found.append(("nu", "degrees of freedom", None))
+            if self.within:
+                found.append(("sigma_within", "log tokens", None))
+        if "urgency" in self.heads:
+            found.append(("urgency", "probability", len(self.urgency_levels)))
+        if "bucket" in self.heads:
+            found.append(("bucket", "probability", len(self.bucket_edges) + 1))
+        if "regression" in self.heads:
+            found.append(("regression_tokens", "tokens", None))
+        if "rank" in self.heads:
+            found.append(("rank", "none; larger = longer", None))
+        return tuple(
+            TensorSpec(
+                name=name, dtype="float32", shape=("batch",) if width is None else ("batch", width), unit=unit
+            )
+            for name, unit, width in found
+        )
+
+    @property
+    def accepts_unknown_models(self) -> bool:
+        """Whether it also predicts for LLMs that are not in `served_models`."""
+        return not self.served_models if self.conditioning is None else self.conditioning.unknown_models
+
+    def served_model_number(self, name: str | None) -> int:
+        """What the graph's input served_model gets for a served model; 0 where there is no such input.
+
+        Args:
+            name: The LLM's name; None or empty: not told.
+
+        Raises:
+            InputError: The artifact has not learnt lengths of such a model.
+        """
+        named = ", ".join(self.served_models)
+        if name and name in self.served_models:
+            return 0 if self.conditioning is None else self.served_models.index(name) + 1
+        if self.accepts_unknown_models:
+            return 0
+        if self.conditioning is None:
+            if name:
+                raise InputError("served_model", name, f"empty or one of {named}")
+            return 0
+        if not name and len(self.served_models) == 1:
+            return 1
+        raise InputError("served_model", name or "", f"one of {named}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Content of the file."""
+        tensors = {
+            "inputs": [asdict(tensor) for tensor in self.inputs],
+            "outputs": [asdict(tensor) for tensor in self.outputs],
+        }
+        return {"format_version": FORMAT_VERSION, **asdict(self), **tensors}
+
+
+def checked_temperature(value: float | None) -> float:
+    """What the graph's input temperature gets: NaN for None.
+
+    Raises:
+        InputError: Below 0 or infinite.
+    """
+    if value is None or math.isnan(value):
+        return math.nan
+    if not 0 <= value < math.inf:
+        raise InputError("temperature", value, "a finite number >= 0, or unset")
+    return value

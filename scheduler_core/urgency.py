@@ -1,0 +1,108 @@
+"""From predicted urgency to the level a request is scheduled at: expected cost, abstention, limited promotion.
+
+The levels are those of semantic scheduling (0 = most urgent, 4 = least); `docs/urgency.md` says what they mean.
+Decision by asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow 1970
+("On optimum recognition error and reject tradeoff").
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from scheduler_core.errors import InputError
+
+LEVELS = ("emergency", "interactive", "standard", "batch", "background")
+# Serving a request one level too late costs this many times serving it one level too early.
+UNDER_TRIAGE_COST = 3.0
+
+
+def expected_cost_levels(
+    probabilities: ArrayLike, under_triage_cost: float = UNDER_TRIAGE_COST
+) -> NDArray[np.int64]:
+    """The level of least expected cost, where each level too low costs c and each level too high costs 1.
+
+    With cost c (d - e)+ + (e - d)+ of deciding d when e is true, that is the 1/(1 + c) quantile of the predicted
+    distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
+
+    Args:
+        probabilities: Probability of each level, the most urgent first; [N, K] or [K], each row sums to 1.
+        under_triage_cost: c, above 0; above 1 errs on the side of urgency.
+
+    Returns:
+        Levels [N], or one of shape [] for a single row.
+
+    Raises:
+        InputError: A row is no distribution, or c is not a finite number above 0.
+    """
+    if not 0 < under_triage_cost < math.inf:
+        raise InputError("under_triage_cost", under_triage_cost, "a finite number above 0")
+    rows = _checked(probabilities)
+    # A sum that misses the quantile by rounding alone has reached it.
+    reached = np.cumsum(rows, axis=-1) >= 1.0 / (1.0 + under_triage_cost) - 1e-9
+    reached[..., -1] = True
+    return np.asarray(np.argmax(reached, axis=-1), dtype=np.int64)
+
+
+def effective_level(
+    probabilities: ArrayLike,
+    declared_tier: ArrayLike,
+    threshold: float | None,
+    max_promotion: int = 1,
+    *,
+    max_demotion: int = 0,
+    under_triage_cost: float = UNDER_TRIAGE_COST,
+) -> NDArray[np.int64]:
+    """The level a request is scheduled at, between what it declared and what its text says.
+
+    1. Where the highest probability is below `threshold` the predictor does not know: the declared tier holds.
+    2. Else the level of least expected cost (`expected_cost_levels`) is taken, ...
+    3. ... but at most `max_promotion` levels above and `max_demotion` levels below the declared tier.
+
+    The third rule is the one that holds against a text written to deceive: whatever it says, it gains at most
+    `max_promotion` levels. An operator who declares an emergency tier for some clients loses nothing: a declared tier
+    is never left by more than the two limits.
+
+    Args:
+        probabilities: Probability of each level, the most urgent first; [N, K] or [K].
+        declared_tier: Level the client declared, or the operator's default for it; one number or [N].
+        threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: no threshold is certified,
+            and the declared tier always holds.
+        max_promotion: Most levels a text can raise its own request, at least 0.
+        max_demotion: Most levels a text can lower its own request, at least 0; by default none.
+        under_triage_cost: See `expected_cost_levels`.
+
+    Returns:
+        Levels of the broadcast shape of the rows and the tiers, 0 = most urgent.
+
+    Raises:
+        InputError: An argument is outside of its range.
+    """
+    rows = _checked(probabilities)
+    tiers = np.asarray(declared_tier)
+    if not np.issubdtype(tiers.dtype, np.integer) or np.any(tiers < 0) or np.any(tiers >= rows.shape[-1]):
+        raise InputError("declared_tier", declared_tier, f"whole numbers from 0 to {rows.shape[-1] - 1}")
+    for name, value in (("max_promotion", max_promotion), ("max_demotion", max_demotion)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise InputError(name, value, "a whole number of at least 0")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise InputError("threshold", threshold, "a number from 0 to 1, or None to abstain always")
+    decided = expected_cost_levels(rows, under_triage_cost)
+    limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers + max_demotion)
+    knows = np.zeros(rows.shape[:-1], dtype=bool) if threshold is None else rows.max(axis=-1) >= threshold
+    return np.asarray(np.where(knows, limited, tiers), dtype=np.int64)
+
+
+def _checked(probabilities: ArrayLike) -> NDArray[np.float64]:
+    rows = np.asarray(probabilities, dtype=np.float64)
+    if rows.ndim not in (1, 2) or rows.shape[-1] < 2:
+        raise InputError("probabilities, shape", rows.shape, "[N, K] or [K] with K >= 2 levels")
+    sums = rows.sum(axis=-1)
+    if not (np.all(rows >= 0) and np.all(np.abs(sums - 1) <= 1e-4)):
+        bad = np.flatnonzero(np.atleast_1d(~((np.abs(sums - 1) <= 1e-4) & np.all(rows >= 0, axis=-1))))[0]
+        raise InputError(
+            f"probabilities, row {bad}", np.atleast_2d(rows)[bad].tolist(), "numbers >= 0 of sum 1"
+        )
+    return rows

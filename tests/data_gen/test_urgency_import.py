@@ -1,0 +1,199 @@
+"""import-urgency: any mix of labelled texts in, one Parquet file out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_gen.urgency.augment import add_claims
+from data_gen.urgency.cli import main
+from data_gen.urgency.labels import LabelledText, read_labels, text_split
+from data_gen.urgency.public_sets import PUBLIC_SETS, read_public_set
+from data_gen.urgency.seed_set import neutral_texts, read_claims, read_pairs, seed_labels
+from scheduler_core.errors import InputError
+
+
+@pytest.fixture
+def tickets(tmp_path: Path) -> Path:
+    rows = [
+        {"text": "Server down\\n\\nPlease look", "label": "critical", "language": "en"},
+        {"text": "Rechnung fehlt", "label": "medium", "language": "de"},
+        {"text": "Frage zum Vertrag", "label": "low", "language": "de"},
+        {"text": "Rechnung fehlt", "label": "high", "language": "de"},
+        {"text": "Merci pour tout", "label": "very_low", "language": "fr"},
+    ]
+    path = tmp_path / "tickets.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.fixture
+def bugs(tmp_path: Path) -> Path:
+    rows = [{"text": f"Bug number {n}", "label": label} for n, label in enumerate(("P1", "P3", "P5"))]
+    path = tmp_path / "bugs.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert main(args) == 2
+    return capsys.readouterr().err
+
+
+def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> None:
+    out = tmp_path / "seed.parquet"
+    assert main([str(out), "--sources", "llm,quiet,triage"]) == 0
+    found = read_labels(out)
+    assert found == [text for part in ("llm", "quiet", "triage") for text in seed_labels(part)]
+    assert pq.read_schema(out).metadata[b"schema"] == b"urgency/1"
+    report = json.loads((tmp_path / "seed.parquet.run.json").read_text())
+    assert report["num_texts"] == len(found)
+    assert report["by_level"]["emergency"] == sum(text.level == 0 for text in found)
+
+
+def test_public_sets_are_mapped_cleaned_and_weighted(tickets: Path, bugs: Path) -> None:
+    found = read_public_set("support-tickets", tickets)
+    assert [(text.text, text.level, text.language) for text in found] == [
+        ("Server down\n\nPlease look", 1, "en"),
+        ("Rechnung fehlt", 2, "de"),
+        ("Frage zum Vertrag", 3, "de"),
+        ("Merci pour tout", 4, "fr"),
+    ]
+    assert {text.weight for text in found} == {0.1}
+    assert {text.source for text in found} == {"support-tickets"}
+    assert [text.level for text in read_public_set("seamonkey", bugs)] == [1, 2, 4]
+    assert {text.language for text in read_public_set("seamonkey", bugs)} == {"en"}
+
+
+def test_no_priority_of_a_public_set_is_an_emergency_by_default() -> None:
+    assert all("emergency" not in known.levels.values() for known in PUBLIC_SETS.values())
+    assert all(known.weight < 1 for known in PUBLIC_SETS.values())
+
+
+def test_mapping_and_weights_can_be_changed(tmp_path: Path, tickets: Path) -> None:
+    out = tmp_path / "mix.parquet"
+    options = ["--levels", "support-tickets.low=standard,support-tickets.critical=0"]
+    options += ["--weights", "support-tickets=0.5,llm=2"]
+    assert main([str(out), "--sources", f"llm,support-tickets={tickets}", *options]) == 0
+    found = read_labels(out)
+    of_tickets = [text for text in found if text.source == "support-tickets"]
+    assert [(text.level, text.weight) for text in of_tickets] == [(0, 0.5), (2, 0.5), (2, 0.5), (4, 0.5)]
+    assert {text.weight for text in found if text.source == "seed-llm"} == {2.0}
+
+
+def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None:
+    seed = seed_labels("llm")[0]
+    own = tmp_path / "own.parquet"
+    pq.write_table(pa.table({"text": [seed.text, "A text of our own"], "level": ["background", "1"]}), own)
+    out = tmp_path / "mix.parquet"
+    assert main([str(out), "--sources", f"llm,labels={own}"]) == 0
+    found = {text.text: text for text in read_labels(out)}
+    assert found[seed.text].level == seed.level
+    assert found["A text of our own"].level == 1
+    assert found["A text of our own"].split == text_split("A text of our own")
+    assert json.loads((tmp_path / "mix.parquet.run.json").read_text())["num_repeated"] == 1
+
+
+def test_claims_are_added_to_training_texts_alone(tmp_path: Path) -> None:
+    out = tmp_path / "train.parquet"
+    assert main([str(out), "--augment-claims", "2"]) == 0
+    found = read_labels(out)
+    plain, claimed = [t for t in found if not t.claimed], [t for t in found if t.claimed]
+    assert Counter(text.split for text in claimed) == {"train": 2 * sum(t.split == "train" for t in plain)}
+    levels = {text.text: text.level for text in plain if text.split == "train"}
+    phrases = [claim.claim for claim in read_claims()]
+    for text in claimed:
+        origin = [text.text.removeprefix(f"{phrase} ") for phrase in phrases]
+        origin += [text.text.removesuffix(f" {phrase}") for phrase in phrases]
+        assert text.level in {levels[candidate] for candidate in origin if candidate in levels}
+
+
+def test_the_same_seed_adds_the_same_claims() -> None:
+    texts, claims = seed_labels("llm"), read_claims()
+    first, again, other = (add_claims(texts, claims, 1, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_splits_and_limit_leave_texts_out(tmp_path: Path, tickets: Path) -> None:
+    out = tmp_path / "some.parquet"
+    assert main([str(out), "--sources", f"support-tickets={tickets}", "--limit", "2"]) == 0
+    assert len(read_labels(out)) == 2
+    assert main([str(out), "--splits", "validation"]) == 0
+    assert {text.split for text in read_labels(out)} == {"validation"}
+
+
+def test_neutral_texts_hold_the_place_of_the_claim() -> None:
+    pairs = read_pairs()
+    for pair, text in zip(pairs, neutral_texts(pairs), strict=True):
+        assert pair.claim not in text
+        assert text not in (pair.text, pair.claimed_text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--sources", "poems"], "sources: got 'poems'"),
+        (["--sources", ""], "sources: got ''"),
+        (["--sources", "support-tickets"], "support-tickets=FILE"),
+        (["--sources", "llm=x.parquet"], "llm alone"),
+        (["--sources", "seamonkey=missing.parquet"], "seamonkey: got 'missing.parquet'"),
+        (["--splits", "dev"], "splits: got 'dev'"),
+        (["--levels", "support-tickets.urgent=1"], None),
+        (["--levels", "llm.low=1"], "levels: got 'llm'"),
+        (["--levels", "low"], "KIND.LABEL=LEVEL"),
+        (["--weights", "llm=0"], "weights, llm: got 0.0"),
+        (["--weights", "llm=much"], "weights, llm: got 'much'"),
+        (["--augment-claims", "1000"], "augment_claims: got 1000"),
+        (["--limit", "0"], "limit: got 0"),
+    ],
+)
+def test_bad_options_are_named(
+    tmp_path: Path,
+    tickets: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    message: str | None,
+) -> None:
+    out = tmp_path / "out.parquet"
+    if message is None:
+        options = [*options, "--sources", f"support-tickets={tickets}"]
+        message = "label of support-tickets: got 'urgent'"
+    assert message in refused(capsys, str(out), *options)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"text": ["a"]}, "also level"),
+        ({"text": ["a"], "level": [7]}, "row 0, column level: got 7"),
+        ({"text": ["a"], "level": ["soon"]}, "row 0, column level: got 'soon'"),
+        ({"text": ["a", " "], "level": [1, 2]}, "row 1, column text"),
+        ({"text": ["a"], "level": [1], "weight": [-1.0]}, "row 0, column weight: got -1.0"),
+        ({"text": ["a"], "level": [1], "split": ["dev"]}, "row 0, column split: got 'dev'"),
+        ({"text": [], "level": []}, "rows: got 0"),
+    ],
+)
+def test_a_file_of_labels_is_checked(tmp_path: Path, columns: dict[str, list[object]], message: str) -> None:
+    path = tmp_path / "own.parquet"
+    pq.write_table(pa.table(columns), path)
+    with pytest.raises(InputError, match=message):
+        read_labels(path)
+
+
+def test_a_label_outside_of_the_scale_names_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "bugs.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "label": ["P1", "P9"]}), path)
+    with pytest.raises(InputError, match="row 1, column label: got 'P9'"):
+        read_public_set("seamonkey", path)
+
+
+def test_a_level_is_checked_where_it_is_made() -> None:
+    with pytest.raises(InputError, match="level"):
+        LabelledText(text="a", level=5, source="own", split="train")

@@ -1,0 +1,119 @@
+"""Checkpoints with random weights, and answers drawn from what they predict: nothing has to be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from predictors.modules import (
+    Conditioning,
+    Heads,
+    LengthHead,
+    Normalization,
+    PromptPredictor,
+    Tower,
+    load_tokenizer,
+    save_checkpoint,
+)
+from scheduler_core.lengths import LogT
+from tests.predictors.predictors import predictor
+from tests.training.data import TOPICS, write_lists
+from tests.training.tiny import tiny_bert
+from training.prediction import predict_prompts
+
+MODELS = ("small-llm", "large-llm")
+SMALL_TOWER = Tower((8,), (0.0,))
+LENGTH_ONLY = Heads(length=LengthHead(tower=SMALL_TOWER))
+
+
+def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **options: Any) -> Path:
+    """A checkpoint folder with random weights; by default a length head that sees served model and temperature.
+
+    Its normalization is made so that mu over some prompts has mean 4.5 and standard deviation 0.8, and sigma about 0.4.
+    """
+    encoder = tiny_bert(folder / "encoder", dropout=0.0)
+    fields = {"heads": LENGTH_ONLY, "conditioning": Conditioning(MODELS, width=4)} | options
+    model, tokenizer = predictor(encoder, **fields), load_tokenizer(encoder)
+    if model.config.heads.length is not None:
+        z = [_z_scores(model, tokenizer, name) for name in MODELS]
+        mean, std = torch.cat(z).mean(0).tolist(), torch.cat(z).std(0).tolist()
+        normalization = Normalization(
+            4.5 - 0.8 * mean[0] / std[0],
+            0.8 / std[0],
+            0.33 - 0.05 * mean[1] / std[1],
+            0.05 / std[1],
+        )
+        weights = model.state_dict()
+        model = PromptPredictor(model.config, model.encoder, normalization)
+        model.load_state_dict(weights)
+    save_checkpoint(folder / "checkpoint", model.eval(), tokenizer, info or {"data": {}})
+    return folder / "checkpoint"
+
+
+def _z_scores(model: PromptPredictor, tokenizer: Any, name: str) -> torch.Tensor:
+    tokens = tokenizer(prompts(40), padding=True, truncation=True, max_length=48, return_tensors="pt")
+    served, temperature = None, None
+    if model.config.conditioning is not None:
+        served = torch.full((40,), model.config.conditioning.number_of(name))
+        temperature = torch.full((40,), 0.7)
+    with torch.no_grad():
+        features = model.features(tokens["input_ids"], tokens["attention_mask"])
+        return model.scores(features, served, temperature)["length"][:, :2]
+
+
+def prompts(count: int) -> list[str]:
+    """Different prompts of words that the tiny tokenizer knows."""
+    rng = np.random.default_rng(0)
+    words = [*TOPICS, "write", "long", "short", "name", "of", "the"]
+    return [" ".join(rng.choice(words, 2 + row % 7)) + f" {row}" for row in range(count)]
+
+
+def write_drawn_answers(
+    path: Path,
+    checkpoint: Path,
+    *,
+    num_prompts: int = 60,
+    num_answers: int = 8,
+    shift: tuple[float, float] = (0.0, 0.0),
+    scale: tuple[float, float] = (1.0, 1.0),
+    max_tokens: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Answers of both served models to the same prompts, drawn from the predictions with mu moved by `shift` sigmas.
+
+    Args:
+        path: Lists, with dataset and temperature.
+        checkpoint: Whose predictions are drawn from.
+        num_prompts, num_answers: How many.
+        shift, scale: Of each served model.
+        max_tokens: Cap.
+        seed: Of the draw.
+    """
+    from predictors.modules import load_checkpoint
+
+    loaded = load_checkpoint(checkpoint)
+    rng = np.random.default_rng(seed)
+    texts = [text for text in prompts(num_prompts) for _ in MODELS]
+    models = list(MODELS) * num_prompts
+    with torch.no_grad():
+        found = predict_prompts(loaded.model, loaded.tokenizer, texts, models, [0.7] * len(texts))
+    number = np.array([MODELS.index(name) for name in models])
+    mu = found["mu"] + np.array(shift)[number] * found["sigma"]
+    sigma = found["sigma"] * np.array(scale)[number]
+    drawn = LogT(mu[:, None], sigma[:, None], 3.5).sample(rng, (len(texts), num_answers))
+    lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, max_tokens)
+    finished = drawn < (np.inf if max_tokens is None else max_tokens - 0.5)
+    return write_lists(
+        path,
+        lengths.astype(int).tolist(),
+        finished=finished.tolist(),
+        prompt_id=[f"p{row // 2}" for row in range(len(texts))],
+        prompt=texts,
+        model=models,
+        dataset=["A" if row % 4 < 2 else "B" for row in range(len(texts))],
+        temperature=[0.7] * len(texts),
+        max_tokens=[max_tokens] * len(texts),
+    )

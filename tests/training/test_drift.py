@@ -1,0 +1,289 @@
+"""`evaluate --stream`: the test for drift, running recalibration, sliding coverage, bad lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from io import BytesIO
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from scheduler_core.errors import InputError
+from training.drift.detector import STAKES, DriftDetector, interval_means
+from training.drift.monitor import ModelMonitor
+from training.drift.outcome import Outcome, parse_outcome
+from training.drift.recalibration import RunningCalibration
+from training.drift.stream import OTHERS, DriftStream, event_line
+from training.drift.student import cdf, hazard
+from training.evaluating.cli import main
+
+
+def test_bets_are_fair_and_cannot_lose_everything():
+    places = (np.arange(200_000) + 0.5) / 200_000
+    values = np.array([interval_means(u, u) for u in places[::10]])
+    assert values.mean(axis=0) == pytest.approx(np.zeros(3), abs=1e-4)
+    assert np.abs(values).max() <= 1
+    assert max(STAKES) < 1
+
+
+@given(st.floats(0, 1), st.floats(0, 1))
+def test_a_bet_on_an_interval_is_the_mean_over_it(one, other):
+    low, high = min(one, other), max(one, other)
+    if high - low < 1e-6:
+        return
+    places = low + (high - low) * (np.arange(4000) + 0.5) / 4000
+    direct = np.mean([interval_means(u, u) for u in places], axis=0)
+    assert np.array(interval_means(low, high)) == pytest.approx(direct, abs=2e-3)
+
+
+def run_length(rng, arl, limit, interval):
+    detector = DriftDetector(arl)
+    for step in range(1, limit + 1):
+        if detector.update(*interval(rng.random())):
+            return step
+    return limit
+
+
+@pytest.mark.parametrize(
+    "interval",
+    [
+        lambda u: (u, u),
+        # cut at a cap whose probability is 0.7
+        lambda u: (u, u) if u < 0.7 else (0.7, 1.0),
+        # whole tokens: probabilities known up to a tenth
+        lambda u: (math.floor(10 * u) / 10, math.floor(10 * u) / 10 + 0.1),
+    ],
+    ids=["exact", "cut", "whole"],
+)
+def test_the_mean_time_to_a_false_alarm_is_at_least_as_stated(interval):
+    rng = np.random.default_rng(7)
+    arl, runs = 100, 150
+    # Runs that are stopped early count with less than their length: the bound must hold all the same.
+    lengths = [run_length(rng, arl, 12 * arl, interval) for _ in range(runs)]
+    assert np.mean(lengths) + 3 * np.std(lengths) / math.sqrt(runs) >= arl
+    assert np.mean(lengths) >= 0.9 * arl
+
+
+@pytest.mark.parametrize(
+    ("change", "reasons"),
+    [
+        (lambda t: t + 1.0, {"longer", "more_tail"}),
+        (lambda t: t - 1.0, {"shorter", "less_tail"}),
+        (lambda t: 2.5 * t, {"wider", "more_tail"}),
+        (lambda t: 0.3 * t, {"narrower", "less_tail"}),
+    ],
+    ids=["longer", "shorter", "wider", "narrower"],
+)
+def test_a_change_is_found_soon_and_named(change, reasons):
+    rng = np.random.default_rng(1)
+    detector = DriftDetector(100_000)
+    for _ in range(500):
+        u = rng.random()
+        assert not detector.update(u, u)
+    steps = 0
+    while True:
+        steps += 1
+        u = cdf(change(rng.standard_t(3.5)), 3.5)
+        if detector.update(u, u):
+            break
+        assert steps < 400
+    assert detector.reason in reasons
+    detector.reset()
+    assert (detector.value, detector.num_steps) == (0.0, 0)
+
+
+@pytest.mark.parametrize("nu", [3.5, 30.0, math.inf])
+def test_student_one_by_one_is_scipys(nu):
+    law = stats.norm() if math.isinf(nu) else stats.t(nu)
+    for z in (-8.0, -1.0, 0.0, 0.5, 6.0, 30.0):
+        assert cdf(z, nu) == pytest.approx(law.cdf(z), rel=1e-9)
+        assert hazard(z, nu) == pytest.approx(math.exp(law.logpdf(z) - law.logsf(z)), rel=1e-6)
+    assert hazard(1e6, nu) == pytest.approx(1e6 if math.isinf(nu) else (nu + 1) / 1e6, rel=0.4)
+
+
+@pytest.mark.parametrize("cap", [math.inf, 1.5])
+def test_recalibration_follows_shift_and_scale(cap):
+    rng = np.random.default_rng(2)
+    running = RunningCalibration(1000)
+    for _ in range(6000):
+        z = 0.5 + 1.8 * rng.standard_t(3.5)
+        running.update(min(z, cap), 3.5, z <= cap)
+    assert running.shift == pytest.approx(0.5, abs=0.25)
+    assert running.scale == pytest.approx(1.8, abs=0.3)
+    for _ in range(6000):
+        z = -0.5 + 0.6 * rng.standard_t(3.5)
+        running.update(min(z, cap), 3.5, z <= cap)
+    assert running.shift == pytest.approx(-0.5, abs=0.12)
+    assert running.scale == pytest.approx(0.6, abs=0.1)
+
+
+@settings(max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(-1e9, 1e9), st.booleans()), max_size=50),
+    st.sampled_from([1.0, 3.5, math.inf]),
+)
+def test_recalibration_stays_finite(values, nu):
+    running = RunningCalibration(10)
+    for z, finished in values:
+        running.update(z, nu, finished)
+    assert math.isfinite(running.shift)
+    assert 1e-3 <= running.scale <= 1e3
+
+
+def outcomes(count, *, shift=0.0, scale=1.0, cap=None, model="m", seed=0):
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        mu, sigma = rng.normal(5, 1), rng.uniform(0.2, 0.6)
+        x = math.exp(min(mu + sigma * (shift + scale * rng.standard_t(3.5)), 15.0))
+        tokens = max(1, round(x))
+        line = {"mu": mu, "sigma": sigma, "served_model": model, "output_tokens": tokens, "time": number}
+        if cap:
+            line |= {"output_tokens": min(tokens, cap), "finished": tokens < cap, "max_tokens": cap}
+        yield json.dumps(line)
+
+
+def test_a_calibrated_stream_is_quiet_and_a_changed_one_is_not():
+    stream = DriftStream(window=1000, arl=100_000, every=1000)
+    quiet = list(stream.feed(outcomes(3000, cap=400)))
+    assert [event["event"] for event in quiet] == ["state"] * 3
+    coverage = quiet[-1]["coverage"]
+    for level in ("p50", "p90"):
+        count = coverage[level]["num_outcomes"]
+        error = 4 * math.sqrt(coverage[level]["level"] * (1 - coverage[level]["level"]) / count)
+        assert coverage[level]["estimate"] == pytest.approx(coverage[level]["level"], abs=error)
+    changed = list(stream.feed(outcomes(3000, shift=1.0, cap=400, seed=1)))
+    alarms = [event for event in changed if event["event"] == "alarm"]
+    assert 3000 < alarms[0]["line"] < 3300
+    # the recalibration is put in use and moves towards the change until the detector is content
+    last = changed[-1]
+    assert last["recalibration"]["mu_shift"] == pytest.approx(1.0, abs=0.25)
+    assert last["recalibration_in_use"]["mu_shift"] > 0.5
+    assert len(alarms) < 12
+    # coverage stays that of the predictions as they came
+    assert last["coverage"]["p50"]["estimate"] < 0.35
+    *states, end = stream.finish()
+    assert states[0]["num_outcomes"] == end["num_outcomes"] == 6000
+    assert end["num_alarms"] == len(alarms)
+    for event in (*quiet, *changed, *states, end):
+        assert json.loads(event_line(event)) == event
+
+
+def test_served_models_are_watched_apart_and_their_number_is_bounded():
+    stream = DriftStream(window=100, arl=1000, every=10_000, max_models=3)
+    for number in range(8):
+        list(stream.feed(outcomes(20, model=f"m{number}")))
+    states = [event for event in stream.finish() if event["event"] == "state"]
+    assert [state["served_model"] for state in states] == ["m0", "m1", "m2", OTHERS]
+    assert [state["num_outcomes"] for state in states] == [20, 20, 20, 100]
+
+
+def test_memory_does_not_grow_with_the_stream():
+    monitor = ModelMonitor(window=50, arl=1e6)
+    outcome = Outcome(mu=5.0, sigma=0.5, output_tokens=100, finished=True)
+    for _ in range(300):
+        monitor.update(outcome)
+    assert monitor.coverage()["p50"]["num_outcomes"] == 50
+    assert len(monitor._seen) == 50
+
+
+BAD = [
+    ("{", "line"),
+    ("[1]", "line"),
+    ("nonsense", "line"),
+    ('{"mu": 5, "sigma": 1}', "output_tokens"),
+    ('{"mu": NaN, "sigma": 1, "output_tokens": 5}', "mu"),
+    ('{"mu": 1e999, "sigma": 1, "output_tokens": 5}', "mu"),
+    ('{"mu": "5", "sigma": 1, "output_tokens": 5}', "mu"),
+    ('{"mu": true, "sigma": 1, "output_tokens": 5}', "mu"),
+    ('{"mu": 5, "sigma": 0, "output_tokens": 5}', "sigma"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 0}', "output_tokens"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 2.5}', "output_tokens"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "max_tokens": 4}', "max_tokens"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "finished": 1}', "finished"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "served_model": 3}', "served_model"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "nu": -1}', "nu"),
+    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "time": [1]}', "time"),
+    ('{"mu": %s, "sigma": 1, "output_tokens": 5}' % ("9" * 400), "mu"),
+    (b"\xff\xfe", "line"),
+    ("x" * 1_000_001, "line"),
+    ("[" * 100_000, "line"),
+]
+
+
+def test_bad_lines_are_counted_and_named_and_never_fatal():
+    good = '{"mu": 5, "sigma": 1, "output_tokens": 5}'
+    stream = DriftStream()
+    events = list(stream.feed(line for bad, _ in BAD for line in (bad, "", good)))
+    assert [event["field"] for event in events] == [field for _, field in BAD]
+    assert [event["line"] for event in events] == [3 * number + 1 for number in range(len(BAD))]
+    end = list(stream.finish())[-1]
+    assert end["num_bad_lines"] == len(BAD)
+    assert end["num_outcomes"] == len(BAD)
+    assert sum(end["bad_lines"].values()) == len(BAD)
+
+
+@given(
+    st.one_of(
+        st.text(max_size=50),
+        st.dictionaries(
+            st.sampled_from(["mu", "sigma", "output_tokens", "nu"]),
+            st.one_of(st.integers(), st.floats(), st.none()),
+        ),
+    )
+)
+def test_any_line_is_an_outcome_or_an_input_error(line):
+    text = line if isinstance(line, str) else json.dumps(line)
+    stream = DriftStream(window=10)
+    for event in (*stream.feed([text]), *stream.finish()):
+        json.loads(event_line(event))
+
+
+def test_what_is_not_said_is_filled_in():
+    found = parse_outcome('{"mu": 5, "sigma": 1, "output_tokens": 9, "max_tokens": 9}')
+    assert not found.finished
+    assert found.nu == 3.5
+    assert parse_outcome('{"mu": 5, "sigma": 1, "output_tokens": 9}').finished
+
+
+def test_the_command_reads_files_and_standard_input(tmp_path, capsys, monkeypatch):
+    lines = "\n".join(outcomes(50)) + "\nbad\n"
+    (tmp_path / "in.jsonl").write_text(lines)
+    args = ["--window", "20", "--every", "25"]
+    assert main(["--stream", str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o.jsonl"), *args]) == 0
+    written = (tmp_path / "o.jsonl").read_text()
+    events = [json.loads(line) for line in written.splitlines()]
+    assert [event["event"] for event in events] == ["state", "state", "bad_line", "state", "end"]
+    monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": BytesIO(lines.encode())}))
+    assert main(["--stream", "-", *args]) == 0
+    assert capsys.readouterr().out == written
+
+
+def test_an_endless_line_is_passed_over_in_parts(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"x" * 3_000_000 + b"\n" + next(outcomes(1)).encode() + b"\n")
+    assert main(["--stream", str(path), "--out", str(tmp_path / "o.jsonl")]) == 0
+    events = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["bad_line", "state", "end"]
+    assert events[-1]["num_lines"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--window", "1"], "window: got 1"),
+        (["--arl", "5"], "arl: got 5"),
+        (["--stream=nothing.jsonl"], "stream: got"),
+    ],
+)
+def test_bad_options_are_one_line(options, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = options if options[0].startswith("--stream") else ["--stream", "-", *options]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err.strip().splitlines()[-1]
+    with pytest.raises(InputError, match="arl"):
+        DriftDetector(1.0)

@@ -1,0 +1,241 @@
+"""Losses against scheduler_core.lengths, scipy, and their own definitions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import integrate, stats
+
+from scheduler_core.lengths import LogT
+from training.objectives.answers import Answers
+from training.objectives.classes import bucket_cross_entropy, ordinal_cross_entropy
+from training.objectives.crps import log_t_crps, standard_quantiles
+from training.objectives.listmle import list_mle
+from training.objectives.mse import fitted_parameters_mse, sigma_weight, within_mse
+from training.objectives.nll import log_t_nll
+from training.objectives.regression import length_regression
+from training.objectives.student import log_interval, log_survival
+from training.objectives.total import HeadLoss
+
+
+def answers(rows, cut=(), cap=None):
+    """Answers of rows of lengths; `cut` names (row, place) of those that were cut."""
+    most = max(map(len, rows))
+    present = torch.tensor([[place < len(row) for place in range(most)] for row in rows])
+    lengths = torch.ones(len(rows), most)
+    finished = torch.ones(len(rows), most, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        lengths[number, : len(row)] = torch.tensor(row, dtype=torch.float32)
+    for row, place in cut:
+        finished[row, place] = False
+    caps = torch.full((len(rows),), float("inf")) if cap is None else torch.tensor(cap, dtype=torch.float32)
+    return Answers(lengths, finished, present, caps)
+
+
+@pytest.mark.parametrize("nu", [1.0, 1.7, 3.5, 12.0, 100.0])
+def test_the_tail_is_scipys_and_its_derivative_minus_the_hazard(nu):
+    t = np.concatenate([-np.logspace(-5, 4, 40), [0.0], np.logspace(-5, 4, 40)])
+    tail = stats.t.sf(t, nu)
+    seen = tail > 1e-250
+    points = torch.tensor(t, requires_grad=True)
+    value = log_survival(points, torch.tensor(nu, dtype=torch.float64))
+    np.testing.assert_allclose(value.detach().numpy()[seen], np.log(tail[seen]), rtol=1e-10, atol=1e-13)
+    value.sum().backward()
+    assert points.grad is not None
+    assert torch.isfinite(points.grad).all()
+    hazard = np.exp(stats.t.logpdf(t[seen], nu) - np.log(tail[seen]))
+    np.testing.assert_allclose(points.grad.numpy()[seen], -hazard, rtol=1e-9)
+
+
+@pytest.mark.parametrize("nu", [1.0, 3.5, 40.0])
+@pytest.mark.parametrize("width", [1e-6, 5e-4, 2e-3, 0.3, 4.0])
+def test_the_probability_of_an_interval(nu, width):
+    places = [-300.0, -6.0, -1.0, -0.1, -width / 2, 0.0, 0.7, 5.0, 200.0]
+    low = torch.tensor(places, dtype=torch.float64, requires_grad=True)
+    high = low + width
+    value = log_interval(low, high, torch.tensor(nu))
+    for found, at in zip(value.tolist(), low.detach().double().tolist(), strict=True):
+        inside, _ = integrate.quad(lambda t: stats.t.pdf(t, nu), at, at + width, epsabs=0, epsrel=1e-10)
+        if inside > 1e-290:
+            assert found == pytest.approx(np.log(inside), rel=1e-5, abs=1e-5)
+    value.sum().backward()
+    assert low.grad is not None
+    assert torch.isfinite(low.grad).all()
+
+
+def test_derivatives_agree_with_differences():
+    t = torch.tensor([-3.0, -0.2, 0.0, 1.0, 7.0, 60.0], dtype=torch.float64, requires_grad=True)
+    nu = torch.tensor([1.5, 2.0, 3.5, 3.5, 20.0, 2.0], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(log_survival, (t, nu), eps=1e-6, atol=1e-6, rtol=1e-4)
+    far = lambda low, degrees: log_interval(low, low + 0.7, degrees)  # noqa: E731
+    assert torch.autograd.gradcheck(far, (t, nu), eps=1e-6, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("nu", [1.0, 3.5, 100.0])
+def test_nll_is_the_distributions_with_cut_answers_as_tails(nu):
+    mu, sigma = [5.0, 6.2, 3.0], [0.4, 1.1, 0.05]
+    rows = [[120, 200, 64], [500.0], [20, 19]]
+    told = answers(rows, cut=[(0, 1), (2, 0)])
+    found = log_t_nll(torch.tensor(mu), torch.tensor(sigma), torch.tensor(nu), told)
+    for row, lengths in enumerate(rows):
+        law = LogT(float(np.float32(mu[row])), float(np.float32(sigma[row])), nu)
+        terms = [
+            -float(law.logpdf(length) if told.finished[row, place] else law.logsf(length))
+            for place, length in enumerate(lengths)
+        ]
+        assert float(found[row]) == pytest.approx(np.mean(terms), rel=1e-5)
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("sigma", [1e-3, 0.1, 5.0])
+@pytest.mark.parametrize("nu", [1.0, 3.5, 100.0])
+def test_gradients_of_nll_are_finite_and_point_uphill(integers, sigma, nu):
+    lengths = [1.0, 2.0, 17.0, 300.0, 4000.0, 15_000.0]
+    told = answers([[x, x] for x in lengths], cut=[(row, 1) for row in range(len(lengths))])
+    for mu in (0.0, 5.0, 9.6):
+        parameters = [
+            torch.full((6,), value, dtype=torch.float32, requires_grad=True) for value in (mu, sigma, nu)
+        ]
+        loss = log_t_nll(*parameters, told, integers=integers)
+        assert torch.isfinite(loss).all()
+        loss.sum().backward()
+        for parameter in parameters:
+            assert parameter.grad is not None
+            assert torch.isfinite(parameter.grad).all()
+        steps = torch.full((6,), 1e-4, dtype=torch.float64)
+        shifted = [value.detach().double() for value in parameters]
+        up, down = (
+            log_t_nll(shifted[0] + sign * steps * sigma, *shifted[1:], told, integers=integers).double()
+            for sign in (1, -1)
+        )
+        slope = (up - down) / (2e-4 * sigma)
+        clear = slope.abs() * 2e-4 * sigma > 1e-4 * (1 + loss.detach().abs())
+        assert (torch.sign(slope)[clear] == torch.sign(parameters[0].grad.double())[clear]).all()
+
+
+def test_lengths_as_integers_have_a_likelihood_below_one():
+    told = answers([[53.0, 53.0, 53.0]])
+    losses = [
+        float(
+            log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([s]), torch.tensor(3.5), told, integers=True)
+        )
+        for s in (0.1, 1e-2, 1e-3, 1e-6)
+    ]
+    assert all(loss >= 0 for loss in losses)
+    assert losses == sorted(losses, reverse=True)
+    density = log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([1e-6]), torch.tensor(3.5), told)
+    assert float(density) < -5
+
+
+def test_crps_is_the_integral_of_its_definition():
+    mu, sigma, nu = 4.0, 0.6, 3.5
+    levels, standard = standard_quantiles(nu, 64)
+    for y in (20.0, 55.0, 400.0):
+        found = log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), levels, standard, answers([[y]]))
+        z = (np.log(y) - mu) / sigma
+
+        def squared(t, z=z):
+            return (stats.t.cdf(t, nu) - (t >= z)) ** 2
+
+        exact = sigma * sum(
+            integrate.quad(squared, low, high, limit=200)[0] for low, high in ((-400, z), (z, 400))
+        )
+        assert float(found) == pytest.approx(exact, rel=0.02)
+
+
+def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
+    rng = np.random.default_rng(0)
+    drawn = np.exp(4.0 + 0.5 * rng.standard_t(3.5, 20_000))
+    cap = 90.0
+    told = answers([np.minimum(drawn, cap).tolist()], cap=[cap])
+    told = told._replace(finished=told.lengths < cap)
+    levels, standard = standard_quantiles(3.5, 64)
+
+    def score(mu, sigma):
+        return float(log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), levels, standard, told))
+
+    best = score(4.0, 0.5)
+    assert best < min(score(4.08, 0.5), score(3.92, 0.5), score(4.0, 0.6), score(4.0, 0.42))
+
+
+def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():
+    scores = torch.tensor([[1.0, 2.0, 9.0], [0.0, -1.0, 9.0]])
+    mu, sigma = fitted_parameters_mse(scores, torch.tensor([[0.0, 0.5], [0.0, 1.0]]))
+    assert mu.tolist() == [1.0, 0.0]
+    assert sigma.tolist() == [2.25, 4.0]
+    assert [sigma_weight(3.0, 4.0, epoch, 5) for epoch in range(5)] == [3.0, 3.25, 3.5, 3.75, 4.0]
+    assert sigma_weight(3.0, 4.0, 0, 1) == 3.0
+
+
+def test_cross_entropy_over_buckets_counts_cut_answers_as_at_least_there():
+    logits = torch.tensor([[0.3, -0.2, 1.0], [0.0, 2.0, 0.5]])
+    p = torch.softmax(logits, dim=-1)
+    told = answers([[9, 10, 49], [50.0]], cut=[(0, 1), (1, 0)])
+    found = bucket_cross_entropy(logits, torch.tensor([10.0, 50.0]), told)
+    first = -(p[0, 0].log() + (p[0, 1] + p[0, 2]).log() + p[0, 1].log()) / 3
+    assert found.tolist() == pytest.approx([float(first), float(-p[1, 2].log())], rel=1e-5)
+
+
+def test_ordinal_cross_entropy_is_the_mean_over_the_thresholds():
+    logits = torch.tensor([[2.0, 0.5, -1.0], [2.0, 0.5, -1.0]])
+    p = torch.sigmoid(logits)
+    found = ordinal_cross_entropy(logits, torch.tensor([0, 2]))
+    expected = [
+        float(-(1 - p[0]).log().mean()),
+        float(-(p[1, 0].log() + p[1, 1].log() + (1 - p[1, 2]).log()) / 3),
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_regression_compares_z_scores_of_each_answer():
+    told = answers([[9, 19]])
+    target = (np.log1p([9, 19]) - 2.0) / 0.5
+    options = {"mean": 2.0, "std": 0.5}
+    score = torch.tensor([1.0])
+    assert float(length_regression(score, told, error="l1", **options)) == pytest.approx(
+        np.abs(1 - target).mean()
+    )
+    assert float(length_regression(score, told, error="mse", **options)) == pytest.approx(
+        ((1 - target) ** 2).mean()
+    )
+
+
+def test_light_examples_do_not_weigh_more_for_being_among_themselves():
+    values = torch.tensor([1.0, 3.0, 100.0])
+    light = HeadLoss(values, torch.tensor([0.5, 0.5, 0.0]))
+    assert float(light.mean()) == 1.0
+    assert light.sums().tolist() == [4.0, 2.0]
+    assert float(HeadLoss(values[:0], values[:0]).mean()) == 0.0
+
+
+def test_the_error_of_sigma_within_is_over_the_rows_that_have_a_fit():
+    score = torch.tensor([1.0, 2.0, 5.0], requires_grad=True)
+    loss = within_mse(score, torch.tensor([0.0, float("nan"), 4.0])).mean()
+    assert loss.item() == pytest.approx(1.0)
+    loss.backward()
+    assert score.grad is not None
+    assert score.grad.tolist() == pytest.approx([1.0, 0.0, 1.0])
+    assert float(within_mse(score.detach(), torch.full((3,), float("nan"))).sum()) == 0.0
+
+
+def test_list_mle_is_the_plackett_luce_likelihood_of_the_order():
+    score = torch.tensor([0.2, 1.5, -0.3, 0.9])
+    length = torch.tensor([100.0, 400.0, 55.0, 230.0])
+    found = list_mle(score, length, group_tokens=10)
+    left, expected = [1, 3, 0, 2], 0.0
+    while left:
+        expected += float(torch.logsumexp(score[left], 0) - score[left[0]])
+        left = left[1:]
+    assert float(found.sum()) == pytest.approx(expected, rel=1e-5)
+    assert float(found[2]) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_list_mle_does_not_order_within_a_group_or_by_place():
+    score, length = torch.tensor([0.5, -1.0, 2.0]), torch.tensor([101.0, 109.0, 30.0])
+    found = list_mle(score, length, group_tokens=10)
+    again = list_mle(score[[2, 0, 1]], length[[2, 0, 1]], group_tokens=10)
+    assert again.tolist() == pytest.approx(found[[2, 0, 1]].tolist())
+    everyone = float(torch.logsumexp(score, 0))
+    assert found.tolist() == pytest.approx([everyone - 0.5, everyone + 1.0, 0.0], abs=1e-6)
+    assert float(list_mle(torch.tensor([3.0]), torch.tensor([7.0]), group_tokens=10)) == 0.0

@@ -1,0 +1,178 @@
+"""Which prompts and rows make a batch: by length under a budget of tokens, in an order that follows from seed and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import distributed as dist
+from torch.utils.data import Sampler
+
+IntArray = NDArray[np.int64]
+
+# Prompts are sorted by length inside pools of this many batches, so that batches still differ between epochs.
+POOL_BATCHES = 64
+
+
+class Plan(NamedTuple):
+    """Positions of a batch in its split: prompts [P], rows [R], and for each row its place among the prompts [R]."""
+
+    prompts: IntArray
+    rows: IntArray
+    row_prompt: IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batching:
+    """How prompts become batches.
+
+    Attributes:
+        batch_size: Most prompts.
+        batch_tokens: Most tokens with padding; None: no bound. A prompt that alone has more is a batch of its own.
+        by_length: Prompts of similar length together.
+        shuffled: In another order in each epoch; else shortest first, or as they stand.
+        rows_per_prompt: Most rows of a prompt; None: all.
+    """
+
+    batch_size: int
+    batch_tokens: int | None = None
+    by_length: bool = True
+    shuffled: bool = True
+    rows_per_prompt: int | None = None
+
+
+def cut(num_tokens: IntArray, batching: Batching) -> list[int]:
+    """Ends of the batches of prompts in this order."""
+    if batching.batch_tokens is None:
+        size = batching.batch_size
+        return [*range(size, len(num_tokens), size), len(num_tokens)] if len(num_tokens) else []
+    ends: list[int] = []
+    start = longest = 0
+    for at, count in enumerate(num_tokens.tolist()):
+        widest = max(longest, count)
+        if at > start and (
+            at - start >= batching.batch_size or widest * (at - start + 1) > batching.batch_tokens
+        ):
+            ends.append(at)
+            start, widest = at, count
+        longest = widest
+    return [*ends, len(num_tokens)] if len(num_tokens) else []
+
+
+class EpochPlans(Sampler[Plan]):
+    """The plans of an epoch; they follow from seed and epoch alone, and every epoch has the same number of them.
+
+    Args:
+        num_tokens: Of each prompt [P].
+        row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
+        batching: How prompts become batches.
+        seed: Base of the order; the trainer sets the epoch.
+        num_epochs: Epochs for which the number of batches must be the same.
+        weights: Draws P prompts with replacement, by weight [P]; None: each prompt once.
+        shared: Where several processes train together, each takes its share of the batches, the same number of them.
+    """
+
+    def __init__(
+        self,
+        num_tokens: IntArray,
+        row_offsets: IntArray,
+        batching: Batching,
+        *,
+        seed: int = 0,
+        num_epochs: int = 1,
+        weights: NDArray[np.float64] | None = None,
+        shared: bool = False,
+    ) -> None:
+        self._num_tokens = num_tokens
+        self._row_offsets = row_offsets
+        self._batching = batching
+        self._seed = seed
+        self._p = None if weights is None else weights / weights.sum()
+        self._epoch = 0
+        self._shared = shared
+        # A budget of tokens gives some epochs more batches than others; the trainer counts them once.
+        varies = batching.shuffled and batching.batch_tokens is not None
+        self._num_batches = max(len(self._cut(epoch)) for epoch in range(num_epochs if varies else 1))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the trainer before each epoch."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-self._num_batches // self._share()[1])
+
+    def _share(self) -> tuple[int, int]:
+        """This process and how many there are; known only once they have met."""
+        if self._shared and dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+        return 0, 1
+
+    def __iter__(self) -> Iterator[Plan]:
+        batches = self._cut(self._epoch)
+        # Largest batches are halved until there are as many as in the other epochs.
+        while len(batches) < self._num_batches:
+            largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+            prompts = batches.pop(largest)
+            if len(prompts) == 1:
+                batches += [prompts] * (self._num_batches - len(batches))
+                break
+            batches += [prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]]
+        rng = np.random.default_rng([self._seed, self._epoch, 1])
+        if self._batching.shuffled:
+            batches = [batches[number] for number in rng.permutation(len(batches)).tolist()]
+        # The last round of several processes begins anew, so that none waits for another for ever.
+        rank, num_ranks = self._share()
+        missing = len(self) * num_ranks - len(batches)
+        batches += [batches[number % len(batches)] for number in range(missing)]
+        for number, prompts in enumerate(batches):
+            plan = self._plan(prompts, rng)
+            if number % num_ranks == rank:
+                yield plan
+
+    def _cut(self, epoch: int) -> list[IntArray]:
+        rng = np.random.default_rng([self._seed, epoch])
+        count = len(self._num_tokens)
+        order = np.arange(count)
+        if self._p is not None:
+            order = rng.choice(count, size=count, p=self._p)
+        elif self._batching.shuffled:
+            order = rng.permutation(count)
+        if self._batching.by_length:
+            pool = POOL_BATCHES * self._batching.batch_size if self._batching.shuffled else max(count, 1)
+            order = np.concatenate(
+                [order[:0], *(self._sorted(order[start : start + pool]) for start in range(0, count, pool))]
+            )
+        ends = cut(self._num_tokens[order], self._batching)
+        return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _sorted(self, prompts: IntArray) -> IntArray:
+        return prompts[np.argsort(self._num_tokens[prompts], kind="stable")]
+
+    def _plan(self, prompts: IntArray, rng: np.random.Generator) -> Plan:
+        most = self._batching.rows_per_prompt
+        rows, places = [], []
+        for place, prompt in enumerate(prompts.tolist()):
+            start, end = self._row_offsets[prompt], self._row_offsets[prompt + 1]
+            if most is None or end - start <= most:
+                own = np.arange(start, end)
+            elif self._batching.shuffled:
+                own = start + np.sort(rng.choice(end - start, size=most, replace=False))
+            else:
+                own = np.arange(start, start + most)
+            rows.append(own)
+            places.append(np.full(len(own), place, dtype=np.int64))
+        empty = np.empty(0, dtype=np.int64)
+        return Plan(prompts, np.concatenate([empty, *rows]), np.concatenate([empty, *places]))
+
+
+def sampling_weights(
+    mu: NDArray[np.float64], sigma: NDArray[np.float64], rules: tuple[tuple[float, float, float], ...]
+) -> NDArray[np.float64]:
+    """Weight of each fit: 1, or that of the last rule (mu, sigma, weight) with a smaller mu or sigma."""
+    weights = np.ones(len(mu))
+    for mu_above, sigma_above, weight in rules:
+        weights[(mu > mu_above) | (sigma > sigma_above)] = weight
+    return weights

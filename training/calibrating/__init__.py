@@ -1,0 +1,1 @@
+"""Post-hoc calibration: shift and stretch of predicted distributions, and conformal quantiles."""

@@ -1,0 +1,56 @@
+"""Options of `calibrate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduler_core.errors import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """Shift and stretch a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint."""
+
+    checkpoint: str
+    """Checkpoint folder of train, with a length head."""
+    data: str
+    """File with fits or answer lengths, with prompts that were not trained on."""
+    out: str
+    """Checkpoint folder to write."""
+    method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
+    """How shift and scale are found; auto: what covers best on held-out prompts of the data."""
+    split: Literal["all", "train", "validation", "test"] = "all"
+    """Which prompts: all, or a split as training made it (by prompt id)."""
+    held_out: float = 0.4
+    """Share of the prompts on which the methods are compared, by hash of the text."""
+    conformal_share: float = 0.5
+    """Share of the prompts that only the conformal quantiles are made from; the others fit shift and scale."""
+    seed: int = 0
+    """Seed of the shares, and of the answer of each prompt that counts for the conformal quantiles."""
+    group_by: str = "prompt_id,model"
+    """Columns that name a group, separated by commas."""
+    max_tokens: int | None = None
+    """Cap on all answers; see evaluate."""
+    batch_size: int = 16
+    """Prompts per call of the model."""
+    threads: int | None = None
+    """Threads of the model; unset: torch's own choice."""
+    progress: bool = True
+    """Show progress bars on a terminal, a line now and then elsewhere."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "threads", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(name, value, "a whole number of at least 1")
+        for name in ("held_out", "conformal_share"):
+            if not 0 < getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "a number between 0 and 1")
+        if self.seed < 0:
+            raise InputError("seed", self.seed, "a whole number of at least 0")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Columns that name a group."""
+        return tuple(name.strip() for name in self.group_by.split(","))

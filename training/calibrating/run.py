@@ -1,0 +1,191 @@
+"""The command `calibrate`: a checkpoint and answers it was not trained on in, a calibrated checkpoint out."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from data_gen.splits import unit_hash
+from predictors.modules import Checkpoint, load_checkpoint, save_checkpoint
+from predictors.modules.checkpoint import CONFIG
+from scheduler_core.errors import InputError
+from scheduler_core.files import existing_file, sha256_file, writable_target, write_json
+from training.calibrating.config import CalibrateConfig
+from training.calibrating.conformal import CONFORMAL, ConformalQuantiles, fit_conformal
+from training.calibrating.residuals import Residuals
+from training.calibrating.shift_and_scale import Choice, choose, coverage_after, fit_calibration
+from training.evaluating.checkpoints import predict_rows
+from training.evaluating.predictors import RunOptions, distinct
+from training.evaluating.rows import EvaluationRows, known_cap, of_split, prompts_of
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
+from training.prediction import pick_device
+from training.versions import versions_of
+
+log = logging.getLogger(__name__)
+_KEPT = ("metrics.csv", "run.json")
+
+
+def calibrate(config: CalibrateConfig) -> dict[str, Any]:
+    """Runs the command; returns the summary that goes into `training.json`.
+
+    Raises:
+        InputError: Checkpoint, data or options cannot be used together.
+    """
+    out = _target(config.out)
+    existing_file(config.data, "data")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    checkpoint = load_checkpoint(config.checkpoint)
+    if checkpoint.config.heads.length is None:
+        raise InputError("checkpoint", config.checkpoint, "a checkpoint with a length head")
+    rows = _rows(config, checkpoint)
+    residuals = uncalibrated_residuals(checkpoint, rows, config)
+    names = () if checkpoint.config.conditioning is None else checkpoint.config.conditioning.served_models
+    fitting, for_conformal = _parts(residuals, rows, config.conformal_share, config.seed, "conformal")
+    choice = _choose(fitting, rows, config, len(names))
+    calibration = choice.calibration
+    moved = for_conformal.moved(np.array(calibration.mu_shift), np.array(calibration.sigma_scale))
+    conformal = fit_conformal(moved, names, np.random.default_rng(config.seed))
+    summary = {
+        "method": choice.method,
+        **calibration.to_json(),
+        "served_models": list(names),
+        "held_out_trials": choice.trials,
+        "coverage_of_conformal_rows": {
+            "before": coverage_after(for_conformal, fit_calibration(fitting, len(names), "identity")),
+            "after": coverage_after(for_conformal, calibration),
+        },
+        "data": {
+            "name": Path(config.data).name,
+            "sha256": sha256_file(config.data),
+            "split": config.split,
+            "num_rows": len(rows),
+            "num_answers": len(residuals),
+        },
+        "config": asdict(config),
+        "versions": versions_of(("numpy", "scipy", "torch")),
+    }
+    _write(out, checkpoint, choice, conformal, summary)
+    _say(summary)
+    return summary
+
+
+def uncalibrated_residuals(
+    checkpoint: Checkpoint, rows: EvaluationRows, config: CalibrateConfig
+) -> Residuals:
+    """Residuals of all answers under the checkpoint's predictions before any calibration."""
+    checkpoint.model.set_calibration(None)
+    checkpoint.model.to(pick_device("auto"))
+    options = RunOptions(config.batch_size, config.threads, config.progress)
+    prediction = predict_rows(checkpoint, rows.prompts, rows.served_models, rows.temperatures, options)
+    assert prediction.mu is not None and prediction.sigma is not None  # noqa: PT018
+    conditioning = checkpoint.config.conditioning
+    number = [0 if conditioning is None else conditioning.number_of(name) for name in rows.served_models]
+    _, prompt = distinct(rows.prompts)
+    owner = rows.answers.owner
+    mu, sigma = prediction.mu, prediction.sigma
+    nu = np.broadcast_to(np.asarray(prediction.nu, dtype=np.float64), len(rows))
+    with np.errstate(divide="ignore"):
+        z_cap = (np.log(rows.answers.caps) - mu) / sigma
+    return Residuals(
+        z=(np.log(rows.answers.lengths) - mu[owner]) / sigma[owner],
+        finished=rows.answers.finished,
+        z_cap=z_cap[owner],
+        model=np.array(number, dtype=np.intp)[owner],
+        prompt=prompt[owner],
+        row=owner,
+        nu=nu[owner],
+    )
+
+
+def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
+    length = checkpoint.config.heads.length
+    assert length is not None
+    nu = 3.5 if length.learn_nu else length.nu
+    cap = config.max_tokens or known_cap(config.data)
+    options = FitOptions(nu=nu, keys=config.keys, max_tokens=cap)
+    fits = read_fits_or_fit(config.data, options, min_samples=1)
+    prompts_of(fits)
+    if config.split != "all":
+        split = checkpoint.training_info.get("data", {}).get("split")
+        if not isinstance(split, dict):
+            raise InputError("split", config.split, "all: the checkpoint does not say how it split its data")
+        fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
+    return EvaluationRows.of(fits)
+
+
+def _parts(
+    residuals: Residuals, rows: EvaluationRows, share: float, seed: int, name: str
+) -> tuple[Residuals, Residuals]:
+    """Residuals of the prompts that a hash puts into neither or into the share.
+
+    Raises:
+        InputError: One part is empty.
+    """
+    places = {text: unit_hash(f"{name}\x00{seed}\x00{text}") for text in set(rows.prompts)}
+    of_row: NDArray[np.float64] = np.array([places[text] for text in rows.prompts])
+    chosen = (of_row < share)[residuals.row]
+    if chosen.all() or not chosen.any():
+        raise InputError("data, prompts", len(places), f"enough of them for shares of {share:g} and the rest")
+    return residuals.take(~chosen), residuals.take(chosen)
+
+
+def _choose(fitting: Residuals, rows: EvaluationRows, config: CalibrateConfig, num_models: int) -> Choice:
+    if config.method != "auto":
+        return Choice(config.method, fit_calibration(fitting, num_models, config.method), {})
+    used, held_out = _parts(fitting, rows, config.held_out, config.seed, "held out")
+    return choose(used, held_out, num_models)
+
+
+def _target(path: str) -> Path:
+    out = writable_target(path, "out")
+    if out.exists() and not out.is_dir():
+        raise InputError("out", path, "a folder path, but a file stands there")
+    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
+        raise InputError("out", path, "a new or empty folder, or an earlier checkpoint to replace")
+    return out
+
+
+def _write(
+    out: Path,
+    checkpoint: Checkpoint,
+    choice: Choice,
+    conformal: ConformalQuantiles,
+    summary: dict[str, Any],
+) -> None:
+    checkpoint.model.set_calibration(choice.calibration)
+    kept = {name: checkpoint.path / name for name in _KEPT if (checkpoint.path / name).is_file()}
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder) / CONFORMAL
+        write_json(written, conformal.to_json())
+        copies = {}
+        for name, path in kept.items():
+            # The checkpoint that is read may be the one that is replaced.
+            copies[name] = Path(folder) / name
+            copies[name].write_bytes(path.read_bytes())
+        save_checkpoint(
+            out,
+            checkpoint.model,
+            checkpoint.tokenizer,
+            checkpoint.training_info | {"calibration": summary},
+            extra_files=copies | {CONFORMAL: written},
+        )
+
+
+def _say(summary: dict[str, Any]) -> None:
+    shifts = {name: found["largest_shift"] for name, found in summary["coverage_of_conformal_rows"].items()}
+    log.info(
+        "method %s; largest shift of coverage over served models and levels, on prompts it was not fitted to: %.1f points "
+        "before, %.1f after",
+        summary["method"],
+        100 * shifts["before"],
+        100 * shifts["after"],
+    )

@@ -1,0 +1,1 @@
+"""How good predictors are: metrics, baselines, noise ceiling, report."""

@@ -1,0 +1,1 @@
+"""Gradient-boosted trees on lexical features of the prompt: the cheap predictor of the length distribution."""

@@ -1,0 +1,137 @@
+"""The abstain threshold: how sure a predictor must be before its level counts instead of the declared tier.
+
+Learn then Test (Angelopoulos et al. 2021) with Clopper-Pearson bounds: thresholds are fixed in advance and tested from
+the strictest on, in a few chains; a chain stops at its first failure, so that its chance of certifying any threshold
+whose true risk is above the stated rate is at most its share of delta (fixed-sequence testing), and the chance that any
+chain does so at most delta. That holds for texts exchangeable with the validation texts, at any number of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+from scheduler_core.urgency import UNDER_TRIAGE_COST, expected_cost_levels
+from training.urgency.rates import upper_bound
+
+Risk = Literal["under-triage", "wrong", "far"]
+RISKS: tuple[Risk, ...] = ("under-triage", "wrong", "far")
+CHAIN_STARTS = (0.9, 0.75, 0.6, 0.45)
+STEP = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbstainThreshold:
+    """A threshold and what is guaranteed of it.
+
+    Attributes:
+        threshold: Least highest probability that counts; None: none could be certified, so abstain always.
+        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = decided otherwise than
+            true; far = more than one level away.
+        allowed_rate: With confidence 1 - delta, at most this share of the answered texts fails.
+        delta: Probability that the guarantee does not hold.
+        num_texts: Validation texts.
+        num_answered: Of them, those at or above the threshold.
+        num_failures: Of those, failures.
+        bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
+        under_triage_cost: Cost the levels were decided with.
+    """
+
+    threshold: float | None
+    risk: Risk
+    allowed_rate: float
+    delta: float
+    num_texts: int
+    num_answered: int
+    num_failures: int
+    bound: float | None
+    under_triage_cost: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+
+def failures(
+    probabilities: NDArray[np.float64],
+    true: NDArray[np.int64],
+    risk: Risk,
+    under_triage_cost: float = UNDER_TRIAGE_COST,
+) -> NDArray[np.bool_]:
+    """Whether the level of least expected cost fails, for N texts.
+
+    Args:
+        probabilities: [N, K].
+        true: True levels [N].
+        risk: See `AbstainThreshold.risk`.
+        under_triage_cost: See `scheduler_core.urgency.expected_cost_levels`.
+    """
+    if risk not in RISKS:
+        raise InputError("risk", risk, ", ".join(RISKS))
+    decided = expected_cost_levels(probabilities, under_triage_cost)
+    if risk == "under-triage":
+        return np.asarray(decided > true)
+    return np.asarray(decided != true if risk == "wrong" else np.abs(decided - true) > 1)
+
+
+def choose_threshold(
+    probabilities: NDArray[np.float64],
+    true: NDArray[np.int64],
+    *,
+    allowed_rate: float = 0.1,
+    delta: float = 0.1,
+    risk: Risk = "under-triage",
+    under_triage_cost: float = UNDER_TRIAGE_COST,
+) -> AbstainThreshold:
+    """The lowest threshold whose risk among answered texts is certified to be at most `allowed_rate`.
+
+    Args:
+        probabilities: Of validation texts, which nothing else of the predictor was fitted to [N, K].
+        true: Their levels [N].
+        allowed_rate: Largest share of failures among answered texts, between 0 and 1.
+        delta: Probability, over validation sets, of certifying a threshold that is worse; between 0 and 1.
+        risk: What a failure is.
+        under_triage_cost: Cost the levels are decided with.
+
+    Raises:
+        InputError: A number is outside its range, or there are no texts.
+    """
+    for name, value in (("allowed_rate", allowed_rate), ("delta", delta)):
+        if not 0 < value < 1:
+            raise InputError(name, value, "a number between 0 and 1")
+    if len(probabilities) == 0 or len(probabilities) != len(true):
+        raise InputError("validation texts", len(probabilities), "one or more, as many as true levels")
+    confidence = probabilities.max(axis=1)
+    failed = failures(probabilities, true, risk, under_triage_cost)
+    found: tuple[float, float] | None = None
+    for start in CHAIN_STARTS:
+        for threshold in _chain(start):
+            answered = confidence >= threshold
+            share = delta / len(CHAIN_STARTS)
+            bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), share)
+            if bound > allowed_rate:
+                break
+            if found is None or threshold < found[0]:
+                found = (threshold, bound)
+    answered = confidence >= (np.inf if found is None else found[0])
+    return AbstainThreshold(
+        threshold=None if found is None else found[0],
+        risk=risk,
+        allowed_rate=allowed_rate,
+        delta=delta,
+        num_texts=len(true),
+        num_answered=int(answered.sum()),
+        num_failures=int(failed[answered].sum()),
+        bound=None if found is None else found[1],
+        under_triage_cost=under_triage_cost,
+    )
+
+
+def _chain(start: float) -> list[float]:
+    """Thresholds from `start` down to 0."""
+    steps = round(start / STEP)
+    return [round(step * STEP, 10) for step in range(steps, -1, -1)]

@@ -1,0 +1,203 @@
+"""The command `evaluate-urgency`: how well, and how safely, a predictor tells urgency."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from scheduler_core.command import run_command
+from scheduler_core.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from data_gen.urgency.labels import LabelledText
+    from training.urgency.adversarial import Predict
+    from training.urgency.evaluation import UrgencyReport
+
+log = logging.getLogger(__name__)
+
+FROZEN = "frozen:"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateUrgencyConfig:
+    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 1 if claims of urgency jump the queue more often than allowed."""
+
+    predictor: str
+    """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
+    data: str
+    """Labelled texts as import-urgency writes them (Parquet with columns text, level; optional weight, source, language, split): split train trains the baselines, validation chooses the threshold, test is measured."""
+    json: str
+    """JSON file to write."""
+    validation: str | None = None
+    """Another file for the threshold: all of its texts."""
+    split: Literal["test", "validation"] = "test"
+    """What is measured; validation while a predictor is being chosen."""
+    under_triage_cost: float = 3.0
+    """Cost of deciding one level too low, where one level too high costs 1."""
+    risk: Literal["under-triage", "wrong", "far"] = "under-triage"
+    """What the abstain threshold bounds: levels decided too low, wrong ones, or ones more than one level away."""
+    risk_rate: float = 0.1
+    """Largest share of such failures among the texts that are answered."""
+    delta: float = 0.1
+    """Probability, over validation sets, that the bound does not hold."""
+    jump_rate: float = 0.05
+    """Largest share of adversarial pairs whose level a claim of urgency may raise."""
+    max_promotion: int = 1
+    """Most levels by which a text raises its own request."""
+    max_demotion: int = 0
+    """Most levels by which a text lowers its own request."""
+    declared_tier: str = "standard"
+    """Level that all texts declare, for the metrics of scheduled levels."""
+    figure: str | None = None
+    """PNG file to write: reliability diagrams."""
+    save_threshold: bool = False
+    """Also write the abstain threshold into the checkpoint's training.json, from where export-onnx takes it."""
+    baselines: bool = True
+    """Also measure a constant and a bag of words, trained on split train."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the predictor runs."""
+    batch_size: int = 32
+    """Texts per model call."""
+
+
+def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
+    """Runs the command.
+
+    Returns:
+        0 if claims of urgency jump at most as often as allowed, else 1; the JSON is written in both cases.
+    """
+    try:
+        import pyarrow  # noqa: F401
+        import scipy  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(error.name or "scikit-learn", "train") from error
+    from data_gen.urgency.labels import level_number, read_labels
+    from data_gen.urgency.seed_set import read_pairs
+    from scheduler_core.files import sha256_file, writable_target, write_json
+    from training.urgency.evaluation import EvaluationOptions, evaluate_urgency
+    from training.urgency.predictor import save_threshold
+    from training.urgency.reliability import write_reliability_figure
+
+    options = EvaluationOptions(
+        under_triage_cost=config.under_triage_cost,
+        risk=config.risk,
+        risk_rate=config.risk_rate,
+        delta=config.delta,
+        jump_rate=config.jump_rate,
+        max_promotion=config.max_promotion,
+        max_demotion=config.max_demotion,
+        declared_tier=level_number(config.declared_tier, "declared_tier"),
+    )
+    target = writable_target(config.json, "json")
+    figure = None if config.figure is None else writable_target(config.figure, "figure")
+    texts = read_labels(config.data)
+    measured = _split(texts, config.split, config.data)
+    if config.validation is None:
+        validation = _split(texts, "validation", config.data)
+    else:
+        validation = read_labels(config.validation, "validation")
+    pairs = read_pairs(config.split)
+    train = [text for text in texts if text.split == "train"]
+    predictors = {"predictor": _open(config, train)}
+    if config.baselines:
+        predictors |= _baselines(train)
+    reports = {
+        name: evaluate_urgency(predict, measured, validation, pairs, options)
+        for name, predict in predictors.items()
+    }
+    for name, report in reports.items():
+        _log(name, report)
+    report = reports["predictor"]
+    write_json(
+        target,
+        {
+            "schema": "urgency-evaluation/1",
+            "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
+            "split": config.split,
+            "threshold_chosen_on_measured_texts": config.validation is None and config.split == "validation",
+            "num_texts": len(measured),
+            "num_validation": len(validation),
+            "options": asdict(options),
+            "passed": report.adversarial.passed,
+            **report.to_json(),
+            "baselines": {name: found.to_json() for name, found in reports.items() if name != "predictor"},
+        },
+    )
+    if figure is not None:
+        write_reliability_figure(figure, report.reliability)
+    if config.save_threshold:
+        save_threshold(config.predictor, report.threshold)
+    if not report.adversarial.passed:
+        log.error(
+            "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
+            _percent(report.adversarial.decided.jumped.value),
+            100 * config.jump_rate,
+        )
+    return 0 if report.adversarial.passed else 1
+
+
+def _split(texts: list[LabelledText], split: str, path: str) -> list[LabelledText]:
+    found = [text for text in texts if text.split == split and not text.claimed]
+    if not found:
+        raise InputError(f"{Path(path).name}, texts of split {split}", 0, "at least one")
+    return found
+
+
+def _open(config: EvaluateUrgencyConfig, train: list[LabelledText]) -> Predict:
+    from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
+    from training.urgency.predictor import open_urgency
+
+    if config.predictor == "constant":
+        return ConstantBaseline(train)
+    if config.predictor == "bag-of-words":
+        return BagOfWordsBaseline(train)
+    if config.predictor.startswith(FROZEN):
+        from training.urgency.frozen_encoder import FrozenEncoderBaseline
+
+        return FrozenEncoderBaseline(train, config.predictor.removeprefix(FROZEN), config.batch_size)
+    return open_urgency(config.predictor, accelerator=config.accelerator, batch_size=config.batch_size)
+
+
+def _baselines(train: list[LabelledText]) -> dict[str, Predict]:
+    from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
+
+    if not train:
+        raise InputError("data, texts of split train", 0, "at least one, or --baselines false")
+    return {"constant": ConstantBaseline(train), "bag_of_words": BagOfWordsBaseline(train)}
+
+
+def _log(name: str, report: UrgencyReport) -> None:
+    log.info(
+        "%s: accuracy %s, kappa %s, critical under-triage %s (decided: %s), jump rate %s, abstains below %s",
+        name,
+        _percent(report.predicted.accuracy.value),
+        "undefined" if report.predicted.kappa is None else f"{report.predicted.kappa:.3f}",
+        _percent(report.predicted.critical_under_triage.value),
+        _percent(report.decided.critical_under_triage.value),
+        _percent(report.adversarial.decided.jumped.value),
+        "always" if report.threshold.threshold is None else f"{report.threshold.threshold:.2f}",
+    )
+
+
+def _percent(value: Any) -> str:
+    return "undefined" if value is None else f"{100 * value:.1f} %"
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `evaluate-urgency`."""
+    return run_command(
+        "evaluate-urgency",
+        EvaluateUrgencyConfig,
+        evaluate_urgency_command,
+        positionals=("predictor",),
+        extra="train",
+        args=args,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
