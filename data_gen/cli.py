@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ class GenSamplesConfig:
     retries: int = 2
     """How often failed answers are asked for again once all others are there; the engine's own retries come before."""
     max_failures_in_a_row: int = 1000
-    """Stop, to be resumed, after so many failures without an answer in between."""
+    """Stop, to be resumed, after so many failures without an answer in between; those that lie in the prompt (too long, refused) do not count."""
     overwrite: bool = False
     """Replace a finished `out`; an unfinished one is always gone on with."""
     card: str | None = None
@@ -110,16 +111,23 @@ class GenSamplesConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The chosen prompts; every iteration opens the source anew."""
+    """The chosen prompts; every iteration opens the source anew.
+
+    Attributes:
+        config: Which they are.
+        left_out: How many the last complete iteration left out, by reason.
+    """
 
     config: GenSamplesConfig
+    left_out: dict[str, int] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Prompt]:
         from data_gen.filters import filtered
         from data_gen.sources import open_prompts
 
         config = self.config
-        kept = filtered(open_prompts(config.prompts, config.source), config.filters)
+        counts = Counter[str]()
+        kept = filtered(open_prompts(config.prompts, config.source), config.filters, counts)
         stop = None if config.limit is None else config.skip + config.limit
         empty = True
         for prompt in itertools.islice(kept, config.skip, stop):
@@ -129,6 +137,8 @@ class _Prompts:
             raise InputError(
                 "prompts", config.prompts, "a source of which filters, skip and limit leave a prompt"
             )
+        self.left_out.clear()
+        self.left_out.update(sorted(counts.items()))
 
     def told(self) -> dict[str, object]:
         """Where they come from, for the manifest."""
@@ -139,6 +149,8 @@ class _Prompts:
             "filters": asdict(config.filters),
             "skip": config.skip,
             "limit": config.limit,
+            # Filled before it is written: a run reads all prompts first.
+            "left_out": self.left_out,
         }
 
 
@@ -211,6 +223,8 @@ def gen_samples(config: GenSamplesConfig) -> None:
             backend.close()
     for line in summary.lines():
         log.info("%s", line)
+    for reason, count in prompts.left_out.items():
+        log.info("prompts left out, %s: %d", reason, count)
     if config.card is not None:
         from data_gen.card import write_card
 
@@ -259,3 +273,7 @@ def main(args: Sequence[str] | None = None) -> int:
     return run_command(
         "gen-samples", GenSamplesConfig, gen_samples, positionals=("prompts",), extra="gen", args=args
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

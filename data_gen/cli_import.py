@@ -70,3 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
         extra="gen",
         args=args,
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

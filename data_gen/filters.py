@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from data_gen.near_duplicates import NearDuplicates, check_threshold
 from data_gen.prompts import Prompt
 from data_gen.sources.digests import DigestSet
 from data_gen.splits import SPLITS, Split, split_of, unit_hash
@@ -23,36 +24,32 @@ _TOKENIZER_BATCH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFilters:
-    """What is kept; applied in the order of the fields. Lengths are of the whole conversation.
-
-    Attributes:
-        deduplicate: Drop prompts whose normalised text was seen: Unicode NFKC, case folded, white space collapsed.
-        min_characters, max_characters: Bounds on the length in characters.
-        tokenizer: A `tokenizer.json`; needed for the bounds in tokens.
-        min_prompt_tokens, max_prompt_tokens: Bounds on the length in its tokens, without a chat template.
-        split: Only this split of the prompts (see `data_gen.splits`).
-        split_seed: Seed of the splits.
-        sample: Draw so many prompts; None takes all.
-        stratify_by: Strata that the sample is spread over evenly: "category", "dataset", "length" (in characters, by
-            powers of two); None samples from all alike.
-        sample_seed: Seed of the draw.
-        skip: Leave out the first so many of what is left.
-        limit: Then take at most so many.
-    """
+    """What is kept; applied in the order of the fields. Lengths are of the whole conversation."""
 
     deduplicate: bool = False
+    """Drop prompts whose normalised text was seen: Unicode NFKC, case folded, white space collapsed."""
+    near_duplicates: float | None = None
+    """Drop prompts that are at least so similar to one kept before: five-character pieces of the normalised text in common, over pieces in either (Jaccard); from 0.5 to 1, e.g. 0.9; unset: keep them."""
     min_characters: int | None = None
+    """Shortest length to keep, in characters."""
     max_characters: int | None = None
+    """Longest length to keep, in characters."""
     tokenizer: str | None = None
+    """A tokenizer.json; needed for the bounds in tokens."""
     min_prompt_tokens: int | None = None
+    """Shortest length to keep, in tokens of `tokenizer`, without a chat template."""
     max_prompt_tokens: int | None = None
+    """Longest length to keep, in tokens of `tokenizer`, without a chat template."""
     split: Split | None = None
+    """Only this split of the prompts, which a hash of their ids decides; unset: all."""
     split_seed: int = 0
+    """Seed of the splits."""
     sample: int | None = None
+    """Draw so many prompts; unset: all."""
     stratify_by: Literal["category", "dataset", "length"] | None = None
+    """Strata that the sample is spread over evenly: category, dataset or length (in characters, by powers of two); unset: draw from all alike."""
     sample_seed: int = 0
-    skip: int = 0
-    limit: int | None = None
+    """Seed of the draw."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -61,13 +58,12 @@ class PromptFilters:
             "min_prompt_tokens",
             "max_prompt_tokens",
             "sample",
-            "limit",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "a whole number of at least 1, or unset")
-        if self.skip < 0:
-            raise InputError("skip", self.skip, "a whole number, not negative")
+        if self.near_duplicates is not None:
+            check_threshold(self.near_duplicates)
         if self.split is not None and self.split not in SPLITS:
             raise InputError("split", self.split, ", ".join(SPLITS))
         if self.stratify_by not in (None, "category", "dataset", "length"):
@@ -84,7 +80,8 @@ def filtered(
 ) -> Iterator[Prompt]:
     """The prompts that pass, in their order.
 
-    Memory: eight bytes for each prompt that `deduplicate` has seen; `sample` prompts for each stratum.
+    Memory: eight bytes for each prompt that `deduplicate` has seen, about a kilobyte for each that `near_duplicates` has
+    kept, `sample` prompts for each stratum.
 
     Args:
         prompts: The stream.
@@ -95,6 +92,8 @@ def filtered(
     kept = iter(prompts)
     if filters.deduplicate:
         kept = _once(kept, counts)
+    if filters.near_duplicates is not None:
+        kept = _unlike(kept, filters.near_duplicates, counts)
     kept = _within(kept, filters.min_characters, filters.max_characters, counts)
     if filters.tokenizer is not None:
         kept = _within_tokens(kept, filters, filters.tokenizer, counts)
@@ -102,8 +101,7 @@ def filtered(
         kept = _in_split(kept, filters.split, filters.split_seed, counts)
     if filters.sample is not None:
         kept = iter(stratified(kept, filters.sample, filters.stratify_by, filters.sample_seed, counts))
-    stop = None if filters.limit is None else filters.skip + filters.limit
-    return itertools.islice(kept, filters.skip, stop)
+    return kept
 
 
 def normalised(text: str) -> str:
@@ -123,6 +121,15 @@ def _once(prompts: Iterator[Prompt], counts: Counter[str]) -> Iterator[Prompt]:
             yield prompt
         else:
             counts["duplicate text"] += 1
+
+
+def _unlike(prompts: Iterator[Prompt], threshold: float, counts: Counter[str]) -> Iterator[Prompt]:
+    with NearDuplicates(threshold) as kept:
+        for prompt in prompts:
+            if kept.add("\n".join(normalised(message.content) for message in prompt.chat)):
+                yield prompt
+            else:
+                counts["near-duplicate text"] += 1
 
 
 def _within(

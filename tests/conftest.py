@@ -1,8 +1,31 @@
-"""Shared by all tests: no network, few threads."""
+"""Shared by all tests: no network, few threads, and how Hypothesis chooses its examples.
+
+The environment variable HYPOTHESIS_PROFILE is `ci` (the default) or `explore`. Tests that set their own number of
+examples inherit everything else from the profile.
+"""
 
 import os
+
+from hypothesis import HealthCheck, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("MPLBACKEND", "Agg")
+
+# No test may depend on how fast the machine is, so neither profile looks at the clock.
+_SLOW = [HealthCheck.too_slow]
+# The same examples in every run, and nothing remembered: what is green stays green until something is changed.
+settings.register_profile(
+    "ci", derandomize=True, database=None, deadline=None, suppress_health_check=_SLOW, print_blob=True
+)
+# Other examples in every run, more of them, and failures are remembered in .hypothesis.
+settings.register_profile(
+    "explore",
+    derandomize=False,
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=_SLOW,
+    print_blob=True,
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from predictors.modules import (
     load_tokenizer,
 )
 from predictors.modules.heads import OrdinalTower
+from predictors.modules.checkpoint import TRAINING
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
 from training.labels import Labels
@@ -91,6 +93,13 @@ def set_dropout(encoder: nn.Module, rate: float) -> None:
                 setattr(module, name, rate)
 
 
+def _encoder(encoder: str) -> nn.Module:
+    """A pretrained encoder; of a checkpoint folder of `train` the encoder that it ended with."""
+    if (Path(encoder) / TRAINING).is_file():
+        return load_checkpoint(encoder).model.encoder
+    return load_encoder(encoder)
+
+
 def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
     tokenizer = load_tokenizer(config.encoder, truncation_side=config.truncation_side)
     names = tuple(sorted(train.models))
@@ -117,7 +126,7 @@ def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
     )
     generator = torch.Generator().manual_seed(config.seed)
     model = PromptPredictor(
-        predictor, load_encoder(config.encoder), _normalization(config, train), generator=generator
+        predictor, _encoder(config.encoder), _normalization(config, train), generator=generator
     )
     _check_vocabulary(config.encoder, model, tokenizer)
     if config.urgency is not None:

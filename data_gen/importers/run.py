@@ -61,7 +61,7 @@ class ImportReport:
         finish_reasons: Rows written, by how the answer ended.
         left_out: Rows not written, by reason.
         num_out_of_order: Requests of a trace that come before the one above them.
-        num_without_cap: Requests of a trace whose cap is unknown: the simulator cannot run them.
+        num_without_cap: Requests of a trace whose cap is unknown: the simulator needs a default for them.
         num_without_arrival: Requests of a trace without an arrival time.
     """
 
@@ -173,5 +173,6 @@ def _log(report: ImportReport) -> None:
         log.warning("of %d answers nothing says whether they were cut: finish_reason is unknown", unknown)
     if report.num_without_cap:
         log.warning(
-            "of %d requests the cap is unknown: the simulator needs max_tokens", report.num_without_cap
+            "of %d requests the cap is unknown: give max_tokens here, or default_max_tokens to the simulator",
+            report.num_without_cap,
         )

@@ -18,6 +18,7 @@ from data_gen.openai.wire import Reply, ReplyError, StreamReader, read_refusal, 
 from scheduler_core.errors import InputError
 
 UNREACHABLE = "unreachable"
+DISCONNECTED = "disconnected"
 _KEEP_ALIVE_S = 30.0
 _PROBE_S = 10.0
 _SPARE_DESCRIPTORS = 128
@@ -84,7 +85,7 @@ class Client:
         elif isinstance(error, aiohttp.ClientPayloadError):
             kind = "truncated"
         elif isinstance(error, aiohttp.ClientConnectionError | OSError):
-            kind = "disconnected"
+            kind = DISCONNECTED
         return self._without_secrets(ReplyError(kind, reason, retry=True))
 
     def _without_secrets(self, error: ReplyError) -> ReplyError:

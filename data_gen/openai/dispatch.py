@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from data_gen.backend import Answer, Failure, SamplingSettings, WorkResult
-from data_gen.openai.client import UNREACHABLE, Client
+from data_gen.openai.client import DISCONNECTED, UNREACHABLE, Client
 from data_gen.openai.garbage import collect_now_and_then
 from data_gen.openai.options import EngineError, OpenAIOptions
 from data_gen.openai.pace import Pool, Server, backoff_s
@@ -89,6 +89,7 @@ class Dispatcher:
         for server in pool.servers:
             if server.aside_since is not None:
                 self._spawn(self._revive(server))
+            self._spawn(self._watch(server))
 
     def feed(self, work: Iterable[tuple[Prompt, tuple[int, ...]]]) -> None:
         """Takes prompts and the indices that are missing; every index is delivered exactly once."""
@@ -244,7 +245,9 @@ class Dispatcher:
                     f"{server.url} asks to come back in {error.retry_after_s:.0f} s: {error.reason}"
                 )
             server.pause(now + error.retry_after_s)
-        if error.kind != "http_429" and server.failed():
+        is_spent = error.kind != "http_429" and server.failed()
+        # What answers after a broken connection may be another server: it is asked who it is before it gets more.
+        if is_spent or error.kind == DISCONNECTED:
             self._put_aside(server, now, error)
         self._again(ask, error)
 
@@ -294,30 +297,54 @@ class Dispatcher:
             log.warning("%s is put aside: %s", server.url, error.reason)
             self._counters["put_aside"] += 1
             server.put_aside(now)
-            self._spawn(self._revive(server))
+            self._spawn(self._revive(server, was_cut_off=error.kind == DISCONNECTED))
 
-    async def _revive(self, server: Server) -> None:
-        """Tries a server again and again until it answers as what it was."""
+    async def _revive(self, server: Server, *, was_cut_off: bool = False) -> None:
+        """Tries a server again and again until it answers as what it was; one that was merely cut off at once."""
         options = self._options
         tries = server.absences
+        is_first = True
         while True:
-            await asyncio.sleep(
-                backoff_s(tries, options.backoff_s, min(options.max_backoff_s, _MAX_REVIVE_S), self._rng)
-            )
+            if not (is_first and was_cut_off):
+                await asyncio.sleep(
+                    backoff_s(tries, options.backoff_s, min(options.max_backoff_s, _MAX_REVIVE_S), self._rng)
+                )
             tries += 1
             try:
-                found = await identify(self._client, server.url, self._engine.model)
-                if found == self._engine:
+                reason = await self._changed(server)
+                if reason is None:
                     break
-                reason = f"it is {found.name} {found.version} now and was {self._engine.name} {self._engine.version}"
             except (ReplyError, InputError) as error:
                 reason = str(error)
+            is_first = False
             since = self._pool.all_aside_since()
             if since is not None and self._loop.time() - since > options.server_wait_s:
                 raise EngineError(f"no server for {options.server_wait_s:.0f} s; {server.url}: {reason}")
         log.warning("%s is back", server.url)
-        server.bring_back()
+        server.bring_back(at_full=is_first and was_cut_off)
         self._pump()
+
+    async def _changed(self, server: Server) -> str | None:
+        """What a server is now, if it is no longer what it was."""
+        found = await identify(self._client, server.url, self._engine.model)
+        if found == self._engine:
+            return None
+        return f"it is {found.name} {found.version} now and was {self._engine.name} {self._engine.version}"
+
+    async def _watch(self, server: Server) -> None:
+        """Asks a server now and then who it is: one that is replaced in an orderly way breaks no request."""
+        while True:
+            await asyncio.sleep(self._options.identity_check_s)
+            if server.aside_since is not None:
+                continue
+            try:
+                reason = await self._changed(server)
+            except ReplyError:
+                continue  # Busy or away: that is for the requests to find out.
+            except InputError as error:
+                reason = str(error)
+            if reason is not None:
+                self._put_aside(server, self._loop.time(), ReplyError("replaced", reason, retry=True))
 
     async def _count_on_server(self, text: str) -> int:
         fields = {"model": self._engine.model, "prompt": text, "add_special_tokens": False}
@@ -328,10 +355,12 @@ class Dispatcher:
                 status, found = await self._client.post(root_of(server.url) + "/tokenize", fields)
                 if status == 200 and isinstance(found, dict) and isinstance(found.get("tokens"), list):
                     return len(found["tokens"])
+                if status == 429 or status >= 500:
+                    raise ReplyError(f"http_{status}", f"{server.url}/tokenize: HTTP {status}", retry=True)
                 raise ReplyError(
                     "no_token_count", f"{server.url} has no /tokenize (HTTP {status})", retry=False
                 )
-        raise ReplyError("no_token_count", "no server to count with", retry=True)
+        raise ReplyError(UNREACHABLE, "no server to count with", retry=True)
 
 
 def _answer(

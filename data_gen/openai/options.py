@@ -68,6 +68,8 @@ class OpenAIOptions:
     """How long to wait at the start until a server answers."""
     server_wait_s: float = 900.0
     """How long to wait for a server to come back before the run stops; it can then be resumed."""
+    identity_check_s: float = 10.0
+    """How often a server is asked whether it is still the same engine, version and model; answers of one that was replaced in between count until then."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key; none is sent if it is not set."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -83,7 +85,14 @@ class OpenAIOptions:
         for name in ("concurrency", "processes", "samples_per_request", "max_attempts"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "a whole number of at least 1")
-        for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s"):
+        for name in (
+            "timeout_s",
+            "chunk_timeout_s",
+            "connect_timeout_s",
+            "identity_check_s",
+            "backoff_s",
+            "max_backoff_s",
+        ):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(name, getattr(self, name), "a number of seconds above 0")
         for name in ("start_wait_s", "server_wait_s"):

@@ -92,9 +92,11 @@ class Server:
             self.aside_since = now
             self.absences += 1
 
-    def bring_back(self) -> None:
-        """It answers again: it starts with little and earns the rest."""
+    def bring_back(self, *, at_full: bool = False) -> None:
+        """It answers again: it starts with little and earns the rest, or goes on as before if it never was away."""
         self.aside_since = None
+        if at_full:
+            return
         self.credit = max(self.credit, MAX_CREDIT / 4)
         self.limit = min(self.limit, max(1.0, self.max_limit / 4))
 

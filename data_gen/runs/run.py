@@ -25,8 +25,11 @@ from scheduler_core.files import writable_target, write_json
 
 log = logging.getLogger(__name__)
 
-# Failures that the same request would meet again.
-PERMANENT_KINDS = frozenset({"too_long", "refused", "content_filter", "template"})
+# Failures that lie in the prompt: a thousand of them in a row say nothing about the engine.
+OF_ONE_PROMPT_KINDS = frozenset({"too_long", "refused", "content_filter", "template"})
+# Failures that the same request would meet again. Those that are not of one prompt are the engine's way of answering:
+# it does not count, ends answers in another way, ignores the cap.
+PERMANENT_KINDS = OF_ONE_PROMPT_KINDS | {"no_token_count", "finish_reason", "too_many_tokens"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,10 +40,11 @@ class RunOptions:
         keep_text: Keep the answers' texts.
         hash_prompts: Keep hashes of the prompts instead of their texts and messages.
         retries: How often failed answers are asked for again once all others are there.
-        max_failures_in_a_row: Stop, to be resumed, after so many failures without an answer in between.
+        max_failures_in_a_row: Stop, to be resumed, after so many failures without an answer in between; failures that
+            lie in the prompt do not count.
         overwrite: Replace a finished file.
         shard_bytes: Size at which a shard is closed; a merge holds one shard in memory.
-        sync_interval_s: Longest time between syncs while answers arrive.
+        sync_interval_s: Longest time that an answer is on its way to the disk, where a power cut cannot take it.
     """
 
     keep_text: bool = False
@@ -280,7 +284,7 @@ class _Session:
                     failure.reason,
                 )
             attempts[failure.kind] = attempts.get(failure.kind, 0) + 1
-            self._failures_in_a_row += not permanent
+            self._failures_in_a_row += failure.kind not in OF_ONE_PROMPT_KINDS
             if not self._first_failure[0]:
                 self._first_failure = (prompt.prompt_id, failure.reason)
         if self._failures_in_a_row >= self.options.max_failures_in_a_row:

@@ -56,6 +56,9 @@ class SimulationConfig:
     predictor_delay_s: float | None = None
     """Simulated seconds from a request's arrival to its prediction. Default: what was measured for each live call;
     0 for trace and oracle."""
+    default_max_tokens: int | None = None
+    """Cap of requests for which the trace has none, as public traces; at least as long as their answers. Unset: the
+    trace must have caps."""
     served_model: str = ""
     """Name of the served model, for predictors that know several."""
     max_in_flight: int = 16
@@ -90,6 +93,8 @@ class SimulationConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(name, value, "numbers > 0")
+        if self.default_max_tokens is not None and self.default_max_tokens < 1:
+            raise InputError("default_max_tokens", self.default_max_tokens, "integers > 0, or unset")
         if self.max_in_flight <= 0:
             raise InputError("max_in_flight", self.max_in_flight, "integers > 0")
         if not 0 < self.predictor_timeout_s < math.inf:
@@ -160,7 +165,7 @@ def prepare_trace(config: SimulationConfig) -> Trace:
         InputError: The file cannot be used; names row, column and value.
     """
     draws = config.rate is not None or config.load is not None
-    trace = load_trace(config.trace, need_arrivals=not draws)
+    trace = load_trace(config.trace, need_arrivals=not draws, default_max_tokens=config.default_max_tokens)
     if not draws:
         return trace
     rate = config.rate

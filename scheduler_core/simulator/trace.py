@@ -27,7 +27,7 @@ class TraceRequest:
         arrival_s: Seconds from the start of the trace.
         prompt_tokens: Length of the prompt, > 0.
         output_tokens: True length of the answer, from 1 to max_tokens. Known to the simulator alone.
-        max_tokens: The request's own cap.
+        max_tokens: The request's own cap, or the default for requests without one.
         prompt: Text of the prompt; None if the trace has none.
         prompt_id: Which prompt it is; None if the trace does not say.
         prediction: Predicted length found in the trace; None if there is none.
@@ -66,7 +66,9 @@ class Trace:
         return any(row.prediction is not None for row in self.requests)
 
 
-def load_trace(path: str | Path, *, need_arrivals: bool = True) -> Trace:
+def load_trace(
+    path: str | Path, *, need_arrivals: bool = True, default_max_tokens: int | None = None
+) -> Trace:
     """Reads a trace from JSON lines (.jsonl), CSV (.csv) or Parquet (.parquet).
 
     Columns: request_id, arrival_s, prompt_tokens, output_tokens, max_tokens; optional prompt, prompt_id, and mu,
@@ -75,6 +77,8 @@ def load_trace(path: str | Path, *, need_arrivals: bool = True) -> Trace:
     Args:
         path: The file.
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is 0.
+        default_max_tokens: Cap of the requests that have none, as in public traces; it may not be shorter than their
+            answers. None: every request needs a cap of its own.
 
     Raises:
         InputError: Names the file, row, column and value that cannot be used, and what could.
@@ -83,7 +87,7 @@ def load_trace(path: str | Path, *, need_arrivals: bool = True) -> Trace:
     requests: list[TraceRequest] = []
     seen: set[str] = set()
     for number, raw in _rows(file):
-        row = _Row(f"{file.name} row {number}", raw, need_arrivals)
+        row = _Row(f"{file.name} row {number}", raw, need_arrivals, default_max_tokens)
         request = row.request()
         if request.request_id in seen:
             raise InputError(f"{row.where} column request_id", request.request_id, "an id not used before")
@@ -146,27 +150,40 @@ def _parquet_rows(file: Path) -> Iterator[Mapping[str, Any]]:
         raise InputError("trace", str(file), f"a readable Parquet file ({error})") from error
 
 
+def _way_out(name: str) -> str:
+    """What else can be done about a column that a trace may well lack."""
+    return "; or default_max_tokens for requests without a cap" if name == "max_tokens" else ""
+
+
 class _Row:
     """Checks the values of one row."""
 
-    def __init__(self, where: str, raw: Mapping[str, Any], need_arrivals: bool) -> None:
+    def __init__(
+        self, where: str, raw: Mapping[str, Any], need_arrivals: bool, default_max_tokens: int | None
+    ) -> None:
         self.where = where
         self._raw = raw
-        self._need_arrivals = need_arrivals
+        self._optional = set() if need_arrivals else {"arrival_s"}
+        self._default_max_tokens = default_max_tokens
+        if default_max_tokens is not None:
+            self._optional.add("max_tokens")
 
     def request(self) -> TraceRequest:
         for name in REQUIRED:
-            if name not in self._raw and (self._need_arrivals or name != "arrival_s"):
+            if name not in self._raw and name not in self._optional:
                 found = ", ".join(str(key) for key in self._raw)
-                raise InputError(
-                    f"{self.where} column {name}", found, "a trace with columns " + ", ".join(REQUIRED)
-                )
-        max_tokens = self._integer("max_tokens", None)
+                allowed = "a trace with columns " + ", ".join(REQUIRED) + _way_out(name)
+                raise InputError(f"{self.where} column {name}", found, allowed)
+        cap = "max_tokens"
+        if self._default_max_tokens is not None and self._raw.get(cap) is None:
+            cap, max_tokens = "default_max_tokens", self._default_max_tokens
+        else:
+            max_tokens = self._integer("max_tokens")
         return TraceRequest(
             request_id=self._text("request_id"),
             arrival_s=self._arrival(),
-            prompt_tokens=self._integer("prompt_tokens", None),
-            output_tokens=self._integer("output_tokens", max_tokens),
+            prompt_tokens=self._integer("prompt_tokens"),
+            output_tokens=self._integer("output_tokens", max_tokens, cap),
             max_tokens=max_tokens,
             prompt=self._optional_text("prompt"),
             prompt_id=self._optional_text("prompt_id"),
@@ -188,15 +205,16 @@ class _Row:
             raise self._wrong(name, allowed)
         return number
 
-    def _integer(self, name: str, high: int | None) -> int:
-        allowed = "integers > 0" if high is None else f"integers from 1 to max_tokens = {high}"
+    def _integer(self, name: str, high: int | None = None, of: str = "") -> int:
+        """A number from 1, at most `high`, which is the value of `of`."""
+        allowed = "integers > 0" + _way_out(name) if high is None else f"integers from 1 to {of} = {high}"
         number = self._number(name, allowed)
         if number != int(number) or number < 1 or (high is not None and number > high):
             raise self._wrong(name, allowed)
         return int(number)
 
     def _arrival(self) -> float:
-        if not self._need_arrivals and self._raw.get("arrival_s") is None:
+        if "arrival_s" in self._optional and self._raw.get("arrival_s") is None:
             return 0.0
         number = self._number("arrival_s", "seconds >= 0")
         if number < 0:

@@ -1,10 +1,40 @@
-"""A real causal model, tiny and random, saved locally as any user's model would be."""
+"""A real causal model, tiny and random, saved locally as any user's model would be; and where vLLM is.
+
+vLLM needs an environment of its own, because it pins other packages than ours: `make vllm-env` prepares `.venv-vllm`,
+or TAILCAST_VLLM_ENV names one.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """Python of the environment that has vLLM."""
+    folder = Path(os.environ.get("TAILCAST_VLLM_ENV", ROOT / ".venv-vllm"))
+    python = folder / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no vLLM environment at {folder}; `make vllm-env` prepares it")
+    return python
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables of a process with vLLM: no network, little memory, two threads; modules of ours only if asked for."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    environment.pop("PYTHONPATH", None)
+    return environment
 
 
 @pytest.fixture(scope="session")

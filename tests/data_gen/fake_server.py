@@ -8,104 +8,30 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import hashlib
 import json
-import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from data_gen.openai.client import allow_descriptors
+from tests.data_gen.fake_script import Fault, Script, length_of, prompt_of
+from tests.data_gen.fast_protocol import FastProtocol
 
 HOST = "127.0.0.1"
-MODEL = "fake-model"
 
-
-@dataclass(frozen=True)
-class Fault:
-    """What a request gets instead of, or on top of, an answer.
-
-    Attributes:
-        status: HTTP status; 200 goes on with the answer.
-        headers: Further headers.
-        payload: Body instead of the answer.
-        hang: Never answers.
-        cut: "early": the connection breaks before the head; "middle": in the middle of the body. Of a stream also
-            "quiet": no more events come; "ended": it ends properly, but too soon.
-        delay_s: Waits before the answer.
-        change: Changes the answer's JSON before it is sent.
-    """
-
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    payload: bytes | None = None
-    hang: bool = False
-    cut: str = ""
-    delay_s: float = 0.0
-    change: Callable[[dict[str, Any]], None] | None = None
-
-
-GOOD = Fault()
-
-
-def error(status: int, message: str = "told to fail", **headers: str) -> Fault:
-    """An HTTP error with a message as engines send it."""
-    payload = json.dumps({"error": {"message": message, "type": "Error", "code": status}}).encode()
-    return Fault(status, {name.replace("_", "-"): value for name, value in headers.items()}, payload)
-
-
-@dataclass
-class Script:
-    """How a server behaves; change it while the server runs.
-
-    Attributes:
-        behave: Fault for a request, given its number (from 0) and its body.
-        model: Name it serves.
-        owner: `owned_by` of its model; decides what engine it is taken for.
-        version: Answer of /version.
-        delay_s: Seconds until a good answer.
-        gate: Answers wait until so many requests have been in flight at once.
-        honours_n: Whether `n` above 1 is obeyed.
-        usage: Whether it counts tokens.
-        lists_tokens: Whether token ids and logprobs are sent when asked for.
-        lists_end: Whether they hold the end marker.
-        prompt_tokens: Count of a prompt.
-        key: API key it wants, if any.
-    """
-
-    behave: Callable[[int, dict[str, Any]], Fault] = lambda number, body: GOOD
-    model: str = MODEL
-    owner: str = "vllm"
-    version: str = "9.9"
-    delay_s: float = 0.0
-    gate: int = 0
-    honours_n: bool = True
-    usage: bool = True
-    lists_tokens: bool = True
-    lists_end: bool = True
-    prompt_tokens: Callable[[str], int] = lambda text: len(text.split())
-    key: str = ""
-
-
-def first(count: int, fault: Fault) -> Callable[[int, dict[str, Any]], Fault]:
-    """The first `count` requests fail, the rest are answered."""
-    return lambda number, body: fault if number < count else GOOD
-
-
-def prompt_of(body: dict[str, Any]) -> str:
-    """Last user message or the bare prompt."""
-    return str(body["messages"][-1]["content"] if "messages" in body else body["prompt"])
-
-
-def length_of(prompt: str, seed: int | None, choice: int = 0) -> int:
-    """Uncut length of an answer, end marker included: 1 to 64 words."""
-    return 1 + hashlib.sha256(f"{prompt}|{seed}|{choice}".encode()).digest()[0] % 64
+#: Where engines tell their version, and in which field, by `owned_by` of their model; TGI's is the model's hub name.
+VERSION_PAGES = {
+    "vllm": ("/version", "version"),
+    "sglang": ("/get_server_info", "version"),
+    "llamacpp": ("/props", "build_info"),
+    "library": ("/api/version", "version"),
+    "org/fake-model": ("/info", "version"),
+}
 
 
 class FakeServer:
@@ -135,6 +61,8 @@ class FakeServer:
         self._number = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runner: web.ServerRunner | None = None
+        self._site: web.TCPSite | None = None
+        self._server: web.Server[web.BaseRequest] | None = None
 
     @property
     def url(self) -> str:
@@ -144,21 +72,28 @@ class FakeServer:
     async def start(self) -> None:
         """Listens, on the port it had before if it had one."""
         self._loop = asyncio.get_running_loop()
-        server = web.Server(self._handle, access_log=None, handler_cancellation=True)
-        self._runner = web.ServerRunner(server, shutdown_timeout=0.1)
+        self._server = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        self._runner = web.ServerRunner(self._server, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, self.port, reuse_address=True, backlog=20_000)
-        await site.start()
+        self._site = web.TCPSite(self._runner, HOST, self.port, reuse_address=True, backlog=20_000)
+        await self._site.start()
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         """Stops at once: whatever is in flight is cut off."""
         if self._runner is not None:
+            assert self._site is not None
+            assert self._server is not None
+            await self._site.stop()
+            await _turns()  # What was accepted just now is a connection too, some turns later.
             for transport in list(self._connections):
                 transport.abort()
             for task in list(self._handlers):
                 task.cancel()
             await self._runner.cleanup()
+            for connection in list(self._server.connections):
+                connection.force_close()
+            await _turns()
             self._runner = None
 
     def halt(self) -> None:
@@ -193,12 +128,11 @@ class FakeServer:
         if path == "/v1/models":
             entry = {"id": script.model, "object": "model", "owned_by": script.owner}
             return web.json_response({"object": "list", "data": [entry]})
-        if path == "/version" and script.owner == "vllm":
-            return web.json_response({"version": script.version})
-        if path == "/props" and script.owner == "llamacpp":
-            return web.json_response({"build_info": script.version})
-        if path == "/api/version" and script.owner == "library":
-            return web.json_response({"version": script.version})
+        page, field = VERSION_PAGES.get(script.owner, ("", ""))
+        if path == page:
+            return web.json_response({field: script.version})
+        if path == "/tokenize" and self.pages[path] <= script.busy_tokenizer:
+            return web.json_response({"error": {"message": "busy"}}, status=503)
         if path == "/tokenize":
             body = json.loads(await request.read())
             tokens = str(body.get("content", body.get("prompt"))).split()
@@ -343,6 +277,11 @@ def _listed(choice: dict[str, Any], chat: bool, count: int) -> dict[str, Any]:
     return listed
 
 
+async def _turns() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
 @contextmanager
 def running(*scripts: Script) -> Iterator[list[FakeServer]]:
     """Servers, one per script (one good one if there is none), in an event loop in a thread of its own."""
@@ -360,89 +299,6 @@ def running(*scripts: Script) -> Iterator[list[FakeServer]]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-
-
-class FastProtocol(asyncio.Protocol):
-    """Always the same answer, at a small part of a client's cost; for benchmarks.
-
-    Args:
-        delay_s: Mean seconds until the answer, or until the first event of a stream; 0.5 to 1.5 times as much.
-        interval_s: Seconds between the events of a stream.
-    """
-
-    ANSWER = {  # noqa: RUF012
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": " ".join(["word"] * 32)},
-                "finish_reason": "length",
-            }
-        ],
-        "usage": {"prompt_tokens": 12, "completion_tokens": 32, "total_tokens": 44},
-    }
-
-    def __init__(self, delay_s: float, interval_s: float) -> None:
-        self._delay_s, self._interval_s = delay_s, interval_s
-        self._received = b""
-        self._random = random.Random(id(self))
-        self._loop = asyncio.get_running_loop()
-        self._whole = self._page(json.dumps(self.ANSWER).encode())
-        choice = {"index": 0, "delta": {"content": " word"}, "finish_reason": None}
-        common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
-        self._events = [self._chunk({**common, "choices": [choice]}) for _ in range(32)]
-        last = {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
-        usage = {**common, "choices": [], "usage": self.ANSWER["usage"]}
-        self._events.append(self._chunk(last) + self._chunk(usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
-
-    @staticmethod
-    def _page(body: bytes) -> bytes:
-        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        return head.encode() + body
-
-    @staticmethod
-    def _chunk(found: object) -> bytes:
-        event = b"data: " + json.dumps(found).encode() + b"\n\n"
-        return b"%x\r\n%s\r\n" % (len(event), event)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received + data
-        head, found, body = received.partition(b"\r\n\r\n")
-        length = 0
-        for line in head.split(b"\r\n"):
-            if line[:15].lower() == b"content-length:":
-                length = int(line[15:])
-        if not found or len(body) < length:
-            self._received = received
-            return
-        self._received = b""
-        delay_s = self._delay_s * self._random.uniform(0.5, 1.5)
-        if head.startswith(b"GET /v1/models"):
-            entry = {"id": MODEL, "object": "model", "owned_by": "vllm"}
-            self._transport.write(self._page(json.dumps({"object": "list", "data": [entry]}).encode()))
-        elif head.startswith(b"GET"):
-            self._transport.write(self._page(b'{"version": "9.9"}'))
-        elif b'"stream":true' in body or b'"stream": true' in body:
-            self._loop.call_later(delay_s, self._stream, 0)
-        else:
-            self._loop.call_later(delay_s, self._write, self._whole)
-
-    def _write(self, data: bytes) -> None:
-        if not self._transport.is_closing():
-            self._transport.write(data)
-
-    def _stream(self, number: int) -> None:
-        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        self._write((b"" if number else head) + self._events[number])
-        if number + 1 < len(self._events):
-            self._loop.call_later(self._interval_s, self._stream, number + 1)
 
 
 def main() -> None:

@@ -3,20 +3,24 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
+import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
+from data_gen import cli_import
 from data_gen.backend import SamplingSettings, Work, WorkResult
 from data_gen.cli import main
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend
-from tests.data_gen.fake_server import GOOD, Fault, Script, error, running
+from tests.data_gen.fake_script import GOOD, Fault, Script, error
+from tests.data_gen.fake_server import running
 
 SYNTHETIC = ["templates:30", "--backend", "synthetic", "--num-samples", "4", "--progress", "false"]
 
@@ -89,20 +93,34 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     assert read_samples(out).num_rows == 12
 
 
-def test_filters_and_sources_reach_the_run(tmp_path: Path) -> None:
+def test_filters_and_sources_reach_the_run_and_are_summed_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prompts = tmp_path / "mine.jsonl"
     chat = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
     rows = [
         {"messages": chat},
         {"messages": chat[1:]},
         {"messages": [{"role": "user", "content": "x" * 500}]},
+        {"messages": [{"role": "user", "content": "HELLO there"}]},
+        {"messages": [{"role": "user", "content": "hello there!"}]},
+        {"messages": [{"role": "user", "content": "beyond the limit"}]},
     ]
     prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
     out = tmp_path / "s.parquet"
     arguments = [str(prompts), *SYNTHETIC[1:], "--out", str(out), "--filters.max-characters", "100"]
-    assert main(arguments) == 0
+    arguments += ["--filters.deduplicate", "true", "--filters.near-duplicates", "0.8", "--limit", "2"]
+    with caplog.at_level(logging.INFO):
+        assert main(arguments) == 0
     messages = read_samples(out).column("messages").to_pylist()
     assert messages == [chat] * 4 + [None] * 4
+    # The limit is reached before anything is left out.
+    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["left_out"] == {}
+    with caplog.at_level(logging.INFO):
+        assert main([*arguments[:-1], "3", "--overwrite", "true"]) == 0
+    left_out = {"duplicate text": 1, "more than 100 characters": 1, "near-duplicate text": 1}
+    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["left_out"] == left_out
+    assert "prompts left out, near-duplicate text: 1" in caplog.text
 
 
 def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
@@ -164,6 +182,9 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
         (["templates:3", "--out", "x.parquet", "--temperature", "nan"], "temperature"),
         (["templates:3", "--out", "x.parquet", "--top_p", "0"], "top_p"),
         (["templates:3", "--out", "x.parquet", "--skip", "3"], "skip"),
+        (["templates:3", "--out", "x.parquet", "--skip", "-1"], "skip"),
+        (["templates:3", "--out", "x.parquet", "--limit", "0"], "limit"),
+        (["templates:3", "--out", "x.parquet", "--filters.near-duplicates", "0.3"], "near_duplicates"),
         (["templates:3", "--out", "x.parquet", "--model", "package:nothing/here"], "model"),
         (["templates:3", "--out", "x.parquet", "--model", "no/such/folder/at/all"], "model"),
         (["templates:3", "--out", "x.parquet", "--unknown", "1"], "unknown"),
@@ -211,6 +232,35 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     assert "right-censored" in shown
     for option in ("--transformers.max_rows", "--openai.base_urls", "--vllm.dtype", "--synthetic.min_alpha"):
         assert option in shown
+
+
+@pytest.mark.parametrize("command", [main, cli_import.main])
+def test_every_option_has_a_help_text(
+    command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command(["--help"])
+    listed = capsys.readouterr().out.split("\n\n", 1)[1]
+    entries = re.findall(
+        r"^  (-\S[^\n]*(?:\n {4,}[^\n]*)*|[A-Z]\S*[^\n]*(?:\n {4,}[^\n]*)*)", listed, re.MULTILINE
+    )
+    assert len(entries) > 10
+    for entry in entries:
+        # The name with its value, two spaces or a new line, the text, and what the parser adds.
+        name, _, text = re.sub(r"\n +", "  ", entry).partition("  ")
+        told = re.sub(r"\((?:required, )?type: .*", "", text).strip()
+        assert len(told.split()) >= 2, name
+
+
+@pytest.mark.parametrize("module", ["data_gen.cli", "data_gen.cli_import"])
+def test_a_command_is_a_module_too(module: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+
+    shown = run("--help")
+    assert (shown.returncode, "--out OUT" in shown.stdout) == (0, True)
+    refused = run("--out", "x.parquet")
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
 
 
 def test_config_file_and_overrides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

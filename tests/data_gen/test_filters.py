@@ -29,11 +29,11 @@ def test_deduplication_is_of_the_normalised_conversation() -> None:
     assert dropped == {"duplicate text": 2}
 
 
-def test_character_bounds_and_skip_and_limit() -> None:
+def test_character_bounds() -> None:
     dropped = Counter[str]()
     stream = prompts("a", "bb", "ccc", "dddd", "eeeee")
-    kept = list(filtered(stream, PromptFilters(min_characters=2, max_characters=4, skip=1, limit=5), dropped))
-    assert [p.text for p in kept] == ["ccc", "dddd"]
+    kept = list(filtered(stream, PromptFilters(min_characters=2, max_characters=4), dropped))
+    assert [p.text for p in kept] == ["bb", "ccc", "dddd"]
     assert dropped == {"fewer than 2 characters": 1, "more than 4 characters": 1}
 
 
@@ -90,8 +90,8 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
 @pytest.mark.parametrize(
     ("options", "field"),
     [
-        ({"limit": 0}, "limit"),
-        ({"skip": -1}, "skip"),
+        ({"sample": 0}, "sample"),
+        ({"max_characters": 0}, "max_characters"),
         ({"split": "dev"}, "split"),
         ({"stratify_by": "category"}, "sample"),
         ({"sample": 3, "stratify_by": "mood"}, "stratify_by"),

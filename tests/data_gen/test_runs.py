@@ -166,9 +166,21 @@ def test_failures_that_remain_are_rows_and_the_same_call_tries_just_them(tmp_pat
     assert not partial_of(out).exists()
 
 
-def test_what_cannot_pass_is_not_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "too_long",
+        "refused",
+        "content_filter",
+        "template",
+        "no_token_count",
+        "finish_reason",
+        "too_many_tokens",
+    ],
+)
+def test_what_cannot_pass_is_not_tried_again(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "s.parquet"
-    backend = FakeBackend(fails(9, "too_long", lambda p, i: p == "p7"))
+    backend = FakeBackend(fails(9, kind, lambda p, i: p == "p7"))
     summary = run(backend, PROMPTS, SETTINGS, out)
     assert backend.asked.count(("p7", 0)) == 1
     assert (summary.num_failed, summary.kept) == (4, None)
@@ -210,6 +222,21 @@ def test_a_dead_engine_stops_the_run_and_nothing_is_lost(tmp_path: Path) -> None
     run(second, PROMPTS, SETTINGS, out)
     assert set(second.given).isdisjoint(backend.given)
     assert read_samples(out).equals(whole(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "stops"), [("no_token_count", True), ("too_long", False)])
+def test_many_failures_in_a_row_stop_a_run_unless_they_lie_in_the_prompts(
+    tmp_path: Path, kind: str, stops: bool
+) -> None:
+    out = tmp_path / "s.parquet"
+    backend = FakeBackend(fails(99, kind, lambda p, i: int(p[1:]) > 4))
+    options = RunOptions(max_failures_in_a_row=5)
+    if stops:
+        with pytest.raises(RunStoppedError, match=f"the last: {kind}"):
+            run(backend, PROMPTS, SETTINGS, out, options)
+    assert run(FakeBackend() if stops else backend, PROMPTS, SETTINGS, out, options).num_failed == 24 * (
+        not stops
+    )
 
 
 def test_an_error_of_the_engine_passes_through_and_the_state_is_kept(tmp_path: Path) -> None:

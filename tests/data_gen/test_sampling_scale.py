@@ -19,7 +19,8 @@ from data_gen.openai import EngineError, OpenAIBackend, OpenAIOptions
 from data_gen.processes import ProcessesBackend, openai_backend, split_servers
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
-from tests.data_gen.fake_server import Script, length_of, running
+from tests.data_gen.fake_script import Script, length_of
+from tests.data_gen.fake_server import running
 
 SETTINGS = SamplingSettings(num_samples=4, max_tokens=40, temperature=1.0, top_p=1.0, seed=3)
 

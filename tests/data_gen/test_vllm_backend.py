@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from data_gen.runs import run
 from data_gen.samples import read_samples
 from data_gen.vllm_backend import VllmBackend, VllmOptions
 from scheduler_core.errors import InputError, MissingExtraError
-from tests.data_gen.conftest import save_tiny_llama
+from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment
 
 SETTINGS = SamplingSettings(num_samples=3, max_tokens=12, temperature=0.7, top_p=0.9, seed=4)
 PROMPTS = [Prompt(f"p{i}", " ".join(["word"] * (i + 1))) for i in range(6)]
@@ -190,23 +191,53 @@ def test_what_cannot_be_started_is_named(stub: ModuleType, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm is not installed")
-def test_a_real_engine_answers_and_repeats_itself(tmp_path: Path) -> None:
+def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: Path) -> None:
+    """The command as a user of vLLM's environment runs it: all prompts, then the third one alone."""
     # Attention kernels want heads of at least 32.
-    model = save_tiny_llama(tmp_path / "model", hidden_size=128, heads=4, kv_heads=2)
-    options = VllmOptions(dtype="float32", max_num_seqs=16, enforce_eager=True, gpu_memory_utilization=0.3)
-    backend = VllmBackend(str(model), options=options)
-    settings = SamplingSettings(num_samples=4, max_tokens=20, temperature=1.0, top_p=1.0, seed=4)
-    prompts = [Prompt(f"p{i}", f"w{i} w2 w3") for i in range(5)]
-    try:
-        run(backend, prompts, settings, tmp_path / "s.parquet")
-        (again,) = backend.sample([Work(prompts[2], (3,))], settings)
-    finally:
-        backend.close()
-    table = read_samples(tmp_path / "s.parquet")
-    assert table.num_rows == 20
-    assert set(table.column("finish_reason").to_pylist()) <= {"stop", "length"}
-    assert set(table.column("prompt_tokens").to_pylist()) == {5}
-    row = table.to_pylist()[2 * 4 + 3]
-    assert row["output_tokens"] == again.answers[0].output_tokens
-    assert row["total_s"] >= row["ttft_s"] >= 0
+    model = save_tiny_llama(tmp_path / "tiny-model", hidden_size=128, heads=4, kv_heads=2)
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt_id": f"p{i}", "prompt": f"w{i} w2 w3"} for i in range(5)]
+    prompts.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    command = [
+        str(vllm_python),
+        "-m",
+        "data_gen.cli",
+        str(prompts),
+        "--backend",
+        "vllm",
+        "--model",
+        str(model),
+    ]
+    command += ["--num-samples", "4", "--max-tokens", "20", "--seed", "4", "--progress", "false"]
+    command += ["--keep-text", "true", "--vllm.dtype", "float32", "--vllm.max-num-seqs", "16"]
+    command += ["--vllm.enforce-eager", "true", "--vllm.gpu-memory-utilization", "0.3"]
+
+    def sampled(name: str, *options: str) -> list[dict[str, Any]]:
+        out = tmp_path / name
+        done = subprocess.run(
+            [*command, "--out", str(out), *options],
+            env={**vllm_environment(), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return read_samples(out).to_pylist()
+
+    whole = sampled("all.parquet")
+    assert [(row["prompt_id"], row["sample_index"]) for row in whole] == [
+        (f"p{i}", index) for i in range(5) for index in range(4)
+    ]
+    for row in whole:
+        assert (row["engine"], row["model"], row["prompt_tokens"]) == ("vllm", "tiny-model", 5)
+        assert row["engine_version"]
+        assert row["finish_reason"] in ("stop", "length")
+        assert 1 <= row["output_tokens"] <= 20
+        assert row["output_tokens"] == 20 or row["finish_reason"] == "stop"
+        assert row["total_s"] >= row["ttft_s"] >= 0
+    assert len({row["text"] for row in whole}) > 10
+    again = sampled("third.parquet", "--skip", "2", "--limit", "1")
+    kept = ("prompt_id", "sample_index", "output_tokens", "finish_reason", "text")
+    assert [[row[name] for name in kept] for row in again] == [
+        [row[name] for name in kept] for row in whole[8:12]
+    ]

@@ -1,7 +1,6 @@
 """A real vLLM server, sampled by the real command; both are killed in the middle.
 
-Needs an environment of its own, because vLLM pins other packages than ours: `make vllm-env` prepares `.venv-vllm`, or
-TAILCAST_VLLM_ENV names one. The packaged model is converted once and kept there.
+The packaged model is converted once and kept in vLLM's environment.
 """
 
 from __future__ import annotations
@@ -22,20 +21,10 @@ import pytest
 from data_gen.runs.records import RESULT, Damage, read_records, result_indices
 from data_gen.runs.shards import shard_paths
 from data_gen.samples import read_samples
+from tests.data_gen.conftest import ROOT, vllm_environment
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = "SmolLM2-135M-Instruct"
 CAP = 48
-
-
-@pytest.fixture(scope="module")
-def vllm_python() -> Path:
-    """Python of the environment that has vLLM."""
-    folder = Path(os.environ.get("TAILCAST_VLLM_ENV", ROOT / ".venv-vllm"))
-    python = folder / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no vLLM environment at {folder}; `make vllm-env` prepares it")
-    return python
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +60,9 @@ class VllmServer:
         command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
         command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
-        environment = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "2",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
-        environment.pop("PYTHONPATH", None)
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=environment, start_new_session=True
+                command, stdout=log, stderr=log, env=vllm_environment(), start_new_session=True
             )
 
     def kill(self) -> None:
@@ -132,7 +113,7 @@ def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
         "openai.start_wait_s": 400,
         "openai.server_wait_s": 400,
     }
-    command = [sys.executable, "-c", "import sys; from data_gen.cli import main; sys.exit(main())"]
+    command = [sys.executable, "-m", "data_gen.cli"]
     command += ["templates:4?seed=1"]
     command += [f"--{name}={value}" for name, value in options.items()]
 

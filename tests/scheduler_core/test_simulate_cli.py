@@ -123,6 +123,22 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert [path.name for path in trace.parent.iterdir()] == ["trace.jsonl"]
 
 
+def test_a_trace_without_caps_needs_a_default(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    longest = max(row["output_tokens"] for row in rows)
+    for row in rows:
+        del row["max_tokens"]
+    trace.write_text("\n".join(json.dumps(row) for row in rows))
+    assert run(trace, "--policy", "tie") == 2
+    assert "default_max_tokens" in capsys.readouterr().err
+    assert run(trace, "--policy", "tie", "--default-max-tokens", str(longest - 1)) == 2
+    assert f"default_max_tokens = {longest - 1}" in capsys.readouterr().err
+    assert run(trace, "--policy", "tie", "--default-max-tokens", str(longest)) == 0
+    content = result(trace)
+    assert content["config"]["default_max_tokens"] == longest
+    assert content["metrics"]["num_finished"] == len(rows)
+
+
 def test_a_bad_row_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = trace.read_text().splitlines()
     lines[6] = json.dumps({**json.loads(lines[6]), "output_tokens": -3})

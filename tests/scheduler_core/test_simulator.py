@@ -287,6 +287,7 @@ def test_a_live_predictor_needs_prompts() -> None:
         ({"rate": 0.0}, "rate"),
         ({"load": float("nan")}, "load"),
         ({"predictor_delay_s": -1.0}, "predictor_delay_s"),
+        ({"default_max_tokens": 0}, "default_max_tokens"),
         ({"max_in_flight": 0}, "max_in_flight"),
         ({"predictor_timeout_s": 0.0}, "predictor_timeout_s"),
         ({"seed": -1}, "seed"),

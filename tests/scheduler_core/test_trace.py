@@ -97,6 +97,34 @@ def test_a_missing_column_is_named(suffix: str, tmp_path: Path) -> None:
         load_trace(write(tmp_path / f"trace{suffix}", rows))
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("gone", ["column", "value"])
+def test_requests_without_a_cap_get_the_default(suffix: str, gone: str, tmp_path: Path) -> None:
+    def uncapped(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in row.items() if name != "max_tokens"}
+
+    rows = [uncapped(row) for row in GOOD]
+    if gone == "value":
+        rows = [GOOD[0], uncapped(GOOD[1]) | {"max_tokens": None}]
+    path = write(tmp_path / f"trace{suffix}", rows)
+    caps = {row.request_id: row.max_tokens for row in load_trace(path, default_max_tokens=40).requests}
+    assert caps == {"a": 40, "b": 9 if gone == "value" else 40}
+    with pytest.raises(
+        InputError, match=r"column output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"
+    ):
+        load_trace(path, default_max_tokens=8)
+    with pytest.raises(
+        InputError, match="column max_tokens: .*; or default_max_tokens for requests without a cap$"
+    ):
+        load_trace(path)
+
+
+def test_a_default_cap_does_not_excuse_a_wrong_one(tmp_path: Path) -> None:
+    path = write(tmp_path / "trace.jsonl", [{**GOOD[0], "max_tokens": 0}])
+    with pytest.raises(InputError, match="column max_tokens: got 0"):
+        load_trace(path, default_max_tokens=40)
+
+
 def test_arrivals_may_be_missing_if_they_are_drawn(tmp_path: Path) -> None:
     rows = [{name: value for name, value in row.items() if name != "arrival_s"} for row in GOOD]
     path = write(tmp_path / "trace.jsonl", rows)

@@ -1,0 +1,92 @@
+"""A server that costs next to nothing, so that what a benchmark sees is the client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+from tests.data_gen.fake_script import MODEL
+
+
+class FastProtocol(asyncio.Protocol):
+    """Always the same answer, at a small part of a client's cost; for benchmarks.
+
+    Args:
+        delay_s: Mean seconds until the answer, or until the first event of a stream; 0.5 to 1.5 times as much.
+        interval_s: Seconds between the events of a stream.
+    """
+
+    ANSWER = {  # noqa: RUF012
+        "id": "x",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": " ".join(["word"] * 32)},
+                "finish_reason": "length",
+            }
+        ],
+        "usage": {"prompt_tokens": 12, "completion_tokens": 32, "total_tokens": 44},
+    }
+
+    def __init__(self, delay_s: float, interval_s: float) -> None:
+        self._delay_s, self._interval_s = delay_s, interval_s
+        self._received = b""
+        self._random = random.Random(id(self))
+        self._loop = asyncio.get_running_loop()
+        self._whole = self._page(json.dumps(self.ANSWER).encode())
+        choice = {"index": 0, "delta": {"content": " word"}, "finish_reason": None}
+        common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
+        self._events = [self._chunk({**common, "choices": [choice]}) for _ in range(32)]
+        last = {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
+        usage = {**common, "choices": [], "usage": self.ANSWER["usage"]}
+        self._events.append(self._chunk(last) + self._chunk(usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
+
+    @staticmethod
+    def _page(body: bytes) -> bytes:
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+    @staticmethod
+    def _chunk(found: object) -> bytes:
+        event = b"data: " + json.dumps(found).encode() + b"\n\n"
+        return b"%x\r\n%s\r\n" % (len(event), event)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        received = self._received + data
+        head, found, body = received.partition(b"\r\n\r\n")
+        length = 0
+        for line in head.split(b"\r\n"):
+            if line[:15].lower() == b"content-length:":
+                length = int(line[15:])
+        if not found or len(body) < length:
+            self._received = received
+            return
+        self._received = b""
+        delay_s = self._delay_s * self._random.uniform(0.5, 1.5)
+        if head.startswith(b"GET /v1/models"):
+            entry = {"id": MODEL, "object": "model", "owned_by": "vllm"}
+            self._transport.write(self._page(json.dumps({"object": "list", "data": [entry]}).encode()))
+        elif head.startswith(b"GET"):
+            self._transport.write(self._page(b'{"version": "9.9"}'))
+        elif b'"stream":true' in body or b'"stream": true' in body:
+            self._loop.call_later(delay_s, self._stream, 0)
+        else:
+            self._loop.call_later(delay_s, self._write, self._whole)
+
+    def _write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def _stream(self, number: int) -> None:
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        self._write((b"" if number else head) + self._events[number])
+        if number + 1 < len(self._events):
+            self._loop.call_later(self._interval_s, self._stream, number + 1)
