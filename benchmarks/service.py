@@ -96,19 +96,21 @@ def export_minilm(folder: Path) -> Path:
 
     from export.exporter import ExportConfig, export_onnx
     from predictors.modules import (
-        LengthPredictor,
+        Heads,
+        LengthHead,
         Normalization,
         PredictorConfig,
+        PromptPredictor,
         load_encoder,
         load_tokenizer,
         save_checkpoint,
     )
 
-    config = PredictorConfig(encoder=ENCODER, max_length=256)
-    model = LengthPredictor(
+    config = PredictorConfig(encoder=ENCODER, max_length=256, heads=Heads(length=LengthHead()))
+    model = PromptPredictor(
         config,
         load_encoder(ENCODER),
-        Normalization(5.0, 1.0, 0.4, 0.1),
+        Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1),
         generator=torch.Generator().manual_seed(0),
     )
     save_checkpoint(folder / "checkpoint", model.eval(), load_tokenizer(ENCODER), {})

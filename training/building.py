@@ -29,8 +29,8 @@ from predictors.modules import (
     load_encoder,
     load_tokenizer,
 )
-from predictors.modules.heads import OrdinalTower
 from predictors.modules.checkpoint import TRAINING
+from predictors.modules.heads import OrdinalTower
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
 from training.labels import Labels

@@ -43,7 +43,9 @@ def castillo(config: CastilloConfig) -> None:
     logging.getLogger("data_gen").setLevel(logging.WARNING)
     start = time.monotonic()
     sys.stdout.write(f"tailcast on CASTILLO, logs in {out / 'logs'}\n")
-    Castillo(Shell(out / "logs"), Path(config.data), out, config.alpaca_share, config.epochs).run(config.markdown)
+    Castillo(Shell(out / "logs"), Path(config.data), out, config.alpaca_share, config.epochs).run(
+        config.markdown
+    )
     sys.stdout.write(f"done in {time.monotonic() - start:.0f} s\n")
 
 

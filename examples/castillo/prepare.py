@@ -120,7 +120,9 @@ def _as_castillo(table: pa.Table, file: Path) -> pa.Table:
         for text in table.column("prompt").to_pylist()
     ]
     place = table.column_names.index("prompt")
-    return table.set_column(place, table.schema.field("prompt"), pa.array(texts, table.schema.field("prompt").type))
+    return table.set_column(
+        place, table.schema.field("prompt"), pa.array(texts, table.schema.field("prompt").type)
+    )
 
 
 def _write(table: pa.Table, path: Path) -> None:

@@ -55,7 +55,7 @@ class Castillo:
         self._evaluate(markdown)
 
     def _minilm(self, files: list[Path]) -> None:
-        words = [
+        words: list[str] = [
             "--data", json.dumps([str(file) for file in files]),
             "--data_weights", json.dumps([WEIGHTS.get(_set(file), 1.0) for file in files]),
             "--validation", str(self._file("calibration")),
@@ -71,7 +71,7 @@ class Castillo:
                 copies = ["--augment_claims", str(COPIES_WITH_CLAIMS)] if split == "train" else []
                 self.shell.run("d", ["import-urgency", path, "--splits", split, *copies])
         own = [file for file in files if _set(file) in ("tune", "castillo")]
-        words = [
+        words: list[str] = [
             "--data", json.dumps([str(file) for file in own]),
             "--validation", str(self._file("calibration")),
             "--urgency_data", str(texts["train"]),
@@ -82,7 +82,7 @@ class Castillo:
 
     def _baseline(self, name: str, config: str) -> None:
         files = [self._file("tune"), self._file("train_castillo")]
-        words = [
+        words: list[str] = [
             "--data", json.dumps([str(file) for file in files]),
             "--validation", str(self._file("calibration")),
             *self._on_own_encoder(),
@@ -101,11 +101,11 @@ class Castillo:
         self._once("f", "gbm-lexical", lambda out: self.shell.run("f", [*words, "--out", out]))
 
     def _calibrate(self, letter: str, name: str) -> None:
-        words = ["calibrate", self.out / name, "--data", self._file("calibration"), "--progress", "false"]
+        words: list[str | Path] = ["calibrate", self.out / name, "--data", self._file("calibration"), "--progress", "false"]
         self._once(letter, f"{name}-calibrated", lambda out: self.shell.run(letter, [*words, "--out", out]))
 
     def _export(self, name: str) -> None:
-        words = ["export-onnx", self.out / f"{name}-calibrated", "--artifact_id", f"castillo-{name}"]
+        words: list[str | Path] = ["export-onnx", self.out / f"{name}-calibrated", "--artifact_id", f"castillo-{name}"]
         self._once("h", f"{name}-artifact", lambda out: self.shell.run("h", [*words, "--out", out]))
 
     def _evaluate(self, markdown: str) -> None:
@@ -113,7 +113,7 @@ class Castillo:
         folders = {name: self.out / name for name in beside}
         folders["minilm-cpu"] = self.out / "minilm-cpu-artifact"
         since = time.monotonic()
-        command = [
+        command: list[str | Path] = [
             "evaluate", self.out / "multitask-artifact",
             "--data", self._file("report"),
             "--json", self.out / "evaluation.json",
@@ -132,7 +132,7 @@ class Castillo:
         if not texts.exists():
             self.shell.run("j", ["import-urgency", texts])
         since = time.monotonic()
-        command = [
+        command: list[str | Path] = [
             "evaluate-urgency", self.out / "multitask-calibrated",
             "--data", texts,
             "--json", self.out / "urgency.json",
@@ -144,7 +144,7 @@ class Castillo:
         self.shell.finished("j", "urgency", "", since, str(self.out / "urgency.json"))
 
     def _train(self, letter: str, name: str, config: str, words: list[str]) -> None:
-        command = ["train", "--config", CONFIGS / config, *words, "--progress", "false"]
+        command: list[str | Path] = ["train", "--config", CONFIGS / config, *words, "--progress", "false"]
         self._once(letter, name, lambda out: self.shell.run(letter, [*command, "--out", out]))
 
     def _once(self, letter: str, name: str, make: Callable[[Path], None]) -> None:

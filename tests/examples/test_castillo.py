@@ -11,7 +11,6 @@ import pytest
 
 from examples.castillo.prepare import prepare
 
-
 PROMPTS = ("Name three rivers.", "Write a sort in C.", "What is a tide?")
 MODELS = ("small/model", "large/model")
 

@@ -626,3 +626,19 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, bert, sample
     assert message in lines[-1]
     assert not any("Traceback" in line for line in lines)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_encoder_can_be_taken_from_a_checkpoint(bert, samples, tmp_path):
+    train(tiny(bert, samples, tmp_path / "first"))
+    off = StageConfig(epochs=0, learning_rate=1e-3)
+    train(tiny(str(tmp_path / "first"), samples, tmp_path / "second", stage1=off, seed=7))
+    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
+    encoders = [
+        {name: value for name, value in found.items() if name.startswith("encoder.")}
+        for found in (first, second)
+    ]
+    assert encoders[0]
+    assert same(*encoders)
+    assert not same(first, second)
+    fresh = {f"encoder.{name}": value for name, value in load_encoder(bert).state_dict().items()}
+    assert not same(encoders[0], fresh)
