@@ -101,11 +101,23 @@ class Castillo:
         self._once("f", "gbm-lexical", lambda out: self.shell.run("f", [*words, "--out", out]))
 
     def _calibrate(self, letter: str, name: str) -> None:
-        words: list[str | Path] = ["calibrate", self.out / name, "--data", self._file("calibration"), "--progress", "false"]
+        words: list[str | Path] = [
+            "calibrate",
+            self.out / name,
+            "--data",
+            self._file("calibration"),
+            "--progress",
+            "false",
+        ]
         self._once(letter, f"{name}-calibrated", lambda out: self.shell.run(letter, [*words, "--out", out]))
 
     def _export(self, name: str) -> None:
-        words: list[str | Path] = ["export-onnx", self.out / f"{name}-calibrated", "--artifact_id", f"castillo-{name}"]
+        words: list[str | Path] = [
+            "export-onnx",
+            self.out / f"{name}-calibrated",
+            "--artifact_id",
+            f"castillo-{name}",
+        ]
         self._once("h", f"{name}-artifact", lambda out: self.shell.run("h", [*words, "--out", out]))
 
     def _evaluate(self, markdown: str) -> None:
