@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -414,7 +415,8 @@ def test_bad_server_setting_is_named(field: str, value: Any) -> None:
 async def test_gpu_style_batching_serves_the_same_numbers(tmp_path: Path) -> None:
     runtime = open_runtime(write_artifact(tmp_path / "a"))
     async with (
-        running_server(runtime, batching=BatchingSettings.gpu()) as (_, address),
+        # Longer than the 3 ms of a GPU, so that requests meet however slowly they arrive.
+        running_server(runtime, batching=replace(BatchingSettings.gpu(), max_wait_s=0.3)) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
