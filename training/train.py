@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from predictors.modules import PromptPredictor, resolve_encoder, save_checkpoint
-from predictors.modules.checkpoint import CONFIG, WEIGHTS
+from predictors.modules.checkpoint import CONFIG, WEIGHTS, checkpoint_target
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import existing_file, sha256_file, writable_target, write_json
+from scheduler_core.files import existing_file, sha256_file, write_json
 from training.building import Start, build
 from training.config import TrainConfig
 from training.data import SplitData
@@ -45,7 +45,7 @@ def train(config: TrainConfig) -> dict[str, Any]:
         InputError: An option, the data or the encoder cannot be used; or `OUT.partial` belongs to another run.
         TailcastError: Training diverged (the batch is in `OUT.diverged.json`), or a batch does not fit into memory.
     """
-    out = _checked_target(config.out)
+    out = checkpoint_target(config.out)
     files = {field: [existing_file(path, field) for path in _files(config, field)] for field in FILES}
     if config.init is None:
         resolve_encoder(config.encoder)
@@ -90,15 +90,6 @@ def _files(config: TrainConfig, field: str) -> tuple[str, ...]:
         "urgency_data": config.urgency_files,
         "urgency_validation": config.urgency_validation_files,
     }[field]
-
-
-def _checked_target(path: str) -> Path:
-    out = writable_target(path, "out")
-    if out.exists() and not out.is_dir():
-        raise InputError("out", path, "a folder path, but a file stands there")
-    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
-        raise InputError("out", path, "a new or empty folder, or an earlier checkpoint to replace")
-    return out
 
 
 def _recipe(config: TrainConfig) -> TrainConfig:

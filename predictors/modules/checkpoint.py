@@ -26,7 +26,7 @@ from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, existing_file, write_json
+from scheduler_core.files import atomic_directory, existing_file, writable_target, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,6 +49,20 @@ class Checkpoint:
     tokenizer: PreTrainedTokenizerBase
     config: PredictorConfig
     training_info: dict[str, Any]
+
+
+def checkpoint_target(path: str) -> Path:
+    """The folder of an option `out` that a checkpoint is to be written to.
+
+    Raises:
+        InputError: It cannot be written, or holds something that is no checkpoint.
+    """
+    out = writable_target(path, "out")
+    if out.exists() and not out.is_dir():
+        raise InputError("out", path, "a folder path, but a file stands there")
+    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
+        raise InputError("out", path, "a new or empty folder, or an earlier checkpoint to replace")
+    return out
 
 
 def save_checkpoint(

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from data_gen.splits import unit_hash
 from predictors.modules import Checkpoint, load_checkpoint, save_checkpoint
-from predictors.modules.checkpoint import CONFIG
+from predictors.modules.checkpoint import checkpoint_target
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file, writable_target, write_json
+from scheduler_core.files import existing_file, sha256_file, write_json
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.conformal import CONFORMAL, ConformalQuantiles, fit_conformal
 from training.calibrating.residuals import Residuals
@@ -39,7 +39,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     Raises:
         InputError: Checkpoint, data or options cannot be used together.
     """
-    out = _target(config.out)
+    out = checkpoint_target(config.out)
     existing_file(config.data, "data")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -143,15 +143,6 @@ def _choose(fitting: Residuals, rows: EvaluationRows, config: CalibrateConfig, n
         return Choice(config.method, fit_calibration(fitting, num_models, config.method), {})
     used, held_out = _parts(fitting, rows, config.held_out, config.seed, "held out")
     return choose(used, held_out, num_models)
-
-
-def _target(path: str) -> Path:
-    out = writable_target(path, "out")
-    if out.exists() and not out.is_dir():
-        raise InputError("out", path, "a folder path, but a file stands there")
-    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
-        raise InputError("out", path, "a new or empty folder, or an earlier checkpoint to replace")
-    return out
 
 
 def _write(
