@@ -106,6 +106,8 @@ def _added(folder: Path, data: pa.Table, base: Path, options: argparse.Namespace
         _config(folder, data, options),
         validation=None,
         fractions=(0.8, 0.2, 0.0),
+        # Another split than the one that made the files, which would put all of its prompts on one side.
+        split_seed=1,
         init=str(base),
         only_conditioning=True,
         stage2=StageConfig(epochs=60, learning_rate=3e-2, batch_size=32, patience=10),
