@@ -36,7 +36,7 @@ class CastilloConfig:
 def castillo(config: CastilloConfig) -> None:
     """Runs all steps that have not been done; each prints one line."""
     from examples.castillo.steps import Castillo
-    from examples.quickstart.shell import Shell
+    from examples.shell import Shell
 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

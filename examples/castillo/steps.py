@@ -10,12 +10,12 @@ from pathlib import Path
 
 import training
 from examples.castillo.prepare import prepare
-from examples.quickstart.shell import Shell
+from examples.shell import Shell
 
 CONFIGS = Path(training.__file__).parent / "configs"
 #: Weight in the loss of each file that `prepare` gives, by the name of the set; 1 for CASTILLO.
 WEIGHTS = {"alpaca_eval": 0.3, "oasst": 0.5, "alpaca_52k": 0.5, "alpaca_52k_vicuna": 0.5}
-#: Short mathematical questions: little for what is asked here, and a third of the time.
+#: Short mathematical questions, far from what the report asks.
 LEFT_OUT = ("zeroeval",)
 #: Predictors of other papers, their heads trained on the same encoder, which is kept as minilm-cpu left it.
 BASELINES = {

@@ -27,9 +27,9 @@ def quickstart(config: QuickstartConfig) -> None:
     """Runs all steps; each prints one line when it is done."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from examples.quickstart.report import write_report
-    from examples.quickstart.shell import Shell
     from examples.quickstart.sizes import SIZES
     from examples.quickstart.steps import Quickstart
+    from examples.shell import Shell
 
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from examples.quickstart import figures
-from examples.quickstart.shell import StepRecord
 from examples.quickstart.steps import POLICIES
+from examples.shell import StepRecord
 from scheduler_core.files import atomic_file
 from training import page
 from training.fitting.figure import LABELS

@@ -19,8 +19,8 @@ import training
 from data_gen.samples import join_samples, read_samples, write_samples
 from data_gen.splits import split_of
 from data_gen.trace import PoissonArrivals, trace_of, write_trace
-from examples.quickstart.shell import Shell, StepFailedError
 from examples.quickstart.sizes import SHIPPED_LIMIT, SHIPPED_PROMPTS, Size
+from examples.shell import Shell, StepFailedError
 from predictors.client import connect
 from scheduler_core.files import write_json
 from scheduler_core.predictor import PredictionRequest

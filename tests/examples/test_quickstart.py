@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.quickstart.shell import Shell, StepFailedError
+from examples.shell import Shell, StepFailedError
 from scheduler_core.errors import TailcastError
 from training.page import page, section, table
 

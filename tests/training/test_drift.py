@@ -240,7 +240,7 @@ def test_any_line_is_an_outcome_or_an_input_error(line):
     text = line if isinstance(line, str) else json.dumps(line)
     stream = DriftStream(window=10)
     for event in (*stream.feed([text]), *stream.finish()):
-        json.loads(event_line(event))
+        assert json.loads(event_line(event))["event"] in {"state", "alarm", "bad_line", "end"}
 
 
 def test_what_is_not_said_is_filled_in():

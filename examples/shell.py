@@ -19,7 +19,7 @@ STARTUP_LIMIT_S = 120.0
 
 
 class StepFailedError(TailcastError):
-    """A command of the quickstart exited with an error; the message ends with its last lines."""
+    """A command of an example exited with an error; the message ends with its last lines."""
 
 
 @dataclass(frozen=True, slots=True)
