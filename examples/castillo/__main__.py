@@ -21,7 +21,7 @@ class CastilloConfig:
     """Folder with castillo_train.parquet, castillo_validation.parquet, multi_model/, many_prompts/ and repeated_samples/."""
     out: str = "out/castillo"
     """Folder for everything that is made; a step whose result is there is left out."""
-    alpaca_share: float = 0.25
+    alpaca_share: float = 0.5
     """Share of the 52,000 Alpaca prompts to train on, by a hash of the prompt: most of the time goes into them."""
     epochs: int | None = None
     """Passes over all parameters of minilm-cpu, if they differ from its YAML file."""

@@ -1,6 +1,6 @@
 """From the public sets to the files that the CASTILLO predictors are trained, calibrated and judged on.
 
-CASTILLO's validation part is split by prompt: 40 % is trained on, 15 % decides when to stop and calibrates, 45 % is the
+CASTILLO's validation part is split by prompt: 60 % is trained on, 15 % decides when to stop and calibrates, 25 % is the
 report and is touched by nothing else. A prompt of another set whose words are those of a report prompt is left out.
 """
 
@@ -24,7 +24,7 @@ from scheduler_core.files import atomic_file
 log = logging.getLogger(__name__)
 
 SPLIT_SEED = 0
-SHARES = (0.4, 0.15, 0.45)
+SHARES = (0.6, 0.15, 0.25)
 SPLIT_NAMES = {"train": "tune", "validation": "calibration", "test": "report"}
 
 

@@ -1,4 +1,4 @@
-"""Served model and sampling temperature as features beside the prompt's."""
+"""Served model and sampling temperature as numbers that the heads see beside the prompt's features."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class ConditionFeatures(nn.Module):
         nn.init.normal_(self.served_model.weight, std=EMBEDDING_STD, generator=generator)
 
     def forward(self, features: Tensor, served_model: Tensor | None, temperature: Tensor | None) -> Tensor:
-        """Appends the conditions.
+        """The conditions of each row.
 
         Args:
-            features: The prompts' features [B, F].
+            features: The prompts' features [B, F], for their number, kind and place.
             served_model: Numbers of served models, int64 [B]; 0 = unknown; None = all unknown.
             temperature: Sampling temperatures, at least 0, [B]; NaN = unknown; None = all unknown.
 
         Returns:
-            [B, F + num_features].
+            [B, num_features].
         """
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
-        parts = [features, self.served_model(served_model).to(features.dtype)]
+        parts = [self.served_model(served_model).to(features.dtype)]
         if self.sees_temperature:
             if temperature is None:
                 known = torch.zeros(features.shape[0], dtype=torch.bool, device=features.device)

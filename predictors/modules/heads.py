@@ -39,20 +39,79 @@ def build_tower(
     return nn.Sequential(*layers)
 
 
+class ConditionedTower(nn.Module):
+    """A tower whose first hidden layer is scaled, and whose outputs are shifted, by linear functions of the conditions.
+
+    What a served model makes of a prompt differs by kind of prompt: a product says that with fewer examples than layers
+    that see features and conditions side by side (FiLM: Perez et al. 2018). Both functions start at 0. Without conditions
+    it is a plain tower.
+
+    Args:
+        num_features: Width F of the prompt's features.
+        num_conditions: Width C of the conditions; 0: none.
+        tower: Layers.
+        num_outputs: Width of the result.
+        generator: Draws the initial weights; unset, torch's global generator does.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_conditions: int,
+        tower: Tower,
+        num_outputs: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        layers = build_tower(num_features + num_conditions, tower, num_outputs, generator)
+        num_first = 0
+        if num_conditions and tower.hidden_sizes:
+            num_first = [isinstance(layer, nn.Dropout) for layer in layers].index(True) + 1
+        self.first, self.rest = layers[:num_first], layers[num_first:]
+        self.scale = _zero_linear(num_conditions, tower.hidden_sizes[0]) if num_first else None
+        self.shift = _zero_linear(num_conditions, num_outputs) if num_conditions else None
+
+    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
+        """Features [B, F] and conditions [B, C], None where there are none -> [B, num_outputs]."""
+        if conditions is None or self.shift is None:
+            plain: Tensor = self.rest(features)
+            return plain
+        hidden = self.first(torch.cat([features, conditions], dim=-1))
+        if self.scale is not None:
+            hidden = hidden * (1 + self.scale(conditions))
+        scores: Tensor = self.rest(hidden) + self.shift(conditions)
+        return scores
+
+
+def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    linear = nn.Linear(num_inputs, num_outputs)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
 class LengthTowers(nn.Module):
     """Separate towers for mu, sigma and, where they are wanted, nu and sigma_within."""
 
-    def __init__(self, num_features: int, head: LengthHead, generator: torch.Generator | None) -> None:
+    def __init__(
+        self, num_features: int, num_conditions: int, head: LengthHead, generator: torch.Generator | None
+    ) -> None:
         super().__init__()
-        self.mu = build_tower(num_features, head.tower, 1, generator)
-        self.sigma = build_tower(num_features, head.tower, 1, generator)
-        self.nu = build_tower(num_features, head.tower, 1, generator) if head.learn_nu else None
-        self.within = build_tower(num_features, head.tower, 1, generator) if head.within else None
+        widths = (num_features, num_conditions, head.tower, 1, generator)
+        self.mu = ConditionedTower(*widths)
+        self.sigma = ConditionedTower(*widths)
+        self.nu = ConditionedTower(*widths) if head.learn_nu else None
+        self.within = ConditionedTower(*widths) if head.within else None
 
-    def forward(self, features: Tensor) -> Tensor:
-        """Features [B, F] -> z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4]."""
+    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
+        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4].
+
+        Args:
+            features: [B, F].
+            conditions: [B, C]; None where there are none.
+        """
         towers = [self.mu, self.sigma, *(tower for tower in (self.nu, self.within) if tower is not None)]
-        return torch.cat([tower(features) for tower in towers], dim=-1)
+        return torch.cat([tower(features, conditions) for tower in towers], dim=-1)
 
 
 def nu_of(raw: Tensor, initial: float) -> Tensor:
@@ -124,36 +183,43 @@ class HeadModules(nn.ModuleDict):
 
     Args:
         heads: Which ones, and their layers.
-        num_prompt_features: Width of the prompt's features.
-        num_features: Width of these with the conditions appended.
+        num_features: Width F of the prompt's features.
+        num_conditions: Width C of the conditions; 0: none.
         generator: Draws the initial weights; unset, torch's global generator does.
     """
 
     def __init__(
         self,
         heads: Heads,
-        num_prompt_features: int,
         num_features: int,
+        num_conditions: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
+        widths = (num_features, num_conditions)
         if heads.length is not None:
-            self["length"] = LengthTowers(num_features, heads.length, generator)
+            self["length"] = LengthTowers(*widths, heads.length, generator)
         if heads.urgency is not None:
-            self["urgency"] = OrdinalTower(num_prompt_features, heads.urgency, generator)
+            self["urgency"] = OrdinalTower(num_features, heads.urgency, generator)
         if heads.bucket is not None:
-            self["bucket"] = build_tower(
-                num_features, heads.bucket.tower, heads.bucket.num_buckets, generator
+            self["bucket"] = ConditionedTower(
+                *widths, heads.bucket.tower, heads.bucket.num_buckets, generator
             )
         if heads.regression is not None:
-            self["regression"] = build_tower(num_features, heads.regression.tower, 1, generator)
+            self["regression"] = ConditionedTower(*widths, heads.regression.tower, 1, generator)
         if heads.rank is not None:
-            self["rank"] = build_tower(num_features, heads.rank.tower, 1, generator)
+            self["rank"] = ConditionedTower(*widths, heads.rank.tower, 1, generator)
 
-    def forward(self, prompts: Tensor, conditioned: Tensor) -> dict[str, Tensor]:
-        """Features of prompts [B, P] and with conditions [B, F] -> scores by head; see `PromptPredictor.scores`."""
+    def forward(self, prompts: Tensor, rows: Tensor, conditions: Tensor | None) -> dict[str, Tensor]:
+        """Scores by head; see `PromptPredictor.scores`.
+
+        Args:
+            prompts: Features of prompts [P, F], which urgency sees.
+            rows: Features of the rows that the other heads see [B, F].
+            conditions: Those rows' conditions [B, C]; None where there are none.
+        """
         scores: dict[str, Tensor] = {}
         for name, module in self.items():
-            score = module(prompts if name == "urgency" else conditioned)
+            score = module(prompts) if name == "urgency" else module(rows, conditions)
             scores[name] = score.squeeze(-1) if name in ("regression", "rank") else score
         return scores

@@ -65,12 +65,12 @@ class PromptPredictor(nn.Module):
         self.normalization = normalization
         self.encoder = encoder
         self.num_features = state_width(encoder) * len(config.pooling) + config.prompt_length
-        num_conditioned = self.num_features
         self.conditions: ConditionFeatures | None = None
+        num_conditions = 0
         if config.conditioning is not None:
             self.conditions = ConditionFeatures(config.conditioning, generator)
-            num_conditioned += self.conditions.num_features
-        self.heads = HeadModules(config.heads, self.num_features, num_conditioned, generator)
+            num_conditions = self.conditions.num_features
+        self.heads = HeadModules(config.heads, self.num_features, num_conditions, generator)
         for name, value in normalization.to_json().items():
             # Not in the weights file: normalization.json is the one place that holds them.
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
@@ -129,10 +129,10 @@ class PromptPredictor(nn.Module):
             regression [B]: z-score of ln(1 + tokens).
             rank [B]: score, larger = longer.
         """
-        conditioned = features
+        conditions = None
         if self.conditions is not None:
-            conditioned = self.conditions(features, served_model, temperature)
-        found: dict[str, Tensor] = self.heads(features, conditioned)
+            conditions = self.conditions(features, served_model, temperature)
+        found: dict[str, Tensor] = self.heads(features, features, conditions)
         return found
 
     def length_parameters(self, scores: Tensor) -> dict[str, Tensor]:

@@ -99,7 +99,7 @@ def test_towers_are_the_published_ones(bert_folder):
         config, load_encoder(bert_folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
     )
     towers = model.heads["length"]
-    layers = [str(layer).split("(")[0] for layer in towers.mu]
+    layers = [str(layer).split("(")[0] for layer in (*towers.mu.first, *towers.mu.rest)]
     hidden = ["Linear", "LayerNorm", "GELU", "Dropout"]
     assert layers == [*hidden, *hidden, "Linear", "GELU", "Dropout", "Linear"]
     shapes = [tuple(layer.weight.shape) for layer in towers.sigma if hasattr(layer, "in_features")]

@@ -17,7 +17,14 @@ from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, w
 from training.calibrating.cli import main
 from training.calibrating.conformal import ConformalQuantiles, conformal_offset, fit_conformal
 from training.calibrating.residuals import CensoredCdf, Residuals
-from training.calibrating.shift_and_scale import METHODS, choose, coverage_after, fit_calibration
+from training.calibrating.shift_and_scale import (
+    METHODS,
+    POOLINGS,
+    choose,
+    coverage_of,
+    fit_calibration,
+    moved_by,
+)
 from training.evaluating.cli import main as evaluate
 
 
@@ -32,6 +39,11 @@ def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), cap=np.inf, s
     )
 
 
+def folds(data, count=5):
+    """The residuals of every fifth prompt together."""
+    return [data.take(data.prompt % count == number) for number in range(count)]
+
+
 @pytest.mark.parametrize("method", list(METHODS))
 @pytest.mark.parametrize("cap", [np.inf, 4.0])
 def test_shift_and_scale_are_found_for_each_served_model(method, cap):
@@ -39,7 +51,7 @@ def test_shift_and_scale_are_found_for_each_served_model(method, cap):
     found = fit_calibration(data, 2, method)
     assert found.mu_shift[1:] == pytest.approx((0.5, -0.4), abs=0.08)
     assert found.sigma_scale[1:] == pytest.approx((1.5, 0.7), abs=0.12)
-    after = coverage_after(residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), cap=cap, seed=1), found)
+    after = coverage_of(moved_by(residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), cap=cap, seed=1), found))
     assert after["largest_shift"] < 0.02
 
 
@@ -51,12 +63,41 @@ def test_few_answers_get_the_numbers_of_all_together():
 
 
 def test_no_change_is_kept_where_nothing_is_wrong():
-    choice = choose(residuals(4000), residuals(400_000, seed=1), 2)
+    exact = residuals(4000)
+    levels = (np.arange(1000) + 0.5) / 1000
+    for number in (1, 2):
+        own = np.flatnonzero(exact.model == number)[:1000]
+        exact.z[own] = stats.t.ppf(levels, 3.5)
+        exact.model[np.setdiff1d(np.flatnonzero(exact.model == number), own)] = 3
+    exact = exact.take(exact.model < 3)
+    choice = choose(folds(exact), 2)
     assert choice.method == "identity"
     assert choice.calibration == Calibration.identity(2)
-    other = choose(residuals(4000, scale=(2.0, 1.0)), residuals(4000, scale=(2.0, 1.0), seed=1), 2)
+    other = choose(folds(residuals(4000, scale=(2.0, 1.0))), 2)
     assert other.method != "identity"
-    assert other.trials["identity"]["largest_shift"] > other.trials[other.method]["largest_shift"]
+    chosen = other.trials[f"{other.method}, {other.pooling:g}"]
+    assert other.trials["identity, 1"]["largest_shift"] > chosen["largest_shift"]
+
+
+def test_what_few_prompts_say_of_one_model_is_pooled():
+    def largest_shift(pooling):
+        shifts = []
+        for seed in range(20):
+            few = residuals(300, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=seed)
+            others = residuals(4000, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=100 + seed)
+            found = fit_calibration(few, 2, "quantiles", pooling)
+            shifts.append(coverage_of(moved_by(others, found))["mean_largest_shift"])
+        return np.mean(shifts)
+
+    assert largest_shift(1.0) < 0.9 * largest_shift(0.0)
+    many = residuals(20_000, shift=(1.0, -1.0))
+    assert choose(folds(many), 2).pooling == 0
+    own, half, pooled = (fit_calibration(many, 2, "likelihood", share) for share in (0.0, 0.5, 1.0))
+    assert pooled.mu_shift[0] == pooled.mu_shift[1] == pooled.mu_shift[2] == own.mu_shift[0]
+    assert half.mu_shift[1] == pytest.approx((own.mu_shift[1] + own.mu_shift[0]) / 2)
+    assert half.sigma_scale[1] == pytest.approx(np.sqrt(own.sigma_scale[1] * own.sigma_scale[0]))
+    assert POOLINGS[0] == 0
+    assert POOLINGS[-1] == 1
 
 
 def test_another_shape_of_the_residuals_is_covered_too():
@@ -71,7 +112,7 @@ def test_another_shape_of_the_residuals_is_covered_too():
 
     fitting, held_out = normal(0), normal(1)
     shifts = {
-        method: coverage_after(held_out, fit_calibration(fitting, 2, method))["largest_shift"]
+        method: coverage_of(moved_by(held_out, fit_calibration(fitting, 2, method)))["largest_shift"]
         for method in METHODS
     }
     assert shifts["coverage"] <= min(shifts.values()) + 0.005
@@ -221,7 +262,9 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
         (["{root}/nothing"], "checkpoint: got"),
         (["{root}/checkpoint", "--data", "{root}/none.parquet"], "data: got"),
         (["{root}/checkpoint", "--method", "magic"], "method"),
-        (["{root}/checkpoint", "--held_out", "1"], "held_out: got 1"),
+        (["{root}/checkpoint", "--folds", "1"], "folds: got 1"),
+        (["{root}/checkpoint", "--pooling", "1.5"], "pooling: got 1.5"),
+        (["{root}/checkpoint", "--conformal_share", "1"], "conformal_share: got 1"),
         (["{root}/checkpoint", "--split", "test"], "the checkpoint does not say how it split"),
         (["{rank}"], "a checkpoint with a length head"),
         (["{root}/checkpoint", "--out", "{root}"], "an earlier checkpoint to replace"),

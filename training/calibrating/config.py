@@ -19,12 +19,14 @@ class CalibrateConfig:
     out: str
     """Checkpoint folder to write."""
     method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
-    """How shift and scale are found; auto: what covers best on held-out prompts of the data."""
+    """How shift and scale are found; auto: what covers best on held-out prompts of the data, pooling included."""
+    pooling: float = 0.0
+    """Share of all served models' common numbers in those of each, from 0 to 1; with auto it is chosen."""
     split: Literal["all", "train", "validation", "test"] = "all"
     """Which prompts: all, or a split as training made it (by prompt id)."""
-    held_out: float = 0.4
-    """Share of the prompts on which the methods are compared, by hash of the text."""
-    conformal_share: float = 0.5
+    folds: int = 5
+    """Parts of the prompts, by hash of the text, on each of which the methods are compared after a fit to the others."""
+    conformal_share: float = 0.4
     """Share of the prompts that only the conformal quantiles are made from; the others fit shift and scale."""
     seed: int = 0
     """Seed of the shares, and of the answer of each prompt that counts for the conformal quantiles."""
@@ -44,9 +46,12 @@ class CalibrateConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "a whole number of at least 1")
-        for name in ("held_out", "conformal_share"):
-            if not 0 < getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "a number between 0 and 1")
+        if not 0 < self.conformal_share < 1:
+            raise InputError("conformal_share", self.conformal_share, "a number between 0 and 1")
+        if not 0 <= self.pooling <= 1:
+            raise InputError("pooling", self.pooling, "a number from 0 to 1")
+        if self.folds < 2:
+            raise InputError("folds", self.folds, "a whole number of at least 2")
         if self.seed < 0:
             raise InputError("seed", self.seed, "a whole number of at least 0")
 

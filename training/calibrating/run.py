@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from scheduler_core.files import existing_file, sha256_file, write_json
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.conformal import CONFORMAL, ConformalQuantiles, fit_conformal
 from training.calibrating.residuals import Residuals
-from training.calibrating.shift_and_scale import Choice, choose, coverage_after, fit_calibration
+from training.calibrating.shift_and_scale import Choice, choose, coverage_of, fit_calibration, moved_by
 from training.evaluating.checkpoints import predict_rows
 from training.evaluating.predictors import RunOptions, distinct
 from training.evaluating.rows import EvaluationRows, known_cap, of_split, prompts_of
@@ -49,19 +50,21 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     rows = _rows(config, checkpoint)
     residuals = uncalibrated_residuals(checkpoint, rows, config)
     names = () if checkpoint.config.conditioning is None else checkpoint.config.conditioning.served_models
-    fitting, for_conformal = _parts(residuals, rows, config.conformal_share, config.seed, "conformal")
+    place = _places(rows, config.seed, "conformal") < config.conformal_share
+    fitting, for_conformal = _parts(residuals, rows, [~place, place])
     choice = _choose(fitting, rows, config, len(names))
     calibration = choice.calibration
-    moved = for_conformal.moved(np.array(calibration.mu_shift), np.array(calibration.sigma_scale))
+    moved = moved_by(for_conformal, calibration)
     conformal = fit_conformal(moved, names, np.random.default_rng(config.seed))
     summary = {
         "method": choice.method,
+        "pooling": choice.pooling,
         **calibration.to_json(),
         "served_models": list(names),
         "held_out_trials": choice.trials,
         "coverage_of_conformal_rows": {
-            "before": coverage_after(for_conformal, fit_calibration(fitting, len(names), "identity")),
-            "after": coverage_after(for_conformal, calibration),
+            "before": coverage_of(for_conformal),
+            "after": coverage_of(moved),
         },
         "data": {
             "name": Path(config.data).name,
@@ -122,27 +125,36 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     return EvaluationRows.of(fits)
 
 
+def _places(rows: EvaluationRows, seed: int, name: str) -> NDArray[np.float64]:
+    """A number in [0, 1) for each row [R], equal for equal prompts."""
+    places = {text: unit_hash(f"{name}\x00{seed}\x00{text}") for text in set(rows.prompts)}
+    return np.array([places[text] for text in rows.prompts])
+
+
 def _parts(
-    residuals: Residuals, rows: EvaluationRows, share: float, seed: int, name: str
-) -> tuple[Residuals, Residuals]:
-    """Residuals of the prompts that a hash puts into neither or into the share.
+    residuals: Residuals, rows: EvaluationRows, chosen: Sequence[NDArray[np.bool_]]
+) -> list[Residuals]:
+    """Residuals of the rows that each part has chosen.
 
     Raises:
-        InputError: One part is empty.
+        InputError: A part is empty.
     """
-    places = {text: unit_hash(f"{name}\x00{seed}\x00{text}") for text in set(rows.prompts)}
-    of_row: NDArray[np.float64] = np.array([places[text] for text in rows.prompts])
-    chosen = (of_row < share)[residuals.row]
-    if chosen.all() or not chosen.any():
-        raise InputError("data, prompts", len(places), f"enough of them for shares of {share:g} and the rest")
-    return residuals.take(~chosen), residuals.take(chosen)
+    parts = [residuals.take(part[residuals.row]) for part in chosen]
+    if not all(len(part) for part in parts):
+        raise InputError(
+            "data, prompts",
+            len(set(rows.prompts)),
+            f"enough of them for {len(parts)} parts by a hash of the text",
+        )
+    return parts
 
 
 def _choose(fitting: Residuals, rows: EvaluationRows, config: CalibrateConfig, num_models: int) -> Choice:
     if config.method != "auto":
-        return Choice(config.method, fit_calibration(fitting, num_models, config.method), {})
-    used, held_out = _parts(fitting, rows, config.held_out, config.seed, "held out")
-    return choose(used, held_out, num_models)
+        found = fit_calibration(fitting, num_models, config.method, config.pooling)
+        return Choice(config.method, config.pooling, found, {})
+    fold = np.floor(_places(rows, config.seed, "folds") * config.folds)
+    return choose(_parts(fitting, rows, [fold == number for number in range(config.folds)]), num_models)
 
 
 def _write(
@@ -174,9 +186,10 @@ def _write(
 def _say(summary: dict[str, Any]) -> None:
     shifts = {name: found["largest_shift"] for name, found in summary["coverage_of_conformal_rows"].items()}
     log.info(
-        "method %s; largest shift of coverage over served models and levels, on prompts it was not fitted to: %.1f points "
+        "method %s, pooling %g; largest shift of coverage over served models and levels, on prompts it was not fitted to: %.1f points "
         "before, %.1f after",
         summary["method"],
+        summary["pooling"],
         100 * shifts["before"],
         100 * shifts["after"],
     )

@@ -5,13 +5,16 @@
   known.
 - "coverage": the largest of the three levels' shifts from nominal made as small as possible.
 
-Which one is kept, coverage on prompts that were not used decides (`choose`).
+Few prompts say little about one served model: its numbers are moved towards those of all models together by a share, the
+pooling. Which way and which pooling are kept, coverage on prompts that were not used decides, in cross-validation
+(`choose`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ from training.evaluating.scoring import COVERAGE_LEVELS, percent
 FloatArray = NDArray[np.float64]
 #: Fewest answers that give a served model numbers of its own; with fewer it gets those of all models together.
 MIN_ANSWERS = 100
+#: What is tried of pooling: 0 = numbers of its own for each served model, 1 = the same for all.
+POOLINGS = (0.0, 0.5, 0.75, 1.0)
 _BOUNDS = (-10.0, 10.0)
 
 #: Residuals of one served model -> (shift, scale).
@@ -37,11 +42,13 @@ class Choice:
 
     Attributes:
         method: Its name; "identity" if nothing is better than no change.
+        pooling: Share of the numbers of all models together in those of each.
         calibration: Fitted on all of the data.
-        trials: Method -> coverage on the held-out prompts, by served model, and its largest and mean shift.
+        trials: "method, pooling" -> coverage on held-out prompts, by served model, and its largest and mean shift.
     """
 
     method: str
+    pooling: float
     calibration: Calibration
     trials: dict[str, Any]
 
@@ -132,51 +139,72 @@ METHODS: dict[str, Fit] = {
 }
 
 
-def fit_calibration(residuals: Residuals, num_models: int, method: str) -> Calibration:
+def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling: float = 0.0) -> Calibration:
     """Tables for the unknown model (all answers together) and for each served model.
 
     Args:
         residuals: At least one.
         num_models: Served models that the predictor tells apart.
         method: One of METHODS, or "identity".
+        pooling: Share of the numbers of all models together in those of each, in [0, 1].
     """
     if method == "identity":
         return Calibration.identity(num_models)
-    fit = METHODS[method]
+    return _mixed(*_fits(residuals, num_models, METHODS[method]), pooling)
+
+
+def _fits(residuals: Residuals, num_models: int, fit: Fit) -> tuple[FloatArray, FloatArray]:
+    """(shift, ln scale) of all answers together [2], and of each model's own [num_models, 2]."""
     pooled = fit(residuals)
-    pairs = [pooled]
+    pairs = []
     for number in range(1, num_models + 1):
         own = residuals.model == number
         enough = own.sum() >= MIN_ANSWERS and residuals.finished[own].any()
         pairs.append(fit(residuals.take(own)) if enough else pooled)
-    return Calibration(
-        sigma_scale=tuple(scale for _, scale in pairs), mu_shift=tuple(shift for shift, _ in pairs)
+    logs = np.array([(shift, np.log(scale)) for shift, scale in (pooled, *pairs)])
+    return logs[0], logs[1:]
+
+
+def _mixed(pooled: FloatArray, own: FloatArray, pooling: float) -> Calibration:
+    table = np.vstack([pooled, pooling * pooled + (1 - pooling) * own])
+    return Calibration(sigma_scale=tuple(np.exp(table[:, 1]).tolist()), mu_shift=tuple(table[:, 0].tolist()))
+
+
+def choose(folds: Sequence[Residuals], num_models: int) -> Choice:
+    """Fits in every way on all folds but one, judges on that one; the way with the best coverage is fitted on all.
+
+    Args:
+        folds: Residuals of different prompts each, two or more.
+        num_models: Served models that the predictor tells apart.
+    """
+    ways = [("identity", 1.0), *product(METHODS, POOLINGS if num_models else (1.0,))]
+    moved: dict[tuple[str, float], list[Residuals]] = {way: [] for way in ways}
+    for number, held_out in enumerate(folds):
+        fitting = together([*folds[:number], *folds[number + 1 :]])
+        fits = {method: _fits(fitting, num_models, fit) for method, fit in METHODS.items()}
+        for method, pooling in ways:
+            found = (
+                Calibration.identity(num_models) if method == "identity" else _mixed(*fits[method], pooling)
+            )
+            moved[method, pooling].append(moved_by(held_out, found))
+    trials = {way: coverage_of(together(parts)) for way, parts in moved.items()}
+    best = min(ways, key=lambda way: trials[way]["mean_largest_shift"])
+    calibration = fit_calibration(together(folds), num_models, *best)
+    return Choice(
+        *best, calibration, {f"{method}, {pooling:g}": trials[method, pooling] for method, pooling in ways}
     )
 
 
-def choose(fitting: Residuals, held_out: Residuals, num_models: int) -> Choice:
-    """Fits in every way on some prompts, keeps the way with the best coverage on others, and fits that on all.
-
-    Args:
-        fitting: Of some prompts.
-        held_out: Of other prompts.
-        num_models: Served models that the predictor tells apart.
-    """
-    trials = {}
-    for method in ("identity", *METHODS):
-        calibration = fit_calibration(fitting, num_models, method)
-        trials[method] = coverage_after(held_out, calibration)
-    best = min(trials, key=lambda name: (trials[name]["mean_largest_shift"], name != "identity"))
-    everything = _together(fitting, held_out)
-    return Choice(best, fit_calibration(everything, num_models, best), trials)
+def moved_by(residuals: Residuals, calibration: Calibration) -> Residuals:
+    """Residuals under calibrated predictions."""
+    return residuals.moved(np.array(calibration.mu_shift), np.array(calibration.sigma_scale))
 
 
-def coverage_after(residuals: Residuals, calibration: Calibration) -> dict[str, Any]:
+def coverage_of(moved: Residuals) -> dict[str, Any]:
     """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models.
 
     As everywhere, of the answers of prompts whose quantile lies below the cap.
     """
-    moved = residuals.moved(np.array(calibration.mu_shift), np.array(calibration.sigma_scale))
     by_model: dict[str, dict[str, float | None]] = {}
     largest = []
     for number in np.unique(moved.model).tolist():
@@ -204,6 +232,7 @@ def _coverage(residuals: Residuals, level: float) -> float | None:
     return float((residuals.finished & (residuals.z <= quantile))[known].mean())
 
 
-def _together(one: Residuals, other: Residuals) -> Residuals:
+def together(parts: Sequence[Residuals]) -> Residuals:
+    """The residuals of all parts."""
     names = ("z", "finished", "z_cap", "model", "prompt", "row", "nu")
-    return Residuals(*(np.concatenate([getattr(one, name), getattr(other, name)]) for name in names))
+    return Residuals(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

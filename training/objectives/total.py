@@ -56,9 +56,10 @@ class Objectives:
     def scores(self, model: PromptPredictor, features: Tensor, batch: Batch) -> dict[str, Tensor]:
         """Scores of the batch by head: urgency of its prompts, the others of its rows; features [P, F]."""
         rows = features[batch.row_prompt]
+        conditions = None
         if model.conditions is not None:
-            rows = model.conditions(rows, batch.served_model, batch.temperature)
-        return model.heads(features, rows)  # type: ignore[no-any-return]
+            conditions = model.conditions(rows, batch.served_model, batch.temperature)
+        return model.heads(features, rows, conditions)  # type: ignore[no-any-return]
 
     def losses(
         self, model: PromptPredictor, scores: dict[str, Tensor], batch: Batch, sigma_weight: float
