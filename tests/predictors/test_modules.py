@@ -24,6 +24,7 @@ from predictors.modules import (
     load_tokenizer,
     resolve_encoder,
 )
+from predictors.modules.heads import ConditionedTower
 from predictors.modules.pooling import pool
 from scheduler_core.errors import InputError
 from tests.predictors.predictors import ALL_HEADS, NORMALIZATION, TOWER, predictor
@@ -99,14 +100,14 @@ def test_towers_are_the_published_ones(bert_folder):
         config, load_encoder(bert_folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
     )
     towers = model.heads["length"]
-    layers = [str(layer).split("(")[0] for layer in (*towers.mu.first, *towers.mu.rest)]
+    layers = [str(layer).split("(")[0] for layer in towers.mu.rest]
     hidden = ["Linear", "LayerNorm", "GELU", "Dropout"]
     assert layers == [*hidden, *hidden, "Linear", "GELU", "Dropout", "Linear"]
-    shapes = [tuple(layer.weight.shape) for layer in towers.sigma if hasattr(layer, "in_features")]
+    shapes = [tuple(layer.weight.shape) for layer in towers.sigma.rest if hasattr(layer, "in_features")]
     assert shapes == [(256, 96), (256, 256), (128, 256), (1, 128)]
     bound = 0.5 * np.sqrt(6 / (96 + 256))
-    assert 0.9 * bound < towers.mu[0].weight.abs().max().item() <= bound
-    assert not towers.mu[0].bias.any()
+    assert 0.9 * bound < towers.mu.rest[0].weight.abs().max().item() <= bound
+    assert not towers.mu.rest[0].bias.any()
     assert towers.nu is None
     assert towers.within is None
 
@@ -118,9 +119,9 @@ def test_other_towers_are_what_their_config_says(bert_folder):
     )
     config = PredictorConfig(encoder=bert_folder, max_length=48, heads=heads)
     model = PromptPredictor(config, load_encoder(bert_folder), NORMALIZATION)
-    kinds = [str(layer).split("(")[0] for layer in model.heads["regression"]]
+    kinds = [str(layer).split("(")[0] for layer in model.heads["regression"].rest]
     assert kinds == ["Linear", "ReLU", "Dropout", "Linear", "ReLU", "Dropout", "Linear"]
-    assert [str(layer).split("(")[0] for layer in model.heads["rank"]] == ["Linear"]
+    assert [str(layer).split("(")[0] for layer in model.heads["rank"].rest] == ["Linear"]
 
 
 def test_same_seed_same_weights_and_torchs_own_generator_is_left_alone(bert_folder):
@@ -347,3 +348,30 @@ def test_positions_that_start_behind_the_padding_id_are_counted(tmp_path):
     config = PredictorConfig(encoder="roberta", max_length=33, heads=Heads(rank=RankHead(TOWER)))
     with pytest.raises(InputError, match="at most the encoder's 32 positions"):
         PromptPredictor(config, roberta, NORMALIZATION)
+
+
+def test_conditions_scale_what_the_tower_sees_of_the_prompt():
+    tower = Tower(hidden_sizes=(6,), dropouts=(0.0,), layer_norm=False)
+    module = ConditionedTower(4, 2, tower, generator=torch.Generator().manual_seed(0)).eval()
+    prompts = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    conditions = torch.ones(5, 2)
+    with torch.no_grad():
+        plain = module(prompts, conditions)
+        hidden = module.first(torch.cat([prompts, conditions], dim=-1))
+        # untrained, scale and shift change nothing
+        torch.testing.assert_close(plain, module.rest(hidden))
+        module.scale.weight[:, 0] = -1.0
+        # the first condition turns the prompt off, the second shifts what is left
+        torch.testing.assert_close(module(prompts, conditions), module.rest(torch.zeros(5, 6)))
+        module.shift.weight[0, 1] = 0.7
+        torch.testing.assert_close(module(prompts, conditions), module.rest(torch.zeros(5, 6)) + 0.7)
+
+
+@pytest.mark.parametrize("hidden_sizes", [(), (6,)])
+def test_a_tower_without_conditions_is_a_plain_one(hidden_sizes):
+    tower = Tower(hidden_sizes=hidden_sizes, dropouts=(0.0,) * len(hidden_sizes))
+    module = ConditionedTower(4, 0, tower).eval()
+    assert [name for name, _ in module.named_parameters() if "rest" not in name] == []
+    assert module(torch.zeros(3, 4), None).shape == (3, 1)
+    linear = ConditionedTower(4, 2, Tower(hidden_sizes=(), dropouts=())).eval()
+    assert linear(torch.zeros(3, 4), torch.ones(3, 2)).shape == (3, 1)
