@@ -1,4 +1,4 @@
-"""Command `serve-predictor`: one artifact behind a gRPC port until SIGTERM."""
+"""Command `serve-predictor`: artifacts behind a gRPC port, and an HTTP port where one is wanted, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.files import atomic_file, writable_target, write_json
 
 if TYPE_CHECKING:
-    from predictors.runtime import ArtifactRuntime
     from predictors.service.grouping import BatchingSettings
+    from predictors.service.places import ArtifactPlace
     from predictors.service.server import PredictionServer
 
 logger = logging.getLogger(__name__)
@@ -26,12 +30,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serves the length predictions of an artifact over gRPC, until SIGTERM or Ctrl-C."""
+    """Serves the predictions of artifacts over gRPC, and HTTP where wanted, until SIGTERM or Ctrl-C. SIGHUP looks for new versions of the artifacts."""
 
     artifact: str
-    """Artifact folder, as export-onnx writes it."""
+    """Artifact folder, as export-onnx writes it; what answers where a request names no artifact."""
+    more_artifacts: list[str] = field(default_factory=list)
+    """Further artifact folders to serve beside it; requests name them by their artifact_id."""
     port: int = 50051
-    """Port to listen on; 0 takes a free one."""
+    """gRPC port to listen on; 0 takes a free one."""
+    http_port: int | None = None
+    """HTTP port for JSON, OpenAPI, metrics and probes; 0 takes a free one; default: no HTTP."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
     port_file: str | None = None
@@ -53,17 +61,53 @@ class ServeConfig:
     threads_per_worker: int = 1
     """Threads of one model call on a CPU."""
     max_message_mib: int = 16
-    """Largest gRPC message in MiB."""
+    """Largest gRPC message or HTTP body in MiB."""
+    max_prompt_chars: int | None = None
+    """Longest prompt in characters; longer ones are refused; default: what fits into a message."""
+    max_streams: int = 256
+    """Most streams open at the same time; further ones are refused with RESOURCE_EXHAUSTED."""
+    cache_entries: int = 0
+    """Predictions that each artifact remembers, by a hash of the prompt; 0: none."""
+    workers: int = 1
+    """Processes that share the ports; one that dies is started again."""
+    tls_cert: str | None = None
+    """PEM file with the server's certificate; with tls_key both ports speak TLS."""
+    tls_key: str | None = None
+    """PEM file with the certificate's private key."""
+    tls_client_ca: str | None = None
+    """PEM file with the authority that signs the certificates clients must show; default: they show none."""
+    token_file: str | None = None
+    """File with the bearer tokens that are let in, one a line; default: everybody is let in."""
+    reload_poll_s: float = 0.0
+    """Seconds between looks for a new version of an artifact at its place; 0: only at SIGHUP."""
+    log_format: Literal["text", "json"] = "text"
+    """Log lines for people, or one JSON object a line."""
+    traces: bool = False
+    """Sends OpenTelemetry traces to where the OTEL_* environment variables say."""
+    drain_delay_s: float = 0.0
+    """Seconds that SIGTERM goes on to serve while health says NOT_SERVING, so that load balancers look away first."""
     drain_timeout_s: float = 30.0
     """Seconds that SIGTERM leaves to the requests inside."""
 
     def __post_init__(self) -> None:
         if not self.artifact:
             raise InputError("artifact", self.artifact, "the path of an artifact folder")
-        if not 0 <= self.port <= 65535:
-            raise InputError("port", self.port, "0 to 65535; 0 takes a free port")
+        for name in ("port", "http_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise InputError(name, value, "0 to 65535; 0 takes a free port")
         if not 1 <= self.max_message_mib <= 1024:
             raise InputError("max_message_mib", self.max_message_mib, "1 to 1024")
+        if not 1 <= self.workers <= 256:
+            raise InputError("workers", self.workers, "1 to 256")
+        if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
+            raise InputError("workers", self.workers, "1: this system cannot share a port")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InputError("tls_cert, tls_key", self.tls_cert or self.tls_key, "both or none of them")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise InputError("tls_client_ca", self.tls_client_ca, "a file beside tls_cert and tls_key")
+        if not 0 <= self.reload_poll_s <= 86_400:
+            raise InputError("reload_poll_s", self.reload_poll_s, "0 to 86400 seconds")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -74,46 +118,86 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def serve(config: ServeConfig) -> int:
-    """Loads the artifact and serves it until SIGTERM or SIGINT; requests inside are answered first."""
-    try:
-        import grpc_health
-        import grpc_reflection
+    """Loads the artifacts and serves them until SIGTERM or SIGINT; requests inside are answered first."""
+    _check_packages()
+    from predictors.service.loop import run
 
-        del grpc_health, grpc_reflection
-        from predictors.runtime import open_runtime
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "grpcio", "serve") from error
     port_file = None if config.port_file is None else writable_target(config.port_file, "port_file")
     if port_file is not None and port_file.is_dir():
         raise InputError("port_file", config.port_file, "a file path, but a folder stands there")
-    runtime = open_runtime(
-        config.artifact, provider=config.provider, threads_per_run=config.threads_per_worker
-    )
-    manifest = runtime.artifact.manifest
-    logger.info(
-        "artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, config.artifact
-    )
-    logger.info("execution provider %s (asked for: %s)", runtime.provider, config.provider)
-    server = build_server(config, runtime)
-    asyncio.run(_serve(server, config.host, port_file))
+    if config.log_format == "json":
+        from predictors.service.logs import use_json
+
+        use_json()
+    if config.workers > 1:
+        return asyncio.run(_supervise(config, port_file))
+    server, watch = build_server(config)
+    run(_serve(server, config, port_file, watch))
     logger.info("stopped")
     return 0
 
 
-def build_server(config: ServeConfig, runtime: ArtifactRuntime) -> PredictionServer:
-    """The server that `config` asks for; nothing is bound yet."""
-    from predictors.service.server import PredictionServer, ServerSettings
+def serve_worker(config: ServeConfig, ready_file: Path) -> int:
+    """One of several workers: as `serve`, but it shares its ports, and ends when its standard input does."""
+    from predictors.service.loop import run
 
-    return PredictionServer(
-        runtime,
-        batching_settings(config, runtime.provider),
-        ServerSettings(
-            host=config.host,
-            port=config.port,
-            max_message_bytes=config.max_message_mib * 2**20,
-            drain_timeout_s=config.drain_timeout_s,
-        ),
+    if config.log_format == "json":
+        from predictors.service.logs import use_json
+
+        use_json()
+    server, watch = build_server(config, shares_ports=True)
+    run(_serve(server, config, ready_file, watch, until_eof=True))
+    return 0
+
+
+def build_server(
+    config: ServeConfig, *, shares_ports: bool = False
+) -> tuple[PredictionServer, dict[str, ArtifactPlace]]:
+    """The server that `config` asks for, nothing bound yet; and the places of its artifacts by id."""
+    from predictors.service.metrics import PrometheusMetrics, ServiceMetrics
+    from predictors.service.places import open_places
+    from predictors.service.security import BearerTokens, TlsFiles
+    from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.tracing import OpenTelemetryTracing, Tracing, set_up_exporting
+
+    tls = None
+    if config.tls_cert is not None and config.tls_key is not None:
+        authority = None if config.tls_client_ca is None else Path(config.tls_client_ca)
+        tls = TlsFiles(
+            certificate=Path(config.tls_cert), key=Path(config.tls_key), client_authority=authority
+        )
+    settings = ServerSettings(
+        host=config.host,
+        port=config.port,
+        http_port=config.http_port,
+        reuse_port=shares_ports,
+        max_message_bytes=config.max_message_mib * 2**20,
+        max_prompt_chars=config.max_prompt_chars,
+        max_streams=config.max_streams,
+        cache_entries=config.cache_entries,
+        drain_delay_s=config.drain_delay_s,
+        drain_timeout_s=config.drain_timeout_s,
+        tls=tls,
+        tokens=None if config.token_file is None else BearerTokens.of_file(config.token_file),
     )
+    places, runtimes = open_places(
+        [config.artifact, *config.more_artifacts],
+        provider=config.provider,
+        threads_per_run=config.threads_per_worker,
+    )
+    tracing = Tracing()
+    if config.traces:
+        set_up_exporting()
+        tracing = OpenTelemetryTracing()
+    server = PredictionServer(
+        runtimes,
+        batching_settings(config, runtimes[0].provider),
+        settings,
+        reopen=lambda name: places[name].open(),
+        metrics=ServiceMetrics() if config.http_port is None else PrometheusMetrics(),
+        tracing=tracing,
+    )
+    return server, places
 
 
 def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
@@ -122,7 +206,11 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
     from predictors.service.grouping import BatchingSettings
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = BatchingSettings.cpu(num_cores) if provider == CPU else BatchingSettings.gpu()
+    defaults = (
+        BatchingSettings.cpu(max(1, num_cores // config.workers))
+        if provider == CPU
+        else BatchingSettings.gpu()
+    )
     chosen = {
         name: getattr(config, name)
         for name in ("max_batch", "max_wait_s", "max_padding", "order", "max_queue", "num_workers")
@@ -131,29 +219,103 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
     return dataclasses.replace(defaults, **chosen)
 
 
-async def _serve(server: PredictionServer, host: str, port_file: Path | None) -> None:
+async def _serve(
+    server: PredictionServer,
+    config: ServeConfig,
+    port_file: Path | None,
+    places: dict[str, ArtifactPlace],
+    *,
+    until_eof: bool = False,
+) -> None:
     stop = asyncio.Event()
-    _on_signals(stop.set)
+    tasks: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        task = asyncio.get_running_loop().create_task(server.reload())
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    _on_signals(stop.set, reload)
+    if until_eof:
+        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
     try:
         port = await server.start()
         if port_file is not None:
             with atomic_file(port_file) as temporary:
                 temporary.write_text(f"{port}\n", encoding="ascii")
-        logger.info("ready on %s:%d with %s", host, port, server.pipeline.settings)
+        http = "" if server.http_port is None else f", http on {config.host}:{server.http_port}"
+        logger.info("ready on %s:%d%s with %s", config.host, port, http, server.pipeline.settings)
+        if config.reload_poll_s:
+            tasks.add(asyncio.create_task(_watch(server, places, config.reload_poll_s)))
         await stop.wait()
-        logger.info("draining %d requests", server.pipeline.num_inside)
+        logger.info("draining %d requests", server.artifacts.num_inside)
     finally:
+        for task in tasks:
+            task.cancel()
         if port_file is not None:
             port_file.unlink(missing_ok=True)
         await server.stop()
 
 
-def _on_signals(stop: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
+async def _watch(server: PredictionServer, places: dict[str, ArtifactPlace], every_s: float) -> None:
+    """Reloads when a manifest at one of the places is another one than before."""
+    seen = {name: place.stamp() for name, place in places.items()}
+    while True:
+        await asyncio.sleep(every_s)
+        found = {name: place.stamp() for name, place in places.items()}
+        if found != seen:
+            seen = found
+            await server.reload()
+
+
+async def _supervise(config: ServeConfig, port_file: Path | None) -> int:
+    from predictors.service.supervisor import Supervisor, reserved_port, worker_command
+
+    with ExitStack() as stack:
+        port = reserved_port(stack, config.host, config.port)
+        http_port = config.http_port
+        if http_port is not None:
+            http_port = reserved_port(stack, config.host, http_port, "http_port")
+        shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-")))
+        write_json(folder / "worker.json", dataclasses.asdict(shared))
+        supervisor = Supervisor(worker_command(folder / "worker.json"), config.workers)
+        _on_signals(supervisor.stop, supervisor.reload)
+
+        def tell() -> None:
+            if port_file is not None:
+                with atomic_file(port_file) as temporary:
+                    temporary.write_text(f"{port}\n", encoding="ascii")
+            http = "" if http_port is None else f", http on {config.host}:{http_port}"
+            logger.info("ready on %s:%d%s with %d workers", config.host, port, http, config.workers)
+
         try:
-            loop.add_signal_handler(name, stop)
-        except NotImplementedError:  # Windows: Ctrl-C ends asyncio.run by itself
+            return await supervisor.run(tell)
+        finally:
+            if port_file is not None:
+                port_file.unlink(missing_ok=True)
+
+
+def _check_packages() -> None:
+    try:
+        import grpc_health
+        import grpc_reflection
+        import onnxruntime
+
+        del grpc_health, grpc_reflection, onnxruntime
+        from google.rpc import status_pb2
+
+        del status_pb2
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "grpcio", "serve") from error
+
+
+def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for name, action in (("SIGTERM", stop), ("SIGINT", stop), ("SIGHUP", reload)):
+        try:
+            loop.add_signal_handler(getattr(signal, name), action)
+        except (AttributeError, NotImplementedError):  # Windows: Ctrl-C ends asyncio.run by itself
             return
 
 

@@ -1,6 +1,6 @@
 """Regenerates the checked-in gRPC code: `python -m predictors.proto.generate`.
 
-Written beside the .proto file: messages (`_pb2.py`), their types (`_pb2.pyi`) and stubs (`_pb2_grpc.py`).
+Written beside each .proto file: messages (`_pb2.py`), their types (`_pb2.pyi`) and stubs (`_pb2_grpc.py`).
 A test compares the checked-in files with a fresh generation.
 """
 
@@ -11,28 +11,38 @@ from pathlib import Path
 
 from scheduler_core.errors import MissingExtraError, TailcastError
 
-PROTO = "predictors/proto/predictor_v1.proto"
+PROTOS = ("predictors/proto/predictor_v1.proto", "predictors/proto/open_inference.proto")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def generate(out: Path) -> list[Path]:
-    """Generates the code for `PROTO` under the folder `out` and returns the files' paths.
+    """Generates the code for `PROTOS` under the folder `out` and returns the files' paths.
 
     Raises:
         MissingExtraError: grpcio-tools is not installed.
-        TailcastError: protoc refuses the file.
+        TailcastError: protoc refuses a file.
     """
     try:
         from grpc_tools import protoc
     except ImportError as error:
         raise MissingExtraError("grpcio-tools", "dev") from error
     code = protoc.main(
-        ["protoc", f"-I{ROOT}", f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}", PROTO]
+        [
+            "protoc",
+            f"-I{ROOT}",
+            f"--python_out={out}",
+            f"--pyi_out={out}",
+            f"--grpc_python_out={out}",
+            *PROTOS,
+        ]
     )
     if code != 0:
-        raise TailcastError(f"protoc failed on {PROTO} with exit code {code}")
-    stem = out / PROTO.removesuffix(".proto")
-    return [stem.with_name(stem.name + suffix) for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")]
+        raise TailcastError(f"protoc failed on {', '.join(PROTOS)} with exit code {code}")
+    return [
+        out / (proto.removesuffix(".proto") + suffix)
+        for proto in PROTOS
+        for suffix in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+    ]
 
 
 if __name__ == "__main__":

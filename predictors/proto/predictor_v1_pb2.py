@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#predictors/proto/predictor_v1.proto\x12\x15tailcast.predictor.v1\"\xe8\x01\n\x0ePredictRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x14\n\x0cserved_model\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ncvar_level\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x0fquantile_levels\x18\x08 \x03(\x01\x12\x18\n\x0btemperature\x18\t \x01(\x01H\x03\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_cvar_levelB\x0e\n\x0c_temperature\"\xbb\x04\n\x0fPredictResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x02mu\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05sigma\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x02nu\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0b\x61rtifact_id\x18\x05 \x01(\t\x12\x18\n\x10\x61rtifact_version\x18\x06 \x01(\t\x12\x33\n\x06\x63\x61pped\x18\x07 \x01(\x0b\x32#.tailcast.predictor.v1.CappedLength\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x05\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x33\n\tdurations\x18\n \x01(\x0b\x32 .tailcast.predictor.v1.Durations\x12\x1f\n\x12served_model_known\x18\x0b \x01(\x08H\x03\x88\x01\x01\x12/\n\x07urgency\x18\x0c \x01(\x0b\x32\x1e.tailcast.predictor.v1.Urgency\x12\x1c\n\x14\x62ucket_probabilities\x18\r \x03(\x01\x12\x1e\n\x11regression_tokens\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04rank\x18\x0f \x01(\x01H\x05\x88\x01\x01\x12\x19\n\x0csigma_within\x18\x10 \x01(\x01H\x06\x88\x01\x01\x42\x05\n\x03_muB\x08\n\x06_sigmaB\x05\n\x03_nuB\x15\n\x13_served_model_knownB\x14\n\x12_regression_tokensB\x07\n\x05_rankB\x0f\n\r_sigma_within\"@\n\x07Urgency\x12\x15\n\rprobabilities\x18\x01 \x03(\x01\x12\r\n\x05level\x18\x02 \x01(\x05\x12\x0f\n\x07\x61\x62stain\x18\x03 \x01(\x08\"\x98\x01\n\x0c\x43\x61ppedLength\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x17\n\x0f\x65xpected_tokens\x18\x02 \x01(\x01\x12\x12\n\ncvar_level\x18\x03 \x01(\x01\x12\x13\n\x0b\x63var_tokens\x18\x04 \x01(\x01\x12\x32\n\tquantiles\x18\x05 \x03(\x0b\x32\x1f.tailcast.predictor.v1.Quantile\")\n\x08Quantile\x12\r\n\x05level\x18\x01 \x01(\x01\x12\x0e\n\x06tokens\x18\x02 \x01(\x01\"\\\n\tDurations\x12\x13\n\x0btokenise_ns\x18\x01 \x01(\x03\x12\x10\n\x08queue_ns\x18\x02 \x01(\x03\x12\x14\n\x0cinference_ns\x18\x03 \x01(\x03\x12\x12\n\nbatch_size\x18\x04 \x01(\x05\"N\n\x13PredictBatchRequest\x12\x37\n\x08requests\x18\x01 \x03(\x0b\x32%.tailcast.predictor.v1.PredictRequest\"H\n\x14PredictBatchResponse\x12\x30\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1e.tailcast.predictor.v1.Outcome\"\x8b\x01\n\x07Outcome\x12<\n\nprediction\x18\x01 \x01(\x0b\x32&.tailcast.predictor.v1.PredictResponseH\x00\x12\x37\n\x05\x65rror\x18\x02 \x01(\x0b\x32&.tailcast.predictor.v1.PredictionErrorH\x00\x42\t\n\x07outcome\"S\n\x0fPredictionError\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\"\x14\n\x12GetMetadataRequest\"\x8a\x04\n\x13GetMetadataResponse\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\t\x12\x18\n\x10\x61rtifact_version\x18\x02 \x01(\t\x12\x16\n\x0e\x66ormat_version\x18\x03 \x01(\x05\x12\x15\n\rserved_models\x18\x04 \x03(\t\x12\x0f\n\x02nu\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x11max_length_tokens\x18\x06 \x01(\x05\x12\x17\n\x0ftruncation_side\x18\x07 \x01(\t\x12\x10\n\x08provider\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x1a\n\x12max_batch_requests\x18\n \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04kind\x18\x0c \x01(\t\x12\r\n\x05heads\x18\r \x03(\t\x12#\n\x1b\x63onditioned_on_served_model\x18\x0e \x01(\x08\x12\"\n\x1a\x63onditioned_on_temperature\x18\x0f \x01(\x08\x12\x1e\n\x16\x61\x63\x63\x65pts_unknown_models\x18\x10 \x01(\x08\x12\x16\n\x0eurgency_levels\x18\x11 \x03(\t\x12\x1e\n\x11\x61\x62stain_threshold\x18\x12 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0c\x62ucket_edges\x18\x13 \x03(\x01\x42\x05\n\x03_nuB\x14\n\x12_abstain_threshold2\xb4\x02\n\tPredictor\x12X\n\x07Predict\x12%.tailcast.predictor.v1.PredictRequest\x1a&.tailcast.predictor.v1.PredictResponse\x12g\n\x0cPredictBatch\x12*.tailcast.predictor.v1.PredictBatchRequest\x1a+.tailcast.predictor.v1.PredictBatchResponse\x12\x64\n\x0bGetMetadata\x12).tailcast.predictor.v1.GetMetadataRequest\x1a*.tailcast.predictor.v1.GetMetadataResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#predictors/proto/predictor_v1.proto\x12\x15tailcast.predictor.v1\"\xc0\x03\n\x0ePredictRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12\x34\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x1f.tailcast.predictor.v1.TokenIdsH\x00\x12\x37\n\x08messages\x18\x04 \x01(\x0b\x32#.tailcast.predictor.v1.ChatMessagesH\x00\x12\x14\n\x0cserved_model\x18\x05 \x01(\t\x12\x17\n\nmax_tokens\x18\x06 \x01(\x03H\x01\x88\x01\x01\x12\x17\n\ncvar_level\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\x17\n\x0fquantile_levels\x18\x08 \x03(\x01\x12\x18\n\x0btemperature\x18\t \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rdeclared_tier\x18\n \x01(\x05H\x04\x88\x01\x01\x12\x13\n\x0b\x61rtifact_id\x18\x0b \x01(\t\x12\x16\n\ttimeout_s\x18\x0c \x01(\x01H\x05\x88\x01\x01\x42\x07\n\x05inputB\r\n\x0b_max_tokensB\r\n\x0b_cvar_levelB\x0e\n\x0c_temperatureB\x10\n\x0e_declared_tierB\x0c\n\n_timeout_s\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"D\n\x0c\x43hatMessages\x12\x34\n\x08messages\x18\x01 \x03(\x0b\x32\".tailcast.predictor.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xeb\x04\n\x0fPredictResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x02mu\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05sigma\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x0f\n\x02nu\x18\x04 \x01(\x01H\x02\x88\x01\x01\x12\x13\n\x0b\x61rtifact_id\x18\x05 \x01(\t\x12\x18\n\x10\x61rtifact_version\x18\x06 \x01(\t\x12\x33\n\x06\x63\x61pped\x18\x07 \x01(\x0b\x32#.tailcast.predictor.v1.CappedLength\x12\x15\n\rprompt_tokens\x18\x08 \x01(\x05\x12\x11\n\ttruncated\x18\t \x01(\x08\x12\x33\n\tdurations\x18\n \x01(\x0b\x32 .tailcast.predictor.v1.Durations\x12\x1f\n\x12served_model_known\x18\x0b \x01(\x08H\x03\x88\x01\x01\x12/\n\x07urgency\x18\x0c \x01(\x0b\x32\x1e.tailcast.predictor.v1.Urgency\x12\x1c\n\x14\x62ucket_probabilities\x18\r \x03(\x01\x12\x1e\n\x11regression_tokens\x18\x0e \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04rank\x18\x0f \x01(\x01H\x05\x88\x01\x01\x12\x19\n\x0csigma_within\x18\x10 \x01(\x01H\x06\x88\x01\x01\x12\x13\n\x06\x62ucket\x18\x11 \x01(\x05H\x07\x88\x01\x01\x12\x0e\n\x06\x63\x61\x63hed\x18\x12 \x01(\x08\x42\x05\n\x03_muB\x08\n\x06_sigmaB\x05\n\x03_nuB\x15\n\x13_served_model_knownB\x14\n\x12_regression_tokensB\x07\n\x05_rankB\x0f\n\r_sigma_withinB\t\n\x07_bucket\"r\n\x07Urgency\x12\x15\n\rprobabilities\x18\x01 \x03(\x01\x12\r\n\x05level\x18\x02 \x01(\x05\x12\x0f\n\x07\x61\x62stain\x18\x03 \x01(\x08\x12\x1c\n\x0f\x65\x66\x66\x65\x63tive_level\x18\x04 \x01(\x05H\x00\x88\x01\x01\x42\x12\n\x10_effective_level\"\x98\x01\n\x0c\x43\x61ppedLength\x12\x12\n\nmax_tokens\x18\x01 \x01(\x03\x12\x17\n\x0f\x65xpected_tokens\x18\x02 \x01(\x01\x12\x12\n\ncvar_level\x18\x03 \x01(\x01\x12\x13\n\x0b\x63var_tokens\x18\x04 \x01(\x01\x12\x32\n\tquantiles\x18\x05 \x03(\x0b\x32\x1f.tailcast.predictor.v1.Quantile\")\n\x08Quantile\x12\r\n\x05level\x18\x01 \x01(\x01\x12\x0e\n\x06tokens\x18\x02 \x01(\x01\"\\\n\tDurations\x12\x13\n\x0btokenise_ns\x18\x01 \x01(\x03\x12\x10\n\x08queue_ns\x18\x02 \x01(\x03\x12\x14\n\x0cinference_ns\x18\x03 \x01(\x03\x12\x12\n\nbatch_size\x18\x04 \x01(\x05\"N\n\x13PredictBatchRequest\x12\x37\n\x08requests\x18\x01 \x03(\x0b\x32%.tailcast.predictor.v1.PredictRequest\"H\n\x14PredictBatchResponse\x12\x30\n\x08outcomes\x18\x01 \x03(\x0b\x32\x1e.tailcast.predictor.v1.Outcome\"\x8b\x01\n\x07Outcome\x12<\n\nprediction\x18\x01 \x01(\x0b\x32&.tailcast.predictor.v1.PredictResponseH\x00\x12\x37\n\x05\x65rror\x18\x02 \x01(\x0b\x32&.tailcast.predictor.v1.PredictionErrorH\x00\x42\t\n\x07outcome\"S\n\x0fPredictionError\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\")\n\x12GetMetadataRequest\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\t\"\xba\x04\n\x13GetMetadataResponse\x12\x13\n\x0b\x61rtifact_id\x18\x01 \x01(\t\x12\x18\n\x10\x61rtifact_version\x18\x02 \x01(\t\x12\x16\n\x0e\x66ormat_version\x18\x03 \x01(\x05\x12\x15\n\rserved_models\x18\x04 \x03(\t\x12\x0f\n\x02nu\x18\x05 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x11max_length_tokens\x18\x06 \x01(\x05\x12\x17\n\x0ftruncation_side\x18\x07 \x01(\t\x12\x10\n\x08provider\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x1a\n\x12max_batch_requests\x18\n \x01(\x05\x12\x19\n\x11max_message_bytes\x18\x0b \x01(\x03\x12\x0c\n\x04kind\x18\x0c \x01(\t\x12\r\n\x05heads\x18\r \x03(\t\x12#\n\x1b\x63onditioned_on_served_model\x18\x0e \x01(\x08\x12\"\n\x1a\x63onditioned_on_temperature\x18\x0f \x01(\x08\x12\x1e\n\x16\x61\x63\x63\x65pts_unknown_models\x18\x10 \x01(\x08\x12\x16\n\x0eurgency_levels\x18\x11 \x03(\t\x12\x1e\n\x11\x61\x62stain_threshold\x18\x12 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x0c\x62ucket_edges\x18\x13 \x03(\x01\x12\x14\n\x0c\x61rtifact_ids\x18\x14 \x03(\t\x12\x18\n\x10max_prompt_chars\x18\x15 \x01(\x03\x42\x05\n\x03_nuB\x14\n\x12_abstain_threshold2\x90\x03\n\tPredictor\x12X\n\x07Predict\x12%.tailcast.predictor.v1.PredictRequest\x1a&.tailcast.predictor.v1.PredictResponse\x12g\n\x0cPredictBatch\x12*.tailcast.predictor.v1.PredictBatchRequest\x1a+.tailcast.predictor.v1.PredictBatchResponse\x12Z\n\rPredictStream\x12%.tailcast.predictor.v1.PredictRequest\x1a\x1e.tailcast.predictor.v1.Outcome(\x01\x30\x01\x12\x64\n\x0bGetMetadata\x12).tailcast.predictor.v1.GetMetadataRequest\x1a*.tailcast.predictor.v1.GetMetadataResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,29 +32,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'predictors.proto.predictor_
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREDICTREQUEST']._serialized_start=63
-  _globals['_PREDICTREQUEST']._serialized_end=295
-  _globals['_PREDICTRESPONSE']._serialized_start=298
-  _globals['_PREDICTRESPONSE']._serialized_end=869
-  _globals['_URGENCY']._serialized_start=871
-  _globals['_URGENCY']._serialized_end=935
-  _globals['_CAPPEDLENGTH']._serialized_start=938
-  _globals['_CAPPEDLENGTH']._serialized_end=1090
-  _globals['_QUANTILE']._serialized_start=1092
-  _globals['_QUANTILE']._serialized_end=1133
-  _globals['_DURATIONS']._serialized_start=1135
-  _globals['_DURATIONS']._serialized_end=1227
-  _globals['_PREDICTBATCHREQUEST']._serialized_start=1229
-  _globals['_PREDICTBATCHREQUEST']._serialized_end=1307
-  _globals['_PREDICTBATCHRESPONSE']._serialized_start=1309
-  _globals['_PREDICTBATCHRESPONSE']._serialized_end=1381
-  _globals['_OUTCOME']._serialized_start=1384
-  _globals['_OUTCOME']._serialized_end=1523
-  _globals['_PREDICTIONERROR']._serialized_start=1525
-  _globals['_PREDICTIONERROR']._serialized_end=1608
-  _globals['_GETMETADATAREQUEST']._serialized_start=1610
-  _globals['_GETMETADATAREQUEST']._serialized_end=1630
-  _globals['_GETMETADATARESPONSE']._serialized_start=1633
-  _globals['_GETMETADATARESPONSE']._serialized_end=2155
-  _globals['_PREDICTOR']._serialized_start=2158
-  _globals['_PREDICTOR']._serialized_end=2466
+  _globals['_PREDICTREQUEST']._serialized_end=511
+  _globals['_TOKENIDS']._serialized_start=513
+  _globals['_TOKENIDS']._serialized_end=536
+  _globals['_CHATMESSAGES']._serialized_start=538
+  _globals['_CHATMESSAGES']._serialized_end=606
+  _globals['_CHATMESSAGE']._serialized_start=608
+  _globals['_CHATMESSAGE']._serialized_end=652
+  _globals['_PREDICTRESPONSE']._serialized_start=655
+  _globals['_PREDICTRESPONSE']._serialized_end=1274
+  _globals['_URGENCY']._serialized_start=1276
+  _globals['_URGENCY']._serialized_end=1390
+  _globals['_CAPPEDLENGTH']._serialized_start=1393
+  _globals['_CAPPEDLENGTH']._serialized_end=1545
+  _globals['_QUANTILE']._serialized_start=1547
+  _globals['_QUANTILE']._serialized_end=1588
+  _globals['_DURATIONS']._serialized_start=1590
+  _globals['_DURATIONS']._serialized_end=1682
+  _globals['_PREDICTBATCHREQUEST']._serialized_start=1684
+  _globals['_PREDICTBATCHREQUEST']._serialized_end=1762
+  _globals['_PREDICTBATCHRESPONSE']._serialized_start=1764
+  _globals['_PREDICTBATCHRESPONSE']._serialized_end=1836
+  _globals['_OUTCOME']._serialized_start=1839
+  _globals['_OUTCOME']._serialized_end=1978
+  _globals['_PREDICTIONERROR']._serialized_start=1980
+  _globals['_PREDICTIONERROR']._serialized_end=2063
+  _globals['_GETMETADATAREQUEST']._serialized_start=2065
+  _globals['_GETMETADATAREQUEST']._serialized_end=2106
+  _globals['_GETMETADATARESPONSE']._serialized_start=2109
+  _globals['_GETMETADATARESPONSE']._serialized_end=2679
+  _globals['_PREDICTOR']._serialized_start=2682
+  _globals['_PREDICTOR']._serialized_end=3082
 # @@protoc_insertion_point(module_scope)

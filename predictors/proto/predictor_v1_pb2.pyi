@@ -7,25 +7,55 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class PredictRequest(_message.Message):
-    __slots__ = ("request_id", "prompt", "served_model", "max_tokens", "cvar_level", "quantile_levels", "temperature")
+    __slots__ = ("request_id", "prompt", "token_ids", "messages", "served_model", "max_tokens", "cvar_level", "quantile_levels", "temperature", "declared_tier", "artifact_id", "timeout_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CVAR_LEVEL_FIELD_NUMBER: _ClassVar[int]
     QUANTILE_LEVELS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_TIER_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt: str
+    token_ids: TokenIds
+    messages: ChatMessages
     served_model: str
     max_tokens: int
     cvar_level: float
     quantile_levels: _containers.RepeatedScalarFieldContainer[float]
     temperature: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., temperature: _Optional[float] = ...) -> None: ...
+    declared_tier: int
+    artifact_id: str
+    timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ..., served_model: _Optional[str] = ..., max_tokens: _Optional[int] = ..., cvar_level: _Optional[float] = ..., quantile_levels: _Optional[_Iterable[float]] = ..., temperature: _Optional[float] = ..., declared_tier: _Optional[int] = ..., artifact_id: _Optional[str] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ChatMessages(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
+
+class ChatMessage(_message.Message):
+    __slots__ = ("role", "content")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -42,6 +72,8 @@ class PredictResponse(_message.Message):
     REGRESSION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     SIGMA_WITHIN_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_FIELD_NUMBER: _ClassVar[int]
+    CACHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -58,17 +90,21 @@ class PredictResponse(_message.Message):
     regression_tokens: float
     rank: float
     sigma_within: float
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ...) -> None: ...
+    bucket: int
+    cached: bool
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ...) -> None: ...
 
 class Urgency(_message.Message):
-    __slots__ = ("probabilities", "level", "abstain")
+    __slots__ = ("probabilities", "level", "abstain", "effective_level")
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     ABSTAIN_FIELD_NUMBER: _ClassVar[int]
+    EFFECTIVE_LEVEL_FIELD_NUMBER: _ClassVar[int]
     probabilities: _containers.RepeatedScalarFieldContainer[float]
     level: int
     abstain: bool
-    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ...) -> None: ...
+    effective_level: int
+    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ..., effective_level: _Optional[int] = ...) -> None: ...
 
 class CappedLength(_message.Message):
     __slots__ = ("max_tokens", "expected_tokens", "cvar_level", "cvar_tokens", "quantiles")
@@ -137,11 +173,13 @@ class PredictionError(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ...) -> None: ...
 
 class GetMetadataRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("artifact_id",)
+    ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
+    artifact_id: str
+    def __init__(self, artifact_id: _Optional[str] = ...) -> None: ...
 
 class GetMetadataResponse(_message.Message):
-    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "kind", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges")
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "kind", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +199,8 @@ class GetMetadataResponse(_message.Message):
     URGENCY_LEVELS_FIELD_NUMBER: _ClassVar[int]
     ABSTAIN_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     BUCKET_EDGES_FIELD_NUMBER: _ClassVar[int]
+    ARTIFACT_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_CHARS_FIELD_NUMBER: _ClassVar[int]
     artifact_id: str
     artifact_version: str
     format_version: int
@@ -180,4 +220,6 @@ class GetMetadataResponse(_message.Message):
     urgency_levels: _containers.RepeatedScalarFieldContainer[str]
     abstain_threshold: float
     bucket_edges: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., kind: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ...) -> None: ...
+    artifact_ids: _containers.RepeatedScalarFieldContainer[str]
+    max_prompt_chars: int
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., kind: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ...) -> None: ...

@@ -1,15 +1,18 @@
 """The dynamic batcher: pure asyncio, no threads, no model, no clock of its own.
 
 Callers `submit` an item and wait; whenever a worker is free, the batcher takes a group (see `grouping.py`), hands it to
-`work`, and gives every caller its own result. Whatever goes wrong with a batch reaches every caller of that batch, and
-the batcher goes on.
+`work`, and gives every caller its own result. Cancelled and expired items leave the queue before groups are made.
+Whatever goes wrong with a batch reaches every caller of that batch, and the batcher goes on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
+import functools
+import heapq
 import itertools
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -39,7 +42,6 @@ class _Entry(Generic[I, R]):
     item: I
     length: int
     arrived: float
-    deadline: float | None
     future: asyncio.Future[Answer[R]] = field(repr=False)
 
 
@@ -65,8 +67,12 @@ class Batcher(Generic[I, R]):
         self._numbers = itertools.count()
         self._waiting: dict[int, _Entry[I, R]] = {}  # in order of arrival
         self._by_length: list[tuple[int, int]] = []  # (length, number), ascending
-        self._running: set[asyncio.Task[None]] = set()
+        self._deadlines: list[
+            tuple[float, int]
+        ] = []  # heap of (deadline, number); may hold numbers that have left
+        self._running: set[asyncio.Future[Sequence[R]]] = set()
         self._timer: Timer | None = None
+        self._timer_at = math.inf
         self._closing = False
 
     @property
@@ -79,6 +85,11 @@ class Batcher(Generic[I, R]):
         """Batches in `work`."""
         return len(self._running)
 
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether an item submitted now would be worked on in the same moment, alone."""
+        return not self._waiting and self._settings.starts_at_once(len(self._running))
+
     async def submit(self, item: I, *, length: int, deadline: float | None = None) -> Answer[R]:
         """Waits for the item's result. Cancelling the caller takes the item out of the queue.
 
@@ -90,23 +101,23 @@ class Batcher(Generic[I, R]):
         Raises:
             QueueFullError: `max_queue` items are waiting; raised at once.
             ClosedError: The batcher is closing.
-            ExpiredError: The deadline passed while the item was waiting.
+            ExpiredError: The deadline passed while the item was waiting; raised at that moment.
             BatchError: The item's batch failed.
         """
         if self._closing:
             raise ClosedError
         if len(self._waiting) >= self._settings.max_queue:
             raise QueueFullError(self._settings.max_queue)
+        now = self._clock.now()
+        if deadline is not None and deadline <= now:
+            raise ExpiredError
         entry: _Entry[I, R] = _Entry(
-            next(self._numbers),
-            item,
-            length,
-            self._clock.now(),
-            deadline,
-            asyncio.get_running_loop().create_future(),
+            next(self._numbers), item, length, now, asyncio.get_running_loop().create_future()
         )
         self._waiting[entry.number] = entry
         bisect.insort(self._by_length, (length, entry.number))
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, entry.number))
         self._pump()
         try:
             return await entry.future
@@ -129,28 +140,60 @@ class Batcher(Generic[I, R]):
             del self._by_length[bisect.bisect_left(self._by_length, (entry.length, entry.number))]
 
     def _pump(self) -> None:
-        """Starts batches while there is a free worker and a group that need not wait."""
-        if self._timer is not None:
+        """Drops what has expired, and starts batches while there is a free worker and a group that need not wait."""
+        now = self._clock.now()
+        self._expire(now)
+        while self._waiting and len(self._running) < self._settings.num_workers and self._is_due(now):
+            self._start(self._take(), now)
+        self._set_timer()
+
+    def _is_due(self, now: float) -> bool:
+        return (
+            len(self._waiting) >= self._settings.max_batch
+            or now >= self._due
+            or self._closing
+            or (self._settings.flush_when_idle and not self._running)
+        )
+
+    @property
+    def _due(self) -> float:
+        return next(iter(self._waiting.values())).arrived + self._settings.max_wait_s
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and (
+            self._deadlines[0][0] <= now or self._deadlines[0][1] not in self._waiting
+        ):
+            entry = self._waiting.get(heapq.heappop(self._deadlines)[1])
+            if entry is not None:
+                self._remove(entry)
+                _fail(entry, ExpiredError())
+        if len(self._deadlines) > 2 * len(self._waiting) + 64:  # mostly of items that have left
+            self._deadlines = [found for found in self._deadlines if found[1] in self._waiting]
+            heapq.heapify(self._deadlines)
+
+    def _set_timer(self) -> None:
+        """One timer for what comes first: the end of the oldest item's wait, or a deadline."""
+        wanted = self._deadlines[0][0] if self._deadlines else math.inf
+        if self._waiting and len(self._running) < self._settings.num_workers:
+            wanted = min(wanted, self._due)
+        if self._timer is not None and (wanted == math.inf or wanted < self._timer_at):
             self._timer.cancel()
             self._timer = None
-        while self._waiting and len(self._running) < self._settings.num_workers:
-            now = self._clock.now()
-            due = next(iter(self._waiting.values())).arrived + self._settings.max_wait_s
-            if now < due and len(self._waiting) < self._settings.max_batch and not self._closing:
-                self._timer = self._clock.call_at(due, self._pump)
-                return
-            group = self._take(now)
-            if group:
-                task = asyncio.get_running_loop().create_task(self._run(group, now))
-                self._running.add(task)
+        if self._timer is None and wanted < math.inf:
+            self._timer_at = wanted
+            self._timer = self._clock.call_at(wanted, self._on_timer)
 
-    def _take(self, now: float) -> list[_Entry[I, R]]:
-        """Removes the next group from the queue; empty if all of it had expired."""
-        oldest = next(iter(self._waiting.values()))
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _take(self) -> list[_Entry[I, R]]:
+        """Removes the next group from the queue."""
         if self._settings.order == "arrival":
             entries = list(itertools.islice(self._waiting.values(), self._settings.max_batch))
             entries = entries[: oldest_first([entry.length for entry in entries], self._settings)]
         else:
+            oldest = next(iter(self._waiting.values()))
             # No batch reaches further than max_batch places from the oldest request.
             at = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
             first = max(0, at - self._settings.max_batch)
@@ -159,31 +202,34 @@ class Batcher(Generic[I, R]):
             entries = [self._waiting[near[position][1]] for position in chosen]
         for entry in entries:
             self._remove(entry)
-        for entry in entries:
-            if entry.deadline is not None and entry.deadline <= now:
-                _fail(entry, ExpiredError())
-        return [entry for entry in entries if not entry.future.done()]
+        return entries
 
-    async def _run(self, group: list[_Entry[I, R]], started: float) -> None:
+    def _start(self, group: list[_Entry[I, R]], now: float) -> None:
         try:
-            results = await self._work([entry.item for entry in group])
-            if len(results) != len(group):
-                raise TailcastError(f"{len(results)} results for a batch of {len(group)}")
-        except BaseException as error:
+            running = asyncio.ensure_future(self._work([entry.item for entry in group]))
+        except Exception as error:
             for entry in group:
                 _fail(entry, BatchError(error))
-            if not isinstance(error, Exception):
-                raise
+            return
+        self._running.add(running)
+        running.add_done_callback(functools.partial(self._finish, group, now))
+
+    def _finish(
+        self, group: list[_Entry[I, R]], started: float, finished: asyncio.Future[Sequence[R]]
+    ) -> None:
+        self._running.discard(finished)
+        error = asyncio.CancelledError() if finished.cancelled() else finished.exception()
+        if error is None and len(finished.result()) != len(group):
+            error = TailcastError(f"{len(finished.result())} results for a batch of {len(group)}")
+        if error is not None:
+            for entry in group:
+                _fail(entry, BatchError(error))
         else:
             work_s = self._clock.now() - started
-            for entry, result in zip(group, results, strict=True):
+            for entry, result in zip(group, finished.result(), strict=True):
                 if not entry.future.done():
                     entry.future.set_result(Answer(result, started - entry.arrived, work_s, len(group)))
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self._running.discard(task)
-            self._pump()
+        self._pump()
 
 
 def _fail(entry: _Entry[I, R], error: TailcastError) -> None:

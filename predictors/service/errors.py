@@ -1,17 +1,15 @@
-"""What can go wrong with one request inside the service; `servicer.py` maps each to a gRPC status."""
+"""What can go wrong with one request inside the service; `statuses.py` maps each to a status."""
 
 from __future__ import annotations
 
-from scheduler_core.errors import TailcastError
+from scheduler_core.errors import InputError, TailcastError
 
 
 class QueueFullError(TailcastError):
     """The queue is full; the request was refused at once and may be tried again later."""
 
-    def __init__(self, max_queue: int) -> None:
-        super().__init__(
-            f"queue: {max_queue} requests are waiting; allowed: fewer than {max_queue}; try again later"
-        )
+    def __init__(self, limit: int, field: str = "queue", what: str = "requests are waiting") -> None:
+        super().__init__(f"{field}: {limit} {what}; allowed: fewer than {limit}; try again later")
 
 
 class ExpiredError(TailcastError):
@@ -34,3 +32,31 @@ class BatchError(TailcastError):
     def __init__(self, cause: BaseException) -> None:
         super().__init__(f"the batch failed: {cause}")
         self.__cause__ = cause
+
+
+class UnknownArtifactError(InputError):
+    """No artifact of that name is served."""
+
+
+class UnauthenticatedError(TailcastError):
+    """The request has no bearer token, or one that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__("authorization: a known bearer token is needed")
+
+
+class UnparsableError(InputError):
+    """Bytes that are no message of the kind that is expected."""
+
+    def __init__(self, kind: str, reason: object) -> None:
+        super().__init__("request", f"bytes that cannot be read ({reason})", f"a serialised {kind}")
+
+
+def renamed(error: InputError, field: str) -> InputError:
+    """The same error about a field of another name."""
+    kind = UnknownArtifactError if isinstance(error, UnknownArtifactError) else InputError
+    return kind(field, error.value, error.allowed)
+
+
+class ReloadError(TailcastError):
+    """A new artifact was refused; the one before stays in service."""

@@ -24,6 +24,7 @@ class BatchingSettings:
     Attributes:
         max_batch: Most requests in a batch.
         max_wait_s: How long the oldest request waits for a full batch while a worker is free; 0 = not at all.
+        flush_when_idle: Nothing waits while no batch is running; a wait then only fills the second worker's batch.
         order: "length" joins the oldest request with its nearest neighbours in length, "arrival" takes the oldest.
         max_padding: Largest ratio of padded to real tokens of a batch of more than one; read with order "length".
         max_padded_tokens: Largest batch x longest of a batch of more than one.
@@ -33,6 +34,7 @@ class BatchingSettings:
 
     max_batch: int
     max_wait_s: float
+    flush_when_idle: bool = False
     order: Order = "length"
     max_padding: float = math.inf
     max_padded_tokens: int = 16_384
@@ -58,8 +60,17 @@ class BatchingSettings:
 
     @classmethod
     def gpu(cls) -> BatchingSettings:
-        """Up to 32 requests, or what has come 3 ms after the oldest."""
-        return cls(max_batch=32, max_wait_s=0.003)
+        """At once when nothing runs; beside a running batch up to 32 requests, or what has come 3 ms after the oldest.
+
+        The second worker prepares the next batch while the device works on the first.
+        """
+        return cls(max_batch=32, max_wait_s=0.003, flush_when_idle=True, num_workers=2)
+
+    def starts_at_once(self, num_running: int) -> bool:
+        """Whether a request that finds nobody waiting is worked on in the same moment, alone."""
+        if num_running >= self.num_workers:
+            return False
+        return self.max_wait_s == 0 or self.max_batch == 1 or (self.flush_when_idle and num_running == 0)
 
 
 def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSettings) -> range:

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import Artifact
 from predictors.manifest import checked_temperature
 from predictors.predicted import Predicted, PredictedRow
-from predictors.service.batcher import Batcher
+from predictors.service.batcher import Answer, Batcher
+from predictors.service.cache import LruCache, cache_key
 from predictors.service.clock import Clock, LoopClock
 from predictors.service.errors import ClosedError, QueueFullError
 from predictors.service.grouping import BatchingSettings
+from predictors.service.metrics import ArtifactMetrics
+from predictors.service.threads import ServiceThreads
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
 
 logger = logging.getLogger(__name__)
 
 TOKENISE_BATCH = 32  # texts per hop to the tokenising thread
+PROBES = ("Name three rivers.", "Write a long essay about the sea, and then some more about rivers.")
 
 
 class ReadPrompt(Protocol):
@@ -73,7 +77,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """One prompt's prediction and what it cost."""
+    """One prompt's prediction and what it cost; found in the cache it cost nothing."""
 
     found: PredictedRow
     prompt_tokens: int
@@ -82,15 +86,45 @@ class Prediction:
     queue_s: float
     inference_s: float
     batch_size: int
+    cached: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of a batch; rows of different served models and temperatures share batches."""
+    """One row of a batch; rows of different served models and temperatures share batches.
 
-    values: NDArray[Any]
+    A text is read in the thread that runs it, where that thread had nothing else to do; else it was read before.
+    """
+
+    prompt: str | ReadPrompt
     served_model: str | None
     temperature: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The prediction of one row, the prompt as it was read, and the seconds that reading took in the same thread."""
+
+    row: PredictedRow | None
+    read: ReadPrompt
+    reading_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """A prompt that comes as token ids, int64 [tokens]."""
+
+    values: NDArray[Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return len(self.values)
+
+    @property
+    def truncated(self) -> bool:
+        """Never: too many ids are refused."""
+        return False
 
 
 class PredictionPipeline:
@@ -100,18 +134,34 @@ class PredictionPipeline:
         runtime: Artifact to predict with.
         settings: Batching; `max_queue` bounds all requests inside, tokenising ones included.
         clock: Source of time; default: the event loop's.
+        threads: Threads to work in; default: own ones.
+        cache_entries: Predictions that are remembered; 0: none.
+        metrics: Who counts; default: nobody.
     """
 
-    def __init__(self, runtime: Runtime, settings: BatchingSettings, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        settings: BatchingSettings,
+        clock: Clock | None = None,
+        *,
+        threads: ServiceThreads | None = None,
+        cache_entries: int = 0,
+        metrics: ArtifactMetrics | None = None,
+    ) -> None:
         self.runtime = runtime
         self.settings = settings
         self.clock: Clock = clock or LoopClock()
+        self._known_models = frozenset(runtime.artifact.manifest.served_models)
+        self._knows_untold: bool | None = None  # `knows(None)`, once it was asked
         self._inside = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._state = "starting"
-        self._tokenise_pool = ThreadPoolExecutor(1, thread_name_prefix="tailcast-tokenise")
-        self._run_pool = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tailcast-run")
+        self._own_threads = threads is None
+        self._threads = threads or ServiceThreads(settings.num_workers)
+        self._cache: LruCache[Prediction] | None = LruCache(cache_entries) if cache_entries else None
+        self._metrics = metrics or ArtifactMetrics()
         self._tokeniser: Batcher[str, ReadPrompt] = Batcher(
             self._tokenise,
             settings=BatchingSettings(
@@ -119,21 +169,49 @@ class PredictionPipeline:
             ),
             clock=self.clock,
         )
-        self._batcher: Batcher[_Row, PredictedRow] = Batcher(self._run, settings=settings, clock=self.clock)
+        self._batcher: Batcher[_Row, _Found] = Batcher(self._run, settings=settings, clock=self.clock)
 
     @property
     def num_inside(self) -> int:
         """Requests accepted and not yet answered."""
         return self._inside
 
+    @property
+    def state(self) -> str:
+        """starting, ready or shutting down."""
+        return self._state
+
     async def start(self) -> None:
         """Warms the session up; requests are accepted from then on."""
-        await asyncio.get_running_loop().run_in_executor(self._run_pool, self.runtime.warm_up)
+        await self._threads.run.call(self.runtime.warm_up)
         self._state = "ready"
+
+    async def verify(self) -> None:
+        """Predicts some fixed prompts.
+
+        Raises:
+            TailcastError: The model fails, or gives numbers that no scheduler can use.
+        """
+        await self._threads.run.call(self._probe)
+
+    def knows(self, served_model: str | None) -> bool:
+        """Whether the artifact was trained on answers of that model.
+
+        Raises:
+            InputError: It cannot predict for it.
+        """
+        if served_model in self._known_models:
+            return True
+        if served_model is None and self._knows_untold is not None:
+            return self._knows_untold
+        known = self.runtime.artifact.manifest.served_model_number(served_model) > 0
+        if served_model is None:
+            self._knows_untold = known
+        return known
 
     async def predict(
         self,
-        prompt: str,
+        prompt: str | TokenIds,
         *,
         served_model: str | None = None,
         temperature: float | None = None,
@@ -142,7 +220,8 @@ class PredictionPipeline:
         """Predicts one prompt.
 
         Args:
-            prompt: The text; longer than the model reads is truncated.
+            prompt: The text, truncated to what the model reads; or token ids, at most max_length of them, each of
+                the artifact's vocabulary (who asks has to check that).
             served_model: Name of the LLM that will answer; None: not told.
             temperature: Its sampling temperature, at least 0; None: not told.
             deadline: Time of the clock after which no more work is done for it.
@@ -157,51 +236,35 @@ class PredictionPipeline:
         """
         if self._state != "ready":
             raise ClosedError(self._state)
+        # Checked here: in a batch it would fail its neighbours too.
+        self.knows(served_model)
+        checked_temperature(temperature)
+        key = None
+        if self._cache is not None:
+            values = prompt if isinstance(prompt, str) else prompt.values
+            key = cache_key(values, served_model, temperature)
+            found = self._cache.get(key)
+            self._metrics.cache(found is not None)
+            if found is not None:
+                return found
         if self._inside >= self.settings.max_queue:
             raise QueueFullError(self.settings.max_queue)
-        # Checked here: in a batch it would fail its neighbours too.
-        self.runtime.artifact.manifest.served_model_number(served_model)
-        checked_temperature(temperature)
         self._inside += 1
+        self._metrics.entered()
         self._empty.clear()
         try:
-            tokenised = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
-            read = tokenised.result
-            if len(read.values) == 0:
-                raise InputError("prompt", prompt, "a text with at least one token")
-            answer = await self._batcher.submit(
-                _Row(read.values, served_model, temperature),
-                length=max(1, read.num_tokens),
-                deadline=deadline,
-            )
+            prediction = await self._predict(prompt, served_model, temperature, deadline)
         finally:
             self._inside -= 1
+            self._metrics.left()
             if self._inside == 0:
                 self._empty.set()
-        self._check_range(answer.result)
-        return Prediction(
-            found=answer.result,
-            prompt_tokens=read.num_tokens,
-            truncated=read.truncated,
-            tokenise_s=tokenised.queue_s + tokenised.work_s,
-            queue_s=answer.queue_s,
-            inference_s=answer.work_s,
-            batch_size=answer.batch_size,
-        )
-
-    def _check_range(self, found: PredictedRow) -> None:
-        """Raises TailcastError for numbers that are not the caller's fault and that no scheduler can use."""
-        if found.mu is not None and found.sigma is not None and found.nu is not None:
-            try:
-                LengthPrediction(found.mu, found.sigma, found.nu)
-            except InputError as error:
-                raise TailcastError(
-                    f"the model gave mu = {found.mu}, sigma = {found.sigma}, nu = {found.nu}: {error}"
-                ) from error
-        for name in ("urgency", "bucket", "regression_tokens", "rank"):
-            value = getattr(found, name)
-            if value is not None and not np.isfinite(value).all():
-                raise TailcastError(f"the model gave {name} = {value}")
+        if self._cache is not None and key is not None:
+            remembered = replace(
+                prediction, tokenise_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
+            )
+            self._cache.put(key, remembered)
+        return prediction
 
     def refuse_new(self) -> None:
         """Lets what is inside finish; new requests get `ClosedError`."""
@@ -214,24 +277,116 @@ class PredictionPipeline:
             await self._empty.wait()
         await self._tokeniser.close(drain=False)
         await self._batcher.close(drain=False)
-        self._tokenise_pool.shutdown()
-        self._run_pool.shutdown()
+        if self._own_threads:
+            self._threads.close()
 
-    async def _tokenise(self, prompts: Sequence[str]) -> Sequence[ReadPrompt]:
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenise_pool, self.runtime.tokenizer, prompts)
+    async def _predict(
+        self,
+        prompt: str | TokenIds,
+        served_model: str | None,
+        temperature: float | None,
+        deadline: float | None,
+    ) -> Prediction:
+        tokenise_s = 0.0
+        reads_later = isinstance(prompt, str) and self._batcher.starts_at_once and self._is_tokeniser_idle
+        if isinstance(prompt, TokenIds):
+            row, length = _Row(prompt, served_model, temperature), prompt.num_tokens
+        elif reads_later:
+            # A worker is free and nobody is waiting: reading the text in the same thread saves a hop.
+            row, length = _Row(prompt, served_model, temperature), 1
+        else:
+            tokenised: Answer[ReadPrompt] = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
+            tokenise_s = tokenised.queue_s + tokenised.work_s
+            read = tokenised.result
+            _check_tokens(read)
+            row, length = _Row(read, served_model, temperature), max(1, read.num_tokens)
+        answer = await self._batcher.submit(row, length=length, deadline=deadline)
+        found = answer.result
+        if found.row is None:
+            _check_tokens(found.read)
+        assert found.row is not None
+        check_range(found.row)
+        return Prediction(
+            found=found.row,
+            prompt_tokens=found.read.num_tokens,
+            truncated=found.read.truncated,
+            tokenise_s=tokenise_s + found.reading_s,
+            queue_s=answer.queue_s,
+            inference_s=max(0.0, answer.work_s - found.reading_s),
+            batch_size=answer.batch_size,
+        )
 
-    async def _run(self, rows: Sequence[_Row]) -> list[PredictedRow]:
-        loop = asyncio.get_running_loop()
-        try:
-            predicted = await loop.run_in_executor(
-                self._run_pool,
-                self.runtime.run,
-                [row.values for row in rows],
-                [row.served_model for row in rows],
-                [row.temperature for row in rows],
+    @property
+    def _is_tokeniser_idle(self) -> bool:
+        return self._tokeniser.num_waiting == 0 and self._tokeniser.num_running == 0
+
+    def _probe(self) -> None:
+        reads = [read for read in self.runtime.tokenizer(PROBES) if len(read.values) > 0]
+        names = self.runtime.artifact.manifest.served_models
+        if reads:
+            found = self.runtime.run(
+                [read.values for read in reads], [names[0] if names else None] * len(reads)
             )
+            for row in found.rows():
+                check_range(row)
+
+    def _tokenise(self, prompts: Sequence[str]) -> asyncio.Future[Sequence[ReadPrompt]]:
+        return self._threads.tokenise.call(self.runtime.tokenizer, prompts)
+
+    def _run(self, rows: Sequence[_Row]) -> asyncio.Future[list[_Found]]:
+        return self._threads.run.call(self._run_rows, rows)
+
+    def _run_rows(self, rows: Sequence[_Row]) -> list[_Found]:
+        """Runs in a thread. A text without tokens gets no prediction and leaves the others theirs."""
+        try:
+            start = time.perf_counter()
+            reads = [
+                self.runtime.tokenizer([row.prompt])[0] if isinstance(row.prompt, str) else row.prompt
+                for row in rows
+            ]
+            reading_s = time.perf_counter() - start
+            filled = [number for number, read in enumerate(reads) if len(read.values) > 0]
+            found: list[PredictedRow | None] = [None] * len(rows)
+            if filled:
+                begin = time.perf_counter()
+                predicted = self.runtime.run(
+                    [reads[number].values for number in filled],
+                    [rows[number].served_model for number in filled],
+                    [rows[number].temperature for number in filled],
+                ).rows()
+                lengths = [max(1, reads[number].num_tokens) for number in filled]
+                self._metrics.batch(lengths, time.perf_counter() - begin)
+                for number, row in zip(filled, predicted, strict=True):
+                    found[number] = row
         except Exception:
+            self._metrics.failed_batch()
             logger.exception("a batch of %d prompts failed", len(rows))
             raise
-        return predicted.rows()
+        return [
+            _Found(row, read, reading_s if isinstance(asked.prompt, str) else 0.0)
+            for row, read, asked in zip(found, reads, rows, strict=True)
+        ]
+
+
+def _check_tokens(read: ReadPrompt) -> None:
+    if len(read.values) == 0:
+        raise InputError("prompt", "a text without tokens", "a text with at least one token")
+
+
+def check_range(found: PredictedRow) -> None:
+    """Raises TailcastError for numbers that are not the caller's fault and that no scheduler can use."""
+    if found.mu is not None and found.sigma is not None and found.nu is not None:
+        try:
+            LengthPrediction(found.mu, found.sigma, found.nu)
+        except InputError as error:
+            raise TailcastError(
+                f"the model gave mu = {found.mu}, sigma = {found.sigma}, nu = {found.nu}: {error}"
+            ) from error
+    for name in ("sigma_within", "regression_tokens", "rank"):
+        value = getattr(found, name)
+        if value is not None and not math.isfinite(value):
+            raise TailcastError(f"the model gave {name} = {value}")
+    for name in ("urgency", "bucket"):
+        values = getattr(found, name)
+        if values is not None and not all(map(math.isfinite, values)):
+            raise TailcastError(f"the model gave {name} = {values}")

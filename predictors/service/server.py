@@ -1,29 +1,40 @@
-"""The gRPC server's life: bind, warm up, serve, drain."""
+"""The server's life: bind, warm up, serve, replace artifacts, drain."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from predictors.proto import predictor_v1_pb2, predictor_v1_pb2_grpc
+from predictors.service.calls import PredictorCalls
 from predictors.service.clock import Clock
+from predictors.service.errors import ReloadError
 from predictors.service.grouping import BatchingSettings
+from predictors.service.metrics import ServiceMetrics
+from predictors.service.models import ArtifactTable, Reopen
+from predictors.service.oip_grpc import OIP_SERVICE, OpenInferenceMethods
 from predictors.service.pipeline import PredictionPipeline, Runtime
-from predictors.service.servicer import PredictorServicer
-from scheduler_core.errors import InputError
+from predictors.service.security import BearerInterceptor, BearerTokens, TlsFiles
+from predictors.service.servicer import SERVICE, PredictorMethods
+from predictors.service.tracing import Tracing
+from scheduler_core.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from predictors.service.gateway import HttpGateway
+
+__all__ = ["OIP_SERVICE", "SERVICE", "PredictionServer", "ServerSettings"]
 
 logger = logging.getLogger(__name__)
 
-SERVICE = predictor_v1_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
-LAST_WORDS_S = (
-    0.5  # for streams that never end by themselves (health watchers) once all predictions are answered
-)
+# For streams that never end by themselves (health watchers) once all predictions are answered.
+LAST_WORDS_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,112 +43,217 @@ class ServerSettings:
 
     Attributes:
         host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
+        port: gRPC port to listen on; 0 takes a free one.
+        http_port: HTTP port to listen on; 0 takes a free one; None: no HTTP.
+        reuse_port: Other processes may listen on the same ports and share their connections.
         max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED.
-        max_batch_requests: Most requests in one PredictBatch.
-        drain_timeout_s: How long `stop` waits for requests that are inside.
+        max_batch_requests: Most requests in one PredictBatch or ModelInfer.
+        max_prompt_chars: Longest prompt; None: any that fits into a message.
+        max_streams: Most PredictStream calls at the same time.
+        max_stream_requests: Requests of one stream under way at the same time.
+        cache_entries: Predictions that are remembered for each artifact; 0: none.
+        drain_delay_s: How long `stop` goes on to take requests while health says NOT_SERVING, so that load balancers
+            look away first.
+        drain_timeout_s: How long `stop` then waits for requests that are inside.
+        tls: Certificates; None: no TLS.
+        tokens: Bearer tokens that are let in; None: anybody.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
+    http_port: int | None = None
+    reuse_port: bool = False
     max_message_bytes: int = 16 * 2**20
     max_batch_requests: int = 256
+    max_prompt_chars: int | None = None
+    max_streams: int = 256
+    max_stream_requests: int = 128
+    cache_entries: int = 0
+    drain_delay_s: float = 0.0
     drain_timeout_s: float = 30.0
+    tls: TlsFiles | None = None
+    tokens: BearerTokens | None = None
 
     def __post_init__(self) -> None:
         if not self.host:
             raise InputError("host", self.host, "a host name or address")
-        if not 0 <= self.port <= 65535:
-            raise InputError("port", self.port, "0 to 65535; 0 takes a free port")
+        for name in ("port", "http_port"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= 65535:
+                raise InputError(name, value, "0 to 65535; 0 takes a free port")
         if not 1024 <= self.max_message_bytes < 2**31:
             raise InputError("max_message_bytes", self.max_message_bytes, "1024 to 2147483647")
-        if self.max_batch_requests < 1:
-            raise InputError("max_batch_requests", self.max_batch_requests, "an integer >= 1")
-        if not 0 <= self.drain_timeout_s <= 86_400:
-            raise InputError("drain_timeout_s", self.drain_timeout_s, "0 to 86400 seconds")
+        for name in ("max_batch_requests", "max_prompt_chars", "max_streams", "max_stream_requests"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(name, value, "an integer >= 1")
+        if self.cache_entries < 0:
+            raise InputError("cache_entries", self.cache_entries, "an integer >= 0")
+        for name in ("drain_delay_s", "drain_timeout_s"):
+            if not 0 <= getattr(self, name) <= 86_400:
+                raise InputError(name, getattr(self, name), "0 to 86400 seconds")
 
 
 class PredictionServer:
-    """One artifact behind one port.
+    """Artifacts behind one gRPC port, and where it is wanted one HTTP port.
 
     Args:
-        runtime: The loaded artifact.
+        runtimes: The loaded artifact, or several of different ids, the default first.
         batching: How requests are grouped.
         settings: Where to listen, and limits.
-        clock: Source of time of the batcher; default: the event loop's.
+        clock: Source of time of the batchers; default: the event loop's.
+        reopen: Loads the artifact of an id again, for `reload`; called in a thread.
+        metrics: Who counts; default: nobody.
+        tracing: Who records spans; default: nobody.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtimes: Runtime | Sequence[Runtime],
         batching: BatchingSettings,
         settings: ServerSettings,
         clock: Clock | None = None,
+        *,
+        reopen: Reopen | None = None,
+        metrics: ServiceMetrics | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
-        self.pipeline = PredictionPipeline(runtime, batching, clock)
+        self.http_port: int | None = None
+        self._metrics = metrics or ServiceMetrics()
+        self.artifacts = ArtifactTable(
+            runtimes if isinstance(runtimes, Sequence) else [runtimes],
+            batching,
+            clock=clock,
+            cache_entries=settings.cache_entries,
+            max_prompt_chars=settings.max_prompt_chars,
+            metrics=self._metrics,
+            reopen=reopen,
+        )
+        self._calls = PredictorCalls(
+            self.artifacts,
+            max_batch_requests=settings.max_batch_requests,
+            max_message_bytes=settings.max_message_bytes,
+            max_prompt_chars=settings.max_prompt_chars,
+            tracing=tracing,
+        )
+        self._methods = PredictorMethods(
+            self._calls, max_streams=settings.max_streams, max_stream_requests=settings.max_stream_requests
+        )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._server: grpc.aio.Server | None = None
+        self._gateway: HttpGateway | None = None
+
+    @property
+    def pipeline(self) -> PredictionPipeline:
+        """The default artifact's pipeline."""
+        return self.artifacts.default.pipeline
 
     async def start(self) -> int:
-        """Binds, starts to answer, warms up, then reports SERVING; returns the port.
+        """Binds, starts to answer, warms up, then reports SERVING; returns the gRPC port.
 
         Raises:
-            InputError: The port is in use or may not be bound.
+            InputError: A port is in use or may not be bound, or a certificate cannot be read.
         """
-        limit = self.settings.max_message_bytes
+        settings = self.settings
+        limit = settings.max_message_bytes
         server = grpc.aio.server(
+            interceptors=[] if settings.tokens is None else [BearerInterceptor(settings.tokens)],
             options=[
-                # Two servers on one port would silently share its requests.
-                ("grpc.so_reuseport", 0),
+                # Two servers on one port would silently share its requests, so that has to be asked for.
+                ("grpc.so_reuseport", int(settings.reuse_port)),
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
-            ]
+                # Clients may look every ten seconds whether their connection still lives.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
         )
-        servicer = PredictorServicer(
-            self.pipeline, max_batch_requests=self.settings.max_batch_requests, max_message_bytes=limit
+        server.add_generic_rpc_handlers(
+            (self._methods.handler(), OpenInferenceMethods(self._calls).handler())
         )
-        predictor_v1_pb2_grpc.add_PredictorServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         port = self._bind(server)
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if settings.http_port is not None:
+            await self._start_http(settings.http_port)
         await server.start()
         self._server = server
-        await self.pipeline.start()
+        await self.artifacts.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
         return port
+
+    async def reload(self) -> None:
+        """Replaces every artifact whose files have changed; one that is refused stays as it is, and the log says why."""
+        for name in self.artifacts.names:
+            try:
+                if not await self.artifacts.reload(name):
+                    logger.info("artifact %s: nothing has changed", name)
+            except ReloadError as error:
+                logger.error("%s", error)
 
     async def stop(self) -> None:
         """Refuses new requests, answers those inside (for `drain_timeout_s`), then closes."""
         if self._server is None:
+            if self._gateway is not None:
+                await self._gateway.stop()
             return
-        self.pipeline.refuse_new()
         await self._health.enter_graceful_shutdown()
-        draining = asyncio.create_task(self.pipeline.close())
+        if self.settings.drain_delay_s:
+            await asyncio.sleep(self.settings.drain_delay_s)
+        self.artifacts.refuse_new()
+        self._methods.end_streams()
+        draining = asyncio.create_task(self.artifacts.close())
         # gRPC's own grace period would answer newcomers with CANCELLED; until all predictions are made (or the time
         # is up) the pipeline answers them with UNAVAILABLE, which clients know how to take.
         await asyncio.wait({draining}, timeout=self.settings.drain_timeout_s)
+        if self._gateway is not None:
+            await self._gateway.stop()
         await self._server.stop(LAST_WORDS_S)
         await draining
         self._server = None
 
+    async def _start_http(self, port: int) -> None:
+        try:
+            from predictors.service.gateway import HttpGateway
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(error.name or "aiohttp", "serve") from error
+        settings = self.settings
+        self._gateway = HttpGateway(
+            self._calls,
+            self._metrics,
+            max_message_bytes=settings.max_message_bytes,
+            tokens=settings.tokens,
+        )
+        tls = None if settings.tls is None else settings.tls.http_context()
+        self.http_port = await self._gateway.start(settings.host, port, tls, reuse_port=settings.reuse_port)
+
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for service in ("", SERVICE):
+        for service in ("", SERVICE, OIP_SERVICE, *self.artifacts.names):
             await self._health.set(service, status)
 
     def _bind(self, server: grpc.aio.Server) -> int:
         host, port = self.settings.host, self.settings.port
-        _probe(host, port)
+        if not self.settings.reuse_port:
+            probe_port(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        tls = self.settings.tls
         try:
-            return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            if tls is None:
+                return server.add_insecure_port(address)
+            return server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as error:
             raise InputError("port", f"{host}:{port}", "an address that can be bound") from error
 
 
-def _probe(host: str, port: int) -> None:
-    """Binds and lets go again: gRPC would hide the reason of a failure and write to stderr by itself."""
+def probe_port(host: str, port: int, field: str = "port") -> None:
+    """Binds and lets go again: gRPC would hide the reason of a failure and write to stderr by itself.
+
+    Raises:
+        InputError: It cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -145,5 +261,5 @@ def _probe(host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise InputError(
-            "port", f"{host}:{port}", f"an address that can be bound ({error.strerror})"
+            field, f"{host}:{port}", f"an address that can be bound ({error.strerror})"
         ) from error

@@ -1,170 +1,178 @@
-"""The gRPC methods: checks what came in, asks the pipeline, and maps every error to a status in one table."""
+"""The gRPC methods of tailcast.predictor.v1.Predictor, from bytes to bytes.
+
+Handlers take and give bytes: what cannot be parsed is then our INVALID_ARGUMENT, not the library's INTERNAL or UNKNOWN.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from importlib import metadata
-from typing import Any
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import Message
 
-from predictors.artifact import FORMAT_VERSION
-from predictors.manifest import checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto import predictor_v1_pb2_grpc
-from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
-from predictors.service.pipeline import PredictionPipeline
-from predictors.service.response import predict_response
-from scheduler_core.errors import InputError, TailcastError
+from predictors.service.calls import PredictorCalls, parsed
+from predictors.service.errors import ClosedError, QueueFullError
+from predictors.service.statuses import Failure
+from predictors.service.tracing import TRACE_KEYS
 
-logger = logging.getLogger(__name__)
-
-STATUS: dict[type[Exception], grpc.StatusCode] = {
-    InputError: grpc.StatusCode.INVALID_ARGUMENT,
-    QueueFullError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    ExpiredError: grpc.StatusCode.DEADLINE_EXCEEDED,
-    ClosedError: grpc.StatusCode.UNAVAILABLE,
-    BatchError: grpc.StatusCode.INTERNAL,
-    TailcastError: grpc.StatusCode.INTERNAL,
-}
-
-MAX_QUANTILE_LEVELS = 100
-MAX_REQUEST_ID_CHARS = 1024
-
+SERVICE = pb.DESCRIPTOR.services_by_name["Predictor"].full_name
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class PredictorServicer(predictor_v1_pb2_grpc.PredictorServicer):
-    """Service tailcast.predictor.v1.Predictor.
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """Ends a call with the status of an error and its details."""
+    failure = Failure.of(error)
+    await context.abort(failure.code, failure.message, failure.trailing_metadata())
+    raise AssertionError("abort raises")
+
+
+def unary(method: Callable[[bytes, Context], Awaitable[Message]]) -> grpc.RpcMethodHandler[Any, Any]:
+    """A gRPC handler of a method that takes bytes, gives a message, and may raise anything."""
+
+    async def handle(data: bytes, context: Context) -> bytes:
+        try:
+            response = await method(data, context)
+            data = response.SerializeToString()
+        except Exception as error:
+            await abort(context, error)
+        return data
+
+    return grpc.unary_unary_rpc_method_handler(handle)
+
+
+class PredictorMethods:
+    """The handlers.
 
     Args:
-        pipeline: What predicts.
-        max_batch_requests: Most requests in one PredictBatch.
-        max_message_bytes: Limit of the transport, told in the metadata.
+        calls: What the service does.
+        max_streams: Most PredictStream calls at the same time.
+        max_stream_requests: Requests of one stream that are under way at the same time; the next one is read when one
+            of them has been answered and the answer taken.
     """
 
+    def __init__(self, calls: PredictorCalls, *, max_streams: int, max_stream_requests: int) -> None:
+        self._calls = calls
+        self._max_streams = max_streams
+        self._max_stream_requests = max_stream_requests
+        self._streams: set[PredictionStream] = set()
+        self._traces = calls.is_tracing
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """What a gRPC server takes."""
+        methods: dict[str, Any] = {
+            "Predict": unary(self._predict),
+            "PredictBatch": unary(self._predict_batch),
+            "PredictStream": grpc.stream_stream_rpc_method_handler(self._predict_stream),
+            "GetMetadata": unary(self._metadata),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    def end_streams(self) -> None:
+        """Reads no more requests from streams; they end when what was read is answered."""
+        for stream in list(self._streams):
+            stream.end()
+
+    async def _predict(self, data: bytes, context: Context) -> Message:
+        request = parsed(pb.PredictRequest, data)
+        return await self._calls.predict(
+            request, context.time_remaining(), method="Predict", trace=self._trace(context)
+        )
+
+    async def _predict_batch(self, data: bytes, context: Context) -> Message:
+        request = parsed(pb.PredictBatchRequest, data)
+        return await self._calls.predict_batch(request, context.time_remaining(), self._trace(context))
+
+    async def _metadata(self, data: bytes, context: Context) -> Message:
+        return self._calls.metadata(parsed(pb.GetMetadataRequest, data))
+
+    async def _predict_stream(self, requests: object, context: Context) -> None:
+        if len(self._streams) >= self._max_streams:
+            await abort(context, QueueFullError(self._max_streams, "streams", "streams are open"))
+        stream = PredictionStream(self._calls, context, self._max_stream_requests, self._trace(context))
+        self._streams.add(stream)
+        try:
+            await stream.run()
+        except Exception as error:
+            await abort(context, error)
+        finally:
+            self._streams.discard(stream)
+
+    def _trace(self, context: Context) -> dict[str, str] | None:
+        if not self._traces:
+            return None
+        found = dict(context.invocation_metadata() or ())
+        return {key: str(found[key]) for key in TRACE_KEYS if key in found}
+
+
+class PredictionStream:
+    """One PredictStream call: reads, predicts and writes at the same time, with bounded memory."""
+
     def __init__(
-        self, pipeline: PredictionPipeline, *, max_batch_requests: int, max_message_bytes: int
+        self, calls: PredictorCalls, context: Context, max_requests: int, trace: dict[str, str] | None
     ) -> None:
-        self._pipeline = pipeline
-        self._max_batch_requests = max_batch_requests
-        self._max_message_bytes = max_message_bytes
+        self._calls = calls
+        self._context = context
+        self._trace = trace
+        self._num_open = 0  # read and not yet written
+        self._answers: deque[bytes] = deque()
+        self._changed = asyncio.Event()  # an answer is there, or reading has ended
+        self._room = asyncio.Semaphore(max_requests)  # requests that may still be read
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reader: asyncio.Task[None] | None = None
+        self._is_ending = False
 
-    async def Predict(self, request: pb.PredictRequest, context: Context) -> pb.PredictResponse:
-        """One prompt; see the .proto for the statuses."""
-        outcome = await self._outcome(request, self._deadline(context), where="")
-        if isinstance(outcome, pb.PredictResponse):
-            return outcome
-        code, message, _ = outcome
-        await context.abort(code, message)
-        raise AssertionError("abort raises")
+    async def run(self) -> None:
+        """Until the client has sent all and got all.
 
-    async def PredictBatch(
-        self, request: pb.PredictBatchRequest, context: Context
-    ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome."""
-        if not 1 <= len(request.requests) <= self._max_batch_requests:
-            error = InputError(
-                "requests", f"{len(request.requests)} requests", f"1 to {self._max_batch_requests} of them"
-            )
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        deadline = self._deadline(context)
-        outcomes = await asyncio.gather(
-            *(
-                self._outcome(one, deadline, where=f"requests[{index}].")
-                for index, one in enumerate(request.requests)
-            )
-        )
-        return pb.PredictBatchResponse(
-            outcomes=[
-                pb.Outcome(prediction=outcome)
-                if isinstance(outcome, pb.PredictResponse)
-                else _error_outcome(one.request_id, *outcome)
-                for one, outcome in zip(request.requests, outcomes, strict=True)
-            ]
-        )
-
-    async def GetMetadata(self, request: pb.GetMetadataRequest, context: Context) -> pb.GetMetadataResponse:
-        """What is served."""
-        manifest = self._pipeline.runtime.artifact.manifest
-        return pb.GetMetadataResponse(
-            artifact_id=manifest.artifact_id,
-            artifact_version=manifest.artifact_version,
-            format_version=FORMAT_VERSION,
-            served_models=manifest.served_models,
-            nu=manifest.nu,
-            max_length_tokens=manifest.max_length,
-            truncation_side=manifest.truncation_side,
-            provider=self._pipeline.runtime.provider,
-            server_version=metadata.version("tailcast"),
-            max_batch_requests=self._max_batch_requests,
-            max_message_bytes=self._max_message_bytes,
-            kind=manifest.kind,
-            heads=manifest.heads,
-            conditioned_on_served_model=manifest.conditioning is not None,
-            conditioned_on_temperature=manifest.conditioning is not None
-            and manifest.conditioning.temperature,
-            accepts_unknown_models=manifest.accepts_unknown_models,
-            urgency_levels=manifest.urgency_levels,
-            abstain_threshold=manifest.abstain_threshold,
-            bucket_edges=manifest.bucket_edges,
-        )
-
-    def _deadline(self, context: Context) -> float | None:
-        remaining = context.time_remaining()
-        return None if remaining is None else self._pipeline.clock.now() + remaining
-
-    async def _outcome(
-        self, request: pb.PredictRequest, deadline: float | None, where: str
-    ) -> pb.PredictResponse | tuple[grpc.StatusCode, str, str]:
-        """The answer, or (status code, message, name of the wrong field)."""
+        Raises:
+            InputError: Bytes that are no request.
+            ClosedError: The server is draining; all that was read has been answered.
+        """
+        self._reader = asyncio.ensure_future(self._read())
+        self._reader.add_done_callback(lambda _: self._changed.set())
         try:
-            self._check(request, where)
-            prediction = await self._pipeline.predict(
-                request.prompt,
-                served_model=request.served_model or None,
-                temperature=request.temperature if request.HasField("temperature") else None,
-                deadline=deadline,
-            )
-            return predict_response(request, prediction, self._pipeline.runtime.artifact.manifest)
-        except TailcastError as error:
-            code = next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
-            return code, str(error), error.field if isinstance(error, InputError) else ""
-        except Exception:
-            logger.exception("request %r failed", request.request_id)
-            return grpc.StatusCode.INTERNAL, "internal error; the server's log has the details", ""
+            while not (self._reader.done() and self._num_open == 0):
+                await self._changed.wait()
+                self._changed.clear()
+                while self._answers:
+                    await self._context.write(self._answers.popleft())
+                    self._num_open -= 1
+                    self._room.release()
+            if not self._reader.cancelled():
+                self._reader.result()
+            if self._is_ending:
+                raise ClosedError
+        finally:
+            self._reader.cancel()
+            for task in self._tasks:
+                task.cancel()
 
-    def _check(self, request: pb.PredictRequest, where: str) -> None:
-        """Raises InputError for the first field that is wrong, its name prefixed with `where`."""
-        if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            raise InputError(
-                f"{where}request_id", request.request_id, f"at most {MAX_REQUEST_ID_CHARS} characters"
-            )
-        if not request.prompt or request.prompt.isspace():
-            raise InputError(f"{where}prompt", request.prompt[:20], "a text that is not empty")
-        try:
-            self._pipeline.runtime.artifact.manifest.served_model_number(request.served_model)
-            checked_temperature(request.temperature if request.HasField("temperature") else None)
-        except InputError as error:
-            raise InputError(where + error.field, error.value, error.allowed) from error
-        if request.HasField("max_tokens") and request.max_tokens < 1:
-            raise InputError(f"{where}max_tokens", request.max_tokens, "an integer >= 1, or unset")
-        if request.HasField("cvar_level") and not 0 <= request.cvar_level < 1:
-            raise InputError(f"{where}cvar_level", request.cvar_level, "a number in [0, 1)")
-        if len(request.quantile_levels) > MAX_QUANTILE_LEVELS:
-            raise InputError(
-                f"{where}quantile_levels",
-                f"{len(request.quantile_levels)} levels",
-                f"at most {MAX_QUANTILE_LEVELS}",
-            )
-        for level in request.quantile_levels:
-            if not 0 < level < 1:
-                raise InputError(f"{where}quantile_levels", level, "numbers in (0, 1)")
+    def end(self) -> None:
+        """Reads no more."""
+        self._is_ending = True
+        if self._reader is not None:
+            self._reader.cancel()
 
+    async def _read(self) -> None:
+        while True:
+            await self._room.acquire()
+            data = await self._context.read()
+            if data is EOF:
+                return
+            request = parsed(pb.PredictRequest, data)
+            self._num_open += 1
+            task = asyncio.ensure_future(self._answer(request))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-def _error_outcome(request_id: str, code: grpc.StatusCode, message: str, field: str) -> pb.Outcome:
-    number: int = code.value[0]
-    return pb.Outcome(
-        error=pb.PredictionError(request_id=request_id, code=number, message=message, field=field)
-    )
+    async def _answer(self, request: pb.PredictRequest) -> None:
+        outcome = await self._calls.outcome(
+            request, self._context.time_remaining(), method="PredictStream", trace=self._trace
+        )
+        self._answers.append(outcome.SerializeToString())
+        self._changed.set()

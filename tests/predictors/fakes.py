@@ -30,8 +30,11 @@ from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
 from predictors.predicted import Predicted
 from predictors.runtime import open_runtime
 from predictors.service.grouping import BatchingSettings
+from predictors.service.metrics import ServiceMetrics
+from predictors.service.models import Reopen
 from predictors.service.pipeline import Runtime
 from predictors.service.server import PredictionServer, ServerSettings
+from predictors.service.tracing import Tracing
 
 WORDS = ("name", "three", "rivers", "write", "a", "long", "essay", "about", "the", "sea", "nan", "crash")
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -326,11 +329,22 @@ class GatedRuntime:
 
 @contextlib.asynccontextmanager
 async def running_server(
-    runtime: Runtime, *, batching: BatchingSettings | None = None, **settings: Any
+    runtime: Runtime | Sequence[Runtime],
+    *,
+    batching: BatchingSettings | None = None,
+    reopen: Reopen | None = None,
+    metrics: ServiceMetrics | None = None,
+    tracing: Tracing | None = None,
+    **settings: Any,
 ) -> AsyncIterator[tuple[PredictionServer, str]]:
     """A server on a free loopback port, and its address."""
     server = PredictionServer(
-        runtime, batching or BatchingSettings.cpu(num_workers=2), ServerSettings(**settings)
+        runtime,
+        batching or BatchingSettings.cpu(num_workers=2),
+        ServerSettings(**settings),
+        reopen=reopen,
+        metrics=metrics,
+        tracing=tracing,
     )
     port = await server.start()
     try:

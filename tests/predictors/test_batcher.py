@@ -163,6 +163,79 @@ async def test_expired_request_is_dropped_before_work() -> None:
     assert bench.work.batches == [[1], [3]]
 
 
+async def test_expired_request_is_told_at_that_moment_though_no_worker_is_free() -> None:
+    bench = Bench(max_batch=1)
+    running = await bench.submit(1)
+    late = await bench.submit(2, deadline=1.0)
+    await bench.clock.advance(0.9)
+    assert not late.done()
+    await bench.clock.advance(0.1)
+    with pytest.raises(ExpiredError):
+        await late
+    assert bench.batcher.num_waiting == 0
+    assert bench.clock.num_timers == 0
+    await bench.work.release(0)
+    assert (await running).result == "r1"
+
+
+async def test_request_whose_deadline_has_passed_never_enters_the_queue() -> None:
+    bench = Bench()
+    await bench.clock.advance(5.0)
+    with pytest.raises(ExpiredError):
+        await bench.batcher.submit(1, length=1, deadline=5.0)
+    assert bench.work.batches == []
+
+
+async def test_expired_requests_do_not_thin_out_the_next_batch() -> None:
+    bench = Bench(max_batch=2)
+    await bench.submit(50)
+    late = await bench.submit(1, 2, deadline=1.0)
+    await bench.submit(1, 2)
+    await bench.clock.advance(1.0)
+    await bench.work.release(0)
+    assert sorted(bench.work.batches[1]) == [1, 2]
+    assert all(
+        isinstance(error, ExpiredError) for error in await asyncio.gather(*late, return_exceptions=True)
+    )
+
+
+async def test_far_deadlines_of_answered_requests_are_forgotten() -> None:
+    bench = Bench(max_batch=1)
+    for number in range(500):
+        caller = await bench.submit(1, deadline=1e9)
+        await bench.work.release(number)
+        await caller
+    assert len(bench.batcher._deadlines) <= 65
+    assert bench.clock.num_timers <= 1
+
+
+async def test_idle_session_is_flushed_at_once_and_a_busy_one_waits_for_company() -> None:
+    bench = Bench(max_batch=3, max_wait_s=0.003, flush_when_idle=True, num_workers=2)
+    await bench.submit(1)
+    assert bench.work.batches == [[1]]
+    await bench.submit(2)
+    assert bench.work.batches == [[1]]
+    await bench.clock.advance(0.003)
+    assert bench.work.batches == [[1], [2]]
+    await bench.submit(3, 4, 5, 6)
+    await bench.work.release(0)
+    assert sorted(bench.work.batches[2]) == [3, 4, 5]
+    await bench.work.release(1)
+    assert len(bench.work.batches) == 3
+    await bench.work.release(2)
+    assert bench.work.batches[3] == [6]
+
+
+async def test_work_that_cannot_even_start_fails_its_batch() -> None:
+    def work(items: Sequence[int]) -> Any:
+        raise RuntimeError("no thread")
+
+    batcher = Batcher(work, settings=BatchingSettings(max_batch=2, max_wait_s=0.0), clock=ManualClock())
+    for _ in range(2):
+        with pytest.raises(BatchError, match="no thread"):
+            await batcher.submit(1, length=1)
+
+
 async def test_failure_reaches_every_caller_of_that_batch_and_only_them() -> None:
     bench = Bench(max_batch=2, max_wait_s=1.0)
     callers = await bench.submit(1, 2, 3, 4)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,17 @@ from typing import Any
 import grpc
 import pytest
 
-from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor, connect
+from predictors.client import (
+    BreakerSettings,
+    CircuitOpenError,
+    ClientSettings,
+    GrpcPredictor,
+    PredictorError,
+    RetrySettings,
+    SyncPredictor,
+    TlsSettings,
+    connect,
+)
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
@@ -18,9 +29,11 @@ from predictors.service.grouping import BatchingSettings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from tests.predictors.fakes import NU, GatedRuntime, expected, running_server, until
+from tests.predictors.scripted import NOBODY, Scripted, serving
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
-NOBODY = "127.0.0.1:1"  # a reserved port on which nothing listens
+ONE_TRY = ClientSettings(retries=RetrySettings(max_attempts=1))
+QUICK = RetrySettings(max_attempts=3, first_backoff_s=0.005)
 
 
 def requests(prompts: list[str] = PROMPTS, **options: Any) -> list[PredictionRequest]:
@@ -101,7 +114,7 @@ async def test_unknown_served_model_is_refused(address: str) -> None:
 
 
 async def test_unreachable_server_is_named() -> None:
-    async with GrpcPredictor(NOBODY, ClientSettings(max_attempts=2, first_backoff_s=0.005)) as predictor:
+    async with GrpcPredictor(NOBODY, ClientSettings(retries=QUICK)) as predictor:
         with pytest.raises(PredictorError, match=rf"predictor {NOBODY}:.* UNAVAILABLE") as caught:
             await predictor.predict(requests())
         with pytest.raises(PredictorError, match="UNAVAILABLE"):
@@ -144,22 +157,6 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     assert len(runtime.batches) <= 1
 
 
-class Flaky(predictor_v1_pb2_grpc.PredictorServicer):
-    """Fails the first calls with a status, then answers."""
-
-    def __init__(self, code: grpc.StatusCode, num_failures: int) -> None:
-        self.code = code
-        self.num_failures = num_failures
-        self.num_calls = 0
-
-    async def PredictBatch(self, request: pb.PredictBatchRequest, context: Any) -> pb.PredictBatchResponse:
-        self.num_calls += 1
-        if self.num_calls <= self.num_failures:
-            await context.abort(self.code, "not now")
-        answer = pb.Outcome(prediction=pb.PredictResponse(mu=1.0, sigma=0.5, nu=NU))
-        return pb.PredictBatchResponse(outcomes=[answer] * len(request.requests))
-
-
 @pytest.mark.parametrize(
     ("code", "num_failures", "num_calls"),
     [
@@ -170,23 +167,23 @@ class Flaky(predictor_v1_pb2_grpc.PredictorServicer):
         (grpc.StatusCode.INTERNAL, 1, 1),
     ],
 )
+@pytest.mark.parametrize("client", ["asynchronous", "blocking"])
 async def test_only_what_no_server_took_is_retried_and_not_for_ever(
-    code: grpc.StatusCode, num_failures: int, num_calls: int
+    client: str, code: grpc.StatusCode, num_failures: int, num_calls: int
 ) -> None:
-    servicer = Flaky(code, num_failures)
-    server = grpc.aio.server()
-    predictor_v1_pb2_grpc.add_PredictorServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    settings = ClientSettings(max_attempts=3, first_backoff_s=0.005)
-    async with GrpcPredictor(address, settings) as predictor:
+    servicer = Scripted(code, num_failures)
+    settings = ClientSettings(retries=QUICK)
+    async with serving(servicer) as address:
+        if client == "blocking":
+            asking = asyncio.to_thread(SyncPredictor(address, settings).predict, requests())
+        else:
+            asking = GrpcPredictor(address, settings).predict(requests())
         if num_failures < num_calls:
-            assert len(await predictor.predict(requests())) == 4
+            assert [found.mu for found in await asking] == [len(prompt) for prompt in PROMPTS]
         else:
             with pytest.raises(PredictorError, match=f"{code.name}: not now"):
-                await predictor.predict(requests())
-    await server.stop(None)
-    assert servicer.num_calls == num_calls
+                await asking
+    assert len(servicer.calls) == num_calls
 
 
 async def test_wrong_number_of_answers_is_an_error() -> None:
@@ -194,14 +191,165 @@ async def test_wrong_number_of_answers_is_an_error() -> None:
         async def PredictBatch(self, request: Any, context: Any) -> pb.PredictBatchResponse:
             return pb.PredictBatchResponse()
 
-    server = grpc.aio.server()
-    predictor_v1_pb2_grpc.add_PredictorServicer_to_server(Short(), server)  # type: ignore[no-untyped-call]
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    async with connect(address) as predictor:
+    async with serving(Short()) as address, connect(address) as predictor:
         with pytest.raises(PredictorError, match="0 outcomes for 4 requests"):
             await predictor.predict(requests())
-    await server.stop(None)
+
+
+@pytest.mark.parametrize("nu", [0.0, float("nan")])
+async def test_numbers_that_no_scheduler_can_use_are_an_error_of_the_service(nu: float) -> None:
+    class Odd(predictor_v1_pb2_grpc.PredictorServicer):
+        async def Predict(self, request: Any, context: Any) -> pb.PredictResponse:
+            return pb.PredictResponse(request_id=request.request_id, mu=1.0, sigma=0.5, nu=nu)
+
+    async with serving(Odd()) as address, connect(address) as predictor:
+        with pytest.raises(PredictorError, match="predicted nu") as caught:
+            await predictor.predict(requests(["sea"]))
+    assert (caught.value.code, caught.value.request_id) == ("INTERNAL", "r0")
+
+
+@pytest.mark.parametrize("client", ["asynchronous", "blocking"])
+async def test_a_call_may_have_its_own_deadline(client: str) -> None:
+    async with serving(Scripted(num_silent=1)) as address:
+        with pytest.raises(PredictorError, match="DEADLINE_EXCEEDED"):
+            if client == "blocking":
+                await asyncio.to_thread(SyncPredictor(address).predict, requests(["sea"]), timeout_s=0.05)
+            else:
+                await connect(address).predict(requests(["sea"]), timeout_s=0.05)
+    with pytest.raises(InputError, match="timeout_s"):
+        await connect(NOBODY).predict(requests(), timeout_s=-1)
+
+
+@pytest.mark.parametrize("client", ["asynchronous", "blocking"])
+async def test_capped_numbers_come_when_asked_for(address: str, client: str) -> None:
+    async def ask(capped: bool) -> pb.PredictResponse:
+        wanted = requests(["sea"])
+        if client == "blocking":
+            [found] = await asyncio.to_thread(SyncPredictor(address).responses, wanted, capped=capped)
+        else:
+            async with connect(address) as predictor:
+                [found] = await predictor.responses(wanted, capped=capped)
+        return found
+
+    assert (await ask(True)).capped.max_tokens == 100
+    assert not (await ask(False)).HasField("capped")
+
+
+@pytest.mark.parametrize("client", ["asynchronous", "blocking"])
+async def test_hedge_answers_where_the_first_call_hangs(client: str) -> None:
+    servicer = Scripted(num_silent=1)
+    settings = ClientSettings(hedge_after_s=0.02, num_connections=2)
+    async with serving(servicer) as address:
+        if client == "blocking":
+            [found] = await asyncio.to_thread(SyncPredictor(address, settings).predict, requests(["sea"]))
+        else:
+            async with GrpcPredictor(address, settings) as predictor:
+                [found] = await predictor.predict(requests(["sea"]))
+        await until(lambda: servicer.num_under_way == 0)  # the loser was cancelled
+    assert found.mu == 3.0
+    assert len(servicer.calls) == 2
+
+
+async def test_no_hedge_is_made_by_default_or_without_budget() -> None:
+    broke = RetrySettings(max_budget=0.0)
+    for settings in (ClientSettings(), ClientSettings(hedge_after_s=0.01, retries=broke)):
+        servicer = Scripted(num_silent=1)
+        async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+            with pytest.raises(PredictorError, match="DEADLINE_EXCEEDED"):
+                await predictor.predict(requests(["sea"]), timeout_s=0.1)
+        assert len(servicer.calls) == 1
+
+
+async def test_identical_prompts_of_concurrent_callers_are_asked_once() -> None:
+    servicer = Scripted()
+    async with serving(servicer) as address, connect(address) as predictor:
+        found = await asyncio.gather(*(predictor.predict(requests(["sea"])) for _ in range(20)))
+    assert [one.mu for [one] in found] == [3.0] * 20
+    assert servicer.calls == [["sea"]]
+
+
+async def test_concurrent_callers_share_calls(address: str) -> None:
+    prompts = ["sea" + " a" * (index % 12) for index in range(100)]
+    async with connect(address) as predictor:
+        found = await asyncio.gather(*(predictor.predict(requests([prompt])) for prompt in prompts))
+    assert [one.mu for [one] in found] == pytest.approx([expected(prompt)[0] for prompt in prompts], rel=1e-5)
+
+
+async def test_without_coalescing_every_caller_has_a_call_of_its_own() -> None:
+    servicer = Scripted()
+    settings = ClientSettings(coalesce=False)
+    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+        await asyncio.gather(*(predictor.predict(requests(["sea"])) for _ in range(5)))
+        await predictor.predict(requests())
+    assert servicer.calls == [["sea"]] * 5 + [PROMPTS]
+
+
+async def test_several_connections_are_used_and_answer_alike() -> None:
+    servicer = Scripted()
+    servicer.gate.clear()
+    settings = ClientSettings(num_connections=3, coalesce=False)
+    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+        calls = [asyncio.ensure_future(predictor.predict(requests(["sea"]))) for _ in range(6)]
+        await until(lambda: servicer.num_under_way == 6)
+        assert predictor.num_calls == (2, 2, 2)
+        servicer.gate.set()
+        assert [one.mu for [one] in await asyncio.gather(*calls)] == [3.0] * 6
+        assert predictor.num_calls == (0, 0, 0)
+
+
+async def test_breaker_stops_calls_to_a_service_that_fails_and_finds_it_again() -> None:
+    servicer = Scripted(num_failures=4)
+    breaker = BreakerSettings(max_failures=4, open_s=0.2)
+    settings = ClientSettings(retries=RetrySettings(max_attempts=1), breaker=breaker)
+    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+        for _ in range(4):
+            with pytest.raises(PredictorError, match="not now"):
+                await predictor.predict(requests(["sea"]))
+        with pytest.raises(CircuitOpenError, match="not sent"):
+            await predictor.predict(requests(["sea"]))
+        assert len(servicer.calls) == 4
+        async with asyncio.timeout(20):
+            while predictor.policy.breaker is not None and predictor.policy.breaker.is_open:
+                with contextlib.suppress(CircuitOpenError):
+                    await predictor.predict(requests(["sea"]))
+                await asyncio.sleep(0.02)
+    assert len(servicer.calls) == 5
+
+
+@pytest.mark.parametrize("target", ["nobody", "silent"])
+async def test_the_callers_loop_is_never_blocked(target: str) -> None:
+    """While requests wait for a service that is not there or does not answer, the loop turns freely."""
+    async with serving(Scripted(num_silent=100)) as address:
+        settings = ClientSettings(timeout_s=0.3)
+        async with GrpcPredictor(NOBODY if target == "nobody" else address, settings) as predictor:
+            wanted = [requests([f"sea {index} " * 100]) for index in range(50)]
+            calls = [asyncio.ensure_future(predictor.predict(one)) for one in wanted]
+            turns = 0
+            while not all(call.done() for call in calls):
+                await asyncio.sleep(0.005)
+                turns += 1
+            assert all(isinstance(call.exception(), PredictorError) for call in calls)
+    # 0.3 s have room for 60 turns; a blocked loop would have a handful, a slow machine some of them.
+    assert turns >= 8
+
+
+async def test_every_call_carries_the_token() -> None:
+    servicer = Scripted()
+    settings = ClientSettings(token="secret-1")
+    async with serving(servicer) as address:
+        async with GrpcPredictor(address, settings) as predictor:
+            await predictor.predict(requests(["sea"]))
+        await asyncio.to_thread(SyncPredictor(address, settings).predict, requests(["sea"]))
+    assert [metadata["authorization"] for metadata in servicer.metadata] == ["Bearer secret-1"] * 2
+    assert "secret" not in repr(settings)
+
+
+async def test_unreadable_certificate_is_named(tmp_path: Path) -> None:
+    settings = ClientSettings(tls=TlsSettings(ca=str(tmp_path / "none.pem")))
+    with pytest.raises(InputError, match=r"tls ca: got .*none\.pem"):
+        await GrpcPredictor(NOBODY, settings).predict(requests())
+    with pytest.raises(InputError, match="together with its key"):
+        TlsSettings(certificate="client.pem")
 
 
 async def test_closed_client_opens_again(address: str) -> None:
@@ -226,7 +374,7 @@ async def test_blocking_client_gives_the_same_answers(address: str) -> None:
 
 
 def test_blocking_client_names_an_unreachable_server() -> None:
-    with SyncPredictor(NOBODY, ClientSettings(max_attempts=1)) as predictor:
+    with SyncPredictor(NOBODY, ONE_TRY) as predictor:
         with pytest.raises(PredictorError, match="UNAVAILABLE"):
             predictor.predict(requests())
         with pytest.raises(PredictorError, match="UNAVAILABLE"):
@@ -234,7 +382,7 @@ def test_blocking_client_names_an_unreachable_server() -> None:
 
 
 def test_one_client_serves_one_event_loop_after_the_other() -> None:
-    predictor = GrpcPredictor(NOBODY, ClientSettings(max_attempts=1))
+    predictor = GrpcPredictor(NOBODY, ONE_TRY)
 
     async def use() -> str:
         with pytest.raises(PredictorError) as caught:
@@ -267,12 +415,15 @@ def test_good_address_is_accepted(address: str) -> None:
     [
         ("timeout_s", 0.0),
         ("timeout_s", float("nan")),
-        ("max_attempts", 0),
-        ("max_attempts", 6),
-        ("first_backoff_s", 0.001),
         ("max_batch_requests", 0),
         ("max_batch_bytes", 0),
         ("max_message_bytes", 0),
+        ("num_connections", 0),
+        ("max_calls", 0),
+        ("hedge_after_s", 0.0),
+        ("transport", "pigeon"),
+        ("token", ""),
+        ("token", "two\nlines"),
     ],
 )
 def test_bad_client_setting_is_named(field: str, value: Any) -> None:

@@ -17,8 +17,10 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.grouping import BatchingSettings
-from predictors.service.response import urgency
+from predictors.service.response import scheduling_threshold, urgency
+from scheduler_core.errors import TailcastError
 from scheduler_core.predictor import PredictionRequest
+from scheduler_core.urgency import effective_level
 from tests.predictors.fakes import (
     RICH,
     SERVED_MODELS,
@@ -85,6 +87,35 @@ def test_abstaining_is_a_highest_probability_below_the_threshold() -> None:
     assert not urgency([0.0, 1.0, 0.0], 0.999).abstain
     assert urgency([0.0, 1.0, 0.0], 1.0).abstain
     assert urgency([0.4, 0.4, 0.2], 0.3).level == 0
+
+
+def test_effective_level_is_the_schedulers_and_null_means_always_to_answer() -> None:
+    rows = [0.7, 0.2, 0.1]
+    # At most one level more urgent than declared, never less urgent.
+    assert urgency(rows, None, 2).effective_level == 1
+    assert urgency(rows, None, 1).effective_level == 0
+    assert urgency([0.1, 0.1, 0.8], None, 0).effective_level == 0
+    # Abstaining leaves the declared tier.
+    assert urgency(rows, 0.8, 2).effective_level == 2
+    assert urgency(rows, 0.7, 2).effective_level == 1
+    assert urgency([1.0, 0.0, 0.0], 1.0, 2).effective_level == 2
+    assert not urgency(rows, None).HasField("effective_level")
+    assert scheduling_threshold(None) == 0.0
+    assert scheduling_threshold(0.0) == 0.0
+    assert scheduling_threshold(1.0) is None
+    with pytest.raises(TailcastError, match="the model gave urgency"):
+        urgency([0.7, 0.7, 0.1], None, 0)
+
+
+async def test_declared_tier_gives_an_effective_level(stub: Any) -> None:
+    response = await stub.Predict(pb.PredictRequest(prompt="sea", declared_tier=2))
+    assert response.urgency.abstain == (max(response.urgency.probabilities) < 0.9)
+    wanted = int(effective_level(list(response.urgency.probabilities), 2, RICH["abstain_threshold"]))
+    assert response.urgency.effective_level == wanted
+    assert response.bucket == int(np.argmax(response.bucket_probabilities))
+    assert "declared_tier: got 3; allowed: 0 to 2" in await refusal(
+        stub.Predict(pb.PredictRequest(prompt="sea", declared_tier=3))
+    )
 
 
 async def test_the_manifests_threshold_decides(stub: Any, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from hypothesis import given
@@ -22,11 +23,11 @@ from predictors.runtime import open_runtime
 from predictors.service.capped import capped_length
 from predictors.service.grouping import BatchingSettings
 from predictors.service.pipeline import PredictionPipeline
-from predictors.service.server import SERVICE, PredictionServer, ServerSettings
+from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer, ServerSettings
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from tests.predictors.fakes import NU, GatedRuntime, expected, running_server, until, write_artifact
+from tests.predictors.fakes import NU, GatedRuntime, expected, running_server, until
 
 ONE_BY_ONE = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=2)
 
@@ -121,6 +122,7 @@ def test_capped_length_equals_the_distribution(
         ("served_model", {"served_model": "other-llm"}),
         ("temperature", {"temperature": -0.5}),
         ("temperature", {"temperature": math.inf}),
+        ("temperature", {"temperature": 1e200}),
         ("request_id", {"request_id": "x" * 2000}),
     ],
 )
@@ -412,16 +414,157 @@ def test_bad_server_setting_is_named(field: str, value: Any) -> None:
         ServerSettings(**{field: value})
 
 
-async def test_gpu_style_batching_serves_the_same_numbers(tmp_path: Path) -> None:
-    runtime = open_runtime(write_artifact(tmp_path / "a"))
+async def test_gpu_style_batching_serves_the_same_numbers(artifact_folder: Path) -> None:
+    runtime = GatedRuntime(artifact_folder, is_open=False)
     async with (
-        # Longer than the 3 ms of a GPU, so that requests meet however slowly they arrive.
-        running_server(runtime, batching=replace(BatchingSettings.gpu(), max_wait_s=0.3)) as (_, address),
+        running_server(runtime, batching=BatchingSettings.gpu()) as (server, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
         prompts = ["sea" + " a" * (i % 12) for i in range(40)]
-        responses = await asyncio.gather(*(stub.Predict(pb.PredictRequest(prompt=p)) for p in prompts))
+        calls = [asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt=p))) for p in prompts]
+        await until(lambda: server.pipeline.num_inside == 40)
+        runtime.gate.set()
+        responses = await asyncio.gather(*calls)
     assert max(response.durations.batch_size for response in responses) > 4
     for prompt, response in zip(prompts, responses, strict=True):
         assert response.mu == pytest.approx(expected(prompt)[0], rel=1e-5)
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(stub: Any, artifact_folder: Path) -> None:
+    async with (
+        running_server(open_runtime(artifact_folder)) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        invalid_utf8 = b"\x12\x02\xff\xfe"  # field 2 (prompt) with two bytes that are no UTF-8
+        for method in ("Predict", "PredictBatch", "GetMetadata"):
+            for data in (b"\xff\xff\xff", invalid_utf8 if method == "Predict" else b"\x0a\x05abc"):
+                code, message = await status(channel.unary_unary(f"/{SERVICE}/{method}")(data))
+                assert code == grpc.StatusCode.INVALID_ARGUMENT, (method, data)
+                assert message.startswith("request: got ")
+
+
+async def test_errors_carry_details(stub: Any, artifact_folder: Path) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.Predict(pb.PredictRequest(prompt="sea", max_tokens=0))
+    details = rich(caught.value)
+    assert details.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    info, bad = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    assert details.details[0].Unpack(info)
+    assert details.details[1].Unpack(bad)
+    assert (info.reason, info.domain) == ("INPUT", "tailcast")
+    assert [violation.field for violation in bad.field_violations] == ["max_tokens"]
+    assert bad.field_violations[0].description == caught.value.details()
+
+
+async def test_full_queue_says_when_to_try_again(artifact_folder: Path) -> None:
+    runtime = GatedRuntime(artifact_folder, is_open=False)
+    async with (
+        running_server(runtime, batching=replace(ONE_BY_ONE, max_queue=1)) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        first = asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt="sea")))
+        await until(lambda: server.pipeline.num_inside == 1)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Predict(pb.PredictRequest(prompt="sea"))
+        runtime.gate.set()
+        await first
+    info, retry = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
+    details = rich(caught.value).details
+    assert details[0].Unpack(info)
+    assert details[1].Unpack(retry)
+    assert info.reason == "QUEUE_FULL"
+    assert 0 < retry.retry_delay.ToTimedelta().total_seconds() < 1
+
+
+def rich(error: grpc.aio.AioRpcError) -> status_pb2.Status:
+    [data] = [value for key, value in error.trailing_metadata() or () if key == "grpc-status-details-bin"]
+    assert isinstance(data, bytes)
+    return status_pb2.Status.FromString(data)
+
+
+async def test_health_is_told_for_each_service_and_artifact(artifact_folder: Path) -> None:
+    async with (
+        running_server(open_runtime(artifact_folder)) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for service in ("", SERVICE, OIP_SERVICE, "tiny"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=service))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING, service
+        code, _ = await status(health.Check(health_pb2.HealthCheckRequest(service="other")))
+        assert code == grpc.StatusCode.NOT_FOUND
+
+
+async def test_timeout_of_a_request_ends_it_in_the_queue_at_that_moment(artifact_folder: Path) -> None:
+    runtime = GatedRuntime(artifact_folder, is_open=False)
+    async with (
+        running_server(runtime, batching=ONE_BY_ONE) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        first = asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt="sea")))
+        await until(lambda: server.pipeline.num_inside == 1)
+        code, message = await status(stub.Predict(pb.PredictRequest(prompt="a", timeout_s=0.01)))
+        assert (code, "queue" in message) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
+        runtime.gate.set()
+        await first
+    assert runtime.batches == [1]
+
+
+MESSAGES = pb.ChatMessages(
+    messages=[
+        pb.ChatMessage(role="system", content="a a a a"),
+        pb.ChatMessage(role="user", content="name three rivers"),
+    ]
+)
+
+
+async def test_token_ids_and_chat_messages_give_the_numbers_of_the_text(
+    stub: Any, artifact_folder: Path
+) -> None:
+    ids = open_runtime(artifact_folder).tokenizer(["name three rivers"])[0].values.tolist()
+    text = await stub.Predict(pb.PredictRequest(prompt="name three rivers"))
+    by_ids = await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=ids)))
+    chat = await stub.Predict(pb.PredictRequest(messages=MESSAGES))
+    assert text.mu == by_ids.mu == chat.mu == pytest.approx(expected("name three rivers")[0], rel=1e-6)
+    assert text.prompt_tokens == by_ids.prompt_tokens == chat.prompt_tokens == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("token_ids", {"token_ids": pb.TokenIds()}),
+        ("token_ids", {"token_ids": pb.TokenIds(ids=[1] * 17)}),
+        ("token_ids", {"token_ids": pb.TokenIds(ids=[-1])}),
+        ("token_ids", {"token_ids": pb.TokenIds(ids=[16])}),
+        ("messages", {"messages": pb.ChatMessages()}),
+        ("messages", {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="assistant", content="a")])}),
+        ("messages", {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=" ")])}),
+        ("declared_tier", {"prompt": "a", "declared_tier": -1}),
+        ("timeout_s", {"prompt": "a", "timeout_s": 0.0}),
+        ("timeout_s", {"prompt": "a", "timeout_s": math.nan}),
+        ("prompt", {}),
+    ],
+)
+async def test_bad_input_is_named(stub: Any, field: str, changes: dict[str, Any]) -> None:
+    code, message = await status(stub.Predict(pb.PredictRequest(**changes)))
+    assert code == grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith(f"{field}: got ")
+
+
+async def test_prompts_over_the_limit_are_refused(artifact_folder: Path) -> None:
+    async with (
+        running_server(open_runtime(artifact_folder), max_prompt_chars=10) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        assert (await stub.Predict(pb.PredictRequest(prompt="a" * 10))).mu > 0
+        code, message = await status(stub.Predict(pb.PredictRequest(prompt="a" * 11)))
+        metadata = await stub.GetMetadata(pb.GetMetadataRequest())
+    assert (code, message) == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "prompt: got '11 characters'; allowed: at most 10",
+    )
+    assert metadata.max_prompt_chars == 10

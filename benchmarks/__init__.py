@@ -1,0 +1,1 @@
+"""Scripts that measure, one per claim, and what several of them share."""

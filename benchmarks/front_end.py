@@ -1,0 +1,212 @@
+"""What the service's front end costs: CPU of the server process per request; model and tokenizer are replaced by ones
+that cost nothing, so that gRPC, queue, futures and threads remain.
+
+Each variant is a process of its own, and an open-loop load of single requests is put on them in turn, round after
+round. Beside ours: a grpc.aio server whose handler returns the bytes it got, which is the floor of that library.
+
+    python benchmarks/front_end.py
+    python benchmarks/front_end.py --rate 500 --seconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
+METHOD = "/tailcast.predictor.v1.Predictor/Predict"
+STREAM = "/tailcast.predictor.v1.Predictor/PredictStream"
+PROMPT = "write a long essay about the sea and name three rivers that run into it " * 3
+VARIANTS = {
+    "grpc.aio echo of bytes": ("echo", METHOD),
+    "Predict": ("service", METHOD),
+    "PredictStream": ("service", STREAM),
+}
+
+
+@dataclass
+class Variant:
+    """One server process, the method that is called, and CPU milliseconds per answer, one entry per round."""
+
+    process: subprocess.Popen[str]
+    address: str
+    method: str
+    cpu_ms: list[float] = field(default_factory=list)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the server process has used so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def serve(kind: str, artifact: str) -> None:
+    """Serves until killed, after writing the port to stdout."""
+    if kind == "echo":
+        port = await _echo()
+    else:
+        port = await _service(artifact)
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+async def _echo() -> int:
+    async def answer(data: bytes, context: Any) -> bytes:
+        return data
+
+    server = grpc.aio.server()
+    handlers = {"Predict": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("tailcast.predictor.v1.Predictor", handlers),)
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    _keep.append(server)
+    return port
+
+
+async def _service(artifact: str) -> int:
+    import numpy as np
+
+    from predictors.predicted import Predicted
+    from predictors.runtime import open_runtime
+    from predictors.service.grouping import BatchingSettings
+    from predictors.service.server import PredictionServer, ServerSettings
+
+    runtime: Any = open_runtime(artifact, provider="cpu")
+
+    def run(prompts: Any, served_models: Any = None, temperatures: Any = None) -> Predicted:
+        numbers = np.ones(len(prompts))
+        return Predicted(mu=numbers * 5, sigma=numbers, nu=numbers * 3.5)
+
+    read = runtime.tokenizer([PROMPT])[0]
+    runtime.tokenizer = lambda prompts: [read] * len(prompts)
+    runtime.run = run
+    server = PredictionServer(runtime, BatchingSettings.cpu(2), ServerSettings())
+    _keep.append(server)
+    return await server.start()
+
+
+_keep: list[Any] = []  # grpc.aio ends a server that nobody holds
+
+
+@contextlib.contextmanager
+def started(kind: str, method: str, artifact: Path) -> Iterator[Variant]:
+    """A variant, ready to answer; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--serve", kind, "--artifact", str(artifact)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield Variant(process, f"127.0.0.1:{int(process.stdout.readline())}", method)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+async def put_load(variant: Variant, rate: float, seconds: float) -> None:
+    """`rate` requests per second at even distances; appends the server's CPU time per answer."""
+    from predictors.proto import predictor_v1_pb2 as pb
+
+    data = pb.PredictRequest(request_id="r", prompt=PROMPT).SerializeToString()
+    async with grpc.aio.insecure_channel(variant.address) as channel:
+        await channel.channel_ready()
+        send = _streaming(channel) if variant.method == STREAM else _unary(channel, variant.method)
+        async with send as call:
+            for _ in range(20):
+                await call(data)
+            before, start, num_sent = variant.cpu_s(), time.perf_counter(), 0
+            calls = set()
+            while (now := time.perf_counter() - start) < seconds:
+                while num_sent < now * rate:
+                    calls.add(asyncio.ensure_future(call(data)))
+                    num_sent += 1
+                await asyncio.sleep(max(0.0, num_sent / rate - now))
+            await asyncio.gather(*calls)
+            variant.cpu_ms.append((variant.cpu_s() - before) * 1000 / num_sent)
+
+
+@contextlib.asynccontextmanager
+async def _unary(channel: Any, method: str) -> Any:
+    yield channel.unary_unary(method)
+
+
+@contextlib.asynccontextmanager
+async def _streaming(channel: Any) -> Any:
+    stream = channel.stream_stream(STREAM)()
+    waiting: list[asyncio.Future[None]] = []
+    writing = asyncio.Lock()
+
+    async def read() -> None:
+        while (await stream.read()) is not EOF:
+            waiting.pop(0).set_result(None)
+
+    async def call(data: bytes) -> None:
+        waiting.append(asyncio.get_running_loop().create_future())
+        answered = waiting[-1]
+        async with writing:
+            await stream.write(data)
+        await answered
+
+    reader = asyncio.ensure_future(read())
+    try:
+        yield call
+    finally:
+        await stream.done_writing()
+        await reader
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rate", type=float, default=170.0, help="requests per second")
+    parser.add_argument("--seconds", type=float, default=4.0, help="per variant and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve", choices=("echo", "service"), help=argparse.SUPPRESS)
+    parser.add_argument("--artifact", help="default: a tiny one")
+    options = parser.parse_args()
+    if options.serve:
+        from predictors.service.loop import run
+
+        run(serve(options.serve, options.artifact))
+        return
+    with contextlib.ExitStack() as stack:
+        artifact = Path(options.artifact or stack.enter_context(tempfile.TemporaryDirectory()))
+        if options.artifact is None:
+            from tests.predictors.fakes import write_artifact
+
+            artifact = write_artifact(artifact / "tiny")
+        variants = {
+            name: stack.enter_context(started(kind, method, artifact))
+            for name, (kind, method) in VARIANTS.items()
+        }
+        for _ in range(options.rounds):
+            for variant in variants.values():
+                asyncio.run(put_load(variant, options.rate, options.seconds))
+    print(f"{options.rate:g} requests/s, {options.rounds} rounds of {options.seconds:g} s, interleaved")
+    print(f"{'variant':26} {'CPU ms per request':>20}")
+    for name, variant in variants.items():
+        shown = (
+            f"{statistics.median(variant.cpu_ms):.2f} ({min(variant.cpu_ms):.2f}-{max(variant.cpu_ms):.2f})"
+        )
+        print(f"{name:26} {shown:>20}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Tokenizer and model for all peers: what their users write too. Knows nothing of tailcast but its artifact folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+
+
+class Model:
+    """Texts in, a dictionary of numbers for each out."""
+
+    def __init__(self, folder: str, threads: int) -> None:
+        path = Path(folder)
+        manifest = json.loads((path / "manifest.json").read_text())
+        self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+        self.tokenizer.enable_truncation(manifest["max_length"], direction=manifest["truncation_side"])
+        self.tokenizer.enable_padding(pad_id=manifest["pad_token_id"])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self.session = onnxruntime.InferenceSession(
+            str(path / "model.onnx"), options, providers=["CPUExecutionProvider"]
+        )
+        self.extra = [
+            tensor for tensor in manifest["inputs"] if tensor["name"] not in ("input_ids", "attention_mask")
+        ]
+
+    def __call__(self, texts: list[str]) -> list[dict[str, float]]:
+        read = self.tokenizer.encode_batch(texts)
+        return self.run([one.ids for one in read], [one.attention_mask for one in read])
+
+    def run(self, ids: list[list[int]], mask: list[list[int]]) -> list[dict[str, float]]:
+        """Rows of equal length."""
+        feed: dict[str, Any] = {"input_ids": np.array(ids), "attention_mask": np.array(mask)}
+        for tensor in self.extra:  # conditions: unknown model, unknown temperature
+            unknown = np.nan if tensor["dtype"].startswith("float") else 0
+            feed[tensor["name"]] = np.full(len(ids), unknown, dtype=tensor["dtype"])
+        mu, sigma = self.session.run(["mu", "sigma"], feed)
+        return [{"mu": float(m), "sigma": float(s)} for m, s in zip(mu, sigma, strict=True)]

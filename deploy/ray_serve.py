@@ -1,0 +1,94 @@
+"""The prediction service on Ray Serve, for clusters that have one: replicas over machines, one gRPC and HTTP front.
+
+    ARTIFACT=/path/to/artifact serve run deploy/ray_serve.yaml
+
+Every replica batches by itself, as `serve-predictor` does. Clients of the gRPC port work unchanged, apart from
+PredictStream, which Ray Serve cannot carry.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ray import serve
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from predictors.client import LocalService
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.service.json_messages import as_json, from_json, json_object
+from predictors.service.statuses import Failure
+
+LOAD_TARGET = 16
+"""Requests inside a replica that Ray Serve aims at."""
+
+
+@serve.deployment(
+    max_ongoing_requests=512,
+    autoscaling_config={"min_replicas": 1, "max_replicas": 16, "target_ongoing_requests": LOAD_TARGET},
+    ray_actor_options={"num_cpus": 1},
+)
+class Predictor:
+    """One replica: the artifact, in this process.
+
+    Args:
+        artifact: Artifact folder, at the same path on every machine.
+    """
+
+    def __init__(self, artifact: str) -> None:
+        self._service = LocalService(artifact)
+
+    async def check_health(self) -> None:
+        """Fails where the artifact cannot be loaded."""
+        await self._service.calls()
+
+    async def Predict(self, request: pb.PredictRequest, grpc_context: Any) -> pb.PredictResponse:
+        """gRPC: one prompt."""
+        calls = await self._service.calls()
+        try:
+            return await calls.predict(request, None, method="Predict")
+        except Exception as error:
+            _fail(grpc_context, error)
+            return pb.PredictResponse()
+
+    async def PredictBatch(
+        self, request: pb.PredictBatchRequest, grpc_context: Any
+    ) -> pb.PredictBatchResponse:
+        """gRPC: many prompts."""
+        calls = await self._service.calls()
+        try:
+            return await calls.predict_batch(request, None)
+        except Exception as error:
+            _fail(grpc_context, error)
+            return pb.PredictBatchResponse()
+
+    async def GetMetadata(self, request: pb.GetMetadataRequest, grpc_context: Any) -> pb.GetMetadataResponse:
+        """gRPC: what is served."""
+        calls = await self._service.calls()
+        try:
+            return calls.metadata(request)
+        except Exception as error:
+            _fail(grpc_context, error)
+            return pb.GetMetadataResponse()
+
+    async def __call__(self, request: Request) -> JSONResponse:
+        """HTTP: one prompt as JSON, as at /v1/predict of serve-predictor."""
+        calls = await self._service.calls()
+        try:
+            message = from_json(pb.PredictRequest, json_object(await request.body()))
+            return JSONResponse(as_json(await calls.predict(message, None, method="HTTP Predict")))
+        except Exception as error:
+            failure = Failure.of(error)
+            return JSONResponse({"error": failure.message}, status_code=failure.http_status)
+
+
+def _fail(grpc_context: Any, error: Exception) -> None:
+    failure = Failure.of(error)
+    grpc_context.set_code(failure.code)
+    grpc_context.set_details(failure.message)
+
+
+def application(arguments: dict[str, str]) -> serve.Application:
+    """What `serve run` and `serve deploy` start; argument `artifact` or the environment variable ARTIFACT."""
+    return Predictor.bind(arguments.get("artifact") or os.environ["ARTIFACT"])

@@ -1,0 +1,54 @@
+"""Clients of the prediction service.
+
+`connect("host:port")` gives the asynchronous client that a scheduler or simulator uses (the `Predictor` protocol of
+scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connections at the
+first call, give every call a deadline, try again what no server took, within a budget, and stop calling a service that
+fails. `InProcessPredictor` and `SyncInProcessPredictor` run the artifact in this process instead.
+"""
+
+from __future__ import annotations
+
+from scheduler_core.errors import MissingExtraError
+
+try:
+    import grpc
+    from google.protobuf import message
+
+    del grpc, message
+except ModuleNotFoundError as error:
+    package = {"grpc": "grpcio", "google": "protobuf"}.get((error.name or "").partition(".")[0])
+    if package is None:
+        raise
+    raise MissingExtraError(package, "client") from error
+
+from predictors.client.asynchronous import GrpcPredictor
+from predictors.client.blocking import SyncPredictor
+from predictors.client.errors import CircuitOpenError, PredictorError
+from predictors.client.in_process import InProcessPredictor, LocalService, SyncInProcessPredictor
+from predictors.client.settings import BreakerSettings, ClientSettings, RetrySettings, TlsSettings
+
+__all__ = [
+    "BreakerSettings",
+    "CircuitOpenError",
+    "ClientSettings",
+    "GrpcPredictor",
+    "InProcessPredictor",
+    "LocalService",
+    "PredictorError",
+    "RetrySettings",
+    "SyncInProcessPredictor",
+    "SyncPredictor",
+    "TlsSettings",
+    "connect",
+    "load",
+]
+
+
+def connect(address: str) -> GrpcPredictor:
+    """A client for "host:port", as `open_predictor("grpc://host:port")` makes it; connects at the first call."""
+    return GrpcPredictor(address)
+
+
+def load(path: str) -> InProcessPredictor:
+    """A client for an artifact folder, run in this process, as `open_predictor("local://PATH")` makes it."""
+    return InProcessPredictor(path)

@@ -1,0 +1,195 @@
+"""The service's methods, whatever they are called through: messages in, messages or errors out."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from importlib import metadata
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError
+
+from predictors.artifact import FORMAT_VERSION
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.service.errors import UnparsableError, renamed
+from predictors.service.models import ArtifactTable, Served
+from predictors.service.pipeline import Prediction
+from predictors.service.response import predict_response
+from predictors.service.statuses import Failure
+from predictors.service.tracing import Tracing
+from scheduler_core.errors import InputError
+
+M = TypeVar("M")
+OK = "OK"
+
+
+class PredictorCalls:
+    """What the service does.
+
+    Args:
+        artifacts: What predicts.
+        max_batch_requests: Most requests in one PredictBatch.
+        max_message_bytes: Limit of the transport, told in the metadata.
+        max_prompt_chars: Longest prompt, told in the metadata; None: any.
+        tracing: Who records spans; default: nobody.
+    """
+
+    def __init__(
+        self,
+        artifacts: ArtifactTable,
+        *,
+        max_batch_requests: int,
+        max_message_bytes: int,
+        max_prompt_chars: int | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self.artifacts = artifacts
+        self.max_batch_requests = max_batch_requests
+        self._max_message_bytes = max_message_bytes
+        self._max_prompt_chars = max_prompt_chars
+        self._tracing = tracing or Tracing()
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether anybody looks at `trace`."""
+        return self._tracing.is_on
+
+    async def predict(
+        self, request: pb.PredictRequest, timeout_s: float | None, *, method: str, trace: Any = None
+    ) -> pb.PredictResponse:
+        """One prompt.
+
+        Args:
+            request: What is asked.
+            timeout_s: Seconds until the caller gives up; None: never.
+            method: Name for the metrics.
+            trace: What the caller sent along to tell its own trace.
+
+        Raises:
+            TailcastError: See `statuses.STATUS`.
+        """
+        served = self.artifacts.get(request.artifact_id)
+        start = served.pipeline.clock.now()
+        prediction: Prediction | None = None
+        code = OK
+        span = self._tracing.start(method, trace)
+        try:
+            asked = served.reader.read(request)
+            prediction = await served.pipeline.predict(
+                asked.prompt,
+                served_model=asked.served_model,
+                temperature=asked.temperature,
+                deadline=_deadline(start, timeout_s, request),
+            )
+            manifest = served.pipeline.runtime.artifact.manifest
+            return predict_response(request, prediction, manifest, knows_model=asked.knows_model)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        except Exception as error:
+            code = Failure.code_of(error).name
+            raise
+        finally:
+            self._count(served, method, code, start, prediction)
+            span.end(served.name, served.version, code, prediction)
+
+    async def outcome(
+        self,
+        request: pb.PredictRequest,
+        timeout_s: float | None,
+        *,
+        method: str,
+        where: str = "",
+        trace: Any = None,
+    ) -> pb.Outcome:
+        """One prompt of several; whatever goes wrong is its outcome. `where` stands before names of wrong fields."""
+        try:
+            return pb.Outcome(prediction=await self.predict(request, timeout_s, method=method, trace=trace))
+        except InputError as error:
+            if where:
+                error = renamed(error, where + error.field)
+            return Failure.of(error).outcome(request.request_id)
+        except Exception as error:
+            return Failure.of(error).outcome(request.request_id)
+
+    async def predict_batch(
+        self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Any = None
+    ) -> pb.PredictBatchResponse:
+        """Many prompts, each with its own outcome.
+
+        Raises:
+            InputError: Too many or none.
+        """
+        if not 1 <= len(request.requests) <= self.max_batch_requests:
+            raise InputError(
+                "requests", f"{len(request.requests)} requests", f"1 to {self.max_batch_requests} of them"
+            )
+        outcomes = await asyncio.gather(
+            *(
+                self.outcome(one, timeout_s, method="PredictBatch", where=f"requests[{index}].", trace=trace)
+                for index, one in enumerate(request.requests)
+            )
+        )
+        return pb.PredictBatchResponse(outcomes=outcomes)
+
+    def metadata(self, request: pb.GetMetadataRequest) -> pb.GetMetadataResponse:
+        """What is served.
+
+        Raises:
+            UnknownArtifactError: No artifact has that id.
+        """
+        served = self.artifacts.get(request.artifact_id)
+        runtime = served.pipeline.runtime
+        manifest = runtime.artifact.manifest
+        return pb.GetMetadataResponse(
+            artifact_id=manifest.artifact_id,
+            artifact_version=manifest.artifact_version,
+            format_version=FORMAT_VERSION,
+            served_models=manifest.served_models,
+            nu=manifest.nu,
+            max_length_tokens=manifest.max_length,
+            truncation_side=manifest.truncation_side,
+            provider=runtime.provider,
+            server_version=metadata.version("tailcast"),
+            max_batch_requests=self.max_batch_requests,
+            max_message_bytes=self._max_message_bytes,
+            kind=manifest.kind,
+            heads=manifest.heads,
+            conditioned_on_served_model=manifest.conditioning is not None,
+            conditioned_on_temperature=manifest.conditioning is not None
+            and manifest.conditioning.temperature,
+            accepts_unknown_models=manifest.accepts_unknown_models,
+            urgency_levels=manifest.urgency_levels,
+            abstain_threshold=manifest.abstain_threshold,
+            bucket_edges=manifest.bucket_edges,
+            artifact_ids=self.artifacts.names,
+            max_prompt_chars=self._max_prompt_chars or 0,
+        )
+
+    def _count(
+        self, served: Served, method: str, code: str, start: float, prediction: Prediction | None
+    ) -> None:
+        seconds = served.pipeline.clock.now() - start
+        if prediction is None or prediction.cached:
+            served.metrics.answered(method, code, seconds, None, None)
+        else:
+            served.metrics.answered(method, code, seconds, prediction.tokenise_s, prediction.queue_s)
+
+
+def parsed(kind: type[M], data: bytes) -> M:
+    """The message that `data` is.
+
+    Raises:
+        UnparsableError: It is none, for example cut off, or text that is not UTF-8.
+    """
+    try:
+        return kind.FromString(data)  # type: ignore[attr-defined,no-any-return]
+    except DecodeError as error:
+        raise UnparsableError(kind.__name__, error) from error
+
+
+def _deadline(now: float, timeout_s: float | None, request: pb.PredictRequest) -> float | None:
+    seconds = math.inf if timeout_s is None else timeout_s
+    if request.HasField("timeout_s"):
+        seconds = min(seconds, request.timeout_s)
+    return None if seconds == math.inf else now + seconds

@@ -1,0 +1,171 @@
+"""The REST paths of the Open Inference Protocol, with the binary tensor extension that tritonclient uses by default."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from typing import Any
+
+from aiohttp import web
+
+from predictors.service.calls import PredictorCalls
+from predictors.service.errors import UnparsableError
+from predictors.service.json_messages import json_object
+from predictors.service.oip import (
+    PLATFORM,
+    Tensor,
+    checked_tensor,
+    find,
+    infer,
+    input_types,
+    output_types,
+)
+from predictors.service.oip_grpc import SERVER_NAME, from_raw
+from scheduler_core.errors import InputError
+
+HEADER_LENGTH = "Inference-Header-Content-Length"
+
+
+class OpenInferenceRoutes:
+    """The handlers."""
+
+    def __init__(self, calls: PredictorCalls) -> None:
+        self._calls = calls
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Adds the paths under /v2."""
+        router.add_get("/v2", self._server)
+        router.add_get("/v2/health/live", self._live)
+        router.add_get("/v2/health/ready", self._ready)
+        for path in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+            router.add_get(path, self._model)
+            router.add_get(f"{path}/ready", self._model_ready)
+            router.add_post(f"{path}/infer", self._infer)
+
+    async def _server(self, request: web.Request) -> web.Response:
+        extensions = ["binary_tensor_data"]
+        version = metadata.version("tailcast")
+        return web.json_response({"name": SERVER_NAME, "version": version, "extensions": extensions})
+
+    async def _live(self, request: web.Request) -> web.Response:
+        return web.json_response({"live": True})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        ready = self._calls.artifacts.is_ready
+        return web.json_response({"ready": ready}, status=200 if ready else 503)
+
+    async def _model(self, request: web.Request) -> web.Response:
+        served = self._find(request)
+        described = {
+            kind: [
+                {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+                for tensor in tensors
+            ]
+            for kind, tensors in (("inputs", input_types(served)), ("outputs", output_types(served)))
+        }
+        known = {"name": served.name, "versions": [served.version], "platform": PLATFORM}
+        return web.json_response(known | described)
+
+    async def _model_ready(self, request: web.Request) -> web.Response:
+        served = self._find(request)
+        ready = served.pipeline.state == "ready"
+        return web.json_response({"name": served.name, "ready": ready}, status=200 if ready else 503)
+
+    async def _infer(self, request: web.Request) -> web.Response:
+        served = self._find(request)
+        body = await request.read()
+        content, binary = _split(body, request.headers.get(HEADER_LENGTH))
+        inputs = _inputs(content, binary)
+        wanted = _listed(content, "outputs")
+        names = [str(output.get("name", "")) for output in wanted]
+        outputs = await infer(self._calls, served, inputs, names, None)
+        all_binary = bool(_parameters(content).get("binary_data_output", False))
+        is_binary = {
+            name: bool(_parameters(output).get("binary_data", all_binary))
+            for name, output in zip(names, wanted, strict=True)
+        }
+        datatypes = {tensor.name: tensor.datatype for tensor in output_types(served)}
+        answered: list[dict[str, Any]] = []
+        raw = []
+        for name, values in outputs.items():
+            shown: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": list(values.shape)}
+            if is_binary.get(name, all_binary):
+                raw.append(values.astype(values.dtype.newbyteorder("<")).tobytes())
+                shown["parameters"] = {"binary_data_size": len(raw[-1])}
+            else:
+                shown["data"] = values.reshape(-1).tolist()
+            answered.append(shown)
+        response = {"model_name": served.name, "model_version": served.version, "outputs": answered}
+        if isinstance(content.get("id"), str):
+            response["id"] = content["id"]
+        if not raw:
+            return web.json_response(response)
+        header = json.dumps(response).encode()
+        return web.Response(
+            body=b"".join([header, *raw]),
+            headers={HEADER_LENGTH: str(len(header)), "Content-Type": "application/octet-stream"},
+        )
+
+    def _find(self, request: web.Request) -> Any:
+        return find(self._calls, request.match_info["name"], request.match_info.get("version", ""))
+
+
+def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any], bytes]:
+    """The JSON part of a body, and the tensors behind it."""
+    if header_length is None:
+        return json_object(body), b""
+    if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+        raise InputError(HEADER_LENGTH, header_length, f"0 to {len(body)}, the length of the body")
+    return json_object(body[: int(header_length)]), body[int(header_length) :]
+
+
+def _inputs(content: dict[str, Any], binary: bytes) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    at = 0
+    for tensor in _listed(content, "inputs"):
+        name, datatype, shape = tensor.get("name"), tensor.get("datatype"), tensor.get("shape")
+        if not isinstance(name, str) or name in found:
+            raise InputError("inputs", name, "every name once")
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            raise InputError(f"inputs.{name}.shape", shape, "a list of integers")
+        size = _parameters(tensor).get("binary_data_size")
+        if size is None:
+            values = tensor.get("data")
+            if datatype == "BYTES":
+                values = _flat(values)
+            found[name] = checked_tensor(name, str(datatype), shape, values)
+            continue
+        if type(size) is not int or size < 0 or at + size > len(binary):
+            raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {len(binary) - at}")
+        found[name] = from_raw(name, str(datatype), shape, binary[at : at + size])
+        at += size
+    if at != len(binary):
+        raise InputError("inputs", f"{len(binary)} bytes after the JSON part", f"{at}, as the inputs say")
+    return found
+
+
+def _flat(values: Any) -> list[Any]:
+    """The leaves of nested lists, in order."""
+    found = []
+    rest = [values]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, list):
+            rest.extend(reversed(value))
+        else:
+            found.append(value)
+    return found
+
+
+def _listed(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    found = content.get(name, [])
+    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+        raise UnparsableError("inference request", f"{name} is no list of objects")
+    return found
+
+
+def _parameters(content: dict[str, Any]) -> dict[str, Any]:
+    found = content.get("parameters", {})
+    if not isinstance(found, dict):
+        raise UnparsableError("inference request", "parameters is no object")
+    return found

@@ -1,0 +1,231 @@
+"""The deployment files are valid, agree with each other, and start what the project has."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from predictors.artifact import open_artifact
+from predictors.cli import ServeConfig
+from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
+from scheduler_core.command import run_command
+from scheduler_core.predictor import PredictionRequest
+from tests.predictors.fakes import expected, running_server, write_artifact
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+DOCKERFILE = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+
+
+def documents(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def manifest(kind: str) -> dict[str, Any]:
+    [found] = [one for path in MANIFESTS for one in documents(path) if one["kind"] == kind]
+    return found
+
+
+def entrypoint() -> list[str]:
+    [line] = re.findall(r"^ENTRYPOINT (.*)$", DOCKERFILE, flags=re.MULTILINE)
+    found: list[str] = json.loads(line)
+    return found
+
+
+def container() -> dict[str, Any]:
+    [found] = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.name)
+def test_kubernetes_accepts_every_manifest(path: Path) -> None:
+    validate = pytest.importorskip("kubernetes_validate")
+    for document in documents(path):
+        if document["apiVersion"].startswith("kustomize"):
+            continue  # a file for kubectl, not for the API
+        validate.validate(document, "1.37", strict=True)
+
+
+def test_kustomization_names_all_manifests() -> None:
+    [kustomization] = documents(DEPLOY / "kubernetes" / "kustomization.yaml")
+    others = {path.name for path in MANIFESTS} - {"kustomization.yaml"}
+    assert set(kustomization["resources"]) == others
+
+
+def test_manifests_speak_of_the_same_pods_and_ports() -> None:
+    labels = manifest("Deployment")["spec"]["template"]["metadata"]["labels"].items()
+    for selector in (
+        manifest("Deployment")["spec"]["selector"]["matchLabels"],
+        manifest("Service")["spec"]["selector"],
+        manifest("PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+    ):
+        assert selector.items() <= labels
+    scaled = manifest("HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
+    assert (scaled["kind"], scaled["name"]) == ("Deployment", manifest("Deployment")["metadata"]["name"])
+    ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
+    exposed = {int(port) for port in re.findall(r"^EXPOSE (.*)$", DOCKERFILE, flags=re.MULTILINE)[0].split()}
+    assert set(ports.values()) == exposed
+    assert {port["targetPort"] for port in manifest("Service")["spec"]["ports"]} == set(ports)
+    assert {f"--port={ports['grpc']}", f"--http_port={ports['http']}"} <= set(entrypoint())
+    for probe in ("startupProbe", "readinessProbe"):
+        assert container()[probe]["grpc"]["port"] == ports["grpc"]
+    claim = manifest("Deployment")["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]
+    assert claim["claimName"] == manifest("PersistentVolumeClaim")["metadata"]["name"]
+
+
+def test_a_pod_is_given_the_time_it_needs_to_drain() -> None:
+    options = dict(one.removeprefix("--").split("=") for one in container()["args"])
+    grace = manifest("Deployment")["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert grace >= float(options["drain_delay_s"]) + float(options["drain_timeout_s"]) + 5
+
+
+def test_the_metric_that_is_scaled_on_exists() -> None:
+    pytest.importorskip("prometheus_client")
+    from predictors.service.metrics import PrometheusMetrics
+
+    [metric] = manifest("HorizontalPodAutoscaler")["spec"]["metrics"]
+    name = metric["pods"]["metric"]["name"]
+    metrics = PrometheusMetrics()
+    metrics.artifact("tiny")
+    assert name.encode() in metrics.exposition()
+    assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
+
+
+def compose_command() -> list[str]:
+    [compose] = documents(DEPLOY / "compose.yaml")
+    found: list[str] = compose["services"]["predictor"]["command"]
+    return found
+
+
+@pytest.mark.parametrize("source", ["compose", "kubernetes", "image"])
+def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None:
+    [default] = re.findall(r"^CMD (\[.*\])$", DOCKERFILE, flags=re.MULTILINE)
+    options = {
+        "compose": compose_command,
+        "kubernetes": lambda: container()["args"],
+        "image": lambda: json.loads(default),
+    }
+    command, *arguments = [*entrypoint(), *options[source]()]
+    assert command == "serve-predictor"
+    seen: list[ServeConfig] = []
+
+    def keep(config: ServeConfig) -> int:
+        seen.append(config)
+        return 0
+
+    code = run_command(command, ServeConfig, keep, positionals=("artifact",), extra="serve", args=arguments)
+    assert code == 0
+    assert (seen[0].host, seen[0].port, seen[0].http_port) == ("0.0.0.0", 50051, 8080)
+
+
+def test_compose_builds_the_image_and_leaves_time_to_drain() -> None:
+    [compose] = documents(DEPLOY / "compose.yaml")
+    predictor = compose["services"]["predictor"]
+    assert (DEPLOY / predictor["build"]["context"] / predictor["build"]["dockerfile"]).samefile(
+        DEPLOY / "Dockerfile"
+    )
+    assert predictor["image"] == container()["image"]
+    assert int(predictor["stop_grace_period"].removesuffix("s")) > ServeConfig(artifact="a").drain_timeout_s
+    scraped = yaml.safe_load(compose["configs"]["prometheus"]["content"])
+    [target] = scraped["scrape_configs"][0]["static_configs"][0]["targets"]
+    assert target == "predictor:8080"
+
+
+def test_the_image_is_made_of_files_that_are_there_and_is_nobodys_root() -> None:
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    kept = {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, flags=re.MULTILINE):
+        for source in line.split():
+            assert (ROOT / source).exists(), source
+            assert source in kept, f"{source} is left out by .dockerignore"
+    [user] = re.findall(r"^USER (\d+):\d+$", DOCKERFILE, flags=re.MULTILINE)
+    assert int(user) == manifest("Deployment")["spec"]["template"]["spec"]["securityContext"]["runAsUser"] > 0
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_finds_nothing() -> None:
+    subprocess.run(["hadolint", str(DEPLOY / "Dockerfile")], check=True)
+
+
+async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder: Path) -> None:
+    import asyncio
+
+    from deploy.check_health import is_serving
+    from predictors.runtime import open_runtime
+
+    async with running_server(open_runtime(artifact_folder)) as (_, address):
+        assert await asyncio.to_thread(is_serving, address)
+    assert not await asyncio.to_thread(is_serving, address, 1.0)
+
+
+@pytest.fixture(scope="module")
+def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_artifact(tmp_path_factory.mktemp("deploy") / "tiny")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("ray", "starlette", "uvicorn")),
+    reason="ray[serve] is not installed",
+)
+def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: Path) -> None:
+    import urllib.request
+
+    from benchmarks.serving.processes import free_port, running
+
+    [config] = documents(DEPLOY / "ray_serve.yaml")
+    grpc_port, http_port = free_port(), free_port()
+    config["grpc_options"]["port"], config["http_options"] = (
+        grpc_port,
+        {"host": "127.0.0.1", "port": http_port},
+    )
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    one_try = ClientSettings(breaker=None, retries=RetrySettings(max_attempts=1), timeout_s=30)
+    wanted = [
+        PredictionRequest(f"r{number}", prompt, 100) for number, prompt in enumerate(["sea", "a long essay"])
+    ]
+
+    def answers() -> bool:
+        with SyncPredictor(f"127.0.0.1:{grpc_port}", one_try) as client:
+            try:
+                return len(client.predict(wanted[:1])) == 1
+            except PredictorError:
+                return False
+
+    command = [
+        sys.executable,
+        "-m",
+        "ray.serve.scripts",
+        "run",
+        str(tmp_path / "serve.yaml"),
+        "--app-dir",
+        str(ROOT),
+    ]
+    environment = {"PYTHONPATH": str(ROOT), "ARTIFACT": str(artifact_folder), "RAY_USAGE_STATS_ENABLED": "0"}
+    with running(command, answers, environment=environment, timeout_s=180):
+        with SyncPredictor(f"127.0.0.1:{grpc_port}", one_try) as client:
+            assert (
+                client.metadata().artifact_version == open_artifact(artifact_folder).manifest.artifact_version
+            )
+            found = client.predict(wanted)
+            with pytest.raises(PredictorError, match="prompt") as caught:
+                client.predict([PredictionRequest("r", " ", 100)])
+        assert [one.mu for one in found] == pytest.approx(
+            [expected(one.prompt)[0] for one in wanted], rel=1e-5
+        )
+        assert caught.value.code == "INVALID_ARGUMENT"
+        body = json.dumps({"prompt": "sea", "max_tokens": 100}).encode()
+        url = f"http://127.0.0.1:{http_port}/v1/predict"
+        with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as response:
+            assert json.loads(response.read())["mu"] == pytest.approx(expected("sea")[0], rel=1e-5)

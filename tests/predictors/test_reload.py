@@ -1,0 +1,209 @@
+"""Several artifacts at once, and replacing one while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from predictors.runtime import open_runtime
+from predictors.service.errors import ReloadError
+from predictors.service.grouping import BatchingSettings
+from predictors.service.metrics import PrometheusMetrics
+from predictors.service.pipeline import Runtime
+from predictors.service.places import ArtifactPlace
+from scheduler_core.errors import InputError
+from tests.predictors.fakes import (
+    GatedRuntime,
+    expected,
+    running_server,
+    until,
+    write_artifact,
+    write_lexical_artifact,
+    write_rich_artifact,
+)
+
+
+def place(path: Path) -> ArtifactPlace:
+    return ArtifactPlace(str(path), "cpu", 1)
+
+
+async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_folder: Path) -> None:
+    lexical = open_runtime(write_lexical_artifact(tmp_path / "lexical"))
+    async with (
+        running_server([open_runtime(artifact_folder), lexical]) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        metadata = await stub.GetMetadata(pb.GetMetadataRequest())
+        assert list(metadata.artifact_ids) == ["tiny", "lexical"]
+        assert (await stub.GetMetadata(pb.GetMetadataRequest(artifact_id="lexical"))).kind == "lexical"
+        default, other = [
+            await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id=name)) for name in ("", "lexical")
+        ]
+        assert (default.artifact_id, other.artifact_id) == ("tiny", "lexical")
+        assert (default.prompt_tokens, other.prompt_tokens) == (3, 0)
+        for call in (
+            stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none")),
+            stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none")),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call
+            assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+            assert "one of tiny, lexical" in (caught.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            ids = pb.TokenIds(ids=[1, 2])
+            await stub.Predict(pb.PredictRequest(token_ids=ids, artifact_id="lexical"))
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        health: Any = health_pb2_grpc.HealthStub(channel)
+        for name in ("tiny", "lexical"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_two_artifacts_of_one_id_are_refused(artifact_folder: Path) -> None:
+    runtimes = [open_runtime(artifact_folder), open_runtime(artifact_folder)]
+    with pytest.raises(InputError, match="artifact: got 'tiny'"):
+        async with running_server(runtimes):
+            pass
+
+
+async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -> None:
+    link = tmp_path / "current"
+    link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
+    old = GatedRuntime(link, is_open=False)
+    batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
+    metrics = PrometheusMetrics()
+    async with (
+        running_server(old, batching=batching, reopen=lambda name: place(link).open(), metrics=metrics) as (
+            server,
+            address,
+        ),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        # One stays inside the old version, behind its gate; the second worker is free.
+        inside = asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt="sea")))
+        await until(lambda: server.pipeline.num_inside == 1)
+        assert not await server.artifacts.reload("tiny")
+        write_artifact(tmp_path / "two", artifact_version="two")
+        (tmp_path / "next").symlink_to(tmp_path / "two")
+        (tmp_path / "next").replace(link)
+        assert await server.artifacts.reload("tiny")
+        later = await stub.Predict(pb.PredictRequest(prompt="sea"))
+        assert not inside.done()
+        old.gate.set()
+        first = await inside
+    assert (first.artifact_version, later.artifact_version) == ("one", "two")
+    assert first.mu == later.mu == pytest.approx(expected("sea")[0], rel=1e-6)
+    text = metrics.exposition().decode()
+    assert 'tailcast_artifact_info{artifact="tiny",provider="CPUExecutionProvider",version="two"} 1.0' in text
+    assert 'tailcast_artifact_info{artifact="tiny",provider="CPUExecutionProvider",version="one"} 0.0' in text
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
+
+
+async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
+    folders = [write_artifact(tmp_path / str(number), artifact_version=f"v{number}") for number in range(2)]
+    turn = iter(range(1, 100))
+
+    def reopen(name: str) -> Runtime:
+        return open_runtime(folders[next(turn) % 2])
+
+    async with (
+        running_server(open_runtime(folders[0]), reopen=reopen) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        done = asyncio.Event()
+        versions = []
+
+        async def ask() -> None:
+            while not done.is_set():
+                response = await stub.Predict(pb.PredictRequest(prompt="name three rivers"))
+                assert response.mu == pytest.approx(expected("name three rivers")[0], rel=1e-5)
+                versions.append(response.artifact_version)
+
+        askers = [asyncio.create_task(ask()) for _ in range(8)]
+        for _ in range(6):
+            assert await server.artifacts.reload("tiny")
+            seen = len(versions)
+            await until(lambda seen=seen: len(versions) > seen + 10)  # type: ignore[misc]
+        done.set()
+        await asyncio.gather(*askers)
+    assert set(versions) == {"v0", "v1"}
+
+
+class Broken(GatedRuntime):
+    """Verified files, but it fails when it is used."""
+
+    def warm_up(self) -> None:
+        raise OSError("no memory")
+
+
+def damaged(folder: Path) -> Path:
+    (folder / "model.onnx").write_bytes(b"\0" * 10)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("successor", "message"),
+    [
+        (lambda path: place(path / "nothing").open(), "existing artifact folder"),
+        (lambda path: place(damaged(write_artifact(path / "a"))).open(), "SHA-256"),
+        (
+            lambda path: place(write_artifact(path / "a", artifact_id="other")).open(),
+            "artifact_id: got 'other'",
+        ),
+        (lambda path: place(write_lexical_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
+        (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
+        (
+            lambda path: GatedRuntime(
+                write_rich_artifact(path / "a", artifact_version="new"), num_failures=1
+            ),
+            "injected failure",
+        ),
+    ],
+    ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "predictions fail"],
+)
+async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
+    tmp_path: Path, rich_folder: Path, successor: Any, message: str
+) -> None:
+    runtime = open_runtime(rich_folder)
+    version = runtime.artifact.manifest.artifact_version
+    metrics = PrometheusMetrics()
+    async with (
+        running_server(runtime, reopen=lambda name: successor(tmp_path), metrics=metrics) as (
+            server,
+            address,
+        ),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        with pytest.raises(ReloadError, match=message):
+            await server.artifacts.reload("tiny")
+        await server.reload()  # says it in the log and goes on
+        response = await PredictorStub(channel).Predict(pb.PredictRequest(prompt="sea"))
+    assert response.artifact_version == version
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 2.0' in metrics.exposition().decode()
+
+
+async def test_without_a_place_nothing_can_be_reloaded(artifact_folder: Path) -> None:
+    async with running_server(open_runtime(artifact_folder)) as (server, _):
+        with pytest.raises(ReloadError, match="no place"):
+            await server.artifacts.reload("tiny")
+
+
+def test_stamp_changes_with_the_manifest(tmp_path: Path) -> None:
+    folder = write_artifact(tmp_path / "a")
+    first = place(folder).stamp()
+    assert first == place(folder).stamp()
+    shutil.rmtree(folder)
+    assert place(folder).stamp() is None
+    write_artifact(folder, artifact_version="another one")
+    assert place(folder).stamp() not in (first, None)

@@ -1,0 +1,222 @@
+"""`serve-predictor` as a process: several workers, reload by signal and by looking, JSON logs, HTTP, tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from predictors.cli import main
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from tests.predictors.fakes import write_artifact
+
+PATIENCE_S = 150.0
+
+
+class Process:
+    """A running command; its log goes to a file, so that it never has to be read to go on."""
+
+    def __init__(self, folder: Path, artifact: Path, *arguments: str) -> None:
+        self.port_file = folder / "port"
+        self._log = folder / "log"
+        command = [sys.executable, "-W", "error", "-m", "predictors.cli", str(artifact)]
+        self._stream = self._log.open("wb")
+        self.process = subprocess.Popen(
+            [*command, "--port=0", "--http_port=0", f"--port_file={self.port_file}", *arguments],
+            stderr=self._stream,
+        )
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, self.log
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+
+    def ports(self) -> tuple[int, int]:
+        """gRPC and HTTP port, once it is ready."""
+        self.wait_for(self.port_file.exists)
+        self.wait_for(lambda: re.search(r"ready on \S+, http on \S+:\d+", self.log))
+        http = re.findall(r"http on \S+?:(\d+)", self.log)
+        return int(self.port_file.read_text()), int(http[-1])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        self._stream.close()
+
+    def workers(self) -> list[int]:
+        """Pids of its child processes."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+
+@contextlib.contextmanager
+def running(folder: Path, artifact: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(folder, artifact, *arguments)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+def version(port: int) -> str:
+    # A pool of its own: else all channels to one address share a connection, and so a worker.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        stub = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        answer = stub.Predict(pb.PredictRequest(prompt="sea"), timeout=PATIENCE_S, wait_for_ready=True)
+        return str(answer.artifact_version)
+
+
+def get(port: int, path: str, token: str | None = None) -> tuple[int, str]:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def replace_artifact(folder: Path, name: str) -> None:
+    """Moves the link `current` to a new version."""
+    target = write_artifact(folder / name, artifact_version=name)
+    (folder / "next").symlink_to(target)
+    (folder / "next").replace(folder / "current")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for child processes in /proc")
+def test_workers_share_ports_come_back_reload_and_drain(tmp_path: Path) -> None:
+    replace_artifact(tmp_path, "one")
+    with running(tmp_path, tmp_path / "current", "--workers=2") as server:
+        port, http_port = server.ports()
+        assert version(port) == "one"
+        first = server.workers()
+        assert len(first) == 2
+        os.kill(first[0], signal.SIGKILL)
+        server.wait_for(lambda: len(set(server.workers()) - set(first)) == 1 and len(server.workers()) == 2)
+        for _ in range(10):
+            assert version(port) == "one"
+        server.wait_for(
+            lambda: server.log.count("ready on") >= 4
+        )  # two, their supervisor, the one that came later
+        text = get(http_port, "/metrics")[1]
+        answers = re.findall(r'tailcast_requests_total{.*code="OK".*} ([\d.]+)', text)
+        # The count of all workers together, the dead one's included.
+        assert sum(map(float, answers)) == 11
+        replace_artifact(tmp_path, "two")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for(lambda: server.log.count("version two replaces one") == 2)
+        assert {version(port) for _ in range(8)} == {"two"}
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+        assert not server.port_file.exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks for child processes in /proc")
+def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
+    with running(tmp_path, write_artifact(tmp_path / "a"), "--workers=2") as server:
+        server.ports()
+        workers = server.workers()
+        server.process.kill()
+        server.process.wait()
+        end = time.monotonic() + PATIENCE_S
+        while any(_lives(pid) for pid in workers):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def _lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
+    with running(tmp_path, tmp_path / "nothing", "--workers=2") as server:
+        assert server.process.wait(timeout=PATIENCE_S) == 2
+        assert "existing artifact folder" in server.log
+
+
+def test_a_new_version_is_found_by_looking(tmp_path: Path) -> None:
+    replace_artifact(tmp_path, "one")
+    with running(tmp_path, tmp_path / "current", "--reload_poll_s=0.05", "--log_format=json") as server:
+        port, _ = server.ports()
+        assert version(port) == "one"
+        replace_artifact(tmp_path, "two")
+        server.wait_for(lambda: "version two replaces one" in server.log)
+        assert version(port) == "two"
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set(lines[0])
+
+
+def test_tokens_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("secret\n")
+    with running(tmp_path, write_artifact(tmp_path / "a"), f"--token_file={tmp_path / 'tokens'}") as server:
+        _, http_port = server.ports()
+        assert get(http_port, "/readyz")[0] == 200
+        assert get(http_port, "/metrics")[0] == 401
+        assert get(http_port, "/metrics", "secret")[0] == 200
+        assert server.stop() == 0
+        assert "secret" not in server.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workers", "0"], "workers: got 0"),
+        (["--tls_cert", "a.pem"], "tls_cert, tls_key"),
+        (["--tls_client_ca", "a.pem"], "tls_client_ca"),
+        (["--tls_cert", "a.pem", "--tls_key", "b.pem", "--port", "0"], "tls_cert"),
+        (["--token_file", "nothing", "--port", "0"], "token_file"),
+        (["--http_port", "70000"], "http_port"),
+        (["--cache_entries", "-1", "--port", "0"], "cache_entries"),
+        (["--max_prompt_chars", "0", "--port", "0"], "max_prompt_chars"),
+        (["--reload_poll_s", "-1"], "reload_poll_s"),
+        (["--drain_delay_s", "-1", "--port", "0"], "drain_delay_s"),
+        (["--more_artifacts", "[nothing]", "--port", "0"], "existing artifact folder"),
+    ],
+)
+def test_bad_options_are_one_line(
+    artifact_folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main([str(artifact_folder), *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1, error
+    assert message in error
+
+
+def test_http_port_in_use_is_one_line(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert main([str(artifact_folder), "--port=0", f"--http_port={port}"]) == 2
+    assert f"http_port: got '127.0.0.1:{port}'" in capsys.readouterr().err

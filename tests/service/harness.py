@@ -1,0 +1,161 @@
+"""Real servers and clients in processes of their own, an artifact that costs CPU, and a clock that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from benchmarks.serving.processes import ROOT, Process, free_port, running
+from predictors.artifact import MANIFEST, MODEL, content_version, hash_files, open_artifact, write_manifest
+from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
+from predictors.manifest import Manifest
+from predictors.service.clock import LoopClock, Timer
+from scheduler_core.predictor import PredictionRequest
+from tests.predictors.fakes import write_artifact
+
+ONE_TRY = ClientSettings(timeout_s=5.0, breaker=None, retries=RetrySettings(max_attempts=1))
+
+
+def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -> Path:
+    """The tiny artifact with the same answers, which cost milliseconds of matrix products: the model is the bottleneck.
+
+    Args:
+        folder: Where to.
+        layers, width: Each token is multiplied `layers` times by a matrix of `width` squared.
+    """
+    manifest = open_artifact(write_artifact(folder)).manifest
+    model = onnx.load(folder / MODEL)
+    rng = np.random.default_rng(0)
+    weights = {
+        "widen": rng.normal(size=(2, width)).astype(np.float32),
+        "square": (rng.normal(size=(width, width)) / np.sqrt(width)).astype(np.float32),
+        "nothing": np.zeros((width, 1), dtype=np.float32),
+        "nothing_of": np.array([1, 2], dtype=np.int64),
+    }
+    [identity] = [node for node in model.graph.node if list(node.output) == ["mu"]]
+    identity.output[0] = "cheap_mu"
+    nodes = [helper.make_node("MatMul", ["embedded", "widen"], ["layer_0"])]
+    for layer in range(layers):
+        nodes.append(helper.make_node("MatMul", [f"layer_{layer}", "square"], [f"product_{layer}"]))
+        nodes.append(helper.make_node("Tanh", [f"product_{layer}"], [f"layer_{layer + 1}"]))
+    nodes += [
+        helper.make_node("MatMul", [f"layer_{layers}", "nothing"], ["column"]),
+        helper.make_node("ReduceSum", ["column", "nothing_of"], ["zero"], keepdims=0),
+        helper.make_node("Add", ["cheap_mu", "zero"], ["mu"]),
+    ]
+    model.graph.node.extend(nodes)
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
+    onnx.save(model, folder / MODEL)
+    return rewritten(folder, manifest)
+
+
+def rewritten(folder: Path, manifest: Manifest) -> Path:
+    """Gives a changed artifact the hashes and the version of what it now is; `manifest` was its manifest."""
+    (folder / MANIFEST).unlink()
+    files = hash_files(folder)
+    write_manifest(folder, replace(manifest, files=files, artifact_version=content_version(files)))
+    return folder
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running server.
+
+    Attributes:
+        process: It.
+        port: Of gRPC.
+        http_port: Of HTTP.
+    """
+
+    process: Process
+    port: int
+    http_port: int
+
+    @property
+    def address(self) -> str:
+        """For clients."""
+        return f"127.0.0.1:{self.port}"
+
+    def queue_length(self) -> float:
+        """Requests inside, as the server itself tells."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/metrics", timeout=20) as response:
+            lines = response.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("tailcast_queue_length{"))
+
+    def answers(self) -> bool:
+        """Whether one prompt is answered now."""
+        return one_answer(self.address)
+
+
+def one_answer(address: str) -> bool:
+    """Whether a server answers one prompt within some seconds."""
+    with SyncPredictor(address, ONE_TRY) as client:
+        try:
+            return bool(client.predict([PredictionRequest("", "sea", 1)]))
+        except PredictorError:
+            return False
+
+
+@contextlib.contextmanager
+def served(artifact: Path, *options: str) -> Iterator[Served]:
+    """`serve-predictor` as a process of its own, answering."""
+    port, http_port = free_port(), free_port()
+    command = [sys.executable, "-m", "predictors.cli", str(artifact), "--provider=cpu"]
+    command += [f"--port={port}", f"--http_port={http_port}", *options]
+    environment = {"PYTHONPATH": str(ROOT)}
+    with running(command, lambda: one_answer(f"127.0.0.1:{port}"), environment=environment) as process:
+        yield Served(process, port, http_port)
+
+
+def start_load(url: str, *options: str) -> subprocess.Popen[bytes]:
+    """The load generator in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.serving.load_generator", url, *options]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+
+
+def load(url: str, *options: str, meanwhile: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Runs the load generator to its end, `meanwhile` twice a second; its report."""
+    process = start_load(url, *options)
+    while process.poll() is None:
+        meanwhile()
+        time.sleep(0.5)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    report: dict[str, Any] = json.loads(output)
+    return report
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Whether the condition holds some time within that many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+class JumpingClock(LoopClock):
+    """The loop's clock, moved by `offset` seconds whenever a test says so."""
+
+    def __init__(self) -> None:
+        self.offset = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.offset
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_at(when - self.offset, callback)
