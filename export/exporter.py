@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -14,17 +15,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from predictors.artifact import (
+    CAPPED_MODEL,
     MANIFEST,
     MODEL,
     NORMALIZATION,
     TOKENIZER,
+    CappedLengths,
     Conditions,
+    EncoderCard,
     Manifest,
     TruncationSide,
     content_version,
     hash_files,
+    open_artifact,
     write_manifest,
 )
+from predictors.minisign import SecretKey, read_secret_key, sign_file
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, writable_target, write_json
 
@@ -32,6 +38,9 @@ if TYPE_CHECKING:
     from predictors.modules import Checkpoint
 
 logger = logging.getLogger(__name__)
+
+# Where the password of a signing key is read from.
+PASSWORD = "TAILCAST_SIGNING_PASSWORD"
 
 VERSIONS_OF = (
     "tailcast",
@@ -62,12 +71,26 @@ class ExportConfig:
     abstain_threshold: float | None = None
     """Lowest probability of the likeliest urgency level that counts as an answer; default: urgency.abstain_threshold
     of the checkpoint's training.json, and without one every answer counts."""
+    capped: bool = True
+    """With a length head, also write length.onnx: a small second graph with the expectation, CVaR and quantiles of
+    min(X, max_tokens). Who does not load it does not pay for it."""
+    cvar_level: float = 0.9
+    """Level of the CVaR in length.onnx: the mean of the worst 1 - cvar_level share."""
+    quantile_levels: tuple[float, ...] = (0.5, 0.9, 0.99)
+    """Levels of the quantiles in length.onnx, ascending."""
+    sign: str | None = None
+    """Secret key file of minisign: also write manifest.json.minisig. Its password, if it has one, is read from the
+    environment variable TAILCAST_SIGNING_PASSWORD."""
     legacy_exporter: bool = False
     """Use torch's older TorchScript exporter: several times faster, a larger graph with the same numbers."""
     tolerance: float = 1e-4
     """Largest difference from torch that passes: absolute for log tokens and probabilities, else relative above 1."""
+    parity_tokens: int = 2048
+    """Most tokens, padding included, of a batch in the comparison with torch; 32768 covers 64 x 512."""
+    parity_shapes: int = 8
+    """Random shapes in the comparison with torch, beside the edge shapes and the padding patterns."""
     seed: int = 0
-    """Seed of the random tokens that the comparison with torch uses."""
+    """Seed of the random shapes, tokens and conditions that the comparison with torch uses."""
 
     def __post_init__(self) -> None:
         for name in ("checkpoint", "out"):
@@ -81,8 +104,14 @@ class ExportConfig:
             raise InputError("tolerance", self.tolerance, "a number in (0, 1)")
         if self.abstain_threshold is not None and not 0 <= self.abstain_threshold <= 1:
             raise InputError("abstain_threshold", self.abstain_threshold, "a number in [0, 1], or unset")
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "an integer >= 0")
+        if not 0 < self.cvar_level < 1:
+            raise InputError("cvar_level", self.cvar_level, "a number in (0, 1)")
+        levels = self.quantile_levels
+        if not levels or not all(0 < level < 1 for level in levels) or list(levels) != sorted(set(levels)):
+            raise InputError("quantile_levels", levels, "one or more ascending numbers in (0, 1)")
+        for name, least in (("parity_tokens", 64), ("parity_shapes", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise InputError(name, getattr(self, name), f"an integer >= {least}")
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
@@ -98,11 +127,25 @@ def export_onnx(config: ExportConfig) -> Manifest:
     out = _checked_target(config.out)
     from predictors.modules import load_checkpoint
 
+    key = None if config.sign is None else read_secret_key(config.sign, os.environ.get(PASSWORD))
     checkpoint = load_checkpoint(config.checkpoint)
     with atomic_directory(out) as folder:
         manifest = _write(config, checkpoint, folder)
+        if key is not None:
+            sign_artifact(folder, key)
     logger.info("artifact %s version %s in %s", manifest.artifact_id, manifest.artifact_version, out)
     return manifest
+
+
+def sign_artifact(folder: Path, key: SecretKey) -> None:
+    """Writes the signature of an artifact's manifest, and so of all its files, after verifying them.
+
+    Raises:
+        InputError: The artifact is refused.
+    """
+    manifest = open_artifact(folder).manifest
+    named = f"artifact:{manifest.artifact_id} version:{manifest.artifact_version} created:{manifest.created}"
+    sign_file(folder / MANIFEST, key, " ".join(named.split()))
 
 
 def _checked_target(path: str) -> Path:
@@ -115,13 +158,16 @@ def _checked_target(path: str) -> Path:
 def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manifest:
     import numpy as np
 
+    from export.capped_graph import export_capped_graph
     from export.graph import export_graph
-    from export.parity import check_tokenizer, measure_parity
+    from export.parity import check_tokenizer, measure_capped, measure_parity
     from predictors.runtime import open_runtime
     from predictors.tokenizer import PromptTokenizer
 
     manifest = _manifest(config, checkpoint)
     export_graph(checkpoint.model, manifest, folder / MODEL, legacy_exporter=config.legacy_exporter)
+    if manifest.capped is not None:
+        export_capped_graph(manifest.capped, manifest.nu, folder / CAPPED_MODEL)
     for name in (TOKENIZER, NORMALIZATION):
         shutil.copyfile(checkpoint.path / name, folder / name)
     run = {
@@ -138,12 +184,19 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     runtime = open_runtime(folder, provider="cpu")
     assert isinstance(runtime.tokenizer, PromptTokenizer)
     check_tokenizer(checkpoint, runtime.tokenizer)
+    rng = np.random.default_rng(config.seed)
     parity = measure_parity(
-        checkpoint.model, runtime, tolerance=config.tolerance, rng=np.random.default_rng(config.seed)
+        checkpoint.model,
+        runtime,
+        tolerance=config.tolerance,
+        rng=rng,
+        max_tokens=config.parity_tokens,
+        num_random=config.parity_shapes,
     )
-    for shape, difference in parity.max_abs_diff.items():
-        logger.info("parity at %s: %.2g", shape, difference)
-    manifest = dataclasses.replace(manifest, parity=dataclasses.asdict(parity))
+    found: dict[str, Any] = {"seed": config.seed} | dataclasses.asdict(parity)
+    if manifest.capped is not None:
+        found["capped"] = measure_capped(runtime.artifact, rng=rng)
+    manifest = dataclasses.replace(manifest, parity=found)
     write_manifest(folder, manifest)
     return manifest
 
@@ -153,13 +206,20 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
     predictor, training = checkpoint.config, checkpoint.training_info
     heads, conditioning = predictor.heads, predictor.conditioning
     calibration = checkpoint.model.calibration
+    nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
     return Manifest(
         artifact_id=config.artifact_id or checkpoint.path.resolve().name,
         artifact_version="",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         heads=heads.names,
         files={},
-        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
+        encoder=_encoder_card(checkpoint),
+        capped=None
+        if heads.length is None or not config.capped
+        else CappedLengths(
+            cvar_level=config.cvar_level, quantile_levels=tuple(config.quantile_levels), has_nu=nu is None
+        ),
+        nu=nu,
         within=heads.length is not None and heads.length.within,
         max_length=predictor.max_length,
         truncation_side=cast(TruncationSide, predictor.truncation_side),
@@ -176,6 +236,21 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         metrics=_object(training, "metrics"),
         versions=toolchain_versions(),
         license=config.license,
+    )
+
+
+def _encoder_card(checkpoint: Checkpoint) -> EncoderCard:
+    from predictors.modules.encoder import config_of, state_width
+
+    encoder = checkpoint.model.encoder
+    described = config_of(encoder)
+    layers = described.get("num_hidden_layers", described.get("n_layers"))
+    return EncoderCard(
+        architecture=str(described["model_type"]),
+        source=checkpoint.config.encoder,
+        num_parameters=sum(weight.numel() for weight in encoder.parameters()),
+        num_layers=layers,
+        width=state_width(encoder),
     )
 
 

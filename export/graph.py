@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,20 +49,48 @@ def export_graph(
         import onnxscript
     except ImportError as error:
         raise MissingExtraError(error.name or "onnx", "export") from error
-    del onnxscript
+    del onnx, onnxscript
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     is_large = num_bytes > MAX_INLINE_BYTES
     try:
-        with _quiet():
+        with quiet_export():
             _torch_export(model, manifest, path, legacy_exporter=legacy_exporter, external_data=is_large)
     except Exception as error:  # the exporters raise whatever the failing layer raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
-    graph = onnx.load(path, load_external_data=False)
-    _strip(graph)
-    onnx.save(graph, path)
+    save_clean(path)
+
+
+def save_clean(path: Path) -> None:
+    """Writes an ONNX file anew without traces of this machine, and checks it."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    _strip(model)
+    drop_unused_domains(model)
+    onnx.save(model, path)
     onnx.checker.check_model(str(path))
+
+
+def drop_unused_domains(model: onnx.ModelProto) -> None:
+    """Removes operator sets that no node uses, in place: exporters and optimisers list some for the case."""
+    used = {"ai.onnx"}
+
+    def visit(nodes: Iterable[onnx.NodeProto]) -> None:
+        for node in nodes:
+            used.add(node.domain or "ai.onnx")
+            for attribute in node.attribute:
+                visit(attribute.g.node)
+                for graph in attribute.graphs:
+                    visit(graph.node)
+
+    visit(model.graph.node)
+    for function in model.functions:
+        visit(function.node)
+    kept = [entry for entry in model.opset_import if (entry.domain or "ai.onnx") in used]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
 
 
 def _torch_export(
@@ -177,7 +205,7 @@ def _strip(graph: onnx.ModelProto) -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_export() -> Iterator[None]:
     """Turns the exporters' warnings into debug records and drops what they print."""
     levels = {name: logging.getLogger(name).level for name in EXPORT_LOGGERS}
     for name in EXPORT_LOGGERS:

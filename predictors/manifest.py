@@ -8,17 +8,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from scheduler_core.errors import InputError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MODEL = "model.onnx"
+CAPPED_MODEL = "length.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
 
 TruncationSide = Literal["left", "right"]
 Kind = Literal["encoder", "lexical"]
+Precision = Literal["fp32", "fp16", "int8"]
+TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
+PRECISIONS: tuple[str, ...] = get_args(Precision)
 
 REQUIRED_FILES: dict[Kind, tuple[str, ...]] = {
     "encoder": (MODEL, TOKENIZER, NORMALIZATION),
@@ -53,6 +57,61 @@ class LexicalInput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderCard:
+    """What the encoder of an artifact is.
+
+    Attributes:
+        architecture: Model type, as transformers names it.
+        source: Where training took it from, as the user named it.
+        num_parameters: Weights of the encoder, heads not counted.
+        num_layers: Its layers, where its configuration says.
+        width: Width of its hidden states.
+    """
+
+    architecture: str
+    source: str
+    num_parameters: int
+    num_layers: int | None
+    width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CappedLengths:
+    """A second graph, `length.onnx`: numbers of the capped length min(X, max_tokens), X log-t distributed.
+
+    It takes what the first graph gives and max_tokens, so that who does not need it does not pay for it.
+
+    Attributes:
+        cvar_level: alpha of CVaR_alpha, the mean of the worst 1 - alpha share.
+        quantile_levels: Levels of the quantiles, ascending.
+        has_nu: nu is an input too, because it is predicted.
+    """
+
+    cvar_level: float
+    quantile_levels: tuple[float, ...]
+    has_nu: bool
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """Inputs of the graph, in order."""
+        named = [("mu", "log tokens"), ("sigma", "log tokens")]
+        named += [("nu", "degrees of freedom")] if self.has_nu else []
+        floats = [TensorSpec(name=name, dtype="float32", shape=("batch",), unit=unit) for name, unit in named]
+        cap = TensorSpec(name="max_tokens", dtype="int64", shape=("batch",), unit="tokens, >= 1")
+        return (*floats, cap)
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        """Outputs of the graph, in order; NaN in a row whose max_tokens is below 1."""
+        quantiles = ("batch", len(self.quantile_levels))
+        return (
+            TensorSpec(name="expected_tokens", dtype="float32", shape=("batch",), unit="tokens"),
+            TensorSpec(name="cvar_tokens", dtype="float32", shape=("batch",), unit="tokens"),
+            TensorSpec(name="quantile_tokens", dtype="float32", shape=quantiles, unit="tokens"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
     """What the graph sees beside the prompt.
 
@@ -77,7 +136,12 @@ class Manifest:
         created: Time of export, ISO 8601 in UTC.
         kind: "encoder" reads token ids, "lexical" features of the text.
         heads: What is predicted, out of length, urgency, bucket, regression, rank.
-        files: File name -> hex SHA-256 of every file but the manifest.
+        files: File name -> hex SHA-256 of every file but the manifest and its signature.
+        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` reads it from there.
+        encoder: What the encoder is; None for a lexical artifact.
+        precision: Of the weights and activations of `model.onnx`.
+        variant: How the graph was made faster, and what it costs in accuracy; empty: not at all.
+        capped: The second graph, of numbers of the capped length; None: there is none.
         nu: Degrees of freedom of the log-t length distribution; None: the graph gives them, or predicts no length.
         within: The graph also gives sigma_within, how far answers to the same prompt lie from each other; sigma holds the
             predictor's own error in mu as well.
@@ -104,7 +168,12 @@ class Manifest:
     created: str
     heads: tuple[str, ...]
     files: Mapping[str, str]
+    opset: Mapping[str, int] = field(default_factory=dict)
     kind: Kind = "encoder"
+    encoder: EncoderCard | None = None
+    precision: Precision = "fp32"
+    variant: Mapping[str, Any] = field(default_factory=dict)
+    capped: CappedLengths | None = None
     nu: float | None = None
     within: bool = False
     max_length: int | None = None
@@ -170,6 +239,11 @@ class Manifest:
         )
 
     @property
+    def tokenizer_files(self) -> tuple[str, ...]:
+        """Files that turn text into token ids; none for a lexical artifact."""
+        return (TOKENIZER,) if self.kind == "encoder" else ()
+
+    @property
     def accepts_unknown_models(self) -> bool:
         """Whether it also predicts for LLMs that are not in `served_models`."""
         return not self.served_models if self.conditioning is None else self.conditioning.unknown_models
@@ -202,7 +276,14 @@ class Manifest:
             "inputs": [asdict(tensor) for tensor in self.inputs],
             "outputs": [asdict(tensor) for tensor in self.outputs],
         }
-        return {"format_version": FORMAT_VERSION, **asdict(self), **tensors}
+        content = asdict(self)
+        if self.capped is not None:
+            content["capped"] |= {
+                "inputs": [asdict(tensor) for tensor in self.capped.inputs],
+                "outputs": [asdict(tensor) for tensor in self.capped.outputs],
+            }
+        derived = {"format_version": FORMAT_VERSION, "tokenizer_files": list(self.tokenizer_files)}
+        return {**derived, **content, **tensors}
 
 
 def checked_temperature(value: float | None) -> float:

@@ -8,18 +8,26 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from predictors.manifest import (
+    CAPPED_MODEL,
     FORMAT_VERSION,
     HEADS,
+    PRECISIONS,
     REQUIRED_FILES,
+    TRUNCATION_SIDES,
+    CappedLengths,
     Conditions,
+    EncoderCard,
     Kind,
     LexicalInput,
     Manifest,
+    Precision,
     TruncationSide,
 )
+from predictors.onnx_header import check_opset
 from scheduler_core.errors import InputError
 
 MANIFEST = "manifest.json"
+SIGNATURE = "manifest.json.minisig"
 
 
 def parse_manifest(content: object) -> Manifest:
@@ -39,14 +47,21 @@ def parse_manifest(content: object) -> Manifest:
         raise _wrong("license", licence, "a string or null")
     is_encoder = kind == "encoder"
     heads = _heads(content)
+    nu = _nu(content.get("nu"), heads)
+    files = _files(content.get("files"), REQUIRED_FILES[cast(Kind, kind)])
     manifest = Manifest(
         artifact_id=_text(content, "artifact_id"),
         artifact_version=_text(content, "artifact_version"),
         created=_text(content, "created"),
         kind=cast(Kind, kind),
         heads=heads,
-        files=_files(content.get("files"), REQUIRED_FILES[cast(Kind, kind)]),
-        nu=_nu(content.get("nu"), heads),
+        files=files,
+        opset=_opset(content.get("opset")),
+        encoder=_encoder(content.get("encoder")) if is_encoder else None,
+        precision=_precision(content.get("precision")),
+        variant=_mapping(content, "variant"),
+        capped=_capped(content.get("capped"), heads, has_nu=nu is None, files=files),
+        nu=nu,
         max_length=_integer(content, "max_length", minimum=1) if is_encoder else None,
         truncation_side=_side(content.get("truncation_side")) if is_encoder else None,
         pad_token_id=_integer(content, "pad_token_id", minimum=0) if is_encoder else None,
@@ -64,6 +79,9 @@ def parse_manifest(content: object) -> Manifest:
         versions=_mapping(content, "versions"),
         license=licence,
     )
+    if content.get("tokenizer_files") != list(manifest.tokenizer_files):
+        wanted_files = ", ".join(manifest.tokenizer_files) or "nothing"
+        raise _wrong("tokenizer_files", content.get("tokenizer_files"), f"a list of {wanted_files}")
     for name, tensors in (("inputs", manifest.inputs), ("outputs", manifest.outputs)):
         wanted = [tensor.name for tensor in tensors]
         if _tensor_names(content.get(name)) != wanted:
@@ -137,9 +155,69 @@ def _nu(value: object, heads: tuple[str, ...]) -> float | None:
 
 
 def _side(value: object) -> TruncationSide:
-    if value not in ("left", "right"):
-        raise _wrong("truncation_side", value, "left or right")
+    if value not in TRUNCATION_SIDES:
+        raise _wrong("truncation_side", value, " or ".join(TRUNCATION_SIDES))
+    return cast(TruncationSide, value)
+
+
+def _precision(value: object) -> Precision:
+    if value not in PRECISIONS:
+        raise _wrong("precision", value, ", ".join(PRECISIONS))
+    return cast(Precision, value)
+
+
+def _opset(value: object) -> dict[str, int]:
+    if not isinstance(value, dict) or not value:
+        raise _wrong("opset", value, "an object of operator set: version")
+    for name, version in value.items():
+        if not isinstance(version, int) or isinstance(version, bool):
+            raise _wrong(f"opset {name}", version, "a version, an integer")
+    check_opset(value, "artifact manifest")
     return value
+
+
+def _encoder(value: object) -> EncoderCard:
+    names = ("architecture", "source", "num_parameters", "num_layers", "width")
+    if not isinstance(value, dict):
+        raise _wrong("encoder", value, f"an object with {', '.join(names)}")
+    for name in ("architecture", "source"):
+        if not isinstance(value.get(name), str) or not value[name]:
+            raise _wrong(f"encoder, {name}", value.get(name), "a string that is not empty")
+    for name in ("num_parameters", "num_layers", "width"):
+        number = value.get(name)
+        if name == "num_layers" and number is None:
+            continue
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise _wrong(f"encoder, {name}", number, "an integer >= 1")
+    return EncoderCard(**{name: cast(Any, value.get(name)) for name in names})
+
+
+def _capped(
+    value: object, heads: tuple[str, ...], *, has_nu: bool, files: Mapping[str, str]
+) -> CappedLengths | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict) or "length" not in heads or CAPPED_MODEL not in files:
+        raise _wrong("capped", value, f"null, or an object beside a length head and a file {CAPPED_MODEL}")
+    level, quantiles = value.get("cvar_level"), value.get("quantile_levels")
+    if not _is_number(level) or not 0 < cast(float, level) < 1:
+        raise _wrong("capped, cvar_level", level, "a number in (0, 1)")
+    if not isinstance(quantiles, list) or not all(_is_number(each) and 0 < each < 1 for each in quantiles):
+        raise _wrong("capped, quantile_levels", quantiles, "a list of numbers in (0, 1)")
+    if not quantiles or not all(low < high for low, high in itertools.pairwise(quantiles)):
+        raise _wrong("capped, quantile_levels", quantiles, "one or more ascending numbers")
+    if value.get("has_nu") is not has_nu:
+        raise _wrong("capped, has_nu", value.get("has_nu"), "true where nu is null, else false")
+    capped = CappedLengths(
+        cvar_level=float(cast(float, level)),
+        quantile_levels=tuple(float(each) for each in quantiles),
+        has_nu=has_nu,
+    )
+    for name, tensors in (("inputs", capped.inputs), ("outputs", capped.outputs)):
+        wanted = [tensor.name for tensor in tensors]
+        if _tensor_names(value.get(name)) != wanted:
+            raise _wrong(f"capped, {name}", value.get(name), f"a list of objects named {', '.join(wanted)}")
+    return capped
 
 
 def _lexical(value: object) -> LexicalInput:
@@ -213,7 +291,7 @@ def _files(value: object, required: tuple[str, ...]) -> dict[str, str]:
         if name not in value:
             raise _wrong("files", sorted(value), f"a list with {name}")
     for name, digest in value.items():
-        if not name or name in (".", "..", MANIFEST) or "/" in name or "\\" in name:
+        if not name or name in (".", "..", MANIFEST, SIGNATURE) or "/" in name or "\\" in name:
             raise _wrong("files", name, "names of files inside the artifact folder, without a path")
         if not isinstance(digest, str) or len(digest) != 64 or set(digest) - set("0123456789abcdef"):
             raise _wrong(f"files, {name}", digest, "a SHA-256 in lower-case hex")

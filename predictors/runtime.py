@@ -58,6 +58,8 @@ class ArtifactRuntime:
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
+        *,
+        seq: int | None = None,
     ) -> Predicted:
         """Predicts one batch.
 
@@ -68,16 +70,18 @@ class ArtifactRuntime:
                 it does not know: `Manifest.served_model_number`.
             temperatures: Sampling temperatures [B], at least 0; None: not told. An artifact that is not conditioned
                 does not look at them.
+            seq: Pad to so many columns instead of to the longest prompt; changes no number.
 
         Returns:
             Predictions for B prompts.
 
         Raises:
-            InputError: The artifact has not learnt a served model's lengths, or a temperature is below 0.
+            InputError: The artifact has not learnt a served model's lengths, a temperature is below 0, or a prompt has
+                more tokens than `seq`.
             TailcastError: The session failed or gave something else than B rows.
         """
         manifest = self.artifact.manifest
-        feed = self._lexical(prompts) if manifest.lexical is not None else self._tokens(prompts)
+        feed = self._lexical(prompts) if manifest.lexical is not None else self._tokens(prompts, seq)
         feed |= _conditions(manifest, len(prompts), served_models, temperatures)
         names = [tensor.name for tensor in manifest.outputs]
         try:
@@ -142,8 +146,11 @@ class ArtifactRuntime:
                 prompt = np.zeros(len(manifest.lexical.feature_names), dtype=np.float32)
             self.run([prompt] * batch, [served] * batch)
 
-    def _tokens(self, prompts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    def _tokens(self, prompts: Sequence[NDArray[Any]], seq: int | None) -> dict[str, NDArray[Any]]:
         longest = max(len(ids) for ids in prompts)
+        if seq is not None and seq < longest:
+            raise InputError("seq", seq, f"at least the {longest} tokens of the longest prompt")
+        longest = longest if seq is None else seq
         pad = self.artifact.manifest.pad_token_id
         assert pad is not None
         input_ids = np.full((len(prompts), longest), pad, dtype=np.int64)
@@ -184,7 +191,11 @@ def _conditions(
 
 
 def open_runtime(
-    path: str | Path, *, provider: ProviderChoice = "auto", threads_per_run: int = 1
+    path: str | Path,
+    *,
+    provider: ProviderChoice = "auto",
+    threads_per_run: int = 1,
+    public_key: str | Path | None = None,
 ) -> ArtifactRuntime:
     """Verifies the artifact at `path` and loads it.
 
@@ -192,11 +203,12 @@ def open_runtime(
         path: Artifact folder.
         provider: "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not work.
         threads_per_run: Threads of one model call on the CPU.
+        public_key: As in `open_artifact`: who must have signed it.
 
     Raises:
         InputError: The artifact is refused, or the provider cannot be had.
     """
-    artifact = open_artifact(path)
+    artifact = open_artifact(path, public_key=public_key)
     return ArtifactRuntime(
         artifact, _open_tokenizer(artifact), _open_session(artifact, provider, threads_per_run)
     )

@@ -13,6 +13,7 @@ import torch
 import export.exporter as exporter
 from export.cli import main
 from export.exporter import ExportConfig, export_onnx
+from export.padding import PATTERNS
 from export.parity import check_tokenizer, measure_parity
 from predictors.artifact import Conditions, open_artifact
 from predictors.modules import (
@@ -134,11 +135,14 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
     parity = manifest.parity
-    assert set(parity["max_abs_diff"]) == {"1x1", "1x7", "2x16", "3x33", "8x48", "1x48"}
+    shapes = [shape.split(" ", 1) for shape in parity["max_abs_diff"]]
+    assert {pattern for _, pattern in shapes} == set(PATTERNS)
+    assert {"1x1", "1x2", "2x1", "1x48", "64x1", "64x32", "42x48"} <= {size for size, _ in shapes}
     assert set(parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
     largest = max(parity["max_abs_diff"].values())
     assert max(parity["by_output"].values()) == largest <= parity["tolerance"] == 1e-4
     assert parity["padding"] <= 1e-4
+    assert parity["capped"] <= 1e-4
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.files["normalization.json"] == sha256_file(checkpoints["deberta"] / "normalization.json")
     run = json.loads((artifacts["deberta"] / "run.json").read_text())
@@ -333,7 +337,7 @@ def test_parity_failure_writes_nothing(
         return checkpoint
 
     monkeypatch.setattr("predictors.modules.load_checkpoint", another_model_than_was_exported)
-    with pytest.raises(TailcastError, match=r"at 1 x 1 tokens: rank differs by \d\.\d+; allowed: 0.0001"):
+    with pytest.raises(TailcastError, match=r"at 5x16 full: rank differs by \d\.\d+; allowed: 0.0001"):
         export_onnx(
             ExportConfig(checkpoint=str(checkpoints["bert"]), out=str(tmp_path / "a"), legacy_exporter=True)
         )

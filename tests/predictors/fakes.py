@@ -20,6 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from predictors.artifact import (
     Conditions,
+    EncoderCard,
     LexicalInput,
     Manifest,
     content_version,
@@ -144,6 +145,9 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
         "artifact_id": "tiny",
         "artifact_version": content_version(files),
         "created": "2026-01-02T03:04:05+00:00",
+        "encoder": EncoderCard(
+            architecture="bag", source="fake", num_parameters=32, num_layers=None, width=2
+        ),
         "max_length": 16,
         "truncation_side": "right",
         "pad_token_id": VOCAB["[PAD]"],

@@ -64,15 +64,15 @@ def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
-    change_manifest(folder, format_version=3, something_new={})
-    with pytest.raises(InputError, match=r"format_version: got 3; allowed: 2.*upgrade"):
+    change_manifest(folder, format_version=4, something_new={})
+    with pytest.raises(InputError, match=r"format_version: got 4; allowed: 3.*upgrade"):
         open_artifact(folder)
 
 
 def test_older_format_asks_for_a_new_export(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
-    change_manifest(folder, format_version=1)
-    with pytest.raises(InputError, match=r"format_version: got 1; allowed: 2.*export it again"):
+    change_manifest(folder, format_version=2)
+    with pytest.raises(InputError, match=r"format_version: got 2; allowed: 3.*export it again"):
         open_artifact(folder)
 
 
@@ -121,6 +121,17 @@ def test_manifest_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("outputs", [{"name": "mu", "dtype": "float32", "shape": ["batch"], "unit": "log tokens"}]),
         ("files", None),
         ("files", {}),
+        ("opset", None),
+        ("opset", {}),
+        ("opset", {"ai.onnx": True}),
+        ("opset", {"ai.onnx": 99}),
+        ("opset", {"ai.onnx": 20, "org.example": 1}),
+        ("encoder", None),
+        ("encoder", {"architecture": "bert"}),
+        ("precision", "fp8"),
+        ("variant", []),
+        ("tokenizer_files", []),
+        ("capped", {"cvar_level": 0.9}),
     ],
 )
 def test_wrong_field_is_named(tmp_path: Path, field: str, value: object) -> None:

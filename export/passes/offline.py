@@ -1,0 +1,46 @@
+"""ONNX Runtime's own exact simplifications, done once and kept."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from scheduler_core.errors import MissingExtraError, TailcastError
+
+
+def simplified(path: str | Path) -> onnx.ModelProto:
+    """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level).
+
+    That turns `MatMul(x, Transpose(weight))` into a product with a stored weight, which the other passes can see, and
+    leaves only standard operators.
+
+    Raises:
+        TailcastError: ONNX Runtime refuses the file.
+        MissingExtraError: onnxruntime is not installed.
+    """
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise MissingExtraError("onnxruntime", "export") from error
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "basic.onnx"
+        options: Any = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        options.optimized_model_filepath = str(target)
+        options.log_severity_level = 3
+        try:
+            ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions share no base class
+            raise TailcastError(f"ONNX Runtime cannot simplify {path}: {error}") from error
+        model = onnx.load(target)
+    # Shapes found before the simplification can contradict it, and the quantiser believes them.
+    del model.graph.value_info[:]
+    # It also names every operator set it knows of.
+    used = {node.domain for node in model.graph.node}
+    kept = [entry for entry in model.opset_import if entry.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(kept)
+    return model

@@ -1,0 +1,1 @@
+"""An artifact as a Triton model repository, and as KServe's layout of one."""
