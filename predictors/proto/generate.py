@@ -2,6 +2,9 @@
 
 Written beside each .proto file: messages (`_pb2.py`), their types (`_pb2.pyi`) and stubs (`_pb2_grpc.py`).
 A test compares the checked-in files with a fresh generation.
+
+The Open Inference Protocol is everybody's: tritonclient registers messages of the same names. Ours have a descriptor pool
+of their own, so that both can be imported in one process.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from pathlib import Path
 from scheduler_core.errors import MissingExtraError, TailcastError
 
 PROTOS = ("predictors/proto/predictor_v1.proto", "predictors/proto/open_inference.proto")
+SHARED_NAMES = "predictors/proto/open_inference.proto"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -38,6 +42,11 @@ def generate(out: Path) -> list[Path]:
     )
     if code != 0:
         raise TailcastError(f"protoc failed on {', '.join(PROTOS)} with exit code {code}")
+    messages = out / SHARED_NAMES.replace(".proto", "_pb2.py")
+    content = messages.read_text(encoding="utf-8")
+    messages.write_text(
+        content.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()"), encoding="utf-8"
+    )
     return [
         out / (proto.removesuffix(".proto") + suffix)
         for proto in PROTOS

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+from google.protobuf.descriptor_pool import DescriptorPool
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
+from predictors.proto import open_inference_pb2, predictor_v1_pb2
 from predictors.service.calls import PredictorCalls
 from predictors.service.clock import Clock
 from predictors.service.errors import ReloadError
@@ -174,7 +176,7 @@ class PredictionServer:
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        reflection.enable_server_reflection(names, server, _descriptions())
         port = self._bind(server)
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
         if settings.http_port is not None:
@@ -246,6 +248,14 @@ class PredictionServer:
             return server.add_secure_port(address, tls.grpc_credentials())
         except RuntimeError as error:
             raise InputError("port", f"{host}:{port}", "an address that can be bound") from error
+
+
+def _descriptions() -> DescriptorPool:
+    """What reflection tells: the messages of all services, in one pool."""
+    pool = DescriptorPool()
+    for file in (predictor_v1_pb2, open_inference_pb2, health_pb2, reflection_pb2):
+        pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
+    return pool
 
 
 def probe_port(host: str, port: int, field: str = "port") -> None:

@@ -179,7 +179,7 @@ async def test_bad_requests_are_named(stub: Any) -> None:
     assert code == grpc.StatusCode.NOT_FOUND
 
 
-# tritonclient registers messages of the same names, so it needs a process of its own.
+# As another process that knows nothing of us.
 TRITON = """
 import importlib, json, sys
 import numpy as np
@@ -252,6 +252,13 @@ async def test_our_messages_are_those_of_the_protocol(address: str) -> None:
     for name, message in oip.DESCRIPTOR.message_types_by_name.items():
         ours = {field.name: [field.number, field.type, field.is_repeated] for field in message.fields}
         assert ours == theirs[name], name
+
+
+def test_tritonclient_and_ours_live_in_one_process() -> None:
+    _need_triton("grpc")
+    service_pb2 = pytest.importorskip("tritonclient.grpc").service_pb2
+    sent = infer_request(model_name="tiny")
+    assert service_pb2.ModelInferRequest.FromString(sent.SerializeToString()).model_name == "tiny"
 
 
 def _need_triton(kind: str) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
@@ -164,7 +165,7 @@ async def test_batch_of_a_wrong_size_is_refused(stub: Any, count: int) -> None:
 
 async def test_metadata_tells_what_is_served(stub: Any) -> None:
     metadata = await stub.GetMetadata(pb.GetMetadataRequest())
-    assert (metadata.artifact_id, metadata.format_version, metadata.nu) == ("tiny", 2, NU)
+    assert (metadata.artifact_id, metadata.format_version, metadata.nu) == ("tiny", FORMAT_VERSION, NU)
     assert list(metadata.served_models) == ["tiny-llm"]
     assert (metadata.max_length_tokens, metadata.truncation_side) == (16, "right")
     assert metadata.provider == "CPUExecutionProvider"
