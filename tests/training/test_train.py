@@ -360,7 +360,7 @@ def test_the_seed_decides(bert, samples, tmp_path):
         train(tiny(bert, samples, tmp_path / name, seed=seed, stage2=NO_STAGE, deterministic=True))
         assert torch.equal(before, torch.random.get_rng_state())
         torch.rand(3)
-        return weights(tmp_path / name)["heads.length.mu.0.weight"]
+        return weights(tmp_path / name)["heads.length.mu.rest.0.weight"]
 
     one, again, other = run("a", 1), run("b", 1), run("c", 2)
     assert torch.equal(one, again)
@@ -396,7 +396,7 @@ def test_a_gradient_that_is_not_finite_stops_too(bert, samples, tmp_path, monkey
     def training_step(self, batch, batch_idx):
         loss = original(self, batch, batch_idx)
         # 0 * sqrt(0) is 0, its derivative is not a number
-        return loss + 0 * (self.network.heads["length"].mu[0].bias * 0).pow(2).sum().sqrt()
+        return loss + 0 * (self.network.heads["length"].mu.rest[0].bias * 0).pow(2).sum().sqrt()
 
     monkeypatch.setattr(StageModule, "training_step", training_step)
     with pytest.raises(TailcastError, match="gradient of a batch in epoch 0"):
