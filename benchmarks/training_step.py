@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -44,15 +44,16 @@ from training.config import StageConfig, TrainConfig
 from training.tasks import LengthTask
 from training.train import train
 
+Precision = Literal["32-true", "bf16-mixed"]
 NUM_WORDS = 5000
-BASE = {
+BASE: dict[str, Any] = {
     "hidden_size": 768,
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
     "intermediate_size": 3072,
     "vocab_size": 128_100,
 }
-TINY = {
+TINY: dict[str, Any] = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -86,18 +87,18 @@ def main(args: Sequence[str] | None = None) -> None:
 def make_encoder(folder: Path) -> Path:
     """A DebertaV2 encoder with random weights and a tokenizer of whole words: base size with a GPU, else tiny."""
     size = BASE if torch.cuda.is_available() else TINY
-    config = DebertaV2Config(
-        **size,
-        relative_attention=True,
-        position_buckets=256,
-        norm_rel_ebd="layer_norm",
-        share_att_key=True,
-        pos_att_type=["p2c", "c2p"],
-        position_biased_input=False,
-        max_position_embeddings=512,
-        type_vocab_size=0,
-        pooler_hidden_size=size["hidden_size"],
-    )
+    others: dict[str, Any] = {
+        "relative_attention": True,
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_biased_input": False,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 0,
+        "pooler_hidden_size": size["hidden_size"],
+    }
+    config = DebertaV2Config(**size, **others)
     DebertaV2Model(config).save_pretrained(folder)
     special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
     vocabulary = {word: at for at, word in enumerate([*special, *(f"w{at}" for at in range(NUM_WORDS))])}
@@ -106,7 +107,8 @@ def make_encoder(folder: Path) -> Path:
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    PreTrainedTokenizerFast(
+    tokenizer: Any = PreTrainedTokenizerFast
+    tokenizer(
         tokenizer_object=backend, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", unk_token="[UNK]"
     ).save_pretrained(folder)
     return folder
@@ -119,7 +121,7 @@ def draw_prompts(count: int, rng: np.random.Generator) -> list[str]:
 
 
 def _ours(
-    folder: Path, encoder: str, prompts: list[str], lengths: np.ndarray, precision: str
+    folder: Path, encoder: str, prompts: list[str], lengths: np.ndarray, precision: Precision
 ) -> dict[str, float]:
     folder.mkdir()
     data = folder / "answers.parquet"
@@ -153,7 +155,7 @@ def _ours(
 
 
 def _trainer(
-    folder: Path, encoder: str, prompts: list[str], lengths: np.ndarray, precision: str
+    folder: Path, encoder: str, prompts: list[str], lengths: np.ndarray, precision: Precision
 ) -> dict[str, float]:
     tokenizer = AutoTokenizer.from_pretrained(encoder)
     model = AutoModelForSequenceClassification.from_pretrained(
@@ -182,7 +184,7 @@ def _trainer(
     trainer = Trainer(
         model=model,
         args=arguments,
-        train_dataset=rows,  # type: ignore[arg-type]  # a list is a map-style data set
+        train_dataset=rows,  # a list is a map-style data set
         data_collator=DataCollatorWithPadding(tokenizer),
     )
     _reset_memory()

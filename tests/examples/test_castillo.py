@@ -128,8 +128,8 @@ def test_the_report_is_held_out_from_every_set(data: Path, tmp_path: Path) -> No
         prompts_of(out / f"{name}.parquet") for name in ("tune", "calibration", "report")
     )
     assert len(tune | calibration | report) == len(tune) + len(calibration) + len(report) == 200
-    assert len(tune) == pytest.approx(80, abs=25)
-    assert len(report) == pytest.approx(90, abs=25)
+    assert len(tune) == pytest.approx(120, abs=25)
+    assert len(report) == pytest.approx(50, abs=25)
     trained = set.union(*(words(prompts_of(file)) for file in files))
     assert not trained & words(report)
     # ... but for those, nothing is left out.

@@ -110,7 +110,7 @@ def write_lexical_artifact(folder: Path, **changes: Any) -> Path:
         helper.make_node("Add", ["nothing", "half"], ["sigma"]),
     ]
     constants = {"column": np.array(column), "zero": np.float32(0), "half": np.float32(0.5)}
-    shape = ["batch", len(FEATURE_NAMES)]
+    shape: list[str | int | None] = ["batch", len(FEATURE_NAMES)]
     inputs = [helper.make_tensor_value_info("features", TensorProto.FLOAT, shape)]
     onnx.save(_model(nodes, constants, inputs, {"mu": None, "sigma": None}), folder / "model.onnx")
     files = hash_files(folder)
