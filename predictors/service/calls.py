@@ -7,7 +7,6 @@ import math
 from importlib import metadata
 from typing import Any, TypeVar
 
-from google.protobuf.message import DecodeError
 
 from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
@@ -184,7 +183,7 @@ def parsed(kind: type[M], data: bytes) -> M:
     """
     try:
         return kind.FromString(data)  # type: ignore[attr-defined,no-any-return]
-    except DecodeError as error:
+    except Exception as error:  # which one, differs between the implementations of protobuf
         raise UnparsableError(kind.__name__, error) from error
 
 
