@@ -7,7 +7,6 @@ import math
 from importlib import metadata
 from typing import Any, TypeVar
 
-
 from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.errors import UnparsableError, renamed
