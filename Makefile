@@ -77,8 +77,11 @@ numpy-only:
 proto: $(READY)
 	$(BIN)/python -m predictors.proto.generate
 
+# All but those that need a data set of the user's: their --help says which.
+BENCHMARKS := $(filter-out %/__init__.py %/new_served_model.py %/samples_per_prompt.py,$(wildcard benchmarks/*.py))
+
 bench: $(READY)
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRITON_ENV) out .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -21,7 +21,6 @@ from predictors.service.errors import (
     QueueFullError,
     UnauthenticatedError,
     UnknownArtifactError,
-    UnparsableError,
 )
 from scheduler_core.errors import InputError, TailcastError
 
@@ -64,9 +63,6 @@ class Failure:
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """The failure that an error is; one that is not of tailcast is logged and told without its text."""
-        if isinstance(error, UnicodeDecodeError):
-            # An implementation of protobuf that looks at text only when it is read.
-            error = UnparsableError("request", error)
         if not isinstance(error, TailcastError):
             logger.error("a request failed", exc_info=error)
             message = "internal error; the server's log has the details"

@@ -19,6 +19,8 @@ from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.cache import LruCache, cache_key
+from predictors.service.calls import parsed
+from predictors.service.errors import UnparsableError
 from predictors.service.grouping import BatchingSettings
 from predictors.service.logs import JsonFormatter
 from predictors.service.metrics import PrometheusMetrics
@@ -183,3 +185,16 @@ async def test_a_prediction_is_a_span_of_the_callers_trace(artifact_folder: Path
     assert good.attributes["tailcast.batch_size"] == 1
     assert bad.attributes["rpc.status"] == "INVALID_ARGUMENT"
     assert not bad.status.is_ok
+
+
+def test_what_another_protobuf_raises_is_the_callers_fault_too() -> None:
+    """The implementation in pure Python raises UnicodeDecodeError where the compiled one raises DecodeError."""
+
+    class PurePython:
+        @staticmethod
+        def FromString(data: bytes) -> str:  # the name in protobuf
+            return data.decode()
+
+    with pytest.raises(UnparsableError, match="PurePython"):
+        parsed(PurePython, b"\xff")
+    assert parsed(pb.PredictRequest, b"\n\x01r").request_id == "r"
