@@ -89,6 +89,8 @@ def _checked_target(path: str) -> Path:
 def _command(config: VariantsConfig) -> str:
     given = [("--data", config.data), ("--out", config.out)]
     given += [] if config.max_groups is None else [("--max-groups", str(config.max_groups))]
+    if config.repetitions != VariantsConfig.repetitions:
+        given.append(("--repetitions", str(config.repetitions)))
     words = [
         Path(config.artifact).name,
         *(word for name, value in given for word in (name, Path(value).name)),
@@ -115,7 +117,7 @@ class _Run:
         """Builds, judges and times all variants; the content of report.json."""
         self._build()
         folders = {name: self._folder / name for name in self._manifests}
-        results = self._judge(folders)
+        results, num_groups = self._judge(folders)
         latency = self._time(folders)
         best = {provider: best_of(_timed(results, shapes), shapes) for provider, shapes in latency.items()}
         for result in results:
@@ -136,7 +138,7 @@ class _Run:
                 "sha256": sha256_file(self._config.data),
                 "calibration_prompts": len(self._parts.calibration),
                 "judged_prompts": len(self._parts.judging),
-                "num_groups": self._num_groups,
+                "num_groups": num_groups,
             },
             "machine": {
                 "processor": processor(),
@@ -174,7 +176,8 @@ class _Run:
                 run=run,
             )
 
-    def _judge(self, folders: Mapping[str, Path]) -> list[VariantResult]:
+    def _judge(self, folders: Mapping[str, Path]) -> tuple[list[VariantResult], int]:
+        """The variants judged, and on how many groups."""
         config = self._config
         options = ["--group-by", config.group_by, "--seed", str(config.seed)]
         options += ["--progress", str(config.progress).lower(), "--threads", str(config.threads)]
@@ -184,7 +187,7 @@ class _Run:
             options += ["--max-tokens", str(config.max_tokens)]
         judged = self._temporary / "evaluation.json"
         metrics = judge(self._artifact.path, folders, self._parts.file, judged, options)
-        self._num_groups = json.loads(judged.read_text(encoding="utf-8"))["model"]["num_prompts"]
+        num_groups: int = json.loads(judged.read_text(encoding="utf-8"))["model"]["num_prompts"]
         plain = open_runtime(self._artifact.path, provider="cpu", threads_per_run=config.threads)
         check = AnswerCheck(plain, self._parts.judging[:COMPARED])
         results = [
@@ -220,12 +223,13 @@ class _Run:
                     reasons=reasons,
                 )
             )
-        return results + [
+        refused = [
             VariantResult(
                 name=name, precision=PRECISION[name], num_bytes=0, reasons=(f"cannot be made: {reason}",)
             )
             for name, reason in self._refused.items()
         ]
+        return results + refused, num_groups
 
     def _time(self, folders: Mapping[str, Path]) -> dict[str, dict[str, dict[str, float]]]:
         config = self._config
