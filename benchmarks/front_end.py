@@ -88,7 +88,9 @@ async def _service(artifact: str) -> int:
 
     runtime: Any = open_runtime(artifact, provider="cpu")
 
-    def run(prompts: Any, served_models: Any = None, temperatures: Any = None) -> Predicted:
+    def run(
+        prompts: Any, served_models: Any = None, temperatures: Any = None, *, lexical: Any = None
+    ) -> Predicted:
         numbers = np.ones(len(prompts))
         return Predicted(mu=numbers * 5, sigma=numbers, nu=numbers * 3.5)
 

@@ -223,6 +223,8 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
         within=heads.length is not None and heads.length.within,
         max_length=predictor.max_length,
         truncation_side=cast(TruncationSide, predictor.truncation_side),
+        lexical=predictor.lexical,
+        conversations=predictor.conversations,
         pad_token_id=int(cast(int, checkpoint.tokenizer.pad_token_id)),
         served_models=predictor.known_models,
         conditioning=None

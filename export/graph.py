@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predictors.artifact import Manifest
+from predictors.manifest import LEXICAL_INPUT
 from scheduler_core.errors import MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
@@ -59,7 +60,48 @@ def export_graph(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
+    for tensor in manifest.inputs:
+        if tensor.optional:
+            make_optional(path, tensor.name)
     save_clean(path)
+
+
+def make_optional(path: Path, name: str) -> None:
+    """Gives the input `name` [batch, width] of an ONNX file a default: NaN in all rows, if it is left out.
+
+    A default must have a shape of its own: it is one row, repeated as often as `input_ids` has rows.
+    """
+    import numpy as np
+    import onnx
+    from onnx import helper, numpy_helper
+
+    model = onnx.load(path, load_external_data=False)
+    graph = model.graph
+    [value] = [entry for entry in graph.input if entry.name == name]
+    batch, width = value.type.tensor_type.shape.dim
+    batch.ClearField("dim_value")
+    batch.dim_param = f"{name}_rows"  # 1, or as many as there are prompts
+    rows = f"{name}_of_all_rows"
+    for node in graph.node:
+        for position, given in enumerate(node.input):
+            if given == name:
+                node.input[position] = rows
+    sizes = (f"{rows}_batch", f"{rows}_width", f"{rows}_shape")
+    made = [
+        helper.make_node("Shape", ["input_ids"], [sizes[0]], start=0, end=1),
+        helper.make_node("Concat", [sizes[0], sizes[1]], [sizes[2]], axis=0),
+        helper.make_node("Expand", [name, sizes[2]], [rows]),
+    ]
+    graph.initializer.extend(
+        [
+            numpy_helper.from_array(np.array([width.dim_value], dtype=np.int64), sizes[1]),
+            numpy_helper.from_array(np.full((1, width.dim_value), np.nan, dtype=np.float32), name),
+        ]
+    )
+    others = list(graph.node)
+    del graph.node[:]
+    graph.node.extend([*made, *others])
+    onnx.save(model, path)
 
 
 def save_clean(path: Path) -> None:
@@ -98,10 +140,11 @@ def _torch_export(
 ) -> None:
     import torch
 
-    graph = _in_order(model, [tensor.name for tensor in manifest.outputs])
+    names_in = [tensor.name for tensor in manifest.inputs]
+    graph = _in_order(model, names_in, [tensor.name for tensor in manifest.outputs])
     example = _example(model, manifest)
     names: dict[str, Any] = {
-        "input_names": [tensor.name for tensor in manifest.inputs],
+        "input_names": names_in,
         "output_names": [tensor.name for tensor in manifest.outputs],
     }
     if legacy_exporter:
@@ -116,24 +159,24 @@ def _torch_export(
         "batch": torch.export.Dim("batch", min=1, max=MAX_BATCH),
         "seq": torch.export.Dim("seq", min=1, max=model.config.max_length),
     }
-    shapes = {
-        tensor.name: {axis: sizes[str(name)] for axis, name in enumerate(tensor.shape)}
+    shapes = [
+        {axis: sizes[name] for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
         for tensor in manifest.inputs
-    }
+    ]
     torch.onnx.export(
         graph,
         example,
         path,
         dynamo=True,
-        dynamic_shapes=shapes,
+        dynamic_shapes=(tuple(shapes),),
         external_data=external_data,
         verbose=False,
         **names,
     )
 
 
-def _in_order(model: PromptPredictor, names: Sequence[str]) -> nn.Module:
-    """The model with its outputs as a tuple: the exporters give no order to a dict."""
+def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[str]) -> nn.Module:
+    """The model with its inputs and outputs in order: the exporters give none to a dict."""
     import torch
 
     class InOrder(torch.nn.Module):
@@ -141,15 +184,9 @@ def _in_order(model: PromptPredictor, names: Sequence[str]) -> nn.Module:
             super().__init__()
             self.model = model
 
-        def forward(
-            self,
-            input_ids: Tensor,
-            attention_mask: Tensor,
-            served_model: Tensor | None = None,
-            temperature: Tensor | None = None,
-        ) -> tuple[Tensor, ...]:
-            found = self.model(input_ids, attention_mask, served_model, temperature)
-            return tuple(found[name] for name in names)
+        def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+            found = self.model(**dict(zip(inputs, tensors, strict=True)))
+            return tuple(found[name] for name in outputs)
 
     return InOrder().eval()
 
@@ -167,6 +204,10 @@ def _example(model: PromptPredictor, manifest: Manifest) -> tuple[Tensor, ...]:
         "served_model": torch.tensor([1, 0]),
         "temperature": torch.tensor([1.0, float("nan")]),
     }
+    if manifest.lexical is not None:
+        features = torch.zeros((2, len(manifest.lexical.feature_names)))
+        features[1] = float("nan")
+        values[LEXICAL_INPUT] = features
     return tuple(values[tensor.name] for tensor in manifest.inputs)
 
 

@@ -66,11 +66,12 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Token ids of each prompt, served models by name, temperatures; columns with padding."""
+    """Token ids of each prompt, served models by name, temperatures, lexical features; columns with padding."""
 
     prompts: list[NDArray[np.int64]]
     served_models: list[str | None]
     temperatures: list[float | None]
+    lexical: list[NDArray[np.float32] | None]
     seq: int
 
 
@@ -128,9 +129,9 @@ def measure_padding(
     longest = model.config.max_length
     rows = _random_batch(model, Shape(6, min(33, longest), "random"), rng)
     alone = [
-        _onnx(runtime, _Batch([prompt], [served], [temperature], len(prompt)))
-        for prompt, served, temperature in zip(
-            rows.prompts, rows.served_models, rows.temperatures, strict=True
+        _onnx(runtime, _Batch([prompt], [served], [temperature], [lexical], len(prompt)))
+        for prompt, served, temperature, lexical in zip(
+            rows.prompts, rows.served_models, rows.temperatures, rows.lexical, strict=True
         )
     ]
     joined = {name: np.concatenate([one[name] for one in alone]) for name in alone[0]}
@@ -173,13 +174,22 @@ def measure_capped(artifact: Artifact, *, rng: np.random.Generator, num_rows: in
 
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
     """Raises TailcastError unless the artifact's tokenizer gives the token ids that training used."""
+    from predictors.modules import read_tokens
+
+    config = checkpoint.config
     for probe in PROBES:
-        wanted = checkpoint.tokenizer(probe, truncation=True, max_length=tokenizer.max_length)["input_ids"]
+        [ids] = read_tokens(
+            checkpoint.tokenizer,
+            [probe],
+            max_length=tokenizer.max_length,
+            truncation_side=config.truncation_side,
+        )
+        wanted = ids.tolist()
         [found] = tokenizer([probe])
-        if found.ids.tolist() != list(wanted):
+        if found.ids.tolist() != wanted:
             raise TailcastError(
                 f"tokenizer.json and the checkpoint's tokenizer differ on {probe[:40]!r}: "
-                f"{found.ids[:8].tolist()}... and {list(wanted)[:8]}..."
+                f"{found.ids[:8].tolist()}... and {wanted[:8]}..."
             )
 
 
@@ -192,8 +202,17 @@ def _random_batch(model: PromptPredictor, shape: Shape, rng: np.random.Generator
         [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in shape.lengths(rng)],
         [names[number] for number in rng.integers(len(names), size=shape.batch)],
         [TEMPERATURES[number] for number in rng.integers(len(TEMPERATURES), size=shape.batch)],
+        [_random_lexical(model, rng) for _ in range(shape.batch)],
         shape.seq,
     )
+
+
+def _random_lexical(model: PromptPredictor, rng: np.random.Generator) -> NDArray[np.float32] | None:
+    """Features around those of training; now and then unknown."""
+    if model.lexical is None or rng.random() < 0.3:
+        return None
+    mean, std = model.lexical.mean.numpy(), model.lexical.std.numpy()
+    return np.asarray(mean + std * rng.normal(0, 2, size=len(mean)), dtype=np.float32)
 
 
 def _torch(model: PromptPredictor, rows: _Batch) -> Arrays:
@@ -204,18 +223,25 @@ def _torch(model: PromptPredictor, rows: _Batch) -> Arrays:
     for row, prompt in enumerate(rows.prompts):
         ids[row, : len(prompt)] = torch.from_numpy(prompt)
         mask[row, : len(prompt)] = 1
-    conditions = []
+    conditions: dict[str, torch.Tensor] = {}
+    if model.lexical is not None:
+        unknown = np.full(model.lexical.width - 1, np.nan, dtype=np.float32)
+        table = [unknown if features is None else features for features in rows.lexical]
+        conditions["lexical"] = torch.from_numpy(np.stack(table))
     if model.config.conditioning is not None:
         numbers = [model.config.conditioning.number_of(name) for name in rows.served_models]
         temperatures = [float("nan") if value is None else value for value in rows.temperatures]
-        conditions = [torch.tensor(numbers), torch.tensor(temperatures, dtype=torch.float32)]
+        conditions["served_model"] = torch.tensor(numbers)
+        conditions["temperature"] = torch.tensor(temperatures, dtype=torch.float32)
     with torch.no_grad():
-        found = model(ids, mask, *conditions)
+        found = model(ids, mask, **conditions)
     return {name: values.double().numpy() for name, values in found.items()}
 
 
 def _onnx(runtime: ArtifactRuntime, rows: _Batch) -> Arrays:
-    found = runtime.run(rows.prompts, rows.served_models, rows.temperatures, seq=rows.seq).arrays()
+    found = runtime.run(
+        rows.prompts, rows.served_models, rows.temperatures, lexical=rows.lexical, seq=rows.seq
+    ).arrays()
     return {tensor.name: found[tensor.name] for tensor in runtime.artifact.manifest.outputs}
 
 

@@ -1,4 +1,4 @@
-"""Prompt text to lexical features, for artifacts that read no tokens."""
+"""Prompt text to lexical features, for artifacts that read them instead of tokens or beside them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ class LexicalPrompt:
         return self.features
 
     @property
+    def lexical(self) -> None:
+        """Nothing beside `values`."""
+        return None
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that are read: none."""
         return 0
 
 
 class LexicalReader:
-    """Feature extractor of one artifact; thread-safe.
+    """Feature extractor of one artifact or predictor; thread-safe.
 
     Raises:
         InputError: This program computes other features than the artifact was trained on.

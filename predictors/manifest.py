@@ -12,13 +12,15 @@ from typing import Any, Literal, get_args
 
 from scheduler_core.errors import InputError
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 MODEL = "model.onnx"
 CAPPED_MODEL = "length.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
+#: The optional input of an encoder's graph that takes lexical features.
+LEXICAL_INPUT = "lexical"
 
-TruncationSide = Literal["left", "right"]
+TruncationSide = Literal["left", "right", "middle"]
 Kind = Literal["encoder", "lexical"]
 Precision = Literal["fp32", "fp16", "int8"]
 TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
@@ -33,20 +35,24 @@ HEADS = ("length", "urgency", "bucket", "regression", "rank")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One input or output of the graph; a dimension is a size or the name of a free axis."""
+    """One input or output of the graph; a dimension is a size or the name of a free axis.
+
+    An optional input has a default inside the graph and may be left out.
+    """
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
     unit: str
+    optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LexicalInput:
-    """What a lexical artifact computes from a prompt's text (`predictors.lexical`).
+    """What is computed from a prompt's text before the graph runs (`predictors.lexical`).
 
     Attributes:
-        feature_names: Columns of the input `features`, in order.
+        feature_names: Columns of the input, in order.
         feature_version: Version of their definition.
         max_chars: Most characters of a prompt that are read.
     """
@@ -134,7 +140,7 @@ class Manifest:
         artifact_id: Name of what is predicted with, chosen at export.
         artifact_version: Changes whenever model, tokenizer or normalisation change.
         created: Time of export, ISO 8601 in UTC.
-        kind: "encoder" reads token ids, "lexical" features of the text.
+        kind: "encoder" reads token ids (and features of the text, where `lexical` is set), "lexical" features alone.
         heads: What is predicted, out of length, urgency, bucket, regression, rank.
         files: File name -> hex SHA-256 of every file but the manifest and its signature.
         opset: Operator set -> version that `model.onnx` is written in; `write_manifest` reads it from there.
@@ -146,9 +152,11 @@ class Manifest:
         within: The graph also gives sigma_within, how far answers to the same prompt lie from each other; sigma holds the
             predictor's own error in mu as well.
         max_length: Most tokens the model reads, special tokens included; None for a lexical artifact.
-        truncation_side: The end of a longer prompt that is dropped; None for a lexical artifact.
+        truncation_side: What of a longer prompt is dropped: its left or right end, or its middle (kept are the first
+            max_length - max_length // 2 tokens and the last max_length // 2); None for a lexical artifact.
         pad_token_id: Token id of padding; None for a lexical artifact.
-        lexical: Features of a lexical artifact.
+        lexical: Features of the text that the graph takes; None: none.
+        conversations: A prompt is the text of a whole conversation (`predictors.conversation`), not its last user message.
         served_models: LLMs whose lengths the artifact predicts; empty if not declared.
         conditioning: What the graph sees beside the prompt; None: nothing.
         urgency_levels: Names of the urgency levels, the most urgent first.
@@ -180,6 +188,7 @@ class Manifest:
     truncation_side: TruncationSide | None = None
     pad_token_id: int | None = None
     lexical: LexicalInput | None = None
+    conversations: bool = False
     served_models: tuple[str, ...] = ()
     conditioning: Conditions | None = None
     urgency_levels: tuple[str, ...] = ()
@@ -195,15 +204,14 @@ class Manifest:
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
         """Inputs of the graph, in order."""
-        if self.lexical is not None:
-            width = len(self.lexical.feature_names)
-            shape: tuple[int | str, ...] = ("batch", width)
-            specs = [TensorSpec(name="features", dtype="float32", shape=shape, unit="see lexical")]
+        width = 0 if self.lexical is None else len(self.lexical.feature_names)
+        if self.kind == "lexical":
+            specs = [TensorSpec(name="features", dtype="float32", shape=("batch", width), unit="see lexical")]
         else:
-            shape = ("batch", "seq")
+            tokens = ("batch", "seq")
             specs = [
-                TensorSpec(name="input_ids", dtype="int64", shape=shape, unit="token id"),
-                TensorSpec(name="attention_mask", dtype="int64", shape=shape, unit="1 = token, 0 = padding"),
+                TensorSpec(name="input_ids", dtype="int64", shape=tokens, unit="token id"),
+                TensorSpec(name="attention_mask", dtype="int64", shape=tokens, unit="1 = token, 0 = padding"),
             ]
         if self.conditioning is not None:
             unit = "1 + position in served_models, 0 = another"
@@ -211,6 +219,13 @@ class Manifest:
             if self.conditioning.temperature:
                 unit = "sampling temperature, NaN = unknown"
                 specs.append(TensorSpec(name="temperature", dtype="float32", shape=("batch",), unit=unit))
+        if self.kind == "encoder" and self.lexical is not None:
+            unit = "see lexical, a row of NaN = unknown"
+            specs.append(
+                TensorSpec(
+                    name=LEXICAL_INPUT, dtype="float32", shape=("batch", width), unit=unit, optional=True
+                )
+            )
         return tuple(specs)
 
     @property

@@ -65,7 +65,8 @@ def parse_manifest(content: object) -> Manifest:
         max_length=_integer(content, "max_length", minimum=1) if is_encoder else None,
         truncation_side=_side(content.get("truncation_side")) if is_encoder else None,
         pad_token_id=_integer(content, "pad_token_id", minimum=0) if is_encoder else None,
-        lexical=None if is_encoder else _lexical(content.get("lexical")),
+        conversations=_flag(content, "conversations"),
+        lexical=_lexical(content.get("lexical"), required=not is_encoder),
         served_models=_names(content, "served_models"),
         within=_within(content.get("within", False), heads),
         conditioning=_conditions(content),
@@ -128,6 +129,13 @@ def _mapping(content: Mapping[str, Any], name: str) -> dict[str, Any]:
     return value
 
 
+def _flag(content: Mapping[str, Any], name: str) -> bool:
+    value = content.get(name)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
 def _names(content: Mapping[str, Any], name: str) -> tuple[str, ...]:
     value = content.get(name, [])
     if not isinstance(value, list) or not all(isinstance(entry, str) and entry for entry in value):
@@ -156,7 +164,7 @@ def _nu(value: object, heads: tuple[str, ...]) -> float | None:
 
 def _side(value: object) -> TruncationSide:
     if value not in TRUNCATION_SIDES:
-        raise _wrong("truncation_side", value, " or ".join(TRUNCATION_SIDES))
+        raise _wrong("truncation_side", value, ", ".join(TRUNCATION_SIDES))
     return cast(TruncationSide, value)
 
 
@@ -220,7 +228,9 @@ def _capped(
     return capped
 
 
-def _lexical(value: object) -> LexicalInput:
+def _lexical(value: object, *, required: bool) -> LexicalInput | None:
+    if value is None and not required:
+        return None
     if not isinstance(value, dict):
         raise _wrong("lexical", value, "an object with feature_names, feature_version and max_chars")
     names = value.get("feature_names")

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.artifact import MODEL, Artifact, open_artifact
+from predictors.artifact import MODEL, Artifact, LexicalInput, open_artifact
 from predictors.lexical_reader import LexicalReader
-from predictors.manifest import Manifest, checked_temperature
+from predictors.manifest import LEXICAL_INPUT, Manifest, checked_temperature
 from predictors.predicted import Predicted
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
@@ -59,6 +59,7 @@ class ArtifactRuntime:
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
         *,
+        lexical: Sequence[NDArray[np.float32] | None] | None = None,
         seq: int | None = None,
     ) -> Predicted:
         """Predicts one batch.
@@ -70,6 +71,7 @@ class ArtifactRuntime:
                 it does not know: `Manifest.served_model_number`.
             temperatures: Sampling temperatures [B], at least 0; None: not told. An artifact that is not conditioned
                 does not look at them.
+            lexical: Lexical features [B], each float32 [F], of an encoder that takes them too; None: unknown.
             seq: Pad to so many columns instead of to the longest prompt; changes no number.
 
         Returns:
@@ -81,7 +83,12 @@ class ArtifactRuntime:
             TailcastError: The session failed or gave something else than B rows.
         """
         manifest = self.artifact.manifest
-        feed = self._lexical(prompts) if manifest.lexical is not None else self._tokens(prompts, seq)
+        if manifest.kind == "lexical":
+            feed: dict[str, NDArray[Any]] = {"features": np.stack(prompts).astype(np.float32, copy=False)}
+        else:
+            feed = self._tokens(prompts, seq)
+            if manifest.lexical is not None:
+                feed[LEXICAL_INPUT] = _lexical(manifest.lexical, lexical or [None] * len(prompts))
         feed |= _conditions(manifest, len(prompts), served_models, temperatures)
         names = [tensor.name for tensor in manifest.outputs]
         try:
@@ -119,16 +126,17 @@ class ArtifactRuntime:
         for name, values in (("served_models", served_models), ("temperatures", temperatures)):
             if values is not None and len(values) != len(prompts):
                 raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one for each prompt")
-        read = [prompt.values for prompt in self.tokenizer(prompts)]
-        by_length = sorted(range(len(read)), key=lambda index: len(read[index]))
+        read = self.tokenizer(prompts)
+        by_length = sorted(range(len(read)), key=lambda index: len(read[index].values))
         batches = [by_length[start : start + batch_size] for start in range(0, len(read), batch_size)]
         if not batches:
             return self._nothing()
         parts = [
             self.run(
-                [read[row] for row in rows],
+                [read[row].values for row in rows],
                 None if served_models is None else [served_models[row] for row in rows],
                 None if temperatures is None else [temperatures[row] for row in rows],
+                lexical=[read[row].lexical for row in rows],
             )
             for rows in batches
         ]
@@ -140,9 +148,10 @@ class ArtifactRuntime:
         # A name that every artifact takes.
         served = manifest.served_models[0] if manifest.served_models else None
         for batch, tokens in shapes:
-            if manifest.lexical is None:
+            if manifest.kind == "encoder":
                 prompt: NDArray[Any] = np.zeros(min(tokens, manifest.max_length or 1), dtype=np.int64)
             else:
+                assert manifest.lexical is not None
                 prompt = np.zeros(len(manifest.lexical.feature_names), dtype=np.float32)
             self.run([prompt] * batch, [served] * batch)
 
@@ -160,9 +169,6 @@ class ArtifactRuntime:
             attention_mask[row, : len(ids)] = 1
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
-    def _lexical(self, prompts: Sequence[NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        return {"features": np.stack(prompts).astype(np.float32, copy=False)}
-
     def _nothing(self) -> Predicted:
         manifest = self.artifact.manifest
         arrays = {
@@ -170,6 +176,11 @@ class ArtifactRuntime:
             for tensor in manifest.outputs
         }
         return Predicted.of(arrays, nu=manifest.nu)
+
+
+def _lexical(lexical: LexicalInput, features: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
+    unknown = np.full(len(lexical.feature_names), np.nan, dtype=np.float32)
+    return np.stack([unknown if row is None else row for row in features]).astype(np.float32, copy=False)
 
 
 def _conditions(
@@ -216,11 +227,16 @@ def open_runtime(
 
 def _open_tokenizer(artifact: Artifact) -> PromptTokenizer | LexicalReader:
     manifest = artifact.manifest
-    if manifest.lexical is not None:
-        return LexicalReader(manifest.lexical)
+    lexical = None if manifest.lexical is None else LexicalReader(manifest.lexical)
+    if manifest.kind == "lexical":
+        assert lexical is not None
+        return lexical
     assert manifest.max_length is not None and manifest.truncation_side is not None  # noqa: PT018
     return PromptTokenizer(
-        artifact.tokenizer_path, max_length=manifest.max_length, truncation_side=manifest.truncation_side
+        artifact.tokenizer_path,
+        max_length=manifest.max_length,
+        truncation_side=manifest.truncation_side,
+        lexical=lexical,
     )
 
 
@@ -255,8 +271,12 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
     manifest = artifact.manifest
-    wanted_inputs = {tensor.name for tensor in manifest.inputs}
-    _check_tensors("inputs", {tensor.name for tensor in session.get_inputs()}, wanted_inputs)
+    for kind, found_inputs, optional in (
+        ("inputs", session.get_inputs(), False),
+        ("optional inputs", session.get_overridable_initializers(), True),
+    ):
+        wanted_inputs = {tensor.name for tensor in manifest.inputs if tensor.optional is optional}
+        _check_tensors(kind, {tensor.name for tensor in found_inputs}, wanted_inputs)
     wanted_outputs = {tensor.name for tensor in manifest.outputs}
     found = {tensor.name for tensor in session.get_outputs()}
     _check_tensors("outputs", found & wanted_outputs, wanted_outputs)

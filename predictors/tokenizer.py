@@ -1,16 +1,17 @@
-"""Prompt text to token ids, exactly as the model was trained, in bounded time for texts of any length."""
+"""Prompt text to what the model reads, exactly as it was trained, in bounded time for texts of any length."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import TruncationSide
+from predictors.lexical_reader import LexicalReader
 from scheduler_core.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -24,10 +25,17 @@ LAST_CUT_CHARS_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Token ids int64 [tokens], special tokens included, and whether the prompt had more of them."""
+    """A prompt as an encoder reads it.
+
+    Attributes:
+        ids: Token ids int64 [tokens], special tokens included.
+        truncated: Whether the prompt had more of them.
+        lexical: Lexical features float32 [F] of its text; None where the artifact takes none.
+    """
 
     ids: NDArray[np.int64]
     truncated: bool
+    lexical: NDArray[np.float32] | None = None
 
     @property
     def values(self) -> NDArray[np.int64]:
@@ -40,19 +48,35 @@ class TokenizedPrompt:
         return len(self.ids)
 
 
+def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
+    """Token ids [n] without their middle: at most `max_length`, the first half (rounded up) and the last half."""
+    if len(ids) <= max_length:
+        return ids
+    last = max_length // 2
+    return np.concatenate([ids[: max_length - last], ids[len(ids) - last :]])
+
+
 class PromptTokenizer:
     """Truncating tokenizer of one artifact; thread-safe, and other Python threads run while it works.
 
     Args:
         path: `tokenizer.json`.
         max_length: Most tokens of a prompt, special tokens included.
-        truncation_side: The end of a longer prompt that is dropped.
+        truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
+        lexical: Computes the lexical features too; None: there are none.
 
     Raises:
         InputError: The file is not a tokenizer, or `max_length` leaves no room for a prompt's own tokens.
     """
 
-    def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_length: int,
+        truncation_side: TruncationSide,
+        lexical: LexicalReader | None = None,
+    ) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
@@ -68,22 +92,33 @@ class PromptTokenizer:
             raise InputError("max_length", max_length, f"more than the {special} special tokens")
         self.max_length = max_length
         self.truncation_side: TruncationSide = truncation_side
+        self._lexical = lexical
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(max_length, direction=truncation_side)
+        if truncation_side == "middle":
+            self._tokenizer.no_truncation()
+        else:
+            self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt.
+        """Token ids of each prompt, and its lexical features where they are wanted.
 
         Equal to tokenising the whole text and truncating, as long as the tokenizer splits at white space; a text with
         more than 64 characters per token over its whole length is read only that far.
         """
-        return [self._encode(prompt) for prompt in prompts]
+        encode = self._encode_ends if self.truncation_side == "middle" else self._encode
+        read = [encode(prompt) for prompt in prompts]
+        if self._lexical is None:
+            return read
+        return [
+            replace(prompt, lexical=lexical.features)
+            for prompt, lexical in zip(read, self._lexical(prompts), strict=True)
+        ]
 
     def _encode(self, prompt: str) -> TokenizedPrompt:
         limit = FIRST_CUT_CHARS_PER_TOKEN * self.max_length
         last = LAST_CUT_CHARS_PER_TOKEN * self.max_length
         while True:
-            text = self._cut(prompt, limit)
+            text = _cut(prompt, limit, self.truncation_side)
             # encode() holds the interpreter lock, the batch form releases it.
             [encoding] = self._tokenizer.encode_batch_fast([text])
             is_cut = len(text) < len(prompt)
@@ -92,14 +127,34 @@ class PromptTokenizer:
                 return TokenizedPrompt(np.asarray(encoding.ids, dtype=np.int64), truncated)
             limit *= 2
 
-    def _cut(self, prompt: str, limit: int) -> str:
-        """At most `limit` characters from the side that is kept, cut between words where there is a gap to cut at."""
-        if len(prompt) <= limit:
-            return prompt
-        if self.truncation_side == "right":
-            text = prompt[:limit]
-            at = max(text.rfind(" "), text.rfind("\n"))
-            return text[:at] if at > limit // 2 else text
-        text = prompt[-limit:]
-        gaps = [at for at in (text.find(" "), text.find("\n")) if at >= 0]
-        return text[min(gaps) :] if gaps and min(gaps) < limit // 2 else text
+    def _encode_ends(self, prompt: str) -> TokenizedPrompt:
+        first, last = self.max_length - self.max_length // 2, self.max_length // 2
+        limit = FIRST_CUT_CHARS_PER_TOKEN * first
+        text = prompt
+        while len(prompt) > 2 * limit:
+            ends = [_cut(prompt, limit, "right"), _cut(prompt, limit, "left")]
+            head, tail = (encoding.ids for encoding in self._tokenizer.encode_batch_fast(ends))
+            # Special tokens at the inner ends are not the prompt's, nor are pieces of a word that was cut.
+            if min(len(head), len(tail)) > self.max_length and max(map(len, ends)) < limit:
+                return TokenizedPrompt(np.asarray([*head[:first], *tail[-last:]], dtype=np.int64), True)
+            if limit >= LAST_CUT_CHARS_PER_TOKEN * first:
+                text = "".join(ends)
+                break
+            limit *= 2
+        [encoding] = self._tokenizer.encode_batch_fast([text])
+        ids = np.asarray(encoding.ids, dtype=np.int64)
+        truncated = len(text) < len(prompt) or len(ids) > self.max_length
+        return TokenizedPrompt(keep_ends(ids, self.max_length), truncated)
+
+
+def _cut(prompt: str, limit: int, dropped: TruncationSide) -> str:
+    """At most `limit` characters of the end that is not dropped, cut between words where there is a gap to cut at."""
+    if len(prompt) <= limit:
+        return prompt
+    if dropped == "right":
+        text = prompt[:limit]
+        at = max(text.rfind(" "), text.rfind("\n"))
+        return text[:at] if at > limit // 2 else text
+    text = prompt[-limit:]
+    gaps = [at for at in (text.find(" "), text.find("\n")) if at >= 0]
+    return text[min(gaps) :] if gaps and min(gaps) < limit // 2 else text

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION, MAX_CHARS
+from predictors.manifest import LexicalInput
 from predictors.modules import (
     BucketHead,
     Calibration,
@@ -28,6 +30,7 @@ from predictors.modules import (
     load_checkpoint,
     load_encoder,
     load_tokenizer,
+    read_lexical,
 )
 from predictors.modules.checkpoint import TRAINING
 from predictors.modules.heads import OrdinalTower
@@ -122,6 +125,8 @@ def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
         truncation_side=config.truncation_side,
         pooling=config.pooling,
         prompt_length=config.prompt_length,
+        lexical=_lexical() if config.lexical else None,
+        conversations=config.conversations,
         served_models=() if conditioning is not None else names,
     )
     generator = torch.Generator().manual_seed(config.seed)
@@ -129,9 +134,18 @@ def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
         predictor, _encoder(config.encoder), _normalization(config, train), generator=generator
     )
     _check_vocabulary(config.encoder, model, tokenizer)
+    if model.lexical is not None:
+        table = read_lexical(predictor.lexical, train.prompts)
+        assert table is not None
+        model.lexical.set_scale(torch.from_numpy(table))
     if config.urgency is not None:
         set_level_shares(model, labels)
     return Start(model, tokenizer)
+
+
+def _lexical() -> LexicalInput:
+    """The features that this version computes."""
+    return LexicalInput(feature_names=FEATURE_NAMES, feature_version=FEATURE_VERSION, max_chars=MAX_CHARS)
 
 
 def _heads(config: TrainConfig, train: Rows) -> Heads:

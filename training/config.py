@@ -93,12 +93,18 @@ class TrainConfig:
     """With init: train the embeddings of served models that are new to it and nothing else (stage 2 alone)."""
     max_length: int = 512
     """Most tokens of a prompt that are read, special tokens included."""
-    truncation_side: Literal["left", "right"] = "right"
-    """The end of a longer prompt that is dropped."""
+    truncation_side: Literal["left", "right", "middle"] = "right"
+    """What of a longer prompt is dropped: its left or right end, or its middle."""
     pooling: tuple[str, ...] = ("cls", "mean", "max")
     """Poolings of the encoder's states whose features are concatenated: cls, mean, max, last."""
     prompt_length: bool = False
     """The heads see the number of tokens of the prompt too."""
+    conversations: bool = False
+    """Read the whole conversation, system prompt and earlier turns included, where the data have `messages`; unset: its last user message alone."""
+    lexical: bool = False
+    """All heads but urgency see what can be counted in the prompt's whole text too (lines, digits, words that ask for a list, ...); who serves tokens alone leaves it out."""
+    lexical_dropout: float = 0.1
+    """Probability that a training prompt hides its lexical features, so that they may be unknown when serving."""
     tower: TowerOptions = field(default_factory=TowerOptions)
     """Layers of each head."""
     length: LengthTask | None = field(default_factory=LengthTask)
@@ -218,6 +224,8 @@ class TrainConfig:
                 raise InputError(name, getattr(self, name), "a finite number above 0")
         if self.encoder_dropout is not None and not 0 <= self.encoder_dropout < 1:
             raise InputError("encoder_dropout", self.encoder_dropout, "a number from 0 to below 1, or unset")
+        if not 0 <= self.lexical_dropout < 1:
+            raise InputError("lexical_dropout", self.lexical_dropout, "a number from 0 to below 1")
         if not 0 <= self.weight_decay < float("inf"):
             raise InputError("weight_decay", self.weight_decay, "a finite number, not negative")
         for name in ("seed", "split_seed"):

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from predictors.modules import Normalization
+from predictors.modules import Normalization, PredictorConfig, read_lexical, read_tokens
 from training.batches import EpochPlans, Plan
 from training.labels import Labels
 from training.objectives.answers import Answers
@@ -26,7 +26,8 @@ class Batch(NamedTuple):
     """One training step: P prompts, each read once, and R rows.
 
     Attributes:
-        inputs: What the prompts are read from: token ids and mask [P, S], or features [P, F].
+        inputs: What the prompts are read from: token ids and mask [P, S] and, where they are read, lexical features
+            [P, L]; or features [P, F].
         row_prompt: Position of each row's prompt in this batch [R].
         served_model: 0 where it is unknown [R].
         temperature: NaN where it is unknown [R].
@@ -52,18 +53,6 @@ class Batch(NamedTuple):
     row: Tensor
 
 
-def tokenize(
-    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], max_length: int
-) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt, special tokens included, at most `max_length` of them."""
-    if not prompts:
-        return []
-    encoded = tokenizer(
-        list(prompts), truncation=True, max_length=max_length, padding=False, return_attention_mask=False
-    )
-    return [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
-
-
 def pad(token_ids: Sequence[NDArray[Any]], pad_token_id: int) -> tuple[Tensor, Tensor]:
     """Token ids and mask, int64 [B, S], padded on the right to the longest of the batch."""
     longest = max(len(ids) for ids in token_ids)
@@ -85,6 +74,7 @@ class SplitData:
         rows: Rows and their answers.
         texts: Of all prompts [P].
         token_ids: Of all prompts [P].
+        lexical: Lexical features of all prompts [P, L]; None where they are not read.
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
         level: Urgency level [P].
         level_weight: 0 where a prompt has no label [P].
@@ -93,13 +83,16 @@ class SplitData:
     rows: Rows
     texts: list[str]
     token_ids: list[NDArray[np.int32]]
+    lexical: NDArray[np.float32] | None
     row_offsets: NDArray[np.int64]
     level: NDArray[np.int64]
     level_weight: NDArray[np.float64]
 
     @classmethod
-    def of(cls, rows: Rows, labels: Labels, tokenizer: PreTrainedTokenizerBase, max_length: int) -> SplitData:
-        """Joins rows and labels by text and reads the tokens of each text once."""
+    def of(
+        cls, rows: Rows, labels: Labels, tokenizer: PreTrainedTokenizerBase, config: PredictorConfig
+    ) -> SplitData:
+        """Joins rows and labels by text and reads each text once, as the predictor's configuration says."""
         number = {text: at for at, text in enumerate(rows.prompts)}
         where = [number.setdefault(text, len(number)) for text in labels.texts]
         texts = list(number)
@@ -109,7 +102,10 @@ class SplitData:
         return cls(
             rows=rows,
             texts=texts,
-            token_ids=tokenize(tokenizer, texts, max_length),
+            token_ids=read_tokens(
+                tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
+            ),
+            lexical=read_lexical(config.lexical, texts),
             row_offsets=np.searchsorted(rows.prompt, np.arange(len(texts) + 1)).astype(np.int64),
             level=level,
             level_weight=weight,
@@ -171,6 +167,8 @@ class Examples(Dataset[Batch]):
             inputs: tuple[Tensor, ...] = (self.features[torch.from_numpy(prompts)],)
         else:
             inputs = pad([data.token_ids[number] for number in prompts.tolist()], self._pad_token_id)
+            if data.lexical is not None:
+                inputs = (*inputs, torch.from_numpy(data.lexical[prompts]))
         return Batch(
             inputs=inputs,
             row_prompt=torch.from_numpy(plan.row_prompt),

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules import PromptPredictor
+from predictors.modules import PromptPredictor, read_lexical, read_tokens
 from scheduler_core.errors import InputError
-from training.data import length_ordered_batches, pad, tokenize
+from training.data import length_ordered_batches, pad
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +38,7 @@ def pooled_features(
     model: PromptPredictor,
     token_ids: Sequence[NDArray[np.int32]],
     pad_token_id: int,
+    lexical: NDArray[np.float32] | None = None,
     *,
     batch_size: int = 32,
     track: Track = lambda batches: batches,
@@ -48,6 +49,7 @@ def pooled_features(
         model: On any device; its mode is left as it was.
         token_ids: Tokens of each prompt [N].
         pad_token_id: Token id of padding.
+        lexical: Lexical features of each prompt [N, L]; None: unknown, or not read.
         batch_size: Prompts per call of the encoder.
         track: Wraps the loop over batches, e.g. in a progress bar.
     """
@@ -59,7 +61,8 @@ def pooled_features(
         with torch.inference_mode():
             for numbers in track(list(length_ordered_batches(token_ids, batch_size))):
                 input_ids, mask = pad([token_ids[number] for number in numbers], pad_token_id)
-                features[numbers] = model.features(input_ids.to(device), mask.to(device)).float().cpu()
+                own = None if lexical is None else torch.from_numpy(lexical[numbers]).to(device)
+                features[numbers] = model.features(input_ids.to(device), mask.to(device), own).float().cpu()
     finally:
         model.train(was_training)
     return features
@@ -95,9 +98,13 @@ def predict_prompts(
     """
     numbers: dict[str, int] = {}
     row_prompt = torch.tensor([numbers.setdefault(text, len(numbers)) for text in prompts], dtype=torch.int64)
-    token_ids = tokenize(tokenizer, list(numbers), model.config.max_length)
+    config, texts = model.config, list(numbers)
+    token_ids = read_tokens(
+        tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
+    )
+    lexical = read_lexical(config.lexical, texts)
     features = pooled_features(
-        model, token_ids, int(tokenizer.pad_token_id), batch_size=batch_size, track=track
+        model, token_ids, int(tokenizer.pad_token_id), lexical, batch_size=batch_size, track=track
     )
     served = _served_models(model, served_models, len(prompts))
     known = [np.nan if value is None else value for value in temperatures or [None] * len(prompts)]

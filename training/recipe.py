@@ -145,6 +145,7 @@ def _features(
                     model,
                     split.token_ids,
                     material.pad_token_id,
+                    split.lexical,
                     batch_size=config.batch_size,
                     track=lambda batches: tracked(batches, "features", _shows_bars(config)),
                 )
@@ -179,6 +180,7 @@ def _settings(config: TrainConfig, stage: int, material: Material) -> StageSetti
         adam_epsilon=config.adam_epsilon,
         clip_norm=config.clip_norm,
         first_new_model=material.first_new_model,
+        lexical_dropout=config.lexical_dropout if config.lexical else 0.0,
     )
 
 

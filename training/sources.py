@@ -19,6 +19,7 @@ from training.config import TrainConfig
 from training.fitting.fits import fit_groups
 from training.fitting.fits_file import read_fits_or_fit
 from training.fitting.options import FitOptions
+from training.fitting.reading.conversations import with_conversations
 from training.fitting.reading.table import GroupedLengths, group_table
 from training.rows import Rows, join
 
@@ -96,6 +97,8 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     table = _filtered(read_parquet(path, field), Path(path), config.served_model)
     keys = _keys(table, config)
     if not config.needs_fits:
+        if config.conversations:
+            table = with_conversations(table, Path(path))
         groups = _groups(table, Path(path), keys, config)
         return _rows(groups, weight, config, sigma=_sigma_within(groups, config)), 0
     assert config.length is not None
@@ -104,6 +107,7 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
         FitOptions(nu=config.length.nu, censoring=config.censoring, keys=keys, max_tokens=config.max_tokens),
         field=field,
         where={} if config.served_model is None else {"model": config.served_model},
+        conversations=config.conversations,
     )
     if fits.nu != config.length.nu:
         raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as length.nu is")

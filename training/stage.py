@@ -34,6 +34,7 @@ class StageSettings:
         served_model_dropout: Probability that a row hides its served model.
         optimizer: adamw or adam.
         weight_decay, adam_epsilon, clip_norm: Of the optimiser.
+        lexical_dropout: Probability that a prompt hides its lexical features.
         first_new_model: Train the embeddings of served models from this number on and nothing else; None: see above.
     """
 
@@ -45,6 +46,7 @@ class StageSettings:
     weight_decay: float
     adam_epsilon: float
     clip_norm: float
+    lexical_dropout: float = 0.0
     first_new_model: int | None = None
 
 
@@ -141,6 +143,10 @@ class StageModule(L.LightningModule):
 
     def _losses(self, batch: Batch, sigma_weight: float) -> tuple[dict[str, Tensor], dict[str, HeadLoss]]:
         features = self.network.features(*batch.inputs) if self._settings.trains_encoder else batch.inputs[0]
+        rate = self._settings.lexical_dropout
+        if self.network.training and rate > 0:
+            hidden = torch.rand(len(features), device=features.device) < rate
+            features = self.network.without_lexical(features, hidden)
         scores = self._objectives.scores(self.network, features, batch)
         return scores, self._objectives.losses(self.network, scores, batch, sigma_weight)
 

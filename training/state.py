@@ -111,7 +111,7 @@ class StageState(L.Callback):
     ) -> None:
         """Counts what was read, and adds a point to the curves."""
         tokens, cells = 0, 0
-        if len(batch.inputs) == 2:
+        if len(batch.inputs) > 1:
             tokens, cells = int(batch.inputs[1].sum()), batch.inputs[1].numel()
         self._seen += np.array([len(batch.prompt), len(batch.row), tokens, cells])
         self._train_seconds = time.monotonic() - self._since

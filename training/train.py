@@ -155,9 +155,8 @@ def _of_new_models(rows: SplitRows, start: Start) -> SplitRows:
 
 
 def _material(start: Start, rows: SplitRows, labels: tuple[Labels, Labels]) -> Material:
-    max_length = start.model.config.max_length
     train, validation = (
-        SplitData.of(part, own, start.tokenizer, max_length)
+        SplitData.of(part, own, start.tokenizer, start.model.config)
         for part, own in ((rows.train, labels[0]), (rows.validation, labels[1]))
     )
     log.info(

@@ -49,6 +49,8 @@ def random_feed(
 ) -> dict[str, NDArray[Any]]:
     """Inputs for a graph of token ids: random tokens, rows padded on the right from the second on, zeros for the rest.
 
+    Inputs with a default are left out.
+
     Args:
         model: Its inputs have the axes batch and seq in this order, as the manifest says.
         batch, seq: Shape.
@@ -57,7 +59,10 @@ def random_feed(
     """
     feed: dict[str, NDArray[Any]] = {}
     lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])
+    defaults = {tensor.name for tensor in model.graph.initializer}
     for value in model.graph.input:
+        if value.name in defaults:
+            continue
         dims = [batch, seq][: len(value.type.tensor_type.shape.dim)]
         dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         if value.name == "input_ids":

@@ -36,7 +36,10 @@ class GraphView:
                 )
         self.inputs = [value.name for value in model.graph.input]
         self.outputs = [value.name for value in model.graph.output]
-        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        # What is an input too is only a default.
+        self._constants = {
+            tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in self.inputs
+        }
         self._names = {name for node in self.nodes for name in (*node.input, *node.output)}
         self._names |= set(self._constants) | set(self.inputs) | set(self.outputs)
         self._index()
@@ -130,6 +133,7 @@ class GraphView:
         copied = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
         del graph.node[:], graph.value_info[:]
         graph.node.extend(copied)
+        needed.update(self.inputs)
         stale = [tensor.name for tensor in graph.initializer if tensor.name not in needed]
         for name in stale:
             position = next(at for at, tensor in enumerate(graph.initializer) if tensor.name == name)

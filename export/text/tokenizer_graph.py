@@ -121,9 +121,8 @@ def tokenizer_graph(artifact: Artifact, *, seq_multiple: int = 1) -> onnx.ModelP
         InputError: The tokenizer cannot be done in a graph.
     """
     manifest = artifact.manifest
-    if manifest.max_length is None or manifest.truncation_side not in ("left", "right"):
-        found = manifest.truncation_side
-        raise InputError("artifact manifest, truncation_side", found, "left or right, of an encoder")
+    if manifest.max_length is None or manifest.truncation_side is None:
+        raise InputError("artifact manifest, kind", manifest.kind, "encoder, which reads token ids")
     if seq_multiple < 1:
         raise InputError("seq_multiple", seq_multiple, "an integer >= 1")
     builder = _Builder(read_wordpiece(artifact.tokenizer_path))
@@ -144,7 +143,9 @@ class _Builder:
         self._constants: dict[str, onnx.TensorProto] = {}
 
     def build(self, max_length: int, side: str, pad: int, *, seq_multiple: int) -> onnx.ModelProto:
-        characters = self._characters(LAST_CUT_CHARS_PER_TOKEN * max_length, side)
+        # Where the middle is dropped, so many characters of each end.
+        tokens = max_length - max_length // 2 if side == "middle" else max_length
+        characters = self._characters(LAST_CUT_CHARS_PER_TOKEN * tokens, side)
         ids = self._ids(characters)
         self._rows(ids, max_length, side, pad, seq_multiple)
         inputs = [helper.make_tensor_value_info(TEXT, TensorProto.STRING, ["batch"])]
@@ -183,7 +184,10 @@ class _Builder:
         return self._extension("StringRegexSplitWithOffsets", text, every, every, count=4)
 
     def _cut(self, characters: str, limit: int, side: str) -> str:
-        """At most `limit` characters of each text, cut at the last gap if that leaves more than half of them."""
+        """At most `limit` characters of each text, cut at the last gap if that leaves more than half of them.
+
+        Where the middle is dropped, so many of each end, of texts that have more than both.
+        """
         marker = self._cast(self._node("Equal", characters, self._strings([_ROW]))[0])
         row = self._sub(self._cumsum(marker), self._numbers([1]))
         starts = self._where_true(marker)
@@ -192,25 +196,27 @@ class _Builder:
         index = self._node("Range", self._scalar(0), self._scalar_of(total), self._scalar(1))[0]
         length = self._sub(self._sub(ends, starts), self._numbers([1]))
         place = self._sub(self._sub(index, self._gather(starts, row)), self._numbers([1]))
-        if side == "left":
-            place = self._sub(self._sub(self._gather(length, row), self._numbers([1])), place)
+        from_end = self._sub(self._sub(self._gather(length, row), self._numbers([1])), place)
         gap = self._node(
             "Or",
             self._node("Equal", characters, self._strings([" "]))[0],
             self._node("Equal", characters, self._strings(["\n"]))[0],
         )[0]
-        near = self._node("Less", place, self._numbers([limit]))[0]
-        is_gap = self._node("And", gap, near)[0]
-        candidate = self._node("Where", is_gap, place, self._numbers([-1]))[0]
+        most = 2 * limit if side == "middle" else limit
+        longer = self._node("Greater", length, self._numbers([most]))[0]
         nothing = self._node("Expand", self._numbers([-1]), self._node("Shape", starts)[0])[0]
-        last_gap = self._node("ScatterElements", nothing, row, candidate, axis=0, reduction="max")[0]
-        useful = self._node("Greater", last_gap, self._numbers([limit // 2]))[0]
-        bound = self._node("Where", useful, last_gap, self._numbers([limit]))[0]
-        longer = self._node("Greater", length, self._numbers([limit]))[0]
-        bound = self._node("Where", longer, bound, self._numbers([2**62]))[0]
-        kept = self._node("Less", place, self._gather(bound, row))[0]
-        is_marker = self._node("Cast", marker, to=TensorProto.BOOL)[0]
-        return self._node("Compress", characters, self._node("Or", kept, is_marker)[0], axis=0)[0]
+        kept = self._node("Cast", marker, to=TensorProto.BOOL)[0]
+        for distance in {"right": (place,), "left": (from_end,), "middle": (place, from_end)}[side]:
+            near = self._node("Less", distance, self._numbers([limit]))[0]
+            is_gap = self._node("And", gap, near)[0]
+            candidate = self._node("Where", is_gap, distance, self._numbers([-1]))[0]
+            last_gap = self._node("ScatterElements", nothing, row, candidate, axis=0, reduction="max")[0]
+            useful = self._node("Greater", last_gap, self._numbers([limit // 2]))[0]
+            bound = self._node("Where", useful, last_gap, self._numbers([limit]))[0]
+            bound = self._node("Where", longer, bound, self._numbers([2**62]))[0]
+            own = self._node("Less", distance, self._gather(bound, row))[0]
+            kept = self._node("Or", kept, own)[0]
+        return self._node("Compress", characters, kept, axis=0)[0]
 
     def _ids(self, characters: str) -> str:
         """Token ids of all texts in a row, the marker's id before each text."""
@@ -277,9 +283,10 @@ class _Builder:
         ends = self._node("Concat", self._after(starts, 1), self._node("Shape", ids)[0], axis=0)[0]
         count = self._sub(self._sub(ends, starts), self._numbers([1]))
         kept = self._node("Min", count, self._numbers([max_length - special]))[0]
+        dropped = self._sub(count, kept)
         first = self._node("Add", starts, self._numbers([1]))[0]
         if side == "left":
-            first = self._node("Add", first, self._sub(count, kept))[0]
+            first = self._node("Add", first, dropped)[0]
         longest = self._node("ReduceMax", kept, self._numbers([0]), keepdims=1)[0]
         seq = self._node("Add", longest, self._numbers([special]))[0]
         if multiple > 1:
@@ -291,7 +298,14 @@ class _Builder:
         column = self._node("Unsqueeze", column, self._numbers([0]))[0]
         kept, first = (self._node("Unsqueeze", name, self._numbers([1]))[0] for name in (kept, first))
         # Of column c the text's token is c - len(prefix); where that is none of its tokens, another one is put there.
-        place = self._node("Add", first, self._sub(column, self._numbers([len(prefix)])))[0]
+        own = self._sub(column, self._numbers([len(prefix)]))
+        place = self._node("Add", first, own)[0]
+        if side == "middle":
+            num_first = max_length - max_length // 2 - len(prefix)
+            is_last = self._node("GreaterOrEqual", own, self._numbers([num_first]))[0]
+            skipped = self._node("Unsqueeze", dropped, self._numbers([1]))[0]
+            skipped = self._node("Where", is_last, skipped, self._numbers([0]))[0]
+            place = self._node("Add", place, skipped)[0]
         last = self._sub(self._node("Shape", ids)[0], self._numbers([1]))
         safe = self._node("Max", self._node("Min", place, last)[0], self._numbers([0]))[0]
         values = self._gather(ids, safe)

@@ -80,7 +80,9 @@ def model_configs(artifact: Artifact, options: RepositoryOptions) -> list[ModelC
     if options.capped and manifest.capped is None:
         raise InputError("capped", True, f"false: artifact {manifest.artifact_id} has no length.onnx")
     assert manifest.max_length is not None
-    tokens, conditions = manifest.inputs[:2], manifest.inputs[2:]
+    # What has a default is left to it: Triton has no text to compute lexical features from.
+    given = tuple(tensor for tensor in manifest.inputs if not tensor.optional)
+    tokens, conditions = given[:2], given[2:]
     is_python = options.runtime == "python"
     threads = {"threads" if is_python else "intra_op_thread_count": str(options.threads)}
     shared = {
@@ -100,7 +102,7 @@ def model_configs(artifact: Artifact, options: RepositoryOptions) -> list[ModelC
         ),
         ModelConfig(
             name=f"{options.name}_model",
-            inputs=manifest.inputs,
+            inputs=given,
             outputs=manifest.outputs,
             device=options.device,
             parameters=threads,

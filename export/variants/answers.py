@@ -43,7 +43,7 @@ class AnswerCheck:
 
     def __init__(self, reference: ArtifactRuntime, rows: Sequence[Row]) -> None:
         self._rows = rows
-        self._tokens = [prompt.values for prompt in reference.tokenizer([row.prompt for row in rows])]
+        self._read = reference.tokenizer([row.prompt for row in rows])
         self._wanted = self._alone(reference)
         # An output that does not vary over these prompts is measured against 1.
         self._spread = {name: _spread(values) for name, values in self._wanted.items()}
@@ -81,9 +81,10 @@ class AnswerCheck:
     def _run(self, runtime: ArtifactRuntime, batches: Sequence[Sequence[int]]) -> Outputs:
         parts = [
             runtime.run(
-                [self._tokens[number] for number in batch],
+                [self._read[number].values for number in batch],
                 [self._rows[number].served_model for number in batch],
                 [self._rows[number].temperature for number in batch],
+                lexical=[self._read[number].lexical for number in batch],
             ).arrays()
             for batch in batches
         ]

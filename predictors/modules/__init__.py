@@ -20,6 +20,7 @@ from predictors.modules.config import (
 from predictors.modules.encoder import load_encoder, load_tokenizer, resolve_encoder
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
+from predictors.modules.reading import read_lexical, read_tokens
 
 __all__ = [
     "URGENCY_LEVELS",
@@ -39,6 +40,8 @@ __all__ = [
     "load_checkpoint",
     "load_encoder",
     "load_tokenizer",
+    "read_lexical",
+    "read_tokens",
     "resolve_encoder",
     "save_checkpoint",
 ]

@@ -31,7 +31,7 @@ from scheduler_core.files import atomic_directory, existing_file, writable_targe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 NORMALIZATION = "normalization.json"

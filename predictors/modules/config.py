@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from predictors.manifest import TRUNCATION_SIDES, LexicalInput
 from predictors.modules.pooling import check_poolings
 from scheduler_core.errors import InputError
 
@@ -195,9 +196,11 @@ class PredictorConfig:
         heads: What is predicted.
         conditioning: What the heads see beside the prompt; None: nothing.
         max_length: Most tokens of a prompt that are read, special tokens included.
-        truncation_side: The end of a longer prompt that is dropped.
+        truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
         pooling: Poolings whose features are concatenated, out of cls, mean, max, last.
         prompt_length: Append ln(number of tokens read) / 5 to the features.
+        conversations: It reads whole conversations (`predictors.conversation`), not the last user message alone.
+        lexical: Features of the prompt's text that all heads but urgency see too; None: none.
         served_models: LLMs whose lengths it was trained on, where the heads do not see which one; for the record.
     """
 
@@ -208,6 +211,8 @@ class PredictorConfig:
     truncation_side: str = "right"
     pooling: tuple[str, ...] = ("cls", "mean", "max")
     prompt_length: bool = False
+    lexical: LexicalInput | None = None
+    conversations: bool = False
     served_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -215,8 +220,12 @@ class PredictorConfig:
         check_poolings(self.pooling)
         if self.max_length < 3:
             raise InputError("max_length", self.max_length, "a whole number of at least 3")
-        if self.truncation_side not in ("left", "right"):
-            raise InputError("truncation_side", self.truncation_side, "left or right")
+        if self.truncation_side not in TRUNCATION_SIDES:
+            raise InputError("truncation_side", self.truncation_side, ", ".join(TRUNCATION_SIDES))
+        if self.lexical is not None and self.heads.names == ("urgency",):
+            raise InputError(
+                "lexical", self.lexical.feature_version, "None, because urgency does not see them"
+            )
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning names them")
         if self.conditioning is not None and self.heads.names == ("urgency",):
@@ -242,6 +251,9 @@ class PredictorConfig:
         fields["heads"] = _heads(fields.get("heads"), f"{where}.heads")
         if fields.get("conditioning") is not None:
             fields["conditioning"] = _build(Conditioning, fields["conditioning"], f"{where}.conditioning")
+        if fields.get("lexical") is not None:
+            fields["lexical"] = _build(LexicalInput, fields["lexical"], f"{where}.lexical")
+            _make_tuples(fields["lexical"], "feature_names")
         return _build(cls, fields, where)
 
 

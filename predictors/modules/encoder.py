@@ -95,7 +95,10 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
     transformers = _transformers()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, truncation_side=truncation_side, padding_side="right"
+            source,
+            # A tokenizer knows no middle; `read_tokens` cuts it out.
+            truncation_side="right" if truncation_side == "middle" else truncation_side,
+            padding_side="right",
         )
     except Exception as error:
         raise InputError(

@@ -183,7 +183,8 @@ class HeadModules(nn.ModuleDict):
 
     Args:
         heads: Which ones, and their layers.
-        num_features: Width F of the prompt's features.
+        num_text_features: Width of the features that the urgency head sees.
+        num_features: Width F of those that the other heads see.
         num_conditions: Width C of the conditions; 0: none.
         generator: Draws the initial weights; unset, torch's global generator does.
     """
@@ -191,6 +192,7 @@ class HeadModules(nn.ModuleDict):
     def __init__(
         self,
         heads: Heads,
+        num_text_features: int,
         num_features: int,
         num_conditions: int = 0,
         generator: torch.Generator | None = None,
@@ -200,7 +202,7 @@ class HeadModules(nn.ModuleDict):
         if heads.length is not None:
             self["length"] = LengthTowers(*widths, heads.length, generator)
         if heads.urgency is not None:
-            self["urgency"] = OrdinalTower(num_features, heads.urgency, generator)
+            self["urgency"] = OrdinalTower(num_text_features, heads.urgency, generator)
         if heads.bucket is not None:
             self["bucket"] = ConditionedTower(
                 *widths, heads.bucket.tower, heads.bucket.num_buckets, generator
@@ -214,7 +216,7 @@ class HeadModules(nn.ModuleDict):
         """Scores by head; see `PromptPredictor.scores`.
 
         Args:
-            prompts: Features of prompts [P, F], which urgency sees.
+            prompts: Features of prompts [P, num_text_features], which urgency sees.
             rows: Features of the rows that the other heads see [B, F].
             conditions: Those rows' conditions [B, C]; None where there are none.
         """

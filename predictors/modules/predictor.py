@@ -5,6 +5,7 @@ Source: TIE, section on the predictor (DeBERTa-v3-base, [CLS; mean; max] feature
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -15,6 +16,7 @@ from predictors.modules.conditioning import ConditionFeatures
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import num_positions, state_width
 from predictors.modules.heads import HeadModules, level_probabilities, nu_of
+from predictors.modules.lexical_columns import LexicalColumns
 from predictors.modules.normalization import Normalization
 from predictors.modules.pooling import pool
 from scheduler_core.errors import InputError
@@ -64,13 +66,17 @@ class PromptPredictor(nn.Module):
         self.config = config
         self.normalization = normalization
         self.encoder = encoder
-        self.num_features = state_width(encoder) * len(config.pooling) + config.prompt_length
+        self.num_text_features = state_width(encoder) * len(config.pooling) + config.prompt_length
+        self.lexical = None if config.lexical is None else LexicalColumns(config.lexical)
+        self.num_features = self.num_text_features + (0 if self.lexical is None else self.lexical.width)
         self.conditions: ConditionFeatures | None = None
         num_conditions = 0
         if config.conditioning is not None:
             self.conditions = ConditionFeatures(config.conditioning, generator)
             num_conditions = self.conditions.num_features
-        self.heads = HeadModules(config.heads, self.num_features, num_conditions, generator)
+        self.heads = HeadModules(
+            config.heads, self.num_text_features, self.num_features, num_conditions, generator
+        )
         for name, value in normalization.to_json().items():
             # Not in the weights file: normalization.json is the one place that holds them.
             self.register_buffer(name, torch.tensor(value, dtype=torch.float32), persistent=False)
@@ -95,10 +101,17 @@ class PromptPredictor(nn.Module):
         self.calibration = calibration
         self.calibration_table = CalibrationTable(calibration).to(self.mu_mean.device)
 
-    def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Pooled features [B, F] of token ids [B, S] under a mask [B, S] (1 = token, 0 = padding on the right).
+    def features(self, input_ids: Tensor, attention_mask: Tensor, lexical: Tensor | None = None) -> Tensor:
+        """Features of prompts; they do not depend on the other rows of the batch, nor on how far a row is padded.
 
-        They do not depend on the other rows of the batch, nor on how far a row is padded.
+        Args:
+            input_ids: Token ids [B, S].
+            attention_mask: 1 at tokens, 0 at padding on the right [B, S].
+            lexical: Lexical features [B, L], NaN where they are unknown; None: all unknown. A predictor without a
+                lexical input does not look at them.
+
+        Returns:
+            [B, F]: what the encoder's states are pooled to, then what depends on `lexical`.
         """
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(states, attention_mask, self.config.pooling)
@@ -106,7 +119,20 @@ class PromptPredictor(nn.Module):
             num_tokens = attention_mask.sum(dim=1, keepdim=True).to(torch.float32)
             scaled = torch.log(num_tokens) / PROMPT_LENGTH_SCALE
             features = torch.cat([features, scaled.to(features.dtype)], dim=-1)
+        if self.lexical is not None:
+            if lexical is None:
+                lexical = self.lexical.mean.new_full((len(input_ids), self.lexical.width - 1), math.nan)
+            features = torch.cat([features, self.lexical(lexical).to(features.dtype)], dim=-1)
         return features
+
+    def text_features(self, features: Tensor) -> Tensor:
+        """Features [B, F] without what depends on lexical features: what the urgency head sees."""
+        return features[:, : self.num_text_features]
+
+    def without_lexical(self, features: Tensor, hidden: Tensor) -> Tensor:
+        """Features [B, F] as if lexical features were unknown in the rows `hidden`, bool [B]."""
+        is_lexical = torch.arange(features.shape[1], device=features.device) >= self.num_text_features
+        return features.masked_fill(hidden[:, None] & is_lexical, 0.0)
 
     def scores(
         self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
@@ -132,7 +158,7 @@ class PromptPredictor(nn.Module):
         conditions = None
         if self.conditions is not None:
             conditions = self.conditions(features, served_model, temperature)
-        found: dict[str, Tensor] = self.heads(features, features, conditions)
+        found: dict[str, Tensor] = self.heads(self.text_features(features), features, conditions)
         return found
 
     def length_parameters(self, scores: Tensor) -> dict[str, Tensor]:
@@ -197,6 +223,7 @@ class PromptPredictor(nn.Module):
         attention_mask: Tensor,
         served_model: Tensor | None = None,
         temperature: Tensor | None = None,
+        lexical: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Predicts.
 
@@ -204,9 +231,10 @@ class PromptPredictor(nn.Module):
             input_ids: Token ids, int64 [B, S].
             attention_mask: 1 at tokens, 0 at padding, int64 [B, S]; at least one token in each row.
             served_model, temperature: As in `scores`.
+            lexical: As in `features`.
 
         Returns:
             As `outputs`, float32.
         """
-        scores = self.scores(self.features(input_ids, attention_mask), served_model, temperature)
+        scores = self.scores(self.features(input_ids, attention_mask, lexical), served_model, temperature)
         return self.outputs(scores, served_model)

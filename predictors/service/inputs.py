@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictors.artifact import Artifact
+from predictors.conversation import conversation_text
 from predictors.manifest import checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.pipeline import PredictionPipeline, TokenIds
@@ -54,7 +55,7 @@ class RequestReader:
         if kind == "token_ids":
             prompt: str | TokenIds = self._ids(request.token_ids)
         elif kind == "messages":
-            prompt = self._text("messages", _last_user_message(request.messages))
+            prompt = self._text("messages", self._message_text(request.messages))
         else:
             prompt = self._text("prompt", request.prompt)
         served_model = request.served_model or None
@@ -71,6 +72,13 @@ class RequestReader:
         if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
             raise InputError(field, f"{len(text)} characters", f"at most {self._max_prompt_chars}")
         return text
+
+    def _message_text(self, chat: pb.ChatMessages) -> str:
+        """What the artifact was trained to read of a conversation."""
+        last = _last_user_message(chat)
+        if not self._artifact.manifest.conversations:
+            return last
+        return conversation_text((message.role, message.content) for message in chat.messages)
 
     def _ids(self, token_ids: pb.TokenIds) -> TokenIds:
         manifest = self._artifact.manifest
@@ -109,7 +117,7 @@ class RequestReader:
 
 
 def _last_user_message(chat: pb.ChatMessages) -> str:
-    """What artifacts are trained on: of a conversation, the message that will be answered."""
+    """Of a conversation, the message that will be answered."""
     if not chat.messages or chat.messages[-1].role != "user":
         role = chat.messages[-1].role if chat.messages else "no message"
         raise InputError("messages", role, "a conversation whose last message has the role user")

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import Artifact
@@ -37,6 +38,11 @@ class ReadPrompt(Protocol):
     @property
     def values(self) -> NDArray[Any]:
         """Token ids or features."""
+        ...
+
+    @property
+    def lexical(self) -> NDArray[np.float32] | None:
+        """Lexical features that an encoder reads beside the tokens; None: unknown, or not read."""
         ...
 
     @property
@@ -70,6 +76,8 @@ class Runtime(Protocol):
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
+        *,
+        lexical: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> Predicted: ...
 
     def warm_up(self) -> None: ...
@@ -125,6 +133,11 @@ class TokenIds:
     def truncated(self) -> bool:
         """Never: too many ids are refused."""
         return False
+
+    @property
+    def lexical(self) -> None:
+        """Unknown: there is no text."""
+        return None
 
 
 class PredictionPipeline:
@@ -325,7 +338,9 @@ class PredictionPipeline:
         names = self.runtime.artifact.manifest.served_models
         if reads:
             found = self.runtime.run(
-                [read.values for read in reads], [names[0] if names else None] * len(reads)
+                [read.values for read in reads],
+                [names[0] if names else None] * len(reads),
+                lexical=[read.lexical for read in reads],
             )
             for row in found.rows():
                 check_range(row)
@@ -353,6 +368,7 @@ class PredictionPipeline:
                     [reads[number].values for number in filled],
                     [rows[number].served_model for number in filled],
                     [rows[number].temperature for number in filled],
+                    lexical=[reads[number].lexical for number in filled],
                 ).rows()
                 lengths = [max(1, reads[number].num_tokens) for number in filled]
                 self._metrics.batch(lengths, time.perf_counter() - begin)

@@ -23,8 +23,10 @@ from scheduler_core.lengths import LogT
 from tests.export.artifacts import MAX_LENGTH, word_pieces, write_text_artifact
 
 LIMIT = LAST_CUT_CHARS_PER_TOKEN * MAX_LENGTH
+SIDES = ("right", "left", "middle")
 # Around the number of characters that is looked at.
 LONG = (
+    "a " * 30 + "sea " * 2000 + "the " * 30,
     "sea " * 1000,
     "," * (LIMIT - 3) + " sea the",
     "a" * (LIMIT - 2) + "bc",
@@ -36,7 +38,7 @@ LONG = (
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("text")
-    return {side: write_text_artifact(root / side, truncation_side=side) for side in ("right", "left")}
+    return {side: write_text_artifact(root / side, truncation_side=side) for side in SIDES}
 
 
 def session_of(content: bytes) -> ort.InferenceSession:
@@ -58,7 +60,7 @@ def nasty_texts(number: int) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", SIDES)
 def test_graph_gives_the_ids_of_the_tokenizer(folders: dict[str, Path], side: str) -> None:
     artifact = open_artifact(folders[side])
     session = session_of(tokenizer_graph(artifact).SerializeToString())

@@ -321,6 +321,8 @@ class GatedRuntime:
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
+        *,
+        lexical: Sequence[NDArray[Any] | None] | None = None,
     ) -> Predicted:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
@@ -328,7 +330,7 @@ class GatedRuntime:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("injected failure")
-        return self._runtime.run(prompts, served_models, temperatures)
+        return self._runtime.run(prompts, served_models, temperatures, lexical=lexical)
 
 
 @contextlib.asynccontextmanager

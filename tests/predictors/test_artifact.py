@@ -103,7 +103,7 @@ def test_manifest_that_is_no_text_is_refused(tmp_path: Path) -> None:
         ("nu", "3.5"),
         ("max_length", 0),
         ("max_length", 1.5),
-        ("truncation_side", "middle"),
+        ("truncation_side", "top"),
         ("pad_token_id", -1),
         ("artifact_id", ""),
         ("served_models", "tiny-llm"),

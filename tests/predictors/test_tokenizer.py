@@ -18,12 +18,15 @@ MAX_LENGTH = 8
 def whole_text(folder: Path, text: str, side: str) -> list[int]:
     """The reference: tokenise everything, then truncate."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.enable_truncation(MAX_LENGTH, direction=side)
+    if side != "middle":
+        tokenizer.enable_truncation(MAX_LENGTH, direction=side)
     ids: list[int] = tokenizer.encode(text).ids
+    if side == "middle" and len(ids) > MAX_LENGTH:
+        return ids[: MAX_LENGTH // 2] + ids[-MAX_LENGTH // 2 :]
     return ids
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
 @given(words=st.lists(st.sampled_from(WORDS), max_size=60), gap=st.sampled_from([" ", "  ", "\n", " " * 40]))
 def test_cutting_before_tokenising_changes_nothing(
     artifact_folder: Path, side: str, words: list[str], gap: str
@@ -47,6 +50,9 @@ def test_each_side_keeps_its_end(artifact_folder: Path) -> None:
     [left] = PromptTokenizer(path, max_length=4, truncation_side="left")([text])
     assert right.ids.tolist() == [VOCAB["[CLS]"], VOCAB["name"], VOCAB["a"], VOCAB["[SEP]"]]
     assert left.ids.tolist() == [VOCAB["[CLS]"], VOCAB["a"], VOCAB["sea"], VOCAB["[SEP]"]]
+    [middle] = PromptTokenizer(path, max_length=5, truncation_side="middle")([text])
+    assert middle.ids.tolist() == [VOCAB[token] for token in ("[CLS]", "name", "a", "sea", "[SEP]")]
+    assert middle.truncated
     assert right.truncated
     assert left.truncated
     assert right.ids.dtype == np.int64
@@ -64,10 +70,11 @@ class CountingTokenizer:
         return self.tokenizer.encode_batch_fast(texts)
 
 
+@pytest.mark.parametrize("side", ["right", "middle"])
 @pytest.mark.parametrize("text", ["a " * 5_000_000, "x" * 10_000_000, " " * 10_000_000, "\n" * 10_000_000])
-def test_work_on_a_huge_prompt_is_bounded(artifact_folder: Path, text: str) -> None:
+def test_work_on_a_huge_prompt_is_bounded(artifact_folder: Path, text: str, side: str) -> None:
     tokenize = PromptTokenizer(
-        artifact_folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="right"
+        artifact_folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side=side
     )
     counting = CountingTokenizer(tokenize._tokenizer)
     tokenize._tokenizer = counting  # type: ignore[assignment]

@@ -56,11 +56,13 @@ class FailingRuntime(GatedRuntime):
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
+        *,
+        lexical: Sequence[NDArray[Any] | None] | None = None,
     ) -> Predicted:
         if len(self.batches) + 1 in self.failing:
             self.batches.append(len(prompts))
             raise RuntimeError("the session broke")
-        return super().run(prompts, served_models, temperatures)
+        return super().run(prompts, served_models, temperatures, lexical=lexical)
 
 
 @pytest.mark.parametrize("failing", [{1}, {3}, {2, 3, 4}], ids=["first", "third", "three in a row"])

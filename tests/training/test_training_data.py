@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from data_gen.splits import split_of
-from predictors.modules import Normalization, load_tokenizer
+from predictors.modules import Heads, LengthHead, Normalization, PredictorConfig, load_tokenizer, read_tokens
 from scheduler_core.errors import InputError
 from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
 from training.batches import Batching, EpochPlans, cut, sampling_weights
 from training.building import length_statistics, quantile_edges
 from training.config import StageConfig, TrainConfig
-from training.data import Examples, SplitData, length_ordered_batches, loader, pad, tokenize
+from training.data import Examples, SplitData, length_ordered_batches, loader, pad
 from training.labels import Labels, read_labels, read_split_labels
 from training.rows import Rows, join
 from training.sources import read_split_rows
@@ -34,6 +34,9 @@ def all_rows(path, **options):
     """Rows of a file, whatever the split."""
     found = read_split_rows(config(data=str(path), fractions=(0.5, 0.5, 0.0), **options))
     return join([found.train, found.validation])
+
+
+READING = PredictorConfig(encoder="tiny", heads=Heads(length=LengthHead()), max_length=24)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +189,7 @@ def test_labels_are_split_by_their_text(tmp_path):
 
 
 def test_tokens_are_cut_and_padded_to_the_longest_of_the_batch(tokenizer):
-    ids = tokenize(tokenizer, ["write a story", "a", "the " * 90], 20)
+    ids = read_tokens(tokenizer, ["write a story", "a", "the " * 90], max_length=20)
     assert [len(tokens) for tokens in ids] == [5, 3, 20]
     input_ids, mask = pad(ids[:2], 0)
     assert input_ids.shape == (2, 5)
@@ -197,7 +200,7 @@ def test_tokens_are_cut_and_padded_to_the_longest_of_the_batch(tokenizer):
 
 def test_a_batch_reads_each_prompt_once_for_all_its_rows(rows_file, tokenizer):
     rows = all_rows(rows_file)
-    data = SplitData.of(rows, Labels.none(), tokenizer, 24)
+    data = SplitData.of(rows, Labels.none(), tokenizer, READING)
     numbers = np.array([0, 7, 8, 9])
     examples = Examples(data, Normalization(), numbers)
     plans = EpochPlans(
@@ -217,7 +220,7 @@ def test_a_batch_reads_each_prompt_once_for_all_its_rows(rows_file, tokenizer):
 def test_labels_join_the_prompts_by_text(rows_file, tokenizer):
     rows = all_rows(rows_file)
     labels = Labels([rows.prompts[2], "the server is down"], np.array([3, 0]), np.array([1.0, 2.0]))
-    data = SplitData.of(rows, labels, tokenizer, 24)
+    data = SplitData.of(rows, labels, tokenizer, READING)
     assert len(data) == 31
     assert data.level[[2, 30]].tolist() == [3, 0]
     assert data.level_weight[[2, 30]].tolist() == [1.0, 2.0]

@@ -115,7 +115,9 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     nu = 3.5 if length.learn_nu else length.nu
     cap = config.max_tokens or known_cap(config.data)
     options = FitOptions(nu=nu, keys=config.keys, max_tokens=cap)
-    fits = read_fits_or_fit(config.data, options, min_samples=1)
+    fits = read_fits_or_fit(
+        config.data, options, min_samples=1, conversations=checkpoint.config.conversations
+    )
     prompts_of(fits)
     if config.split != "all":
         split = checkpoint.training_info.get("data", {}).get("split")

@@ -27,6 +27,7 @@ def open_artifact_predictor(folder: Path, options: RunOptions) -> OpenedPredicto
         bucket_edges=manifest.bucket_edges,
         served_models=() if manifest.conditioning is None else manifest.served_models,
         data=manifest.training_data,
+        conversations=manifest.conversations,
         folder=folder,
         predict=lambda prompts, models, temperatures: _predict(
             runtime, prompts, models, temperatures, options

@@ -29,6 +29,7 @@ def open_checkpoint_predictor(folder: Path, options: RunOptions) -> OpenedPredic
         bucket_edges=() if bucket is None else bucket.edges,
         served_models=() if config.conditioning is None else config.conditioning.served_models,
         data=data if isinstance(data, dict) else {},
+        conversations=config.conversations,
         folder=folder,
         predict=lambda prompts, models, temperatures: predict_rows(
             checkpoint, prompts, models, temperatures, options

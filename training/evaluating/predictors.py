@@ -91,6 +91,7 @@ class OpenedPredictor:
         served_models: Those it tells apart; empty: it does not see the served model.
         data: What it was trained on: name, SHA-256, split, baselines.
         predict: (prompts, served models, temperatures), each [G], to the prediction.
+        conversations: It reads whole conversations, not the last user message alone.
         folder: Where it came from; None for a predictor made in a program.
     """
 
@@ -101,6 +102,7 @@ class OpenedPredictor:
     bucket_edges: tuple[float, ...] = ()
     served_models: tuple[str, ...] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
+    conversations: bool = False
     folder: Path | None = None
 
     @property

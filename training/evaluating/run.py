@@ -43,6 +43,10 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     options = RunOptions(config.batch_size, config.threads, config.progress)
     predictor = open_predictor(config.predictor, options)
     others = {name: open_predictor(folder, options, "beside") for name, folder in config.others.items()}
+    for name, other in others.items():
+        if other.conversations != predictor.conversations:
+            allowed = "predictors that all read whole conversations, or all the last user message"
+            raise InputError("beside", name, allowed)
     cap = config.max_tokens or known_cap(config.data)
     rows = _select(_read(config.data, config, predictor, cap), predictor, config)
     baselines = _baselines(config, predictor, cap)
@@ -117,7 +121,14 @@ def _read(
 ) -> FittedGroups:
     options = FitOptions(nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=cap)
     where = {} if config.served_model is None else {"model": config.served_model}
-    fits = read_fits_or_fit(path, options, field=field, where=where, min_samples=1)
+    fits = read_fits_or_fit(
+        path,
+        options,
+        field=field,
+        where=where,
+        min_samples=1,
+        conversations=predictor.conversations,
+    )
     if fits.nu != predictor.fit_nu:
         raise InputError(
             f"{Path(path).name}, column nu", fits.nu, f"{predictor.fit_nu:g}, as the predictor has"

@@ -37,6 +37,7 @@ from scheduler_core.files import atomic_file
 from training.fitting.families import MIN_SAMPLES, FloatArray
 from training.fitting.fits import FittedGroups, bits_of, fit_groups, group_sums
 from training.fitting.options import FitOptions
+from training.fitting.reading.conversations import with_conversations
 from training.fitting.reading.table import GroupedLengths, group_table, read_parquet
 
 SCHEMA_NAME = "fits/2"
@@ -93,6 +94,7 @@ def read_fits_or_fit(
     field: str = "data",
     where: dict[str, str] | None = None,
     min_samples: int = MIN_SAMPLES,
+    conversations: bool = False,
 ) -> FittedGroups:
     """Fits out of a fits file as they are; any other answer lengths are fitted now.
 
@@ -102,6 +104,7 @@ def read_fits_or_fit(
         field: Name of the option that gave the path, for messages.
         where: Column -> value: only rows with it.
         min_samples: How many answers at least one group must have; groups with fewer than 3 are not fitted.
+        conversations: Take whole conversations for prompts (`with_conversations`).
 
     Returns:
         The fits; groups all of whose answers failed are left out, with a line in the log.
@@ -111,6 +114,8 @@ def read_fits_or_fit(
     """
     table = read_parquet(path, field)
     table = _filtered(table, Path(path), where or {})
+    if conversations:
+        table = with_conversations(table, Path(path))
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     max_tokens = None if is_fits else options.max_tokens
     weights = "weights" if is_fits and "weights" in table.column_names else options.weights

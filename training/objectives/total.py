@@ -59,7 +59,7 @@ class Objectives:
         conditions = None
         if model.conditions is not None:
             conditions = model.conditions(rows, batch.served_model, batch.temperature)
-        return model.heads(features, rows, conditions)  # type: ignore[no-any-return]
+        return model.heads(model.text_features(features), rows, conditions)  # type: ignore[no-any-return]
 
     def losses(
         self, model: PromptPredictor, scores: dict[str, Tensor], batch: Batch, sigma_weight: float

@@ -24,15 +24,17 @@ class TritonPythonModel:
         self.max_chars = int(values["max_chars"])
         self.tokenizer = Tokenizer.from_file(os.path.join(folder, "tokenizer.json"))
         self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(self.max_length, direction=self.side)
+        self.tokenizer.no_truncation()
+        if self.side != "middle":
+            self.tokenizer.enable_truncation(self.max_length, direction=self.side)
 
     def execute(self, requests):
         texts, sizes = [], []
         for request in requests:
             found = pb_utils.get_input_tensor_by_name(request, "text").as_numpy().reshape(-1)
-            texts += [self.cut(entry.decode("utf-8", errors="replace")) for entry in found]
+            texts += [entry.decode("utf-8", errors="replace") for entry in found]
             sizes.append(len(found))
-        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
+        ids = self.read(texts)
         seq = max(len(row) for row in ids)
         seq = min(-(-seq // self.multiple) * self.multiple, self.max_length)
         input_ids = np.full((len(ids), seq), self.pad, dtype=np.int64)
@@ -51,12 +53,26 @@ class TritonPythonModel:
             for size, end in zip(sizes, ends, strict=True)
         ]
 
-    def cut(self, text):
-        """At most max_chars characters from the side that is kept, cut between words where there is a gap to cut at."""
-        limit = self.max_chars
+    def read(self, texts):
+        """Token ids of each text, truncated."""
+        if self.side != "middle":
+            cut = [self.cut(text, self.max_chars, self.side) for text in texts]
+            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(cut)]
+        first, last = self.max_length - self.max_length // 2, self.max_length // 2
+        limit = self.max_chars * first // self.max_length
+        read = [
+            text if len(text) <= 2 * limit else self.cut(text, limit, "right") + self.cut(text, limit, "left")
+            for text in texts
+        ]
+        whole = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(read)]
+        return [ids if len(ids) <= self.max_length else ids[:first] + ids[-last:] for ids in whole]
+
+    @staticmethod
+    def cut(text, limit, dropped):
+        """At most limit characters of the end that is not dropped, cut between words where there is a gap to cut at."""
         if len(text) <= limit:
             return text
-        if self.side == "right":
+        if dropped == "right":
             text = text[:limit]
             at = max(text.rfind(" "), text.rfind("\n"))
             return text[:at] if at > limit // 2 else text

@@ -149,8 +149,8 @@ def test_answers_in_other_company_are_compared(artifact):
 
         artifact = runtime.artifact
 
-        def run(self, prompts, served_models, temperatures):
-            found = runtime.run(prompts, served_models, temperatures)
+        def run(self, prompts, served_models, temperatures, *, lexical):
+            found = runtime.run(prompts, served_models, temperatures, lexical=lexical)
             found.mu[:] += 0.1 * len(prompts)
             return found
 

@@ -1,0 +1,100 @@
+"""Predictors that read whole conversations: the same text in training, evaluation and service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from predictors.conversation import conversation_text
+from scheduler_core.errors import InputError
+from tests.training.tiny import tiny_bert
+from training.config import StageConfig, TrainConfig
+from training.evaluating.config import EvaluateConfig
+from training.evaluating.run import evaluate
+from training.fitting.reading.conversations import with_conversations
+from training.tasks import TowerOptions
+from training.train import train
+
+SYSTEMS = ("write a short essay", "write a long story")
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+def test_a_lone_user_message_is_itself() -> None:
+    assert conversation_text([("user", "name 3 rivers")]) == "name 3 rivers"
+    assert conversation_text([("system", "be brief"), ("user", "why")]) == "system: be brief\n\nuser: why"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """The same last messages under two system prompts, of which one makes answers ten times as long."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for number in range(60):
+        last = f"the list of {number % 30}"
+        system = SYSTEMS[number // 30]
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": last}]
+        lengths = np.ceil((20.0, 200.0)[number // 30] * np.exp(rng.normal(0, 0.1, 4))).astype(int).tolist()
+        rows.append(
+            {
+                "prompt_id": f"p{number}",
+                "model": "m",
+                "prompt": last,
+                "messages": messages,
+                "output_tokens": lengths,
+            }
+        )
+    schema = pa.schema(
+        [
+            ("prompt_id", pa.string()),
+            ("model", pa.string()),
+            ("prompt", pa.string()),
+            ("messages", MESSAGES),
+            ("output_tokens", pa.list_(pa.int64())),
+        ]
+    )
+    path = tmp_path / "chats.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    return path
+
+
+def test_the_system_prompt_is_learnt_from_where_it_is_read(chats: Path, tmp_path: Path) -> None:
+    encoder, out = tiny_bert(tmp_path / "encoder"), tmp_path / "checkpoint"
+    train(
+        TrainConfig(
+            data=str(chats),
+            out=str(out),
+            encoder=encoder,
+            max_length=32,
+            conversations=True,
+            tower=TowerOptions(hidden_sizes=(16,), dropouts=(0.0,), layer_norm=False),
+            stage1=StageConfig(epochs=0, learning_rate=1e-3),
+            stage2=StageConfig(epochs=100, learning_rate=1e-2, batch_size=8),
+            accelerator="cpu",
+            progress=False,
+        )
+    )
+    options = {"predictor": str(out), "json": str(tmp_path / "e.json"), "ceiling": False, "progress": False}
+    whole = evaluate(EvaluateConfig(data=str(chats), **options))["model"]["mu"]["r2"]
+    table = pq.read_table(chats)
+    pq.write_table(table.drop_columns(["messages"]), tmp_path / "last.parquet")
+    last = evaluate(EvaluateConfig(data=str(tmp_path / "last.parquet"), **options))["model"]["mu"]["r2"]
+    assert whole > 0.8
+    assert last < 0.5  # without the system prompt nothing tells long answers from short ones
+
+
+def test_fits_keep_no_conversations() -> None:
+    table = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
+    with pytest.raises(InputError, match="fits keep no conversations"):
+        with_conversations(table, Path("fits.parquet"))
+
+
+def test_rows_without_messages_are_lone_user_messages() -> None:
+    messages = [[{"role": "system", "content": "x"}, {"role": "user", "content": "b"}], None]
+    table = pa.table({"prompt": ["b", "c"], "messages": pa.array(messages, MESSAGES)})
+    assert with_conversations(table, Path("t")).column("prompt").to_pylist() == ["system: x\n\nuser: b", "c"]
+    plain = pa.table({"prompt": ["b"]})
+    assert with_conversations(plain, Path("t")) is plain
