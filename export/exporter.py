@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from predictors.artifact import (
     CAPPED_MODEL,
+    CONFORMAL,
     MANIFEST,
     MODEL,
     NORMALIZATION,
@@ -170,6 +171,8 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
         export_capped_graph(manifest.capped, manifest.nu, folder / CAPPED_MODEL)
     for name in (TOKENIZER, NORMALIZATION):
         shutil.copyfile(checkpoint.path / name, folder / name)
+    if (checkpoint.path / CONFORMAL).is_file():
+        shutil.copyfile(checkpoint.path / CONFORMAL, folder / CONFORMAL)
     run = {
         "command": "export-onnx",
         "config": dataclasses.asdict(config),

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from predictors.manifest import (
     CAPPED_MODEL,
+    CONFORMAL,
     FORMAT_VERSION,
     MODEL,
     NORMALIZATION,
@@ -37,6 +38,7 @@ from scheduler_core.files import existing_file, sha256_file, write_json
 
 __all__ = [
     "CAPPED_MODEL",
+    "CONFORMAL",
     "FORMAT_VERSION",
     "MANIFEST",
     "MODEL",
@@ -141,10 +143,10 @@ def hash_files(folder: str | Path) -> dict[str, str]:
 
 
 def content_version(files: Mapping[str, str]) -> str:
-    """Twelve hex digits that change with the model, tokenizer or normalisation, and with nothing else."""
+    """Twelve hex digits that change with model, tokenizer, normalisation or conformal quantiles, and with nothing else."""
     digest = hashlib.sha256()
     for name in sorted(files):
-        if name in (TOKENIZER, NORMALIZATION, CAPPED_MODEL) or name.startswith(MODEL):
+        if name in (TOKENIZER, NORMALIZATION, CAPPED_MODEL, CONFORMAL) or name.startswith(MODEL):
             digest.update(f"{name}:{files[name]}\n".encode())
     return digest.hexdigest()[:12]
 

@@ -17,6 +17,8 @@ MODEL = "model.onnx"
 CAPPED_MODEL = "length.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
+#: Conformal quantiles that `calibrate` made, where it did.
+CONFORMAL = "conformal.json"
 #: The optional input of an encoder's graph that takes lexical features.
 LEXICAL_INPUT = "lexical"
 

@@ -33,7 +33,7 @@ from predictors.modules import (
     read_lexical,
 )
 from predictors.modules.checkpoint import TRAINING
-from predictors.modules.heads import OrdinalTower
+from predictors.modules.heads import FreeOdds, OrdinalTower
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
 from training.labels import Labels
@@ -158,7 +158,7 @@ def _heads(config: TrainConfig, train: Rows) -> Heads:
             tower=tower(length.tower), nu=length.nu, learn_nu=length.learn_nu, within=length.within
         )
     if (urgency := config.urgency) is not None:
-        heads["urgency"] = UrgencyHead(tower=tower(urgency.tower), levels=urgency.levels)
+        heads["urgency"] = UrgencyHead(tower=tower(urgency.tower), levels=urgency.levels, odds=urgency.odds)
     if (bucket := config.bucket) is not None:
         edges = bucket.edges if bucket.edges is not None else quantile_edges(train, bucket.num_buckets)
         heads["bucket"] = BucketHead(tower=tower(bucket.tower), edges=edges)
@@ -233,7 +233,7 @@ def length_statistics(train: Rows) -> Normalization:
 def set_level_shares(model: PromptPredictor, labels: Labels) -> None:
     """Lets the urgency head start with the levels' shares of the training labels, each level counted once more."""
     head = model.heads["urgency"]
-    assert isinstance(head, OrdinalTower)
+    assert isinstance(head, OrdinalTower | FreeOdds)
     assert model.config.heads.urgency is not None
     counts = (
         np.bincount(labels.level, weights=labels.weight, minlength=len(model.config.heads.urgency.levels)) + 1

@@ -205,11 +205,12 @@ class StageModule(L.LightningModule):
     def rank(self) -> tuple[float, float]:
         """What makes an epoch better, smaller first: the unweighted validation loss of all heads.
 
-        Where urgency is the only head, under-triage of the critical levels comes before the loss.
+        Where urgency is the only head, the share of the critical levels' prompts that are under-triaged is added: alone
+        it would prefer an epoch that takes everything for urgent.
         """
         loss = sum(self.losses("validation").values())
         if set(self._objectives.weights) == {"urgency"}:
-            return self.metrics().get("under_triage", 0.0), loss
+            loss += self.metrics().get("under_triage", 0.0)
         return 0.0, loss
 
     def _look_at(self, batch: Batch, split: str) -> None:

@@ -81,6 +81,8 @@ class UrgencyTask:
     """Weight of the head in the loss."""
     levels: tuple[str, ...] = ("emergency", "interactive", "standard", "batch", "background")
     """Names of the levels, the most urgent first."""
+    odds: Literal["proportional", "free"] = "proportional"
+    """proportional: one number against ascending thresholds; free: a score for each level, for levels that are different kinds of text."""
     tower: TowerOptions | None = None
     """Layers, if they differ from `tower`."""
 

@@ -24,6 +24,8 @@ BASELINES = {
     "ltr": "ltr-opt125m-listmle.yaml",
 }
 COPIES_WITH_CLAIMS = 2
+#: Passes over all parameters of the multitask predictor, in steps so small that the encoder keeps what it knows of lengths.
+JOINT_EPOCHS, JOINT_RATE = 1, "5e-5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,8 @@ class Castillo:
             "--validation", str(self._file("calibration")),
             "--urgency_data", str(texts["train"]),
             "--urgency_validation", str(texts["validation"]),
-            *self._on_own_encoder(),
+            *self._on_own_encoder(JOINT_EPOCHS),
+            "--stage1.learning_rate", JOINT_RATE,
         ]  # fmt: skip
         self._train("d", "multitask", "multitask.yaml", words)
 
@@ -86,14 +89,17 @@ class Castillo:
             "--data", json.dumps([str(file) for file in files]),
             "--validation", str(self._file("calibration")),
             *self._on_own_encoder(),
+            "--max_length", "192",
             "--stage2.epochs", "6",
             "--stage2.learning_rate", "3e-4",
             "--stage2.batch_size", "32",
         ]  # fmt: skip
         self._train("g", name, config, words)
 
-    def _on_own_encoder(self) -> list[str]:
-        return ["--encoder", str(self.out / "minilm-cpu"), "--max_length", "192", "--stage1.epochs", "0"]
+    def _on_own_encoder(self, epochs: int = 0) -> list[str]:
+        """Options to start with the encoder of minilm-cpu; `epochs`: passes in which it is trained on."""
+        encoder = str(self.out / "minilm-cpu")
+        return ["--encoder", encoder, "--stage1.epochs", str(epochs)]
 
     def _lexical(self) -> None:
         data = json.dumps([str(self._file("tune")), str(self._file("train_castillo"))])

@@ -75,22 +75,30 @@ class LengthHead:
             raise InputError("nu", self.nu, "a finite number above 0")
 
 
+URGENCY_ODDS = ("proportional", "free")
+
+
 @dataclass(frozen=True, slots=True)
 class UrgencyHead:
     """Probabilities of ordered urgency levels, level 0 the most urgent; sees the prompt alone.
 
-    Proportional odds (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta.
+    Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
+    "free": a score for each level, P(level) their softmax; levels that are different kinds of text do not lie on a line.
 
     Attributes:
-        tower: Layers of f.
+        tower: Layers of f, or of the scores.
         levels: Names, the most urgent first.
+        odds: proportional or free.
     """
 
     tower: Tower = field(default_factory=Tower)
     levels: tuple[str, ...] = URGENCY_LEVELS
+    odds: str = "proportional"
 
     def __post_init__(self) -> None:
         _make_tuples(self, "levels")
+        if self.odds not in URGENCY_ODDS:
+            raise InputError("urgency.odds", self.odds, ", ".join(URGENCY_ODDS))
         if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
             raise InputError("levels", self.levels, "two or more different names, the most urgent first")
 

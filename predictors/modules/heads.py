@@ -169,6 +169,43 @@ class OrdinalTower(nn.Module):
         return scores - self.thresholds().to(scores.dtype)
 
 
+class FreeOdds(nn.Module):
+    """A score for each of K levels; P(level) is their softmax, given as cumulative logits as `OrdinalTower` gives them."""
+
+    def __init__(self, num_features: int, head: UrgencyHead, generator: torch.Generator | None) -> None:
+        super().__init__()
+        self.num_levels = len(head.levels)
+        self.tower = build_tower(num_features, head.tower, self.num_levels, generator)
+        self.bias = nn.Parameter(torch.zeros(self.num_levels))
+
+    def set_thresholds(self, thresholds: Tensor) -> None:
+        """Lets the levels start with the cumulative shares whose logits these are [K-1], ascending."""
+        below = torch.sigmoid(thresholds.double())
+        shares = torch.cat([below, below.new_ones(1)]) - torch.cat([below.new_zeros(1), below])
+        with torch.no_grad():
+            self.bias.copy_(torch.log(shares))
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Features [B, F] -> logits of P(level > k) [B, K-1], descending in k."""
+        scores = self.tower(features) + self.bias.to(features.dtype)
+        return torch.stack(
+            [
+                torch.logsumexp(scores[:, level + 1 :], dim=-1)
+                - torch.logsumexp(scores[:, : level + 1], dim=-1)
+                for level in range(self.num_levels - 1)
+            ],
+            dim=-1,
+        )
+
+
+def urgency_tower(
+    num_features: int, head: UrgencyHead, generator: torch.Generator | None
+) -> OrdinalTower | FreeOdds:
+    """The module of an urgency head."""
+    kind = OrdinalTower if head.odds == "proportional" else FreeOdds
+    return kind(num_features, head, generator)
+
+
 def level_probabilities(logits: Tensor) -> Tensor:
     """Logits of P(level > k) [B, K-1], descending in k -> probabilities of the levels [B, K]."""
     above = torch.sigmoid(logits)
@@ -202,7 +239,7 @@ class HeadModules(nn.ModuleDict):
         if heads.length is not None:
             self["length"] = LengthTowers(*widths, heads.length, generator)
         if heads.urgency is not None:
-            self["urgency"] = OrdinalTower(num_text_features, heads.urgency, generator)
+            self["urgency"] = urgency_tower(num_text_features, heads.urgency, generator)
         if heads.bucket is not None:
             self["bucket"] = ConditionedTower(
                 *widths, heads.bucket.tower, heads.bucket.num_buckets, generator

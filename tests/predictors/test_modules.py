@@ -20,16 +20,18 @@ from predictors.modules import (
     RankHead,
     RegressionHead,
     Tower,
+    UrgencyHead,
     load_encoder,
     load_tokenizer,
     resolve_encoder,
 )
-from predictors.modules.heads import ConditionedTower
+from predictors.modules.heads import ConditionedTower, urgency_tower
 from predictors.modules.pooling import pool
 from scheduler_core.errors import InputError
 from tests.predictors.predictors import ALL_HEADS, NORMALIZATION, TOWER, predictor
 from tests.predictors.tiny_encoders import ENCODERS
 from tests.training.tiny import tiny_bert
+from training.objectives.classes import ordinal_cross_entropy
 
 PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]
 ALL_POOLINGS = ("cls", "mean", "max", "last")
@@ -210,6 +212,44 @@ def test_urgency_is_a_distribution_that_moves_with_one_number(bert_folder):
         torch.testing.assert_close(above, torch.sigmoid(f - wanted), rtol=1e-4, atol=1e-6)
     with pytest.raises(InputError, match="4 finite ascending numbers"):
         ordinal.set_thresholds(torch.tensor([0.0, 1.0, 1.0, 2.0]))
+
+
+def test_levels_with_free_odds_are_a_softmax(bert_folder):
+    heads = Heads(urgency=UrgencyHead(TOWER, odds="free"))
+    model = predictor(bert_folder, heads=heads, conditioning=None)
+    free = model.heads["urgency"]
+    features = torch.linspace(-2, 2, 3 * model.num_features).reshape(3, -1)
+    with torch.no_grad():
+        logits = free(features)
+        scores = free.tower(features) + free.bias
+    assert (logits.diff(dim=-1) < 0).all()
+    found = model.outputs({"urgency": logits})["urgency"]
+    torch.testing.assert_close(found, torch.softmax(scores, dim=-1), rtol=1e-4, atol=1e-6)
+    # As the head starts: the shares whose cumulative logits were put in place, moved by the untrained tower alone.
+    shares = torch.tensor([0.1, 0.2, 0.4, 0.2, 0.1])
+    below = shares.cumsum(0)[:-1]
+    free.set_thresholds(torch.log(below / (1 - below)))
+    torch.testing.assert_close(torch.softmax(free.bias.detach(), dim=-1), shares)
+    with pytest.raises(InputError, match=r"urgency.odds"):
+        UrgencyHead(TOWER, odds="even")
+
+
+def test_levels_that_lie_on_no_line_are_learnt_with_free_odds_alone():
+    """At -1, 0 and 1 stand the levels 0, 2 and 1: no threshold on a number that grows or falls tells them apart."""
+    place = torch.tensor([[-1.0], [0.0], [1.0]])
+    level = torch.tensor([0, 2, 1])
+    losses = {}
+    for odds in ("proportional", "free"):
+        head = UrgencyHead(Tower((), ()), ("a", "b", "c"), odds)
+        module = urgency_tower(1, head, torch.Generator().manual_seed(0))
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        for _ in range(300):
+            optimizer.zero_grad()
+            loss = ordinal_cross_entropy(module(place), level).mean()
+            loss.backward()
+            optimizer.step()
+        losses[odds] = loss.item()
+    assert losses["free"] < 0.6 * losses["proportional"]
 
 
 def test_buckets_are_probabilities(bert_folder):

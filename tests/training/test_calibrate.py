@@ -259,13 +259,13 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["{root}/nothing"], "checkpoint: got"),
+        (["{root}/nothing"], "predictor: got"),
         (["{root}/checkpoint", "--data", "{root}/none.parquet"], "data: got"),
         (["{root}/checkpoint", "--method", "magic"], "method"),
         (["{root}/checkpoint", "--folds", "1"], "folds: got 1"),
         (["{root}/checkpoint", "--pooling", "1.5"], "pooling: got 1.5"),
         (["{root}/checkpoint", "--conformal_share", "1"], "conformal_share: got 1"),
-        (["{root}/checkpoint", "--split", "test"], "the checkpoint does not say how it split"),
+        (["{root}/checkpoint", "--split", "test"], "the predictor does not say how it split"),
         (["{rank}"], "a checkpoint with a length head"),
         (["{root}/checkpoint", "--out", "{root}"], "an earlier checkpoint to replace"),
     ],

@@ -246,7 +246,8 @@ def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_
 
 
 def test_conformal_quantiles_beside_a_checkpoint_are_judged(folder, tmp_path):
-    from training.calibrating.conformal import CONFORMAL, ConformalQuantiles
+    from predictors.manifest import CONFORMAL
+    from training.calibrating.conformal import ConformalQuantiles
 
     shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
     offsets = np.array([[0.0], [10.0], [np.inf]])

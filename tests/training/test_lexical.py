@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 import yaml
 
-from predictors.artifact import open_artifact
+from predictors.artifact import hash_files, open_artifact, write_manifest
 from predictors.lexical import FEATURE_NAMES
+from predictors.modules import Calibration
 from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
 from tests.training.data import prompts, write_lists
+from training.calibrating.cli import main as calibrate
 from training.evaluating.cli import main as evaluate
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits_file import read_fits_or_fit
@@ -21,17 +26,21 @@ from training.fitting.options import FitOptions
 from training.lexical.cli import main
 from training.lexical.config import TrainLexicalConfig
 from training.lexical.ensemble import float32_floor
+from training.lexical.graph import with_calibration
 from training.lexical.table import LexicalTable, ModelEffects
 from training.lexical.train import train_lexical
 
 
-def write_data(path, seed=0, count=150):
-    """Answers of two served models, the second 1.5 times as long; words decide the length."""
+def write_data(path, seed=0, count=150, shift=0.0, spread=1.0):
+    """Answers of two served models, the second 1.5 times as long; words decide the length.
+
+    `shift` is added to the mu that the words mean, and `spread` is a factor on their sigma.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for number, (prompt, mu, sigma) in enumerate(prompts(count)):
         for factor, model in ((1.0, "a"), (1.5, "b")):
-            drawn = factor * np.exp(mu + sigma * rng.standard_t(3.5, 6))
+            drawn = factor * np.exp(mu + shift + spread * sigma * rng.standard_t(3.5, 6))
             rows.append((f"p{number}", model, prompt, np.clip(drawn, 1, 900).astype(int).tolist()))
     ids, models, texts, lengths = (list(column) for column in zip(*rows, strict=True))
     temperatures = [None if row % 5 == 0 else 0.7 for row in range(len(rows))]
@@ -89,6 +98,52 @@ def test_it_is_evaluated_beside_its_baselines(folder, tmp_path):
     assert evaluate([*args[:2], str(folder / "answers.parquet"), *args[3:], "--split", "validation"]) == 0
     split = json.loads(out.read_text())["model"]["num_prompts"]
     assert 0.2 * 300 < split < 0.4 * 300
+
+
+def test_it_is_calibrated_and_calibrated_again(folder, tmp_path):
+    data = write_data(tmp_path / "longer.parquet", seed=2, count=150, shift=0.6, spread=2.0)
+    args = [str(folder / "artifact"), "--data", str(data), "--progress", "false"]
+    assert calibrate([*args, "--out", str(tmp_path / "out")]) == 0
+    manifest = open_artifact(tmp_path / "out").manifest
+    assert set(manifest.files) == {"model.onnx", "conformal.json", "run.json"}
+    assert manifest.artifact_version != open_artifact(folder / "artifact").manifest.artifact_version
+    shift, scale = manifest.calibration["mu_shift"], manifest.calibration["sigma_scale"]
+    texts, served = ["write a short list of 3", "write a long essay of 4"], ["b", "a"]
+    before = open_runtime(folder / "artifact").predict(texts, served, [0.7] * 2)
+    after = open_runtime(tmp_path / "out").predict(texts, served, [0.7] * 2)
+    numbers = [2, 1]
+    assert after.sigma == pytest.approx(before.sigma * np.array(scale)[numbers], rel=1e-5)
+    assert after.mu == pytest.approx(before.mu + np.array(shift)[numbers] * before.sigma, abs=1e-5)
+    assert (after.mu > before.mu + 0.3).all()
+    new = write_data(tmp_path / "new.parquet", seed=3, count=150, shift=0.6, spread=2.0)
+    out = tmp_path / "e.json"
+    words = ["--data", str(new), "--json", str(out), "--progress", "false", "--ceiling", "false"]
+    assert evaluate([str(tmp_path / "out"), *words]) == 0
+    found = json.loads(out.read_text())
+    for level in ("p50", "p90"):
+        row = found["model"]["coverage"][level]
+        assert row["estimate"] == pytest.approx(row["level"], abs=0.06)
+        assert found["conformal"]["coverage"]["all"][level] == pytest.approx(row["level"], abs=0.08)
+    # What is calibrated again starts from what the trees say.
+    assert calibrate([str(tmp_path / "out"), *args[1:], "--out", str(tmp_path / "out")]) == 0
+    assert open_artifact(tmp_path / "out").manifest.calibration == manifest.calibration
+
+
+def test_what_cannot_be_calibrated_is_one_line(folder, tmp_path, capsys):
+    old = tmp_path / "old"
+    shutil.copytree(folder / "artifact", old)
+    graph = onnx.load(old / "model.onnx")
+    table = next(tensor for tensor in graph.graph.initializer if tensor.name == "mu_shift")
+    graph.graph.initializer.remove(table)
+    onnx.save(graph, old / "model.onnx")
+    write_manifest(old, replace(open_artifact(folder / "artifact").manifest, files=hash_files(old)))
+    words = ["--data", str(folder / "answers.parquet"), "--out", str(tmp_path / "out")]
+    assert calibrate([str(old), *words]) == 2
+    assert "also mu_shift" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert calibrate([str(folder / "artifact"), *words, "--out", str(folder)]) == 2
+    assert "an earlier artifact to replace" in capsys.readouterr().err.strip().splitlines()[-1]
+    with pytest.raises(InputError, match="mu_shift"):
+        with_calibration((folder / "artifact" / "model.onnx").read_bytes(), Calibration.identity(5))
 
 
 def test_training_again_gives_the_same_bytes(folder, tmp_path):

@@ -245,14 +245,14 @@ def test_an_early_stop_is_after_epochs_without_a_better_one(bert, samples, tmp_p
     assert int(rows[-1]["epoch"]) == info["metrics"]["best_epoch"] + 2
 
 
-def test_the_least_under_triage_is_the_best_epoch_of_urgency_alone(bert, tmp_path):
+def test_under_triage_counts_in_the_best_epoch_of_urgency_alone(bert, tmp_path):
     labels = write_labels(tmp_path / "labels.parquet", count=80)
     urgency = UrgencyTask(levels=("a", "b", "c", "d", "e"))
     options = {"data": None, "urgency_data": str(labels), "length": None, "urgency": urgency}
     stage1 = StageConfig(epochs=8, learning_rate=5e-3)
     info = train(tiny(bert, None, tmp_path / "out", stage1=stage1, stage2=NO_STAGE, **options))
     rows = history(tmp_path / "out")
-    ranks = [(float(row["validation_under_triage"]), float(row["validation_loss"])) for row in rows]
+    ranks = [float(row["validation_under_triage"]) + float(row["validation_loss"]) for row in rows]
     assert info["metrics"]["best_epoch"] == ranks.index(min(ranks))
     assert load_checkpoint(tmp_path / "out").config.heads.urgency.levels == urgency.levels
 

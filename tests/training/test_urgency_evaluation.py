@@ -74,6 +74,37 @@ def test_a_checkpoint_is_measured_beside_the_baselines(tmp_path: Path, data: Pat
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_seeds_of_a_recipe_share_a_line_of_the_page(tmp_path: Path, data: Path, checkpoint: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Urgency\n", encoding="utf-8")
+    entries = [f"recipe={checkpoint}", "other=constant"]
+    options = ["--name", "recipe", "--markdown", str(page), "--beside", json.dumps(entries)]
+    main([str(checkpoint), "--data", str(data), "--json", str(tmp_path / "out.json"), *options])
+    text = page.read_text(encoding="utf-8")
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line[:2] == "| "}
+    assert {"recipe", "other", "constant", "bag of words"} <= set(rows)
+    # Twice the same predictor: a spread of 0.
+    assert "(0.0) %" in rows["recipe"]
+    assert "(" not in rows["other"]
+    assert rows["other"].split(" | ")[1:] == rows["constant"].split(" | ")[1:]
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert [entry["name"] for entry in content["beside"]] == ["recipe", "other"]
+    shown = 100 * content["predicted"]["accuracy"]["value"]
+    assert rows["recipe"].split(" | ")[1] == f"{shown:.1f} (0.0) %"
+    reliability = text.split("Reliability of recipe:")[1]
+    counts = [int(line.split(" | ")[1]) for line in reliability.splitlines() if " to " in line]
+    assert sum(counts) == 2 * content["num_texts"]
+
+
+@pytest.mark.parametrize("entry", ["constant", "=constant", "bag_of_words=constant"])
+def test_a_further_predictor_needs_a_name_of_its_own(
+    entry: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", str(data), "--json", str(tmp_path / "out.json"), "--beside", json.dumps([entry])]
+    assert main(["constant", *options]) == 2
+    assert "NAME=PREDICTOR" in capsys.readouterr().err
+
+
 def test_an_artifact_gives_what_its_checkpoint_gives(tmp_path: Path, checkpoint: Path) -> None:
     from export.exporter import ExportConfig, export_onnx
 

@@ -27,7 +27,7 @@ def _command(config: CalibrateConfig) -> None:
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibrate`."""
     return run_command(
-        "calibrate", CalibrateConfig, _command, positionals=("checkpoint",), extra="train", args=args
+        "calibrate", CalibrateConfig, _command, positionals=("predictor",), extra="train", args=args
     )
 
 

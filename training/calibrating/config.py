@@ -10,14 +10,14 @@ from scheduler_core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
-    """Shift and stretch a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint."""
+    """Shift and stretch a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint or artifact."""
 
-    checkpoint: str
-    """Checkpoint folder of train, with a length head."""
+    predictor: str
+    """Checkpoint folder of train with a length head, or artifact folder of train-lexical."""
     data: str
     """File with fits or answer lengths, with prompts that were not trained on."""
     out: str
-    """Checkpoint folder to write."""
+    """Folder to write: a checkpoint, or an artifact where the predictor is one."""
     method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
     """How shift and scale are found; auto: what covers best on held-out prompts of the data, pooling included."""
     pooling: float = 0.0

@@ -26,13 +26,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.manifest import CONFORMAL
 from scheduler_core.errors import InputError
 from training.calibrating.residuals import Residuals
 from training.evaluating.scoring import COVERAGE_LEVELS, percent
 
 FloatArray = NDArray[np.float64]
 MIN_ROWS = 50
-CONFORMAL = "conformal.json"
 SCHEMA = "conformal/1"
 
 

@@ -1,9 +1,8 @@
-"""The command `calibrate`: a checkpoint and answers it was not trained on in, a calibrated checkpoint out."""
+"""The command `calibrate`: a predictor and answers it was not trained on in, a calibrated predictor out."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,42 +13,37 @@ import torch
 from numpy.typing import NDArray
 
 from data_gen.splits import unit_hash
-from predictors.modules import Checkpoint, load_checkpoint, save_checkpoint
-from predictors.modules.checkpoint import checkpoint_target
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file, write_json
+from scheduler_core.files import existing_file, sha256_file
 from training.calibrating.config import CalibrateConfig
-from training.calibrating.conformal import CONFORMAL, ConformalQuantiles, fit_conformal
+from training.calibrating.conformal import fit_conformal
 from training.calibrating.residuals import Residuals
 from training.calibrating.shift_and_scale import Choice, choose, coverage_of, fit_calibration, moved_by
-from training.evaluating.checkpoints import predict_rows
+from training.calibrating.subject import Subject, open_subject
 from training.evaluating.predictors import RunOptions, distinct
 from training.evaluating.rows import EvaluationRows, known_cap, of_split, prompts_of
 from training.fitting.fits_file import read_fits_or_fit
 from training.fitting.options import FitOptions
-from training.prediction import pick_device
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
-_KEPT = ("metrics.csv", "run.json")
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """Runs the command; returns the summary that goes into `training.json`.
+    """Runs the command; returns the summary that is written beside the calibrated predictor.
 
     Raises:
-        InputError: Checkpoint, data or options cannot be used together.
+        InputError: Predictor, data or options cannot be used together.
     """
-    out = checkpoint_target(config.out)
     existing_file(config.data, "data")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    checkpoint = load_checkpoint(config.checkpoint)
-    if checkpoint.config.heads.length is None:
-        raise InputError("checkpoint", config.checkpoint, "a checkpoint with a length head")
-    rows = _rows(config, checkpoint)
-    residuals = uncalibrated_residuals(checkpoint, rows, config)
-    names = () if checkpoint.config.conditioning is None else checkpoint.config.conditioning.served_models
+    options = RunOptions(config.batch_size, config.threads, config.progress)
+    subject = open_subject(config.predictor, options)
+    out = subject.check_target(config.out)
+    rows = _rows(config, subject)
+    residuals = uncalibrated_residuals(subject, rows)
+    names = subject.served_models
     place = _places(rows, config.seed, "conformal") < config.conformal_share
     fitting, for_conformal = _parts(residuals, rows, [~place, place])
     choice = _choose(fitting, rows, config, len(names))
@@ -76,22 +70,16 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "torch")),
     }
-    _write(out, checkpoint, choice, conformal, summary)
+    subject.write(out, calibration, conformal, summary)
     _say(summary)
     return summary
 
 
-def uncalibrated_residuals(
-    checkpoint: Checkpoint, rows: EvaluationRows, config: CalibrateConfig
-) -> Residuals:
-    """Residuals of all answers under the checkpoint's predictions before any calibration."""
-    checkpoint.model.set_calibration(None)
-    checkpoint.model.to(pick_device("auto"))
-    options = RunOptions(config.batch_size, config.threads, config.progress)
-    prediction = predict_rows(checkpoint, rows.prompts, rows.served_models, rows.temperatures, options)
+def uncalibrated_residuals(subject: Subject, rows: EvaluationRows) -> Residuals:
+    """Residuals of all answers under the predictions before any calibration."""
+    prediction = subject.predict(rows.prompts, rows.served_models, rows.temperatures)
     assert prediction.mu is not None and prediction.sigma is not None  # noqa: PT018
-    conditioning = checkpoint.config.conditioning
-    number = [0 if conditioning is None else conditioning.number_of(name) for name in rows.served_models]
+    number = [subject.number_of(name) for name in rows.served_models]
     _, prompt = distinct(rows.prompts)
     owner = rows.answers.owner
     mu, sigma = prediction.mu, prediction.sigma
@@ -109,20 +97,15 @@ def uncalibrated_residuals(
     )
 
 
-def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
-    length = checkpoint.config.heads.length
-    assert length is not None
-    nu = 3.5 if length.learn_nu else length.nu
+def _rows(config: CalibrateConfig, subject: Subject) -> EvaluationRows:
     cap = config.max_tokens or known_cap(config.data)
-    options = FitOptions(nu=nu, keys=config.keys, max_tokens=cap)
-    fits = read_fits_or_fit(
-        config.data, options, min_samples=1, conversations=checkpoint.config.conversations
-    )
+    options = FitOptions(nu=subject.nu, keys=config.keys, max_tokens=cap)
+    fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=subject.conversations)
     prompts_of(fits)
     if config.split != "all":
-        split = checkpoint.training_info.get("data", {}).get("split")
-        if not isinstance(split, dict):
-            raise InputError("split", config.split, "all: the checkpoint does not say how it split its data")
+        split = subject.split
+        if split is None:
+            raise InputError("split", config.split, "all: the predictor does not say how it split its data")
         fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
     return EvaluationRows.of(fits)
 
@@ -157,32 +140,6 @@ def _choose(fitting: Residuals, rows: EvaluationRows, config: CalibrateConfig, n
         return Choice(config.method, config.pooling, found, {})
     fold = np.floor(_places(rows, config.seed, "folds") * config.folds)
     return choose(_parts(fitting, rows, [fold == number for number in range(config.folds)]), num_models)
-
-
-def _write(
-    out: Path,
-    checkpoint: Checkpoint,
-    choice: Choice,
-    conformal: ConformalQuantiles,
-    summary: dict[str, Any],
-) -> None:
-    checkpoint.model.set_calibration(choice.calibration)
-    kept = {name: checkpoint.path / name for name in _KEPT if (checkpoint.path / name).is_file()}
-    with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / CONFORMAL
-        write_json(written, conformal.to_json())
-        copies = {}
-        for name, path in kept.items():
-            # The checkpoint that is read may be the one that is replaced.
-            copies[name] = Path(folder) / name
-            copies[name].write_bytes(path.read_bytes())
-        save_checkpoint(
-            out,
-            checkpoint.model,
-            checkpoint.tokenizer,
-            checkpoint.training_info | {"calibration": summary},
-            extra_files=copies | {CONFORMAL: written},
-        )
 
 
 def _say(summary: dict[str, Any]) -> None:

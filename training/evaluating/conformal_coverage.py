@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from predictors.manifest import CONFORMAL
 from scheduler_core.errors import InputError
-from training.calibrating.conformal import CONFORMAL, ConformalQuantiles
+from training.calibrating.conformal import ConformalQuantiles
 from training.evaluating.predictors import OpenedPredictor, Prediction
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scoring import percent

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.errors import MissingExtraError
+from predictors.modules import Calibration
+from scheduler_core.errors import InputError, MissingExtraError
 from training.lexical.ensemble import tree_ensemble_attributes
 from training.lexical.table import UNKNOWN_TEMPERATURE
 from training.lexical.trees import LexicalTrees
@@ -30,7 +31,9 @@ def build_graph(trees: LexicalTrees, num_features: int) -> Any:
     except ImportError as error:
         raise MissingExtraError(error.name or "onnx", "export") from error
     nodes = _inputs(helper)
+    identity = Calibration.identity(len(trees.effects.names))
     initializers = [
+        *_tables(identity),
         numpy_helper.from_array(trees.effects.table.astype(np.float32), "effects"),
         numpy_helper.from_array(np.array(UNKNOWN_TEMPERATURE, dtype=np.float32), "unknown_temperature"),
         numpy_helper.from_array(np.array([1], dtype=np.int64), "axis"),
@@ -38,7 +41,7 @@ def build_graph(trees: LexicalTrees, num_features: int) -> Any:
         numpy_helper.from_array(np.array(trees.log_scale, dtype=np.float32), "log_scale"),
         numpy_helper.from_array(np.array(SIGMA_FLOOR, dtype=np.float32), "sigma_floor"),
     ]
-    for name, ensemble in (("mu", trees.mu), ("tree_log_sigma", trees.log_sigma)):
+    for name, ensemble in (("tree_mu", trees.mu), ("tree_log_sigma", trees.log_sigma)):
         attributes = tree_ensemble_attributes(ensemble)
         nodes += [
             helper.make_node(
@@ -49,7 +52,8 @@ def build_graph(trees: LexicalTrees, num_features: int) -> Any:
     nodes += [
         helper.make_node("Add", ["tree_log_sigma", "log_scale"], ["scaled_log_sigma"]),
         helper.make_node("Exp", ["scaled_log_sigma"], ["free_sigma"]),
-        helper.make_node("Max", ["free_sigma", "sigma_floor"], ["sigma"]),
+        helper.make_node("Max", ["free_sigma", "sigma_floor"], ["tree_sigma"]),
+        *_calibration(helper),
     ]
     floats, integers = TensorProto.FLOAT, TensorProto.INT64
     model = helper.make_model(
@@ -70,6 +74,53 @@ def build_graph(trees: LexicalTrees, num_features: int) -> Any:
     )
     checker.check_model(model)
     return model
+
+
+def with_calibration(model: bytes, calibration: Calibration) -> bytes:
+    """The graph with another calibration; all else stays.
+
+    Args:
+        model: What `build_graph` gave, as bytes.
+        calibration: For as many served models as the graph tells apart.
+
+    Raises:
+        InputError: The graph has no tables for it, or they are for another number of served models.
+        MissingExtraError: onnx is not installed.
+    """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtraError(error.name or "onnx", "export") from error
+    graph = onnx.load_from_string(model)
+    held = {tensor.name: tensor for tensor in graph.graph.initializer}
+    for table in _tables(calibration):
+        if table.name not in held:
+            raise InputError("model.onnx, tables", sorted(held), f"also {table.name}: train it again")
+        if list(held[table.name].dims) != list(table.dims):
+            raise InputError(f"model.onnx, {table.name}", list(table.dims), str(list(held[table.name].dims)))
+        held[table.name].CopyFrom(table)
+    return bytes(graph.SerializeToString())
+
+
+def _tables(calibration: Calibration) -> list[Any]:
+    """`Calibration` as initializers, by number of the served model."""
+    from onnx import numpy_helper
+
+    return [
+        numpy_helper.from_array(np.array(getattr(calibration, name), dtype=np.float32), name)
+        for name in ("mu_shift", "sigma_scale")
+    ]
+
+
+def _calibration(helper: Any) -> list[Any]:
+    """mu = tree_mu + mu_shift[m] tree_sigma, sigma = tree_sigma sigma_scale[m], as `Calibration` has it."""
+    return [
+        helper.make_node("Gather", ["mu_shift", "served_model"], ["shift_of_rows"], axis=0),
+        helper.make_node("Mul", ["shift_of_rows", "tree_sigma"], ["moved_by"]),
+        helper.make_node("Add", ["tree_mu", "moved_by"], ["mu"]),
+        helper.make_node("Gather", ["sigma_scale", "served_model"], ["scale_of_rows"], axis=0),
+        helper.make_node("Mul", ["tree_sigma", "scale_of_rows"], ["sigma"]),
+    ]
 
 
 def _inputs(helper: Any) -> list[Any]:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import (
-    MANIFEST,
     MODEL,
     Conditions,
     LexicalInput,
@@ -22,14 +21,15 @@ from predictors.artifact import (
     write_manifest,
 )
 from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
-from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_directory, sha256_file, writable_target
+from scheduler_core.errors import TailcastError
+from scheduler_core.files import atomic_directory, sha256_file
 from training.evaluating.baselines import Baselines
 from training.evaluating.judging import Judged
 from training.evaluating.predictors import Prediction
 from training.lexical.config import TrainLexicalConfig
 from training.lexical.graph import build_graph, largest_difference
 from training.lexical.table import LexicalTable, read_table, split_by_prompt, split_fractions
+from training.lexical.target import artifact_target
 from training.lexical.trees import LexicalTrees, train_trees
 from training.versions import versions_of
 
@@ -47,7 +47,7 @@ def train_lexical(config: TrainLexicalConfig) -> Manifest:
         InputError: Options or data cannot be used.
         TailcastError: The exported graph does not say what the trees say.
     """
-    out = _target(config.out)
+    out = artifact_target(config.out)
     table = read_table(config.data, config, "data")
     if config.validation is None:
         train, validation = split_by_prompt(table, config.validation_share, config.seed)
@@ -83,15 +83,6 @@ def train_lexical(config: TrainLexicalConfig) -> Manifest:
         )
         write_manifest(folder, manifest)
     return manifest
-
-
-def _target(path: str) -> Path:
-    out = writable_target(path, "out")
-    if out.exists() and not out.is_dir():
-        raise InputError("out", path, "a folder path, but a file stands there")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise InputError("out", path, "a new or empty folder, or an earlier artifact to replace")
-    return out
 
 
 def _metrics(trees: LexicalTrees, validation: LexicalTable, config: TrainLexicalConfig) -> dict[str, Any]:

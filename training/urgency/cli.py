@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FROZEN = "frozen:"
+SECTION = "urgency results"
+BASELINES = ("constant", "bag_of_words")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,12 @@ class EvaluateUrgencyConfig:
     """Level that all texts declare, for the metrics of scheduled levels."""
     figure: str | None = None
     """PNG file to write: reliability diagrams."""
+    markdown: str | None = None
+    """Page whose section "urgency results" is replaced by tables of all predictors; a page without one gets it at its end."""
+    name: str = "predictor"
+    """What the tables call the predictor."""
+    beside: list[str] | None = None
+    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe, whose mean and spread the tables show."""
     save_threshold: bool = False
     """Also write the abstain threshold into the checkpoint's training.json, from where export-onnx takes it."""
     baselines: bool = True
@@ -78,7 +86,9 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     from data_gen.urgency.labels import level_number, read_labels
     from data_gen.urgency.seed_set import read_pairs
     from scheduler_core.files import sha256_file, writable_target, write_json
+    from training.markdown_section import put_section
     from training.urgency.evaluation import EvaluationOptions, evaluate_urgency
+    from training.urgency.markdown import urgency_markdown
     from training.urgency.predictor import save_threshold
     from training.urgency.reliability import write_reliability_figure
 
@@ -102,16 +112,18 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
         validation = read_labels(config.validation, "validation")
     pairs = read_pairs(config.split)
     train = [text for text in texts if text.split == "train"]
-    predictors = {"predictor": _open(config, train)}
-    if config.baselines:
-        predictors |= _baselines(train)
-    reports = {
-        name: evaluate_urgency(predict, measured, validation, pairs, options)
-        for name, predict in predictors.items()
-    }
-    for name, report in reports.items():
-        _log(name, report)
-    report = reports["predictor"]
+    others = _others(config.beside)
+    baselines = _baselines(train) if config.baselines else {}
+
+    def judged(predict: Predict) -> UrgencyReport:
+        return evaluate_urgency(predict, measured, validation, pairs, options)
+
+    report = judged(_open(config.predictor, config, train))
+    beside = [(name, judged(_open(predictor, config, train))) for name, predictor in others]
+    beneath = {name: judged(predict) for name, predict in baselines.items()}
+    everything = [(config.name, report), *beside, *beneath.items()]
+    for name, found in everything:
+        _log(name, found)
     write_json(
         target,
         {
@@ -124,13 +136,16 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
             "options": asdict(options),
             "passed": report.adversarial.passed,
             **report.to_json(),
-            "baselines": {name: found.to_json() for name, found in reports.items() if name != "predictor"},
+            "beside": [{"name": name} | found.to_json() for name, found in beside],
+            "baselines": {name: found.to_json() for name, found in beneath.items()},
         },
     )
     if figure is not None:
         write_reliability_figure(figure, report.reliability)
     if config.save_threshold:
         save_threshold(config.predictor, report.threshold)
+    if config.markdown is not None:
+        put_section(config.markdown, SECTION, urgency_markdown(_by_recipe(everything)))
     if not report.adversarial.passed:
         log.error(
             "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
@@ -147,19 +162,36 @@ def _split(texts: list[LabelledText], split: str, path: str) -> list[LabelledTex
     return found
 
 
-def _open(config: EvaluateUrgencyConfig, train: list[LabelledText]) -> Predict:
+def _others(beside: list[str] | None) -> list[tuple[str, str]]:
+    """Name and predictor of each entry NAME=PREDICTOR."""
+    pairs = [entry.partition("=") for entry in beside or []]
+    for name, equals, predictor in pairs:
+        if not (name and equals and predictor) or name in BASELINES:
+            raise InputError("beside", f"{name}{equals}{predictor}", "NAME=PREDICTOR with a name of its own")
+    return [(name, predictor) for name, _, predictor in pairs]
+
+
+def _by_recipe(reports: list[tuple[str, UrgencyReport]]) -> dict[str, list[UrgencyReport]]:
+    """Reports of one name together, in the order of the names."""
+    found: dict[str, list[UrgencyReport]] = {}
+    for name, report in reports:
+        found.setdefault(name.replace("_", " "), []).append(report)
+    return found
+
+
+def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabelledText]) -> Predict:
     from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
     from training.urgency.predictor import open_urgency
 
-    if config.predictor == "constant":
+    if predictor == "constant":
         return ConstantBaseline(train)
-    if config.predictor == "bag-of-words":
+    if predictor == "bag-of-words":
         return BagOfWordsBaseline(train)
-    if config.predictor.startswith(FROZEN):
+    if predictor.startswith(FROZEN):
         from training.urgency.frozen_encoder import FrozenEncoderBaseline
 
-        return FrozenEncoderBaseline(train, config.predictor.removeprefix(FROZEN), config.batch_size)
-    return open_urgency(config.predictor, accelerator=config.accelerator, batch_size=config.batch_size)
+        return FrozenEncoderBaseline(train, predictor.removeprefix(FROZEN), config.batch_size)
+    return open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
 
 
 def _baselines(train: list[LabelledText]) -> dict[str, Predict]:

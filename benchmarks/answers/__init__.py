@@ -1,0 +1,1 @@
+"""What the studies of answer lengths share: reading several files, and their tables."""

@@ -1,0 +1,304 @@
+"""Whether drift is noticed on real answers: one served model's answers, then another's under the same name.
+
+    python -m benchmarks.drift PREDICTOR --data FILE [--swap OLD=NEW ...] [--before 1500] [--after 3000] [--json OUT]
+        [--markdown docs/drift.md]
+
+FILE holds samples that PREDICTOR was not trained on, of several served models. A stream is --before answers of OLD, in
+random order, then --after answers of NEW to the same prompts, as if the model behind the name had been replaced; all are
+predicted for as OLD's. It goes through what `evaluate --stream` keeps of a served model. Without --swap every model is
+replaced by the next one in the alphabet, and each also goes on as it was (NEW = OLD), where an alarm is a false one or
+says that the predictor is wrong on OLD itself.
+
+Coverage is counted after the change: of the predictions as they came; after the first alarm, with the recalibration that
+is put in use at an alarm; and with the running one, which each answer moves before the next one is judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+from training.drift.monitor import LEVELS, ModelMonitor
+from training.drift.outcome import Outcome
+from training.drift.student import cdf
+from training.evaluating.predictors import RunOptions, open_predictor
+from training.evaluating.rows import EvaluationRows, known_cap
+from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.options import FitOptions
+from training.markdown_section import markdown_table, put_section
+
+FloatArray = NDArray[np.float64]
+SECTION = "drift"
+HEADER = (
+    "served model",
+    "replaced by",
+    "alarms before",
+    "alarm after",
+    "reason",
+    "alarms in all",
+    "as predicted",
+    "recalibrated at alarms",
+    "recalibrated with every answer",
+)
+
+
+@dataclass(slots=True)
+class Coverage:
+    """Answers at or below the predicted quantiles."""
+
+    covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
+    count: int = 0
+
+    def add(self, outcome: Outcome, shift: float, scale: float) -> None:
+        """Counts one answer under mu + shift sigma, scale sigma."""
+        z = (math.log(outcome.output_tokens) - outcome.mu) / outcome.sigma
+        place = cdf((z - shift) / scale, outcome.nu)
+        self.count += 1
+        for name, level in LEVELS.items():
+            self.covered[name] += outcome.finished and place <= level
+
+    def shares(self) -> dict[str, float] | None:
+        """Level -> share; None without answers."""
+        return {name: hits / self.count for name, hits in self.covered.items()} if self.count else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """What one stream showed.
+
+    Attributes:
+        old, new: Served models.
+        alarms_before: Alarms before the change.
+        delay: Answers from the change to the first alarm behind it; None: there was none.
+        reason: What that alarm said.
+        num_alarms: Alarms of the whole stream.
+        predicted, at_alarms, running: Coverage by level, of all answers after the change; at_alarms of those after the
+            first alarm behind it; None where there are none.
+    """
+
+    old: str
+    new: str
+    alarms_before: int
+    delay: int | None
+    reason: str | None
+    num_alarms: int
+    predicted: dict[str, float] | None
+    at_alarms: dict[str, float] | None
+    running: dict[str, float] | None
+
+
+def watched(old: str, new: str, outcomes: Sequence[Outcome], change: int, window: int, arl: float) -> Swap:
+    """Sends a stream through a monitor; the answers from `change` on are those of `new`."""
+    monitor = ModelMonitor(window, arl)
+    predicted, at_alarms, running = Coverage(), Coverage(), Coverage()
+    alarms_before, delay, reason = 0, None, None
+    for number, outcome in enumerate(outcomes):
+        if number >= change:
+            predicted.add(outcome, 0.0, 1.0)
+            running.add(outcome, monitor.running.shift, monitor.running.scale)
+            if delay is not None:
+                at_alarms.add(outcome, *monitor.in_use)
+        alarm = monitor.update(outcome)
+        if alarm is None:
+            continue
+        if number < change:
+            alarms_before += 1
+        elif delay is None:
+            delay, reason = number - change + 1, str(alarm["reason"])
+    return Swap(
+        old=old,
+        new=new,
+        alarms_before=alarms_before,
+        delay=delay,
+        reason=reason,
+        num_alarms=monitor.num_alarms,
+        predicted=predicted.shares(),
+        at_alarms=at_alarms.shares(),
+        running=running.shares(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """Answers and predictions of all rows of a file.
+
+    Attributes:
+        rows: The file.
+        mu, sigma, nu: Predicted for each row [G].
+        row_of: (prompt, served model) -> row.
+    """
+
+    rows: EvaluationRows
+    mu: FloatArray
+    sigma: FloatArray
+    nu: FloatArray
+    row_of: dict[tuple[str, str], int]
+
+    @property
+    def models(self) -> list[str]:
+        """Served models, sorted."""
+        return sorted({model for _, model in self.row_of})
+
+    def stream(
+        self, old: str, new: str, before: int, after: int, rng: np.random.Generator
+    ) -> tuple[list[Outcome], int]:
+        """Outcomes, and how many come before the change.
+
+        Raises:
+            InputError: No prompt was answered by both.
+        """
+        shared = sorted(
+            prompt for prompt, model in self.row_of if model == old and (prompt, new) in self.row_of
+        )
+        if not shared:
+            raise InputError("--swap", f"{old}={new}", "two served models that answered the same prompts")
+        own = self._answers([(prompt, old) for prompt in shared], old, rng)
+        first = own[:before]
+        second = own[before:] if new == old else self._answers([(prompt, new) for prompt in shared], old, rng)
+        return first + second[:after], len(first)
+
+    def _answers(self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator) -> list[Outcome]:
+        """Outcomes of all answers of some rows in random order, predicted for as those of `old`."""
+        found = []
+        offsets, answers = self.rows.fits.groups.offsets, self.rows.answers
+        for prompt, model in keys:
+            row, said = self.row_of[prompt, model], self.row_of[prompt, old]
+            cap = answers.caps[row]
+            found += [
+                Outcome(
+                    mu=float(self.mu[said]),
+                    sigma=float(self.sigma[said]),
+                    nu=float(self.nu[said]),
+                    output_tokens=int(answers.lengths[at]),
+                    finished=bool(answers.finished[at]),
+                    served_model=old,
+                    max_tokens=int(cap) if math.isfinite(cap) else None,
+                )
+                for at in range(int(offsets[row]), int(offsets[row + 1]))
+            ]
+        return [found[number] for number in rng.permutation(len(found)).tolist()]
+
+
+def read_answered(predictor: str, data: str, options: RunOptions) -> Answered:
+    """Opens the predictor and predicts each row of the file.
+
+    Raises:
+        InputError: The predictor has no distribution, or the data have no served models.
+    """
+    opened = open_predictor(predictor, options)
+    fits = read_fits_or_fit(data, FitOptions(nu=opened.fit_nu, max_tokens=known_cap(data)), min_samples=1)
+    rows = EvaluationRows.of(fits)
+    if None in rows.served_models:
+        raise InputError("--data", data, "samples with served models (column model)")
+    found = opened.predict(rows.prompts, rows.served_models, rows.temperatures)
+    if found.mu is None or found.sigma is None:
+        raise InputError("PREDICTOR", predictor, "a predictor with a length distribution")
+    keys = zip(rows.prompts, rows.served_models, strict=True)
+    return Answered(
+        rows,
+        found.mu,
+        found.sigma,
+        np.broadcast_to(np.asarray(found.nu, dtype=np.float64), len(rows)),
+        {(prompt, str(model)): row for row, (prompt, model) in enumerate(keys)},
+    )
+
+
+def pairs_of(models: Sequence[str], swaps: Sequence[str] | None) -> list[tuple[str, str]]:
+    """(OLD, NEW) of each --swap; without any each model with itself and with the next.
+
+    Raises:
+        InputError: A served model is not in the data.
+    """
+    if not swaps:
+        following = [*models[1:], *models[:1]]
+        return [
+            pair
+            for old, new in zip(models, following, strict=True)
+            for pair in dict.fromkeys([(old, old), (old, new)])
+        ]
+    pairs = []
+    for swap in swaps:
+        old, _, new = swap.partition("=")
+        for name in (old, new):
+            if name not in models:
+                raise InputError("--swap", swap, f"OLD=NEW, out of {', '.join(models)}")
+        pairs.append((old, new))
+    return pairs
+
+
+def markdown(swaps: Sequence[Swap]) -> str:
+    """The table."""
+    return markdown_table(HEADER, [_row(swap) for swap in swaps])
+
+
+def _row(swap: Swap) -> list[str]:
+    return [
+        swap.old,
+        "-" if swap.old == swap.new else swap.new,
+        str(swap.alarms_before),
+        "-" if swap.delay is None else str(swap.delay),
+        "-" if swap.reason is None else swap.reason.replace("_", " "),
+        str(swap.num_alarms),
+        _percent(swap.predicted),
+        _percent(swap.at_alarms),
+        _percent(swap.running),
+    ]
+
+
+def _percent(shares: dict[str, float] | None) -> str:
+    return "-" if shares is None else " / ".join(f"{100 * share:.0f}" for share in shares.values())
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints the table; 2 where files cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("predictor", nargs="?")
+    parser.add_argument("--data")
+    parser.add_argument("--swap", nargs="+", help="OLD=NEW")
+    parser.add_argument("--before", type=int, default=1500, help="most answers before the change")
+    parser.add_argument("--after", type=int, default=3000, help="most answers after it")
+    parser.add_argument("--window", type=int, default=1000, help="as in evaluate --stream")
+    parser.add_argument("--arl", type=float, default=100_000, help="as in evaluate --stream")
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json")
+    parser.add_argument("--markdown", help="page whose table is replaced, or that is made")
+    options = parser.parse_args(args)
+    if options.predictor is None or options.data is None:
+        print("nothing to measure: name a PREDICTOR and --data FILE (see --help)")
+        return 0
+    try:
+        answered = read_answered(
+            options.predictor, options.data, RunOptions(options.batch_size, progress=False)
+        )
+        found = []
+        for old, new in pairs_of(answered.models, options.swap):
+            rng = np.random.default_rng(options.seed)
+            outcomes, change = answered.stream(old, new, options.before, options.after, rng)
+            found.append(watched(old, new, outcomes, change, options.window, options.arl))
+            print(" | ".join(_row(found[-1])), flush=True)
+        if options.json:
+            content: list[dict[str, Any]] = [asdict(swap) for swap in found]
+            Path(options.json).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        if options.markdown:
+            put_section(options.markdown, SECTION, markdown(found))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
