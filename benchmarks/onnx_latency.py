@@ -4,9 +4,13 @@ All contenders of one encoder run in turn in one process, repetition after repet
 CPU time of the process, which other work on the machine disturbs least; on a GPU the smallest wall time. MiniLM has its
 weights, DeBERTa-v3-base random ones in the true architecture: they calculate for as long. Heads are random.
 
-    python benchmarks/onnx_latency.py                  # the whole grid, both encoders
-    python benchmarks/onnx_latency.py --quick          # MiniLM, 1 x 32 and 8 x 128
-    python benchmarks/onnx_latency.py --device cuda --encoder deberta --shapes 32x128
+A batch that takes long is called fewer times (`--shape-seconds`; the table says how often), and `--graphs` keeps the exported
+graphs, so that the whole grid can be run in parts. torch.compile needs a C++ compiler on the CPU; without one its column is
+left out and the table says so.
+
+    python benchmarks/onnx_latency.py                            # MiniLM, 1 x 32 and 8 x 128
+    python benchmarks/onnx_latency.py --grid full --graphs out/graphs
+    python benchmarks/onnx_latency.py --grid full --device cuda --encoder deberta
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,8 +52,10 @@ DEBERTA = {
     "type_vocab_size": 0,
     "vocab_size": 128100,
 }
-GRID = [(1, 32), (8, 32), (32, 32), (1, 128), (8, 128), (32, 128), (1, 512), (8, 512)]
-QUICK = [(1, 32), (8, 128)]
+GRIDS = {
+    "quick": [(1, 32), (8, 128)],
+    "full": [(b, s) for s in (32, 128, 512) for b in (1, 8, 32)],
+}
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 LOWEST_IDS = 100
 
@@ -145,43 +152,60 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
     rng = np.random.default_rng(0)
     model = make_model(encoder)
     kinds = ["fused", "int8", "fp16"] if options.device == "cpu" else ["fused", "fp16", "fp16-fused"]
-    with tempfile.TemporaryDirectory() as folder:
-        plain = Path(folder) / "fp32.onnx"
-        print(f"exporting {ENCODERS[encoder]}", flush=True)
-        export(model, plain, legacy=options.legacy_exporter)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(options.graphs or temporary) / f"{encoder}{'-legacy' * options.legacy_exporter}"
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = folder / "fp32.onnx"
+        if not plain.exists():
+            print(f"exporting {ENCODERS[encoder]}", flush=True)
+            export(model, folder / "new.onnx", legacy=options.legacy_exporter)
+            (folder / "new.onnx").replace(plain)
         calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
         builder = VariantBuilder(plain, 512, calibration)
         sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
         for kind in kinds:
-            print(f"making {kind}", flush=True)
-            path = Path(folder) / f"{kind}.onnx"
-            onnx.save(builder.build(kind).model, path)
+            path = folder / f"{kind}.onnx"
+            if not path.exists():
+                print(f"making {kind}", flush=True)
+                onnx.save(builder.build(kind).model, folder / "new.onnx")
+                (folder / "new.onnx").replace(path)
             sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
         calls = {name: session_call(session) for name, session in sessions.items()}
         half = options.device == "cuda"
         label = "fp16" if half else "fp32"
         calls[f"torch {label}"] = torch_call(model, options.device, half=half, compiled=False)
-        if options.compile:
+        if can_compile(options.device) and options.compile:
             calls[f"compile {label}"] = torch_call(model, options.device, half=half, compiled=True)
         yield calls
 
 
-def measure(calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace) -> dict[str, float]:
-    """Smallest time of each call in ms, in turn."""
+def can_compile(device: str) -> bool:
+    """Whether torch.compile finds what it makes code with."""
+    return device == "cuda" or any(map(shutil.which, ("c++", "g++", "clang++")))
+
+
+def measure(
+    calls: Mapping[str, Call], batch: int, seq: int, options: argparse.Namespace
+) -> tuple[dict[str, float], int]:
+    """Smallest time of each call in ms, in turn; and how often each was called."""
     rng = np.random.default_rng(0)
     clock = time.process_time if options.device == "cpu" else time.perf_counter
+    feed = {
+        "input_ids": rng.integers(LOWEST_IDS, size=(batch, seq)),
+        "attention_mask": np.ones((batch, seq), dtype=np.int64),
+    }
+    for call in calls.values():  # compiles, allocates, packs
+        call(feed)
     best = dict.fromkeys(calls, np.inf)
-    for number in range(options.repetitions + 1):
-        feed = {
-            "input_ids": rng.integers(LOWEST_IDS, size=(batch, seq)),
-            "attention_mask": np.ones((batch, seq), dtype=np.int64),
-        }
+    begin, number = clock(), 0
+    while number < options.repetitions and (number == 0 or clock() - begin < options.shape_seconds):
+        feed["input_ids"] = rng.integers(LOWEST_IDS, size=(batch, seq))
         for name, call in calls.items():
             start = clock()
             call(feed)
-            if number:  # the first one compiles, allocates, packs
-                best[name] = min(best[name], 1000 * (clock() - start))
-    return best
+            best[name] = min(best[name], 1000 * (clock() - start))
+        number += 1
+    return best, number
 
 
 def encoder_flops(encoder: str, batch: int, seq: int) -> float:
@@ -213,14 +237,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--encoder", choices=sorted(ENCODERS), action="append", help="default: both")
+    parser.add_argument(
+        "--encoder", choices=sorted(ENCODERS), action="append", help="default: those of the grid"
+    )
     parser.add_argument(
         "--device", choices=sorted(PROVIDERS), help="default: cuda where torch and ORT find it"
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--shapes", help="batches, as 1x32,8x128")
-    parser.add_argument("--quick", action="store_true", help="MiniLM, two shapes, three repetitions")
+    parser.add_argument(
+        "--grid",
+        choices=sorted(GRIDS),
+        default="quick",
+        help="quick: MiniLM, two shapes; full: both encoders, nine",
+    )
+    parser.add_argument("--shapes", help="other batches than those of the grid, as 1x32,8x128")
+    parser.add_argument(
+        "--shape-seconds", type=float, default=60.0, help="no repetition of a shape begins after so many"
+    )
+    parser.add_argument(
+        "--graphs", help="folder to keep the graphs in, for the next run; default: thrown away"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
     parser.add_argument("--legacy-exporter", action="store_true", help="faster export of the plain graph")
     options = parser.parse_args()
@@ -231,27 +268,27 @@ def main() -> None:
     if options.device is None:
         has_gpu = torch.cuda.is_available() and PROVIDERS["cuda"] in ort.get_available_providers()
         options.device = "cuda" if has_gpu else "cpu"
-    if options.quick:
-        options.repetitions = min(options.repetitions, 3)
-    encoders = options.encoder or (["minilm"] if options.quick else ["minilm", "deberta"])
-    shapes = QUICK if options.quick else GRID
+    encoders = options.encoder or (["minilm"] if options.grid == "quick" else ["minilm", "deberta"])
+    shapes = GRIDS[options.grid]
     if options.shapes:
         shapes = [(int(b), int(s)) for b, s in (shape.split("x") for shape in options.shapes.split(","))]
     peak = peak_flops(options.device) if options.device == "cuda" else None
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
     print(
         f"{PROVIDERS[options.device]}, {options.threads} thread(s), ONNX Runtime {ort.__version__}, "
-        f"torch {torch.__version__}, load {load:.1f}, best of {options.repetitions}"
+        f"torch {torch.__version__}, load {load:.1f}"
     )
+    if options.compile and not can_compile(options.device):
+        print("torch.compile is left out: no C++ compiler was found")
     if peak is not None:
         print(f"8192 x 8192 fp16 product: {peak / 1e12:.0f} TFLOP/s; compute floor = operations / that")
     for encoder in encoders:
         with contenders(encoder, options) as calls:
             print(f"\n{ENCODERS[encoder]}: ms per call (times faster than ORT fp32)")
-            print("| batch x tokens | " + " | ".join(calls) + " |")
-            print("|---" * (len(calls) + 1) + "|", flush=True)
+            print("| batch x tokens | best of | " + " | ".join(calls) + " |")
+            print("|---" * (len(calls) + 2) + "|", flush=True)
             for batch, seq in shapes:
-                found = measure(calls, batch, seq, options)
+                found, num_calls = measure(calls, batch, seq, options)
                 plain = found["ORT fp32"]
                 cells = [f"{value:.2f} ({plain / value:.2f})" for value in found.values()]
                 if peak is not None:
@@ -260,7 +297,7 @@ def main() -> None:
                         f"{cell}, floor {floor / value:.0%}"
                         for cell, value in zip(cells, found.values(), strict=True)
                     ]
-                print(f"| {batch} x {seq} | " + " | ".join(cells) + " |", flush=True)
+                print(f"| {batch} x {seq} | {num_calls} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

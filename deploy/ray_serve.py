@@ -34,10 +34,11 @@ class Predictor:
 
     Args:
         artifact: Artifact folder, at the same path on every machine.
+        public_key: Public key of minisign, file or base64 line, with which it must be signed; None: it need not be.
     """
 
-    def __init__(self, artifact: str) -> None:
-        self._service = LocalService(artifact)
+    def __init__(self, artifact: str, public_key: str | None = None) -> None:
+        self._service = LocalService(artifact, public_key=public_key)
 
     async def check_health(self) -> None:
         """Fails where the artifact cannot be loaded."""
@@ -90,5 +91,9 @@ def _fail(grpc_context: Any, error: Exception) -> None:
 
 
 def application(arguments: dict[str, str]) -> serve.Application:
-    """What `serve run` and `serve deploy` start; argument `artifact` or the environment variable ARTIFACT."""
-    return Predictor.bind(arguments.get("artifact") or os.environ["ARTIFACT"])
+    """What `serve run` and `serve deploy` start; arguments `artifact` and `public_key`, or the environment variables
+    ARTIFACT and PUBLIC_KEY."""
+    return Predictor.bind(
+        arguments.get("artifact") or os.environ["ARTIFACT"],
+        arguments.get("public_key") or os.environ.get("PUBLIC_KEY"),
+    )

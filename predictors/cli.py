@@ -60,6 +60,8 @@ class ServeConfig:
     """Model calls that run at the same time; default: one per core on a CPU, 1 on a GPU."""
     threads_per_worker: int = 1
     """Threads of one model call on a CPU."""
+    worker_niceness: int = 5
+    """By how much model calls stand back behind the event loop, 0 to 19 (Linux; a nice value): a full service refuses sooner. Beside other busy processes they stand back behind those too."""
     max_message_mib: int = 16
     """Largest gRPC message or HTTP body in MiB."""
     max_prompt_chars: int | None = None
@@ -76,6 +78,8 @@ class ServeConfig:
     """PEM file with the certificate's private key."""
     tls_client_ca: str | None = None
     """PEM file with the authority that signs the certificates clients must show; default: they show none."""
+    public_key: str | None = None
+    """Public key of minisign, file or base64 line: artifacts must be signed with it, at the start and at every reload; default: signatures are not looked at."""
     token_file: str | None = None
     """File with the bearer tokens that are let in, one a line; default: everybody is let in."""
     reload_poll_s: float = 0.0
@@ -177,6 +181,7 @@ def build_server(
         cache_entries=config.cache_entries,
         drain_delay_s=config.drain_delay_s,
         drain_timeout_s=config.drain_timeout_s,
+        worker_niceness=config.worker_niceness,
         tls=tls,
         tokens=None if config.token_file is None else BearerTokens.of_file(config.token_file),
     )
@@ -184,6 +189,7 @@ def build_server(
         [config.artifact, *config.more_artifacts],
         provider=config.provider,
         threads_per_run=config.threads_per_worker,
+        public_key=config.public_key,
     )
     tracing = Tracing()
     if config.traces:
@@ -280,7 +286,13 @@ async def _supervise(config: ServeConfig, port_file: Path | None) -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-")))
         write_json(folder / "worker.json", dataclasses.asdict(shared))
         supervisor = Supervisor(worker_command(folder / "worker.json"), config.workers)
-        _on_signals(supervisor.stop, supervisor.reload)
+
+        def stop() -> None:
+            if port_file is not None:  # who watches it, looks away before the workers drain
+                port_file.unlink(missing_ok=True)
+            supervisor.stop()
+
+        _on_signals(stop, supervisor.reload)
 
         def tell() -> None:
             if port_file is not None:

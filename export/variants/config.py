@@ -43,6 +43,11 @@ class VariantsConfig:
     Up to a third of its prompts calibrate int8; the others judge all variants."""
     out: str
     """Folder to write: an artifact folder for each accepted variant, report.json and report.md."""
+    public_key: str | None = None
+    """Public key of minisign, file or base64 line: the artifact must be signed with it."""
+    sign: str | None = None
+    """Secret key file of minisign: sign the variants, for consumers that verify. Its password, if it has one, is read
+    from the environment variable TAILCAST_SIGNING_PASSWORD."""
     variants: list[str] = field(default_factory=lambda: list(KINDS))
     """Which to try: fused (attention in one operator), int8 (for the CPU), fp16 and fp16-fused (for a GPU)."""
     calibration_prompts: int = 128

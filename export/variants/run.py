@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from export.exporter import toolchain_versions
+from export.exporter import PASSWORD, sign_artifact, toolchain_versions
 from export.variants.answers import AnswerCheck
 from export.variants.build import PRECISION, VariantBuilder
 from export.variants.config import VariantsConfig
@@ -25,6 +26,7 @@ from export.variants.prompts import PartedPrompts, part_prompts
 from export.variants.report import PLAIN, SCHEMA, VariantResult, best_of, markdown_of, reasons_against
 from export.variants.timing import time_runtimes
 from predictors.artifact import Artifact, Manifest, open_artifact
+from predictors.minisign import read_secret_key
 from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import (
@@ -53,7 +55,8 @@ def export_variants(config: VariantsConfig) -> dict[str, Any]:
     out = _checked_target(config.out)
     page = None if config.markdown is None else writable_target(config.markdown, "markdown")
     existing_file(config.data, "data")
-    artifact = open_artifact(config.artifact)
+    artifact = open_artifact(config.artifact, public_key=config.public_key)
+    key = None if config.sign is None else read_secret_key(config.sign, os.environ.get(PASSWORD))
     with atomic_directory(out) as folder, tempfile.TemporaryDirectory() as temporary:
         parts = part_prompts(
             config.data,
@@ -63,6 +66,9 @@ def export_variants(config: VariantsConfig) -> dict[str, Any]:
         )
         run = _Run(config, artifact, parts, folder, Path(temporary))
         content = run.content()
+        if key is not None:
+            for result in sorted(path for path in folder.iterdir() if path.is_dir()):
+                sign_artifact(result, key)
         write_json(folder / REPORT, content)
         text = markdown_of(content, _command(config))
         (folder / "report.md").write_text(text, encoding="utf-8")

@@ -37,10 +37,19 @@ class LocalService:
     Args:
         artifact: Artifact folder; loaded at the first call.
         batching: How requests are grouped; default: the service's for a CPU with one worker.
+        public_key: Public key of minisign, file or base64 line: the artifact must be signed with it. None: a signature
+            is not looked at.
     """
 
-    def __init__(self, artifact: str | Path, batching: BatchingSettings | None = None) -> None:
+    def __init__(
+        self,
+        artifact: str | Path,
+        batching: BatchingSettings | None = None,
+        *,
+        public_key: str | Path | None = None,
+    ) -> None:
         self._artifact = artifact
+        self._public_key = public_key
         self._batching = batching
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None
 
@@ -76,7 +85,7 @@ class LocalService:
         from predictors.service.grouping import BatchingSettings
         from predictors.service.models import ArtifactTable
 
-        runtime = await asyncio.to_thread(open_runtime, self._artifact)
+        runtime = await asyncio.to_thread(open_runtime, self._artifact, public_key=self._public_key)
         table = ArtifactTable([runtime], self._batching or BatchingSettings.cpu(1))
         await table.start()
         return PredictorCalls(
@@ -94,14 +103,20 @@ class InProcessPredictor:
         artifact: Artifact folder; loaded at the first call.
         batching: How requests are grouped; default: the service's for a CPU with one worker.
         timeout_s: Deadline of one call, loading not included.
+        public_key: As of `LocalService`.
     """
 
     def __init__(
-        self, artifact: str | Path, batching: BatchingSettings | None = None, *, timeout_s: float = 10.0
+        self,
+        artifact: str | Path,
+        batching: BatchingSettings | None = None,
+        *,
+        timeout_s: float = 10.0,
+        public_key: str | Path | None = None,
     ) -> None:
         self.address = str(artifact)
         self.timeout_s = checked_timeout(timeout_s)
-        self._service = LocalService(artifact, batching)
+        self._service = LocalService(artifact, batching, public_key=public_key)
 
     async def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
@@ -155,13 +170,18 @@ class SyncInProcessPredictor:
     """`InProcessPredictor` for programs without an event loop; may be shared by threads.
 
     Args:
-        artifact, batching, timeout_s: As of `InProcessPredictor`.
+        artifact, batching, timeout_s, public_key: As of `InProcessPredictor`.
     """
 
     def __init__(
-        self, artifact: str | Path, batching: BatchingSettings | None = None, *, timeout_s: float = 10.0
+        self,
+        artifact: str | Path,
+        batching: BatchingSettings | None = None,
+        *,
+        timeout_s: float = 10.0,
+        public_key: str | Path | None = None,
     ) -> None:
-        self._predictor = InProcessPredictor(artifact, batching, timeout_s=timeout_s)
+        self._predictor = InProcessPredictor(artifact, batching, timeout_s=timeout_s, public_key=public_key)
         self.address = self._predictor.address
         self._lock = threading.Lock()
         self._thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None

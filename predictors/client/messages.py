@@ -40,8 +40,9 @@ def channel_options(settings: ClientSettings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         # Reconnect quickly: a restarted server is back in about a second.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        # In spite of its name the time a connection may take to be made: a busy server, or a far one with TLS, needs some.
+        ("grpc.min_reconnect_backoff_ms", 10_000),
         # A connection that died without a word is found within half a minute of a call; servers allow such pings.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -68,10 +68,12 @@ class Admission:
     Attributes:
         held_s: None: yes. Otherwise seconds until it is worth asking again.
         generation: Which failures were known when it was asked.
+        is_probe: It may be made although calls are held back: its outcome decides whether they still are.
     """
 
     held_s: float | None
     generation: int
+    is_probe: bool = False
 
 
 class CircuitBreaker:
@@ -105,7 +107,7 @@ class CircuitBreaker:
             left = self._open_until - self._clock()
             if left <= 0 and self._probe is None:
                 self._probe = self._generation
-                return Admission(None, self._generation)
+                return Admission(None, self._generation, is_probe=True)
             return Admission(left if left > 0 else min(0.05, self.settings.open_s), self._generation)
 
     def record(self, admission: Admission, failed: bool | None) -> None:
@@ -208,7 +210,10 @@ class RetryPolicy:
             if timeout_s <= 0:
                 self._record(admission, None)
                 break
-            attempt += 1
+            # Who waits for the service lends its calls to the breaker, which makes one at a time: they are no tries of
+            # its own, or whoever comes to probe most often would be the first to give up.
+            lent = admission is not None and admission.is_probe and self._waits
+            attempt += 0 if lent else 1
             found: Sequence[Result] | None = None
             try:
                 found = yield Send([messages[index] for index in todo], timeout_s)
@@ -218,6 +223,8 @@ class RetryPolicy:
             for index, result in zip(todo, found, strict=True):
                 results[index] = result
             todo = [index for index in todo if _is(results[index], RETRYABLE_CODES)]
+            if lent:
+                continue
             if not todo or attempt >= self.settings.max_attempts:
                 break
             wait_s = self.backoff_s(attempt)
@@ -226,10 +233,13 @@ class RetryPolicy:
             yield Wait(wait_s)
         return results
 
+    @property
+    def _waits(self) -> bool:
+        return self.breaker is not None and self.breaker.settings.when_open == "wait"
+
     def _outwaits(self, held_s: float, deadline: float) -> Generator[Wait, Sequence[Result] | None, bool]:
         """Waits while the breaker is open; false where there is no time or will to."""
-        assert self.breaker is not None
-        if self.breaker.settings.when_open == "fail" or self.clock() + held_s >= deadline:
+        if not self._waits or self.clock() + held_s >= deadline:
             return False
         yield Wait(held_s)
         return True

@@ -60,7 +60,8 @@ class BreakerSettings:
         max_failures: Failures (`FAILURE_CODES`) one after the other, without a success between them, that open it. Calls
             that were under way together count as one: a server that ends fails them all at once.
         open_s: Seconds without calls; then one call is let through, whose outcome decides.
-        when_open: "fail" raises `CircuitOpenError` at once; "wait" waits for the service within the call's deadline.
+        when_open: "fail" raises `CircuitOpenError` at once; "wait" waits for the service within the call's deadline,
+            however often it is found closed meanwhile.
     """
 
     max_failures: int = 5

@@ -114,6 +114,9 @@ class Batcher(Generic[I, R]):
         entry: _Entry[I, R] = _Entry(
             next(self._numbers), item, length, now, asyncio.get_running_loop().create_future()
         )
+        if self.starts_at_once:  # what would be taken out in the same moment need not be put into the queue
+            self._start([entry], now)
+            return await entry.future
         self._waiting[entry.number] = entry
         bisect.insort(self._by_length, (length, entry.number))
         if deadline is not None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.service.errors import UnparsableError, renamed
+from predictors.service.errors import QueueFullError, UnparsableError, renamed
 from predictors.service.models import ArtifactTable, Served
 from predictors.service.pipeline import Prediction
 from predictors.service.response import predict_response
@@ -51,6 +51,18 @@ class PredictorCalls:
     def is_tracing(self) -> bool:
         """Whether anybody looks at `trace`."""
         return self._tracing.is_on
+
+    def check_room(self, method: str) -> None:
+        """Refuses a request before it is even parsed, where that is all that could come of it.
+
+        Raises:
+            QueueFullError: No artifact has a place left.
+        """
+        if self.artifacts.is_full and not self._tracing.is_on:  # a refusal that is traced needs its span
+            served = self.artifacts.default
+            error = QueueFullError(served.pipeline.settings.max_queue)
+            served.metrics.answered(method, Failure.code_of(error).name, 0.0, None, None)
+            raise error
 
     async def predict(
         self, request: pb.PredictRequest, timeout_s: float | None, *, method: str, trace: Any = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,12 +23,16 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The running event loop's monotonic clock."""
+    """The system's monotonic clock, and timers of the running event loop.
+
+    Not the loop's own `time()`: on uvloop that is in whole milliseconds and stands still while callbacks run, so that a
+    request's short durations would be told as 0.
+    """
 
     def now(self) -> float:
-        """Seconds of the loop's clock."""
-        return asyncio.get_running_loop().time()
+        """Seconds of the monotonic clock."""
+        return time.monotonic()
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
         """Calls `callback` in the loop at second `when`."""
-        return asyncio.get_running_loop().call_at(when, callback)
+        return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), callback)

@@ -45,6 +45,7 @@ class ArtifactTable:
         clock: Source of time; None: the event loop's.
         cache_entries: Predictions that each remembers; 0: none.
         max_prompt_chars: Longest prompt; None: any.
+        worker_niceness: As of `ServiceThreads`.
         metrics: Who counts.
         reopen: Loads the artifact of a name again, called in a thread; None: nothing can be replaced.
     """
@@ -57,6 +58,7 @@ class ArtifactTable:
         clock: Clock | None = None,
         cache_entries: int = 0,
         max_prompt_chars: int | None = None,
+        worker_niceness: int = 0,
         metrics: ServiceMetrics | None = None,
         reopen: Reopen | None = None,
     ) -> None:
@@ -66,10 +68,11 @@ class ArtifactTable:
         self._max_prompt_chars = max_prompt_chars
         self._metrics = metrics or ServiceMetrics()
         self._reopen = reopen
-        self._threads = ServiceThreads(batching.num_workers)
+        self._threads = ServiceThreads(batching.num_workers, worker_niceness)
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._ending = False
         self._served: dict[str, Served] = {}
         for runtime in runtimes:
             name = runtime.artifact.manifest.artifact_id
@@ -93,9 +96,18 @@ class ArtifactTable:
         return sum(served.pipeline.num_inside for served in self._served.values())
 
     @property
+    def is_full(self) -> bool:
+        """Whether every artifact refuses whatever is asked now, because its queue is full."""
+        return all(served.pipeline.is_full for served in self._served.values())
+
+    @property
     def is_ready(self) -> bool:
-        """Whether all artifacts take requests."""
-        return all(served.pipeline.state == "ready" for served in self._served.values())
+        """Whether all artifacts take requests, and will go on to."""
+        return all(self.says_ready(served) for served in self._served.values())
+
+    def says_ready(self, served: Served) -> bool:
+        """Whether one artifact takes requests, and will go on to."""
+        return not self._ending and served.pipeline.state == "ready"
 
     def get(self, name: str) -> Served:
         """The artifact of that id; the default if it is empty.
@@ -153,6 +165,10 @@ class ArtifactTable:
             leaving.add_done_callback(self._leaving.discard)
             logger.info("artifact %s: version %s replaces %s", name, successor.version, served.version)
             return True
+
+    def announce_end(self) -> None:
+        """Says that it is not ready, so that load balancers look away; requests are still taken."""
+        self._ending = True
 
     def refuse_new(self) -> None:
         """Lets what is inside finish."""

@@ -77,7 +77,7 @@ class OpenInferenceMethods:
             served = find(self._calls, request.name, request.version)
         except UnknownArtifactError:
             return oip.ModelReadyResponse(ready=False)
-        return oip.ModelReadyResponse(ready=served.pipeline.state == "ready")
+        return oip.ModelReadyResponse(ready=self._calls.artifacts.says_ready(served))
 
     async def _server_metadata(self, data: bytes, context: Context) -> Message:
         parsed(oip.ServerMetadataRequest, data)

@@ -68,7 +68,7 @@ class OpenInferenceRoutes:
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         served = self._find(request)
-        ready = served.pipeline.state == "ready"
+        ready = self._calls.artifacts.says_ready(served)
         return web.json_response({"name": served.name, "ready": ready}, status=200 if ready else 503)
 
     async def _infer(self, request: web.Request) -> web.Response:

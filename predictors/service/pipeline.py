@@ -194,6 +194,11 @@ class PredictionPipeline:
         """starting, ready or shutting down."""
         return self._state
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a request is refused whatever it asks: nothing is remembered, and no place is left."""
+        return self._cache is None and self._state == "ready" and self._inside >= self.settings.max_queue
+
     async def start(self) -> None:
         """Warms the session up; requests are accepted from then on."""
         await self._threads.run.call(self.runtime.warm_up)

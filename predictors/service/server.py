@@ -59,6 +59,10 @@ class ServerSettings:
         drain_timeout_s: How long `stop` then waits for requests that are inside.
         tls: Certificates; None: no TLS.
         tokens: Bearer tokens that are let in; None: anybody.
+        worker_niceness: By how much the threads of model calls stand back behind the event loop, 0 to 19.
+        num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
+            two changes of thread for each, so that on a busy machine calls wait in the library before anybody can refuse
+            them (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
     """
 
     host: str = "127.0.0.1"
@@ -75,6 +79,8 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     tls: TlsFiles | None = None
     tokens: BearerTokens | None = None
+    worker_niceness: int = 5
+    num_listeners: int = 4
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -85,10 +91,18 @@ class ServerSettings:
                 raise InputError(name, value, "0 to 65535; 0 takes a free port")
         if not 1024 <= self.max_message_bytes < 2**31:
             raise InputError("max_message_bytes", self.max_message_bytes, "1024 to 2147483647")
-        for name in ("max_batch_requests", "max_prompt_chars", "max_streams", "max_stream_requests"):
+        for name in (
+            "max_batch_requests",
+            "max_prompt_chars",
+            "max_streams",
+            "max_stream_requests",
+            "num_listeners",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "an integer >= 1")
+        if not 0 <= self.worker_niceness <= 19:
+            raise InputError("worker_niceness", self.worker_niceness, "0 to 19")
         if self.cache_entries < 0:
             raise InputError("cache_entries", self.cache_entries, "an integer >= 0")
         for name in ("drain_delay_s", "drain_timeout_s"):
@@ -129,6 +143,7 @@ class PredictionServer:
             clock=clock,
             cache_entries=settings.cache_entries,
             max_prompt_chars=settings.max_prompt_chars,
+            worker_niceness=settings.worker_niceness,
             metrics=self._metrics,
             reopen=reopen,
         )
@@ -143,7 +158,7 @@ class PredictionServer:
             self._calls, max_streams=settings.max_streams, max_stream_requests=settings.max_stream_requests
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
-        self._server: grpc.aio.Server | None = None
+        self._servers: list[grpc.aio.Server] = []
         self._gateway: HttpGateway | None = None
 
     @property
@@ -158,31 +173,24 @@ class PredictionServer:
             InputError: A port is in use or may not be bound, or a certificate cannot be read.
         """
         settings = self.settings
-        limit = settings.max_message_bytes
-        server = grpc.aio.server(
-            interceptors=[] if settings.tokens is None else [BearerInterceptor(settings.tokens)],
-            options=[
-                # Two servers on one port would silently share its requests, so that has to be asked for.
-                ("grpc.so_reuseport", int(settings.reuse_port)),
-                ("grpc.max_receive_message_length", limit),
-                ("grpc.max_send_message_length", limit),
-                # Clients may look every ten seconds whether their connection still lives.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
-        server.add_generic_rpc_handlers(
-            (self._methods.handler(), OpenInferenceMethods(self._calls).handler())
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server, _descriptions())
-        port = self._bind(server)
-        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if not settings.reuse_port:
+            probe_port(settings.host, settings.port)
         if settings.http_port is not None:
-            await self._start_http(settings.http_port)
-        await server.start()
-        self._server = server
+            self._gateway = self._made_gateway()
+        # From here on clients can connect; until `server.start` they wait for the first bytes.
+        servers = [self._made() for _ in range(self._num_listeners)]
+        port = settings.port
+        for server in servers:
+            port = self._bind(server, port)
+        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if self._gateway is not None and settings.http_port is not None:
+            tls = None if settings.tls is None else settings.tls.http_context()
+            self.http_port = await self._gateway.start(
+                settings.host, settings.http_port, tls, reuse_port=settings.reuse_port
+            )
+        for server in servers:
+            await server.start()
+        self._servers = servers
         await self.artifacts.start()
         await self._report(health_pb2.HealthCheckResponse.SERVING)
         return port
@@ -198,11 +206,12 @@ class PredictionServer:
 
     async def stop(self) -> None:
         """Refuses new requests, answers those inside (for `drain_timeout_s`), then closes."""
-        if self._server is None:
+        if not self._servers:
             if self._gateway is not None:
                 await self._gateway.stop()
             return
         await self._health.enter_graceful_shutdown()
+        self.artifacts.announce_end()
         if self.settings.drain_delay_s:
             await asyncio.sleep(self.settings.drain_delay_s)
         self.artifacts.refuse_new()
@@ -213,33 +222,56 @@ class PredictionServer:
         await asyncio.wait({draining}, timeout=self.settings.drain_timeout_s)
         if self._gateway is not None:
             await self._gateway.stop()
-        await self._server.stop(LAST_WORDS_S)
+        await asyncio.gather(*(server.stop(LAST_WORDS_S) for server in self._servers))
         await draining
-        self._server = None
+        self._servers = []
 
-    async def _start_http(self, port: int) -> None:
+    @property
+    def _num_listeners(self) -> int:
+        return self.settings.num_listeners if hasattr(socket, "SO_REUSEPORT") else 1
+
+    def _made(self) -> grpc.aio.Server:
+        """A server with all methods, not bound."""
+        settings = self.settings
+        shares_port = settings.reuse_port or self._num_listeners > 1
+        server = grpc.aio.server(
+            interceptors=[] if settings.tokens is None else [BearerInterceptor(settings.tokens)],
+            options=[
+                ("grpc.so_reuseport", int(shares_port)),
+                ("grpc.max_receive_message_length", settings.max_message_bytes),
+                ("grpc.max_send_message_length", settings.max_message_bytes),
+                # Clients may look every ten seconds whether their connection still lives.
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        server.add_generic_rpc_handlers(
+            (self._methods.handler(), OpenInferenceMethods(self._calls).handler())
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server, _descriptions())
+        return server
+
+    def _made_gateway(self) -> HttpGateway:
         try:
             from predictors.service.gateway import HttpGateway
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "aiohttp", "serve") from error
         settings = self.settings
-        self._gateway = HttpGateway(
+        return HttpGateway(
             self._calls,
             self._metrics,
             max_message_bytes=settings.max_message_bytes,
             tokens=settings.tokens,
         )
-        tls = None if settings.tls is None else settings.tls.http_context()
-        self.http_port = await self._gateway.start(settings.host, port, tls, reuse_port=settings.reuse_port)
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE, OIP_SERVICE, *self.artifacts.names):
             await self._health.set(service, status)
 
-    def _bind(self, server: grpc.aio.Server) -> int:
-        host, port = self.settings.host, self.settings.port
-        if not self.settings.reuse_port:
-            probe_port(host, port)
+    def _bind(self, server: grpc.aio.Server, port: int) -> int:
+        host = self.settings.host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         tls = self.settings.tls
         try:

@@ -78,6 +78,7 @@ class PredictorMethods:
             stream.end()
 
     async def _predict(self, data: bytes, context: Context) -> Message:
+        self._calls.check_room("Predict")
         request = parsed(pb.PredictRequest, data)
         return await self._calls.predict(
             request, context.time_remaining(), method="Predict", trace=self._trace(context)

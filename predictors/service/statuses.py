@@ -6,6 +6,7 @@ again later helps.
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 
@@ -107,7 +108,9 @@ class Failure:
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
         """What gRPC clients read the details from."""
-        return ((DETAILS_KEY, self.status().SerializeToString()),)
+        # Those of a full server are made again and again; of others each holds what its caller has sent.
+        is_full = self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return ((DETAILS_KEY, _remembered(self) if is_full else _serialised(self)),)
 
     def outcome(self, request_id: str) -> pb.Outcome:
         """The failure as the outcome of one of several requests."""
@@ -116,6 +119,16 @@ class Failure:
                 request_id=request_id, code=self.number, message=self.message, field=self.field
             )
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _remembered(failure: Failure) -> bytes:
+    return _serialised(failure)
+
+
+def _serialised(failure: Failure) -> bytes:
+    data: bytes = failure.status().SerializeToString()
+    return data
 
 
 def _reason(kind: type[Exception]) -> str:

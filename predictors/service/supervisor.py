@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 STEADY_S = 30.0  # a worker that lived this long is restarted without further delay
+# Workers killed before any was ever ready; then what kills them is taken to be their own fault.
+MAX_EARLY_ENDS = 5
 
 
 @dataclass(slots=True)
@@ -65,6 +67,7 @@ class Supervisor:
         self._workers: list[_Worker] = []
         self._stopping = asyncio.Event()
         self._failed: int | None = None  # exit code of a worker that never came up
+        self._num_early_ends = 0
 
     async def run(self, on_ready: Callable[[], None]) -> int:
         """Starts the workers, calls `on_ready` when all of them answer, and keeps them alive until `stop`.
@@ -121,8 +124,8 @@ class Supervisor:
             _forget_metrics(environment, worker.process.pid)
             if self._stopping.is_set():
                 return code
-            if not worker.ready.is_set():
-                self._failed = code or 1
+            if self._is_hopeless(code):
+                self._failed = code if code > 0 else 1
                 self.stop()
                 return code
             logger.error("worker %d ended with code %d; it is started again", worker.number, code)
@@ -135,6 +138,15 @@ class Supervisor:
                 return code
             except TimeoutError:
                 continue
+
+    def _is_hopeless(self, code: int) -> bool:
+        """Whether starting again helps nobody: no worker was ever ready, and this one ended by itself, as it does where
+        the artifact or an option is wrong. One that was killed (by the kernel for its memory, by a person) tells nothing
+        about the others."""
+        if any(worker.ready.is_set() for worker in self._workers):
+            return False
+        self._num_early_ends += 1
+        return code >= 0 or self._num_early_ends >= MAX_EARLY_ENDS
 
     async def _until_end(self, worker: _Worker) -> int:
         assert worker.process is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -21,11 +23,14 @@ class WorkerThreads:
     Args:
         count: Number of threads, >= 1; they start at the first call.
         name: Prefix of their names.
+        niceness: By how much their scheduling priority is lower than the process's own, 0 to 19; where threads have none
+            of their own (not on Linux) it says nothing.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, niceness: int = 0) -> None:
         self._count = count
         self._name = name
+        self._niceness = niceness
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -62,6 +67,7 @@ class WorkerThreads:
             thread.start()
 
     def _run(self) -> None:
+        _lower_priority(self._niceness)
         while (work := self._calls.get()) is not None:
             work()
             del work  # else the last call's arguments live until the next one
@@ -78,16 +84,25 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
         future.set_exception(error)
 
 
+def _lower_priority(niceness: int) -> None:
+    """Of the thread that calls it."""
+    if niceness and sys.platform == "linux":
+        own = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, own + niceness))
+
+
 class ServiceThreads:
     """The threads of one server, shared by its artifacts.
 
     Args:
         num_workers: Model calls at the same time.
+        niceness: By how much the threads of model calls stand back behind the event loop, 0 to 19. They are what fills
+            the cores; without it every refusal of a full server waits for a turn beside them.
     """
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, niceness: int = 0) -> None:
         self.tokenise = WorkerThreads(1, "tailcast-tokenise")
-        self.run = WorkerThreads(num_workers, "tailcast-run")
+        self.run = WorkerThreads(num_workers, "tailcast-run", niceness=niceness)
 
     def close(self) -> None:
         """Ends them."""

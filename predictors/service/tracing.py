@@ -6,13 +6,16 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from predictors.service.pipeline import Prediction
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError
 
 TRACE_KEYS = ("traceparent", "tracestate")
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 class Span:
@@ -86,15 +89,30 @@ def set_up_exporting() -> None:
     """Makes the process's tracer provider export spans over OTLP as the OTEL_* environment variables say.
 
     Raises:
-        MissingExtraError: The SDK or its exporter is not installed.
+        InputError: The protocol that they name is none of OTLP's binary ones.
+        MissingExtraError: The SDK or the protocol's exporter is not installed.
     """
+    exporter = _exporter()
     try:
         from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise MissingExtraError("opentelemetry-exporter-otlp-proto-http", "traces") from error
+        raise MissingExtraError("opentelemetry-sdk", "traces") from error
     provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
+
+
+def _exporter() -> Any:
+    name = next(name for name in PROTOCOL_VARIABLES if name in os.environ or name == PROTOCOL_VARIABLES[-1])
+    protocol = os.environ.get(name, "http/protobuf")
+    packages = {"http/protobuf": "http", "grpc": "grpc"}
+    if protocol not in packages:
+        raise InputError(name, protocol, " or ".join(packages))
+    package = packages[protocol]
+    try:
+        module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
+    except ImportError as error:
+        raise MissingExtraError(f"opentelemetry-exporter-otlp-proto-{package}", "traces") from error
+    return module.OTLPSpanExporter()

@@ -31,6 +31,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tests.export.conftest import CALIBRATION, PLAIN, TRAINING_INFO, write_checkpoint
 from tests.predictors.predictors import TOWER
+from tests.predictors.test_manifest_schema import errors as schema_errors
+from tests.predictors.test_manifest_schema import read as read_manifest
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
 
@@ -102,6 +104,15 @@ def test_artifact_follows_the_served_model_and_the_temperature(artifacts: dict[s
     unset = runtime.predict(["name 3 rivers"]).arrays()
     unknown = runtime.predict(["name 3 rivers"], ["never heard of"], [float("nan")]).arrays()
     assert all(np.array_equal(unset[output], unknown[output]) for output in unset)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_manifest_fits_the_published_schema(artifacts: dict[str, Path], name: str) -> None:
+    content = read_manifest(artifacts[name])
+    assert schema_errors(content) == []
+    assert schema_errors(content | {"parity": None}) == ["$.parity"]
+    content["outputs"][0]["shape"] = "batch"
+    assert schema_errors(content) == ["$.outputs[0].shape"]
 
 
 @pytest.mark.parametrize("name", EXPORTS)

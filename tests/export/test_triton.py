@@ -31,6 +31,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from tests.export.artifacts import MAX_LENGTH, write_text_artifact
 from tests.predictors.fakes import write_artifact, write_lexical_artifact
+from tests.predictors.test_minisign import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["name three rivers", "", "naïve café 北京 " * 30, "[SEP] x"]
@@ -168,6 +169,7 @@ def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
         (["triton", "--max_batch_size", "0"], "max_batch_size: got 0"),
         (["triton", "--max_queue_delay_us", "-1"], "max_queue_delay_us: got -1"),
         (["triton", "--public_key", "nowhere"], "public_key: got 'nowhere'"),
+        (["triton", "--public_key", PUBLIC], "signature manifest.json.minisig"),
     ],
 )
 def test_bad_option_is_named_and_nothing_is_written(

@@ -246,6 +246,30 @@ def test_open_breaker_can_be_waited_for_within_the_deadline() -> None:
     assert (results, sizes, waits) == ([GOOD], [1], [pytest.approx(2.0)])
 
 
+def test_who_waits_for_the_service_probes_until_the_deadline_and_not_until_its_tries_are_used_up() -> None:
+    clock = Clock()
+    patient = BreakerSettings(max_failures=4, open_s=2.0, when_open="wait")
+    shared = policy(clock, RetrySettings(max_attempts=2, max_budget=1.0, budget_per_s=0.0), patient)
+    for _ in range(4):
+        drive(shared, clock, lambda step: [fault()])
+    back = clock.now + 100.0
+    results, sizes, waits = drive(
+        shared, clock, lambda step: [GOOD if clock.now >= back else fault()], timeout_s=1000.0
+    )
+    assert results == [GOOD]
+    assert len(sizes) == len(waits) == 50  # one every two seconds, which the whole client shares
+    assert shared.breaker is not None
+    assert not shared.breaker.is_open
+    # A service that never comes back costs the call its deadline, not more.
+    clock.now += 1.0
+    for _ in range(4):
+        drive(shared, clock, lambda step: [fault()])
+    start = clock.now
+    [late], _, _ = drive(shared, clock, lambda step: [fault()], timeout_s=20.0)
+    assert isinstance(late, PredictorError)
+    assert clock.now <= start + 20.0
+
+
 def test_a_full_queue_does_not_open_the_breaker() -> None:
     clock = Clock()
     shared = policy(clock, None, BREAKER)

@@ -37,6 +37,13 @@ SECRET = (
 OTHER = SecretKey(b"otherkey", bytes(range(32)))
 
 
+def public_key_file(path: Path, key: PublicKey) -> Path:
+    """Writes a public key as minisign does."""
+    line = base64.b64encode(b"Ed" + key.key_id + key.key).decode()
+    path.write_text(f"untrusted comment: minisign public key {key.name}\n{line}\n")
+    return path
+
+
 @pytest.fixture
 def secret(tmp_path: Path) -> SecretKey:
     path = tmp_path / "secret.key"

@@ -203,7 +203,10 @@ def test_stamp_changes_with_the_manifest(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
     first = place(folder).stamp()
     assert first == place(folder).stamp()
+    (folder / "manifest.json.minisig").write_text("a signature that comes later")
+    second = place(folder).stamp()
+    assert second != first
     shutil.rmtree(folder)
-    assert place(folder).stamp() is None
+    assert place(folder).stamp() == (None, None)
     write_artifact(folder, artifact_version="another one")
-    assert place(folder).stamp() not in (first, None)
+    assert place(folder).stamp() not in (first, second, (None, None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import subprocess
@@ -158,4 +157,4 @@ class JumpingClock(LoopClock):
         return super().now() + self.offset
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
-        return asyncio.get_running_loop().call_at(when - self.offset, callback)
+        return super().call_at(when - self.offset, callback)

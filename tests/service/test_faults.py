@@ -29,7 +29,7 @@ from tests.service.harness import JumpingClock, one_answer, rewritten, served
 PROMPTS = ["sea" + " a" * (number % 12) for number in range(60)]
 EACH_ALONE = ClientSettings(coalesce=False, retries=RetrySettings(max_attempts=1), breaker=None)
 PATIENT = ClientSettings(
-    timeout_s=60.0,
+    timeout_s=300.0,
     num_connections=2,
     retries=RetrySettings(max_attempts=20, max_budget=1000),
     breaker=BreakerSettings(open_s=0.2, when_open="wait"),

@@ -17,6 +17,8 @@ from predictors.modules import load_tokenizer, save_checkpoint
 from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from tests.predictors.predictors import predictor
+from tests.predictors.test_manifest_schema import errors as schema_errors
+from tests.predictors.test_minisign import PUBLIC, SECRET
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
 
@@ -46,7 +48,18 @@ def test_the_command_makes_judges_and_reports(artifact, tmp_path):
     data = write_rows(tmp_path / "rows.parquet", num_prompts=18, models=("small-llm", "large-llm"))
     out = tmp_path / "variants"
     arguments = [str(artifact), "--data", str(data), "--out", str(out), "--shapes", '["1x8", "4x500"]']
-    arguments += ["--repetitions", "1", "--markdown", str(tmp_path / "variants.md"), "--progress", "false"]
+    key = tmp_path / "secret.key"
+    key.write_text(f"untrusted comment: minisign secret key\n{SECRET}\n")
+    arguments += [
+        "--sign",
+        str(key),
+        "--repetitions",
+        "1",
+        "--markdown",
+        str(tmp_path / "variants.md"),
+        "--progress",
+        "false",
+    ]
     assert main([*arguments, "--variants", '["fused", "int8", "fp16"]']) == 0
     report = json.loads((out / "report.json").read_text())
     assert report["schema"] == "variants/1"
@@ -69,7 +82,8 @@ def test_the_command_makes_judges_and_reports(artifact, tmp_path):
         folder = out / name
         assert folder.is_dir() == variants[name]["accepted"]
         if folder.is_dir():  # a variant is an artifact like any other
-            opened = open_artifact(folder)
+            opened = open_artifact(folder, public_key=PUBLIC)
+            assert schema_errors(json.loads((folder / "manifest.json").read_text())) == []
             assert opened.manifest.variant["name"] == name
             assert opened.manifest.variant["metrics"] == variants[name]["metrics"]
             assert opened.manifest.variant["made_from"] == report["artifact"]["artifact_version"]
@@ -88,6 +102,16 @@ def test_the_command_makes_judges_and_reports(artifact, tmp_path):
     # A variant is not made from a variant, and what is no report is not written over.
     assert main([str(out / "fused"), "--data", str(data), "--out", str(tmp_path / "again")]) == 2
     assert main([str(artifact), "--data", str(data), "--out", str(artifact)]) == 2
+
+
+def test_an_artifact_without_its_signature_is_no_source(artifact, tmp_path, capsys):
+    data = write_rows(tmp_path / "rows.parquet", num_prompts=3)
+    arguments = [str(artifact), "--data", str(data), "--out", str(tmp_path / "variants")]
+    assert main([*arguments, "--public_key", PUBLIC]) == 2
+    assert "signature manifest.json.minisig" in capsys.readouterr().err
+    assert main([*arguments, "--sign", str(data)]) == 2
+    assert "sign: got" in capsys.readouterr().err
+    assert not (tmp_path / "variants").exists()
 
 
 def test_each_limit_refuses():

@@ -1,0 +1,199 @@
+"""How soon a service with a full queue refuses: a model that costs milliseconds, more requests than it can answer.
+
+Two things decide it, and both are measured apart and together, in turn: the priority of the threads that run the model
+(`worker_niceness`), and how many gRPC servers take in calls on the port (`num_listeners`). Latency of a refusal counts
+from the moment at which its client sent it. The load comes from this process.
+
+    python benchmarks/refusals.py
+    python benchmarks/refusals.py --overload 2 --seconds 10
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+METHOD = "/tailcast.predictor.v1.Predictor/Predict"
+PROMPT = "write a long essay about the sea and name three rivers"
+MAX_QUEUE = 64
+CONNECTIONS = 8
+VARIANTS = {
+    "priorities equal, 1 listener": (0, 1),
+    "model 5 lower, 1 listener": (5, 1),
+    "priorities equal, 4 listeners": (0, 4),
+    "model 5 lower, 4 listeners": (5, 4),
+}
+
+
+@dataclass
+class Variant:
+    """One server process and what came of the load on it."""
+
+    process: subprocess.Popen[str]
+    port: int
+    answered_s: list[float] = field(default_factory=list)
+    refused_s: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    cpu_s: float = 0.0
+
+    def cpu_now_s(self) -> float:
+        """CPU seconds of the server process so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def row(self) -> str:
+        """Its line of the table."""
+        parts = [f"{len(self.answered_s) / self.seconds:9.0f}", f"{len(self.refused_s):8d}"]
+        for values in (self.refused_s, self.answered_s):
+            quantiles = np.quantile(values, [0.5, 0.99]) * 1000 if values else [float("nan")] * 2
+            parts += [f"{value:9.0f}" for value in quantiles]
+        num_calls = len(self.answered_s) + len(self.refused_s)
+        return " ".join([*parts, f"{self.cpu_s * 1000 / num_calls:8.2f}"])
+
+
+def serve(artifact: str, niceness: int, listeners: int) -> None:
+    """Serves until killed, after writing the port to stdout."""
+    from predictors.runtime import open_runtime
+    from predictors.service.grouping import BatchingSettings
+    from predictors.service.loop import run
+    from predictors.service.server import PredictionServer, ServerSettings
+
+    async def main() -> None:
+        batching = dataclasses.replace(BatchingSettings.cpu(os.cpu_count() or 1), max_queue=MAX_QUEUE)
+        settings = ServerSettings(worker_niceness=niceness, num_listeners=listeners)
+        server = PredictionServer(open_runtime(artifact, provider="cpu"), batching, settings)
+        sys.stdout.write(f"{await server.start()}\n")
+        sys.stdout.flush()
+        await asyncio.Event().wait()
+
+    run(main())
+
+
+@contextlib.contextmanager
+def started(artifact: Path, niceness: int, listeners: int) -> Iterator[Variant]:
+    """A variant, ready to answer; killed at the end."""
+    options = ["--serve", str(artifact), "--niceness", str(niceness), "--listeners", str(listeners)]
+    process = subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield Variant(process, int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.asynccontextmanager
+async def asking(variant: Variant) -> Any:
+    """A way to send one request over one of several connections; its seconds go to the variant."""
+    from predictors.proto import predictor_v1_pb2 as pb
+
+    data = pb.PredictRequest(request_id="r", prompt=PROMPT).SerializeToString()
+    async with contextlib.AsyncExitStack() as stack:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        address = f"127.0.0.1:{variant.port}"
+        calls: list[Any] = []
+        for _ in range(CONNECTIONS):
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            await channel.channel_ready()
+            calls.append(channel.unary_unary(METHOD))
+
+        async def ask(number: int) -> None:
+            start = time.perf_counter()
+            found = variant.answered_s
+            try:
+                await calls[number % CONNECTIONS](data, timeout=60)
+            except grpc.aio.AioRpcError as error:
+                if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                found = variant.refused_s
+            found.append(time.perf_counter() - start)
+
+        yield ask
+
+
+async def capacity(variant: Variant, seconds: float, callers: int = 32) -> float:
+    """Answers per second to callers that ask again as soon as they have an answer."""
+    async with asking(variant) as ask:
+        end = time.perf_counter() + seconds
+
+        async def caller(number: int) -> None:
+            while time.perf_counter() < end:
+                await ask(number)
+
+        await asyncio.gather(*(caller(number) for number in range(callers)))
+    found = len(variant.answered_s) / seconds
+    variant.answered_s.clear()
+    return found
+
+
+async def flood(variant: Variant, rate: float, seconds: float, seed: int) -> None:
+    """An open loop: requests at the times of a Poisson process."""
+    rng = np.random.default_rng(seed)
+    tasks: set[asyncio.Task[None]] = set()
+    async with asking(variant) as ask:
+        cpu_s, start, due, number = variant.cpu_now_s(), time.perf_counter(), 0.0, 0
+        while (due := due + rng.exponential(1 / rate)) < seconds:
+            await asyncio.sleep(max(0.0, start + due - time.perf_counter()))
+            tasks.add(asyncio.create_task(ask(number)))
+            number += 1
+        await asyncio.gather(*tasks)
+        variant.cpu_s += variant.cpu_now_s() - cpu_s
+        variant.seconds += time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--overload", type=float, default=1.2, help="requests per answer the service can give"
+    )
+    parser.add_argument("--seconds", type=float, default=3.0, help="per variant and round")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--niceness", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--listeners", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options.niceness, options.listeners)
+        return
+    from tests.service.harness import write_costly_artifact
+
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        artifact = write_costly_artifact(folder / "costly", layers=96)
+        variants = {
+            name: stack.enter_context(started(artifact, *setting)) for name, setting in VARIANTS.items()
+        }
+        rate = 0.0
+        for turn in range(options.rounds):
+            # Measured again in each round: on a shared machine it changes.
+            rate = options.overload * asyncio.run(capacity(next(iter(variants.values())), 2.0))
+            for variant in variants.values():
+                asyncio.run(flood(variant, rate, options.seconds, turn))
+        print(
+            f"{options.overload:g} times what the service can answer (last round {rate:.0f}/s), queue of {MAX_QUEUE}"
+        )
+        print(
+            f"{'':30} {'answers/s':>9} {'refused':>8} {'refused ms p50, p99':>19} {'answered ms p50, p99':>19}  CPU ms"
+        )
+        for name, variant in variants.items():
+            print(f"{name:30} {variant.row()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""When workers are started again and when the command ends, with workers that do nothing but that."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from predictors.service import supervisor as module
+from predictors.service.supervisor import Supervisor
+
+WORKER = """
+import os, signal, sys, time
+folder, plan, ready_file = sys.argv[1:]
+number = ready_file[-1]
+life = 0
+while True:
+    try:
+        os.close(os.open(f"{folder}/{number}-{life}", os.O_CREAT | os.O_EXCL))
+        break
+    except FileExistsError:
+        life += 1
+steps = dict(part.split(":") for part in plan.split(","))
+what = steps.get(f"{number}-{life}", steps.get("else", "serve"))
+if what == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what.startswith("late"):  # only once the other one serves
+    while not os.path.exists(f"{folder}/serving"):
+        time.sleep(0.01)
+    if what == "latekilled":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(3)
+if what.isdigit():
+    sys.exit(int(what))
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+open(ready_file, "w").close()
+open(f"{folder}/serving", "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+
+
+async def run(folder: Path, plan: str) -> tuple[int, list[str], bool]:
+    """Exit code, lives of workers (number-life), and whether all of them were ready at some time."""
+    supervisor = Supervisor([sys.executable, "-S", "-c", WORKER, str(folder), plan], 2)
+    was_ready = False
+
+    def on_ready() -> None:
+        nonlocal was_ready
+        was_ready = True
+        supervisor.stop()
+
+    async with asyncio.timeout(120):
+        code = await supervisor.run(on_ready)
+    lives = sorted(file.name for file in folder.iterdir() if file.name != "serving")
+    return code, lives, was_ready
+
+
+@pytest.mark.parametrize(
+    ("plan", "lives"),
+    [
+        ("else:serve", ["0-0", "1-0"]),
+        ("0-0:killed", ["0-0", "0-1", "1-0"]),
+        ("0-0:killed,1-0:killed", ["0-0", "0-1", "1-0", "1-1"]),
+        ("1-0:latekilled", ["0-0", "1-0", "1-1"]),
+        ("1-0:late,1-1:late", ["0-0", "1-0", "1-1", "1-2"]),
+    ],
+    ids=[
+        "nothing happens",
+        "killed early",
+        "both killed early",
+        "killed later",
+        "fails beside one that serves",
+    ],
+)
+async def test_workers_that_end_are_started_again(tmp_path: Path, plan: str, lives: list[str]) -> None:
+    assert await run(tmp_path, plan) == (0, lives, True)
+
+
+async def test_workers_that_end_by_themselves_before_any_is_ready_end_the_command(tmp_path: Path) -> None:
+    code, _, was_ready = await run(tmp_path, "else:2")
+    assert (code, was_ready) == (2, False)
+
+
+async def test_workers_that_are_killed_again_and_again_end_it_too(tmp_path: Path) -> None:
+    code, lives, was_ready = await run(tmp_path, "else:killed")
+    assert (code, was_ready) == (1, False)
+    assert module.MAX_EARLY_ENDS <= len(lives) <= module.MAX_EARLY_ENDS + 1
