@@ -2,12 +2,12 @@
 
     python benchmarks/scheduler_ops.py [--repeats 7] [--largest 100000]
 
-1. The waiting queue under TIE against two others on the same stream of operations (a request arrives unpredicted, a
-   prediction moves a waiting request, the first request is taken), starting from n waiting requests:
-   `heapq` is bare heapq on ready-made keys without removal or re-keying (a moved request is simply pushed twice): the
-   floor. `re-sort` is a list whose keys change with waiting time, sorted before each take: what a time-dependent
-   score costs when it is not turned into a static key.
-2. One schedule() + complete() with 256 running requests and n waiting.
+1. The waiting queue against bare heapq and, where vLLM is installed, against vLLM's own PriorityRequestQueue, on the same
+   stream: n requests wait, then some are added, some get another key, some are aborted, some are taken. All have
+   the same keys; the queue and heapq both ask the policy (SSJF) for them. heapq and vLLM know no other way to move or
+   abort a request than to search for it and to heapify, O(n).
+2. A key that is static in time against a list sorted by the score of the moment before each take (TIE's decay).
+3. One schedule() and one complete() with 256 running requests and n waiting.
 
 What the score itself costs is in `length_scores.py`. Times are medians over the repeats of CPU time per operation.
 """
@@ -15,154 +15,346 @@ What the score itself costs is in `length_scores.py`. Times are medians over the
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
-import math
 import platform
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 import numpy as np
 
-from scheduler_core.plan import StepResult
+from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import Tie, make_policy
+from scheduler_core.policies.base import Policy
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.waiting_queue import WaitingQueue
 
-NUM_OPS = 300
+OPERATIONS = ("add", "re-key", "abort", "take")
 CAP = 1024
-RATE = -math.log(0.9) / 30.0
 
 
 def states(first: int, count: int, rng: np.random.Generator) -> list[RequestState]:
-    """Requests that arrived one after another, with predictions ready to be applied."""
+    """Requests that arrived one after another, with predictions."""
     made = []
     for index in range(first, first + count):
         request = Request(request_id=f"r{index}", arrival_s=index * 0.01, prompt_tokens=50, max_tokens=CAP)
-        seen = LengthPrediction(float(rng.normal(4.6, 0.9)), float(rng.uniform(0.2, 0.9)), 3.5)
-        made.append(RequestState(request, order=index, prediction=seen))
+        made.append(RequestState(request, order=index, prediction=predicted(rng)))
     return made
 
 
-def tie_queue(waiting: list[RequestState], arriving: list[RequestState], policy: Tie) -> Callable[[], None]:
-    """Arrive, predict, take through the real queue."""
-    queue = WaitingQueue(policy)
-    for state in waiting:
-        queue.push(state, 0.0)
-    risks = [policy._risks.pop(state.request_id) for state in arriving]
-
-    def operations() -> None:
-        for state, risk in zip(arriving, risks, strict=True):
-            queue.push(state, 0.0)
-            policy._risks[state.request_id] = risk
-            queue.push(state, 0.0)
-            head = queue.peek()
-            assert head is not None
-            queue.remove(head)
-
-    return operations
+def predicted(rng: np.random.Generator) -> LengthPrediction:
+    """A prediction."""
+    return LengthPrediction(float(rng.normal(4.6, 0.9)), float(rng.uniform(0.2, 0.9)), 3.5)
 
 
-def bare_heap(waiting: list[RequestState], arriving: list[RequestState], policy: Tie) -> Callable[[], None]:
-    """The same stream on bare heapq; keys are computed beforehand."""
-    heap = [(policy.key(state, 0.0), state.order) for state in waiting]
-    heapq.heapify(heap)
-    highest = math.log(1.5 * CAP)
-    stream = [
-        ((highest + s.request.arrival_s * RATE, s.order), (policy.key(s, 0.0), s.order)) for s in arriving
-    ]
+class Side(ABC):
+    """A queue under test."""
 
-    def operations() -> None:
-        for before, after in stream:
-            heapq.heappush(heap, before)
-            heapq.heappush(heap, after)
-            heapq.heappop(heap)
+    @abstractmethod
+    def add(self, state: RequestState) -> None:
+        """A request starts to wait."""
 
-    return operations
+    @abstractmethod
+    def rekey(self, state: RequestState) -> None:
+        """Its prediction has changed."""
+
+    @abstractmethod
+    def abort(self, state: RequestState) -> None:
+        """It waits no longer."""
+
+    @abstractmethod
+    def take(self) -> str:
+        """The id of the first request, which waits no longer."""
 
 
-def sorted_list(waiting: list[RequestState], arriving: list[RequestState], policy: Tie) -> Callable[[], None]:
-    """The same stream on a list sorted by the decayed score of the moment before each take."""
-    scores = {state.order: policy.score(state) for state in [*waiting, *arriving]}
-    queue = list(waiting)
-    clock = [arriving[-1].request.arrival_s]
+class Ours(Side):
+    """The queue of the scheduler."""
 
-    def operations() -> None:
-        for state in arriving:
-            queue.append(state)
-            clock[0] += 0.01
-            now = clock[0]
-            queue.sort(
-                key=lambda s: scores[s.order] * 0.9 ** ((now - s.request.arrival_s) / 30.0), reverse=True
+    def __init__(self, policy: Policy) -> None:
+        self.queue = WaitingQueue(policy)
+
+    def add(self, state: RequestState) -> None:
+        self.queue.push(state, 0.0)
+
+    rekey = add
+
+    def abort(self, state: RequestState) -> None:
+        self.queue.remove(state)
+
+    def take(self) -> str:
+        head = self.queue.peek()
+        assert head is not None
+        self.queue.remove(head)
+        return head.request_id
+
+
+class Bare(Side):
+    """heapq on tuples."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.heap: list[tuple[float, float, int, RequestState]] = []
+        self.entries: dict[str, tuple[float, float, int, RequestState]] = {}
+
+    def _entry(self, state: RequestState) -> tuple[float, float, int, RequestState]:
+        return (self.policy.key(state, 0.0), state.request.arrival_s, state.order, state)
+
+    def add(self, state: RequestState) -> None:
+        heapq.heappush(self.heap, self._entry(state))
+
+    def remember(self) -> None:
+        """So that the search compares whole entries, as a user of heapq would."""
+        self.entries = {entry[3].request_id: entry for entry in self.heap}
+
+    def rekey(self, state: RequestState) -> None:
+        self.abort(state)
+        self.add(state)
+
+    def abort(self, state: RequestState) -> None:
+        self.heap.remove(self.entries[state.request_id])
+        heapq.heapify(self.heap)
+
+    def take(self) -> str:
+        return heapq.heappop(self.heap)[3].request_id
+
+
+class Vllm(Side):
+    """vLLM's priority queue; priorities are integers there."""
+
+    def __init__(self, every: Sequence[RequestState]) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.core.sched import request_queue
+        from vllm.v1.request import Request as VllmRequest
+
+        new_queue: Any = request_queue.PriorityRequestQueue
+        new_request: Any = VllmRequest
+        self.queue = new_queue()
+        self.requests = {
+            state.request_id: new_request(
+                request_id=state.request_id,
+                prompt_token_ids=[1],
+                sampling_params=SamplingParams(max_tokens=CAP),
+                pooling_params=None,
+                arrival_time=state.request.arrival_s,
             )
-            queue.pop()
+            for state in every
+        }
+        for state in every:
+            self._set_priority(state)
 
-    return operations
+    def _set_priority(self, state: RequestState) -> None:
+        assert state.prediction is not None
+        self.requests[state.request_id].priority = int(1e9 * state.prediction.mu)
+
+    def add(self, state: RequestState) -> None:
+        self.queue.add_request(self.requests[state.request_id])
+
+    def rekey(self, state: RequestState) -> None:
+        request = self.requests[state.request_id]
+        self.queue.remove_request(request)
+        self._set_priority(state)
+        self.queue.add_request(request)
+
+    def abort(self, state: RequestState) -> None:
+        self.queue.remove_request(self.requests[state.request_id])
+
+    def take(self) -> str:
+        return str(self.queue.pop_request().request_id)
 
 
-def timed(operation: Callable[[], None]) -> float:
-    """CPU seconds."""
+def has_vllm() -> bool:
+    """Whether vLLM can be imported here."""
+    try:
+        from vllm.v1.core.sched.request_queue import PriorityRequestQueue
+    except ImportError:
+        return False
+    return PriorityRequestQueue is not None
+
+
+def cpu_s(operation: Callable[..., object], *args: object) -> float:
+    """CPU seconds of one call."""
+    gc.disable()
     start = time.process_time()
-    operation()
-    return time.process_time() - start
+    operation(*args)
+    spent = time.process_time() - start
+    gc.enable()
+    return spent
+
+
+def for_each(operation: Callable[[RequestState], None], every: Sequence[RequestState]) -> None:
+    """Calls it for every request."""
+    for state in every:
+        operation(state)
+
+
+def take_many(side: Side, count: int, taken: list[str]) -> None:
+    """Takes the first requests one by one."""
+    for _ in range(count):
+        taken.append(side.take())  # noqa: PERF401, the list is the caller's
+
+
+def one_stream(size: int, seed: int, names: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Microseconds per operation of each side; all must take the same requests in the end."""
+    rng = np.random.default_rng(seed)
+    policy = make_policy("ssjf")
+    num = 300 if size <= 10_000 else 60
+    few = min(num, 5) if size > 10_000 else min(num, 50)
+    every = states(0, size + num, rng)
+    waiting, arriving = every[:size], every[size:]
+    chosen = rng.permutation(size)
+    moved = [waiting[i] for i in chosen[: min(few, size // 3)]]
+    aborted = [waiting[i] for i in chosen[len(moved) : len(moved) + min(few, size // 3)]]
+    before = [state.prediction for state in moved]
+    after = [predicted(rng) for _ in moved]
+    found: dict[tuple[str, str], float] = {}
+    taken: dict[str, list[str]] = {}
+    for name in names:
+        for state, old in zip(moved, before, strict=True):
+            state.prediction = old
+        side: Side = Ours(policy) if name == "tailcast" else Bare(policy) if name == "heapq" else Vllm(every)
+        for state in waiting:
+            side.add(state)
+        found[name, "add"] = cpu_s(for_each, side.add, arriving) / num
+        if isinstance(side, Bare):
+            side.remember()
+        for state, new in zip(moved, after, strict=True):
+            state.prediction = new
+        found[name, "re-key"] = cpu_s(for_each, side.rekey, moved) / len(moved)
+        found[name, "abort"] = cpu_s(for_each, side.abort, aborted) / len(aborted)
+        taken[name] = []
+        found[name, "take"] = cpu_s(take_many, side, num // 2, taken[name]) / (num // 2)
+    assert all(order == taken["tailcast"] for order in taken.values()), "the sides disagree"
+    return found
 
 
 def queue_table(repeats: int, largest: int) -> None:
     """Table 1."""
-    print("\n1. waiting queue: microseconds per (arrive + predict + take)\n")
-    print("| waiting | TIE queue | bare heapq | TIE / heapq | re-sort | re-sort / TIE |")
-    print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-    kinds = {"tie": tie_queue, "heap": bare_heap, "sort": sorted_list}
+    names = ("tailcast", "heapq", "vllm") if has_vllm() else ("tailcast", "heapq")
+    print("\n1. waiting queue: microseconds per operation\n")
+    print(
+        f"| waiting | operation | {' | '.join(names)} | {' | '.join(f'tailcast / {n}' for n in names[1:])} |"
+    )
+    print("| ---: | --- |" + " ---: |" * (2 * len(names) - 1))
     size = 10
     while size <= largest:
-        times: dict[str, list[float]] = {name: [] for name in kinds}
-        for repeat in range(repeats):
-            rng = np.random.default_rng(repeat)
-            waiting, arriving = states(0, size, rng), states(size, NUM_OPS, rng)
-            policy = Tie()
-            for state in [*waiting, *arriving]:
-                policy.on_prediction(state) if size <= 1000 else _quick_risk(policy, state)
-            for name, kind in kinds.items():
-                few = arriving[: 10 if name == "sort" and size > 10_000 else NUM_OPS]
-                times[name].append(timed(kind(waiting, few, policy)) / len(few) * 1e6)
-        tie, heap, sort = (median(times[name]) for name in kinds)
-        print(f"| {size} | {tie:.2f} | {heap:.2f} | {tie / heap:.1f} | {sort:.1f} | {sort / tie:.1f} |")
+        runs = [one_stream(size, seed, names[seed % len(names) :] + names[: seed % len(names)]) for seed in range(repeats)]  # fmt: skip
+        for operation in OPERATIONS:
+            cost = [median(run[name, operation] for run in runs) * 1e6 for name in names]
+            ratios = " | ".join(f"{cost[0] / other:.2f}" for other in cost[1:])
+            print(f"| {size} | {operation} | {' | '.join(f'{c:.2f}' for c in cost)} | {ratios} |")
         size *= 10
 
 
-def _quick_risk(policy: Tie, state: RequestState) -> None:
-    """Fills in a made-up (E, CVaR) so that setting up 100,000 requests does not take minutes."""
-    assert state.prediction is not None
-    mean = math.exp(state.prediction.mu)
-    policy._risks[state.request_id] = (mean, 2.5 * mean)
+def decay_table(repeats: int, largest: int) -> None:
+    """Table 2."""
+    print("\n2. TIE's decay with waiting: microseconds per (arrive + take)\n")
+    print("| waiting | static key in the queue | re-sort before each take | ratio |")
+    print("| ---: | ---: | ---: | ---: |")
+    size = 100
+    while size <= min(largest, 10_000):
+        static, resort = [], []
+        for seed in range(repeats):
+            rng = np.random.default_rng(seed)
+            every = states(0, size + 20, rng)
+            policy = Tie()
+            for state in every:
+                policy.on_prediction(state)
+            queue = WaitingQueue(policy)
+            for state in every[:size]:
+                queue.push(state, 0.0)
+            static.append(cpu_s(_through_queue, queue, every[size:]) / 20)
+            resort.append(cpu_s(_through_list, policy, every[:size], every[size:]) / 20)
+        ours, theirs = median(static) * 1e6, median(resort) * 1e6
+        print(f"| {size} | {ours:.2f} | {theirs:.1f} | {theirs / ours:.0f} |")
+        size *= 10
+
+
+def _through_queue(queue: WaitingQueue, arriving: Sequence[RequestState]) -> None:
+    for state in arriving:
+        queue.push(state, 0.0)
+        head = queue.peek()
+        assert head is not None
+        queue.remove(head)
+
+
+def _through_list(policy: Tie, waiting: list[RequestState], arriving: Sequence[RequestState]) -> None:
+    scores = {state.order: policy.score(state) for state in [*waiting, *arriving]}
+    now = arriving[-1].request.arrival_s
+    for state in arriving:
+        waiting.append(state)
+        now += 0.01
+        waiting.sort(
+            key=lambda s: scores[s.order] * 0.9 ** ((now - s.request.arrival_s) / 30.0), reverse=True
+        )
+        waiting.pop()
+
+
+#: Order policy, batch former and its parameters.
+STEPS: tuple[tuple[str, str, dict[str, bool | int | float | str]], ...] = (
+    ("fcfs", "chunked_prefill", {}),
+    ("tie", "chunked_prefill", {}),
+    ("spf", "slai", {"max_decodes": 256}),
+    ("uniboost", "chunked_prefill", {}),
+    ("las", "chunked_prefill", {}),
+    ("fcfs", "vllm", {}),
+    ("fcfs", "orca", {}),
+    ("semantic", "stage_aware", {}),
+)
 
 
 def step_table(repeats: int) -> None:
-    """Table 2."""
-    print("\n2. schedule() + complete() of one decode step, 256 running: microseconds\n")
-    print("| waiting | fcfs | ssjf | sept | tie |")
-    print("| ---: | ---: | ---: | ---: | ---: |")
-    for size in (0, 1000, 10_000):
-        row: dict[str, list[float]] = {name: [] for name in ("fcfs", "ssjf", "sept", "tie")}
-        for name, values in row.items():
-            config = SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=16_384, num_kv_blocks=100_000)
-            core = Scheduler(config, make_policy(name))
-            for index in range(size + 256):
-                core.add(
-                    Request(request_id=f"r{index}", arrival_s=0.0, prompt_tokens=50, max_tokens=CAP), 0.0
-                )
-            step(core)
-            values.extend(timed(lambda core=core: step(core)) * 1e6 for _ in range(20 * repeats))  # type: ignore[misc]
-        print(f"| {size} | " + " | ".join(f"{median(values):.0f}" for values in row.values()) + " |")
+    """Table 3."""
+    sizes = (0, 100, 1000, 10_000)
+    print("\n3. one step with 256 running requests that all decode: microseconds, schedule() / complete()\n")
+    print("| policy | batching | " + " | ".join(f"{size} waiting" for size in sizes) + " |")
+    print("| --- | --- |" + " ---: |" * len(sizes))
+    for policy, former, parameters in STEPS:
+        cells = []
+        for size in sizes:
+            core, now = _busy(policy, former, parameters, size)
+            plans, results = [], []
+            for _ in range(15 * repeats):
+                now += 0.03
+                made: list[StepPlan | None] = []
+                plans.append(cpu_s(lambda c, t, into: into.append(c.schedule(t)), core, now, made))
+                plan = made[0]
+                assert plan is not None
+                assert len(plan.decodes) == 256, "all requests decode"
+                now += 0.03
+                results.append(cpu_s(core.complete, StepResult(plan.step), now))
+            cells.append(f"{median(plans) * 1e6:.0f} / {median(results) * 1e6:.0f}")
+        print(f"| {policy} | {former} | " + " | ".join(cells) + " |")
 
 
-def step(core: Scheduler) -> None:
-    """One step in which nothing ends."""
-    plan = core.schedule(0.0)
-    assert plan is not None
-    core.complete(StepResult(plan.step), 0.0)
+def _busy(
+    policy: str, former: str, parameters: dict[str, bool | int | float | str], num_waiting: int
+) -> tuple[Scheduler, float]:
+    """A scheduler with 256 decoding requests and others that wait, and the time."""
+    config = SchedulerConfig(
+        max_num_seqs=256,
+        max_num_batched_tokens=16_384,
+        num_kv_blocks=100_000,
+        batching=former,
+        batching_parameters=parameters,
+    )
+    core = Scheduler(config, make_policy(policy))
+    for index in range(num_waiting + 256):
+        core.add(
+            Request(request_id=f"r{index}", arrival_s=index * 1e-3, prompt_tokens=50, max_tokens=2048),
+            index * 1e-3,
+        )
+    now = (num_waiting + 256) * 1e-3
+    for _ in range(3):
+        plan = core.schedule(now)
+        assert plan is not None
+        now += 0.03
+        core.complete(StepResult(plan.step), now)
+    return core, now
 
 
 def main() -> None:
@@ -171,10 +363,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--largest", type=int, default=100_000, help="most waiting requests in table 1")
+    parser.add_argument("--largest", type=int, default=100_000, help="most waiting requests in tables 1, 2")
     options = parser.parse_args()
-    print(f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seed 0")
+    print(f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seeds from 0")
     queue_table(options.repeats, options.largest)
+    decay_table(options.repeats, options.largest)
     step_table(options.repeats)
 
 

@@ -11,12 +11,12 @@ from typing import Any
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file
 from scheduler_core.plan import Finished, StepPlan, StepResult
-from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Request
+from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.request import Request, RequestState
 
 Entry = dict[str, Any]
 
-SCHEMA = "tailcast.decisions/1"
+SCHEMA = "tailcast.decisions/2"
 
 
 class DecisionLog:
@@ -43,9 +43,11 @@ class DecisionLog:
         """`add` succeeded."""
         self.entries.append({"op": "add", "now": now, "request": asdict(request)})
 
-    def updated(self, request_id: str, prediction: LengthPrediction | None, now: float) -> None:
+    def updated(self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
         """`update` was called."""
-        content = None if prediction is None else asdict(prediction)
+        if isinstance(prediction, LengthPrediction):
+            prediction = Prediction(length=prediction)
+        content = None if prediction is None else _plain(prediction)
         self.entries.append({"op": "update", "now": now, "request_id": request_id, "prediction": content})
 
     def scheduled(self, plan: StepPlan | None, now: float) -> None:
@@ -67,6 +69,25 @@ class DecisionLog:
         """`abort` was called."""
         self.entries.append({"op": "abort", "now": now, "request_id": request_id})
 
+    def reserved(self, request_id: str, num_blocks: int, granted: bool, now: float) -> None:
+        """Blocks were asked for, for a request on its way here."""
+        entry = {"op": "reserve", "now": now, "request_id": request_id, "num_blocks": num_blocks}
+        self.entries.append({**entry, "granted": granted})
+
+    def unreserved(self, request_id: str, now: float) -> None:
+        """What was reserved for the request was given back."""
+        self.entries.append({"op": "unreserve", "now": now, "request_id": request_id})
+
+    def detached(self, request_id: str, now: float) -> None:
+        """The request left for another replica."""
+        self.entries.append({"op": "detach", "now": now, "request_id": request_id})
+
+    def attached(self, state: RequestState, now: float) -> None:
+        """The request came from another replica, in this state."""
+        content = _plain(state)
+        del content["status"], content["order"], content["kv_tokens"]
+        self.entries.append({"op": "attach", "now": now, "state": content})
+
     def write(self, path: str | Path) -> None:
         """Writes one JSON object per line, atomically."""
         with atomic_file(path) as temporary, open(temporary, "w", encoding="utf-8") as stream:
@@ -74,7 +95,7 @@ class DecisionLog:
                 stream.write(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n")
 
 
-def _plain(item: StepPlan | StepResult | Finished | None) -> Any:
+def _plain(item: StepPlan | StepResult | Finished | Prediction | RequestState | None) -> Any:
     """As JSON would give it back, so that recorded and read entries compare equal."""
     if item is None:
         return None
@@ -82,6 +103,8 @@ def _plain(item: StepPlan | StepResult | Finished | None) -> Any:
 
 
 def _lists(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _lists(item) for name, item in value.items()}
     return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 

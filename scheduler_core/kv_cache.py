@@ -1,4 +1,4 @@
-"""The KV-cache accountant: paged blocks, counted, never more than there are."""
+"""The KV-cache accountant: paged blocks on the device and offloaded ones on the host, never more than there are."""
 
 from __future__ import annotations
 
@@ -9,34 +9,66 @@ class KVCache:
     """Counts the blocks every request holds.
 
     Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for
-    the growth of running requests (vLLM's and Vidur's rule); growth may use every block.
+    the growth of running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its
+    blocks may keep a copy of the first ones in the host's memory (swap), which admission brings back.
+
+    A prefix that is in the engine's prefix cache already saves work, not blocks: who shares a block with whom is not
+    known here, so each request is charged for all of its tokens, and no memory is promised that may not be there.
 
     Args:
         num_blocks: Blocks in the cache, > 0.
         block_tokens: Tokens per block, > 0.
         watermark: Share of the blocks that admission leaves free, in [0, 1).
+        num_host_blocks: Blocks in the host's memory for offloaded requests, >= 0.
     """
 
-    __slots__ = ("_held", "_least_free", "_num_free", "block_tokens", "num_blocks", "watermark_blocks")
+    __slots__ = (
+        "_held",
+        "_least_free",
+        "_num_free",
+        "_num_host_free",
+        "_offloaded",
+        "block_tokens",
+        "num_blocks",
+        "num_host_blocks",
+        "watermark_blocks",
+    )
 
-    def __init__(self, num_blocks: int, block_tokens: int, watermark: float) -> None:
+    def __init__(
+        self, num_blocks: int, block_tokens: int, watermark: float, num_host_blocks: int = 0
+    ) -> None:
         if num_blocks <= 0:
             raise InputError("num_kv_blocks", num_blocks, "integers > 0")
         if block_tokens <= 0:
             raise InputError("kv_block_tokens", block_tokens, "integers > 0")
         if not 0.0 <= watermark < 1.0:
             raise InputError("kv_watermark", watermark, "numbers in [0, 1)")
+        if num_host_blocks < 0:
+            raise InputError("num_swap_blocks", num_host_blocks, "integers >= 0")
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self.watermark_blocks = int(watermark * num_blocks)
+        self.num_host_blocks = num_host_blocks
         self._held: dict[str, int] = {}
         self._num_free = num_blocks
         self._least_free = num_blocks
+        self._offloaded: dict[str, int] = {}
+        self._num_host_free = num_host_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks nobody holds."""
         return self._num_free
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        """Blocks in the host's memory that are free."""
+        return self._num_host_free
+
+    @property
+    def use(self) -> float:
+        """Share of the blocks that are held."""
+        return 1.0 - self._num_free / self.num_blocks
 
     @property
     def peak_blocks(self) -> int:
@@ -56,22 +88,31 @@ class KVCache:
         """Blocks the request holds; 0 if none."""
         return self._held.get(request_id, 0)
 
+    def offloaded_by(self, request_id: str) -> int:
+        """Blocks of the request in the host's memory; 0 if none."""
+        return self._offloaded.get(request_id, 0)
+
+    def fits(self, num_tokens: int, *, alone: bool, freed_blocks: int = 0) -> bool:
+        """Whether a newcomer with so many tokens could be admitted, if others gave back `freed_blocks`."""
+        spare = 0 if alone else self.watermark_blocks
+        return self._num_free + freed_blocks - self.blocks_for(num_tokens) >= spare
+
     def admit(self, request_id: str, num_tokens: int, *, alone: bool) -> bool:
         """Takes the blocks for a newcomer's tokens; False (and nothing taken) if it does not fit now.
 
         Args:
-            request_id: Must hold nothing yet.
+            request_id: Must hold nothing yet; what it has offloaded is back then.
             num_tokens: Tokens it will process before its next output token.
             alone: Nothing is running: the watermark would protect nobody and is waived.
         """
         assert request_id not in self._held
-        need = self.blocks_for(num_tokens)
-        spare = 0 if alone else self.watermark_blocks
-        if self._num_free - need < spare:
+        if not self.fits(num_tokens, alone=alone):
             return False
+        need = self.blocks_for(num_tokens)
         self._held[request_id] = need
         self._num_free -= need
         self._least_free = min(self._least_free, self._num_free)
+        self._num_host_free += self._offloaded.pop(request_id, 0)
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
@@ -87,13 +128,29 @@ class KVCache:
         self._least_free = min(self._least_free, self._num_free)
         return True
 
-    def release(self, request_id: str) -> None:
-        """Gives back everything the request holds."""
+    def offload(self, request_id: str, num_tokens: int) -> bool:
+        """Moves the first `num_tokens` tokens to the host and gives back all blocks; False (and nothing moved) if
+        the host has no room.
+        """
+        need = self.blocks_for(num_tokens)
+        if need > self._num_host_free:
+            return False
         self._num_free += self._held.pop(request_id)
+        self._offloaded[request_id] = need
+        self._num_host_free -= need
+        return True
 
-    def validate(self, holders: set[str]) -> None:
-        """Checks that blocks are conserved and held by exactly `holders`; AssertionError otherwise."""
+    def release(self, request_id: str) -> None:
+        """Gives back everything the request holds, here and on the host."""
+        self._num_free += self._held.pop(request_id, 0)
+        self._num_host_free += self._offloaded.pop(request_id, 0)
+
+    def validate(self, holders: set[str], offloaded: set[str]) -> None:
+        """Checks that blocks are conserved and held by exactly the requests named; AssertionError otherwise."""
         assert set(self._held) == holders, (set(self._held), holders)
-        assert all(count > 0 for count in self._held.values())
+        assert set(self._offloaded) == offloaded, (set(self._offloaded), offloaded)
+        assert all(count > 0 for count in [*self._held.values(), *self._offloaded.values()])
         assert sum(self._held.values()) + self._num_free == self.num_blocks
+        assert sum(self._offloaded.values()) + self._num_host_free == self.num_host_blocks
         assert self._num_free >= 0
+        assert self._num_host_free >= 0

@@ -24,6 +24,19 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """Keys and values to be copied between the device and the host.
+
+    Attributes:
+        request_id: Whose.
+        num_tokens: The first so many tokens of it.
+    """
+
+    request_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step of the engine.
 
@@ -33,7 +46,9 @@ class StepPlan:
         decodes: Requests that generate one token each.
         num_context_tokens: Keys and values read from the cache: tokens already there of all planned requests.
         admitted: Requests that left the waiting queue for this step.
-        preempted: Requests that lost their cache and wait again.
+        preempted: Requests that lost their place and wait again, those of `swapped_out` among them.
+        swapped_out: What of preempted requests is to be copied to the host, before their blocks are used again.
+        swapped_in: What of admitted requests is to be copied back, before the step.
     """
 
     step: int
@@ -42,6 +57,13 @@ class StepPlan:
     num_context_tokens: int
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    swapped_out: tuple[KVTransfer, ...] = ()
+    swapped_in: tuple[KVTransfer, ...] = ()
+
+    @property
+    def num_swapped_tokens(self) -> int:
+        """Tokens whose keys and values are copied in this step, in either direction."""
+        return sum(transfer.num_tokens for transfer in (*self.swapped_out, *self.swapped_in))
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -73,7 +95,7 @@ class Finished:
         request_id: Which.
         reason: "stop": the model ended its output; "length": max_tokens were generated.
         output_tokens: Tokens generated.
-        num_preemptions: How often it lost its cache.
+        num_preemptions: How often it lost its place among the running requests.
         first_scheduled_s: When it was first admitted.
         first_token_s: When its first token was there.
     """
@@ -91,10 +113,13 @@ class Counters:
     """Events since the scheduler was made.
 
     Attributes:
-        num_added: Requests accepted.
+        num_added: Requests accepted, those from other replicas among them.
         num_finished: Requests finished.
         num_aborted: Requests aborted.
-        num_preemptions: Times a request lost its cache.
+        num_moved_in: Requests that came from another replica.
+        num_moved_out: Requests that left for another replica.
+        num_preemptions: Times a request lost its place among the running ones.
+        num_swaps: Times it kept a copy of its cache on the host then.
         num_predictions: Predictions that came in time.
         num_failed_predictions: Requests for which the predictor gave up.
         num_late_predictions: Predictions (or failures) for requests no longer here.
@@ -104,7 +129,10 @@ class Counters:
     num_added: int = 0
     num_finished: int = 0
     num_aborted: int = 0
+    num_moved_in: int = 0
+    num_moved_out: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_predictions: int = 0
     num_failed_predictions: int = 0
     num_late_predictions: int = 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
+from scheduler_core.urgency import expected_cost_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +41,95 @@ class LengthPrediction:
     def distribution(self) -> LogT:
         """The distribution itself, with quantiles, expectations and the remaining length."""
         return LogT(self.mu, self.sigma, self.nu)
+
+
+@dataclass(frozen=True, slots=True)
+class UrgencyPrediction:
+    """Predicted urgency of a request.
+
+    Attributes:
+        probabilities: Probability of each level, the most urgent (0) first; at least two, of sum 1.
+
+    Raises:
+        InputError: Not a distribution.
+    """
+
+    probabilities: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_distribution("urgency probabilities", self.probabilities)
+
+    @property
+    def level(self) -> int:
+        """The level of least expected cost, 0 = most urgent (see `urgency.expected_cost_levels`)."""
+        return int(expected_cost_levels(self.probabilities))
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPrediction:
+    """Predicted class of the output length.
+
+    Attributes:
+        probabilities: Probability of each class, the shortest first; at least two, of sum 1.
+        edges: Bounds between the classes in tokens, ascending, one fewer than classes; class k holds
+            edges[k-1] <= tokens < edges[k].
+
+    Raises:
+        InputError: Not a distribution, or the edges do not fit it.
+    """
+
+    probabilities: tuple[float, ...]
+    edges: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        _check_distribution("bucket probabilities", self.probabilities)
+        ascends = all(low < high for low, high in zip((0.0, *self.edges), self.edges, strict=False))
+        if len(self.edges) != len(self.probabilities) - 1 or not ascends:
+            allowed = f"{len(self.probabilities) - 1} ascending numbers of tokens > 0"
+            raise InputError("bucket edges", self.edges, allowed)
+
+    @property
+    def bucket(self) -> int:
+        """The most probable class, 0 = shortest; the shortest of several."""
+        return self.probabilities.index(max(self.probabilities))
+
+
+@dataclass(frozen=True, slots=True)
+class RankPrediction:
+    """A score whose order is that of the expected output lengths; its size means nothing.
+
+    Attributes:
+        score: Smaller is expected to be shorter.
+
+    Raises:
+        InputError: Not a finite number.
+    """
+
+    score: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.score):
+            raise InputError("rank score", self.score, "finite numbers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Everything one artifact says about a request; what it has no head for is None.
+
+    Attributes:
+        length: Distribution of the output length.
+        urgency: Level of urgency.
+        bucket: Class of the output length.
+        rank: Score to rank by.
+    """
+
+    length: LengthPrediction | None = None
+    urgency: UrgencyPrediction | None = None
+    bucket: BucketPrediction | None = None
+    rank: RankPrediction | None = None
+
+
+def _check_distribution(name: str, probabilities: Sequence[float]) -> None:
+    valid = len(probabilities) >= 2 and all(p >= 0 for p in probabilities)
+    if not valid or not abs(math.fsum(probabilities) - 1.0) <= 1e-4:
+        raise InputError(name, probabilities, "at least two numbers >= 0 of sum 1")

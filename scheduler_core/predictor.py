@@ -3,19 +3,31 @@
 A `Predictor` is anything with an asynchronous `predict`. `open_predictor` finds one by URL among the installed
 packages (entry point group "tailcast.predictors"), so that this package imports no client itself.
 `AsyncPredictor` submits requests to it with bounded concurrency and hands back one event per request.
+
+| the prediction is | what happens |
+| --- | --- |
+| pending | the scheduler goes on without it; the policy's key is the one it has for unknown lengths |
+| answered | an event carries it; `Scheduler.update` gives the request its new key |
+| late | it came after `withdraw`: the event says so, and nobody has to use it |
+| failed | an event says why (error, timeout, wrong number of answers, closed); the key stays that of unknown lengths |
+| absent | without a predictor every request fails at once, with no call |
+
+So a policy with a predictor that never answers is the policy without predictions, and the scheduler never waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from importlib import metadata
 from typing import Protocol, runtime_checkable
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
 
@@ -43,7 +55,7 @@ class PredictionRequest:
 class Predictor(Protocol):
     """Predicts output lengths; an instance belongs to one event loop."""
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[LengthPrediction | Prediction]:
         """One prediction per request, in the same order; raises `TailcastError` if that is not possible."""
         ...
 
@@ -70,72 +82,161 @@ def open_predictor(url: str) -> Predictor:
     return factory(address)
 
 
+class PredictionStatus(Enum):
+    """What became of a submitted request."""
+
+    ANSWERED = "answered"
+    LATE = "late"
+    FAILED = "failed"
+    ABSENT = "absent"
+
+
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
     """What became of one submitted request.
 
     Attributes:
         request_id: Id of the request.
-        prediction: The answer; None if the predictor failed.
-        error: Why it failed; None if it did not.
-        latency_s: Time from the call to its answer or failure, in seconds.
+        prediction: The answer, also a late one; None if the predictor failed or is absent.
+        error: Why there is none; None if there is one.
+        latency_s: Time from the call to its answer or failure, in seconds; 0 if there was no call, or it
+            was cancelled.
+        status: How it came.
     """
 
     request_id: str
-    prediction: LengthPrediction | None
+    prediction: LengthPrediction | Prediction | None
     error: str | None
     latency_s: float
+    status: PredictionStatus
+
+    @property
+    def length(self) -> LengthPrediction | None:
+        """The predicted length; None if there is no answer, or none about the length."""
+        return self.prediction.length if isinstance(self.prediction, Prediction) else self.prediction
+
+
+class _Updated(Protocol):
+    """The part of `Scheduler` that events go to."""
+
+    def update(
+        self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float
+    ) -> None: ...
+
+
+def deliver(events: Iterable[PredictionEvent], scheduler: _Updated, now: float) -> int:
+    """Hands events to the scheduler, which counts failed ones and those for requests that are gone.
+
+    Args:
+        events: What `AsyncPredictor.ready_events` gave.
+        scheduler: Where the requests are.
+        now: Time in seconds.
+
+    Returns:
+        How many.
+    """
+    count = 0
+    for event in events:
+        scheduler.update(event.request_id, event.prediction, now)
+        count += 1
+    return count
 
 
 class AsyncPredictor:
-    """Submits without blocking; every submitted request comes back as exactly one event.
+    """Submits without blocking; every submitted request comes back as exactly one event, whatever happens.
 
-    Each request is a call of its own, as in a live system where requests arrive one by one; grouping them is the
-    service's work.
+    Requests that wait for their turn are sent together, up to `max_batch` in one call; nobody waits for a batch to
+    fill. If a call for several fails, each of them is asked about once more alone, so that one bad prompt spoils
+    nobody else's prediction.
 
     Args:
-        predictor: Who answers.
+        predictor: Who answers; None: nobody, every request fails at once.
         max_in_flight: Calls under way at the same time, > 0; the others wait their turn.
+        max_batch: Most requests in one call, > 0; 1 where grouping is the service's work.
         timeout_s: Give up on a call after this long; None waits as long as the predictor does.
         clock: Monotonic clock in seconds.
+
+    Raises:
+        InputError: A limit is not above 0.
     """
 
     def __init__(
         self,
-        predictor: Predictor,
+        predictor: Predictor | None,
         *,
         max_in_flight: int = 64,
+        max_batch: int = 1,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if max_in_flight <= 0:
             raise InputError("max_in_flight", max_in_flight, "integers > 0")
+        if max_batch <= 0:
+            raise InputError("max_batch", max_batch, "integers > 0")
         if timeout_s is not None and not timeout_s > 0:
             raise InputError("timeout_s", timeout_s, "seconds > 0, or None")
         self._predictor = predictor
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._max_in_flight = max_in_flight
+        self._max_batch = max_batch
         self._timeout_s = timeout_s
         self._clock = clock
+        self._waiting: deque[PredictionRequest] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
         self._events: asyncio.Queue[PredictionEvent] = asyncio.Queue()
-        self._num_open = 0
+        self._open: set[str] = set()
+        self._unanswered: dict[str, PredictionRequest] = {}
+        self._withdrawn: set[str] = set()
+        self._pump_is_due = False
+        self._closed = False
 
     @property
     def num_open(self) -> int:
         """Submitted requests whose event has not been taken yet."""
-        return self._num_open
+        return len(self._open)
 
     def submit(self, request: PredictionRequest) -> None:
-        """Starts a call and returns at once; needs a running event loop."""
-        task = asyncio.get_running_loop().create_task(self._call(request))
-        self._num_open += 1
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        """Takes a request and returns at once; needs a running event loop.
+
+        Raises:
+            InputError: A request of that id is open already.
+            TailcastError: `close` was called.
+        """
+        if self._closed:
+            raise TailcastError(f"request {request.request_id} was submitted to a closed AsyncPredictor")
+        if request.request_id in self._open:
+            raise InputError("request_id", request.request_id, "an id that is not open already")
+        loop = asyncio.get_running_loop()
+        self._open.add(request.request_id)
+        self._unanswered[request.request_id] = request
+        if self._predictor is None:
+            self._tell(request, None, "there is no predictor", 0.0, PredictionStatus.ABSENT)
+            return
+        self._waiting.append(request)
+        if not self._pump_is_due:  # at the end of this turn, so that what is submitted together goes together
+            self._pump_is_due = True
+            loop.call_soon(self._pump)
+
+    def withdraw(self, request_id: str) -> bool:
+        """Says that the request no longer needs its prediction: it finished, or was aborted.
+
+        One that still waits for its turn is never sent, and fails. An answer under way comes back as late.
+
+        Returns:
+            Whether the request was open and its event not there yet.
+        """
+        request = self._unanswered.get(request_id)
+        if request is None or request_id in self._withdrawn:
+            return False
+        self._withdrawn.add(request_id)
+        if request in self._waiting:
+            self._waiting.remove(request)
+            self._tell(request, None, "withdrawn before it was sent", 0.0, PredictionStatus.FAILED)
+        return True
 
     async def next_event(self) -> PredictionEvent:
         """Waits for the next event."""
         event = await self._events.get()
-        self._num_open -= 1
+        self._open.remove(event.request_id)
         return event
 
     def ready_events(self) -> list[PredictionEvent]:
@@ -143,34 +244,90 @@ class AsyncPredictor:
         events = []
         while not self._events.empty():
             events.append(self._events.get_nowait())
-        self._num_open -= len(events)
+            self._open.remove(events[-1].request_id)
         return events
 
     async def close(self) -> None:
-        """Cancels calls under way and closes the predictor."""
+        """Cancels calls under way and closes the predictor; requests still open fail, their events can be taken."""
+        self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._predictor.close()
+        self._waiting.clear()
+        for request in list(self._unanswered.values()):
+            self._tell(request, None, "closed", 0.0, PredictionStatus.FAILED)
+        if self._predictor is not None:
+            await self._predictor.close()
 
-    async def _call(self, request: PredictionRequest) -> None:
-        async with self._slots:
-            start = self._clock()
-            prediction, error = await self._answer(request)
+    def _pump(self) -> None:
+        """Starts as many calls as may be under way."""
+        self._pump_is_due = False
+        while self._waiting and len(self._tasks) < self._max_in_flight and not self._closed:
+            size = min(self._max_batch, len(self._waiting))
+            batch = [self._waiting.popleft() for _ in range(size)]
+            task = asyncio.get_running_loop().create_task(self._serve(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._pump()
+
+    async def _serve(self, batch: list[PredictionRequest]) -> None:
+        """One call; after a failure for several, one for each."""
+        start = self._clock()
+        answers, error, timed_out = await self._ask(batch)
+        if error is None or timed_out or len(batch) == 1:
             latency_s = self._clock() - start
-        self._events.put_nowait(PredictionEvent(request.request_id, prediction, error, latency_s))
+            for number, request in enumerate(batch):
+                self._tell_call(request, answers[number] if answers else None, error, latency_s)
+            return
+        for request in batch:
+            start = self._clock()
+            answers, error, _ = await self._ask([request])
+            self._tell_call(request, answers[0] if answers else None, error, self._clock() - start)
 
-    async def _answer(self, request: PredictionRequest) -> tuple[LengthPrediction | None, str | None]:
+    async def _ask(
+        self, batch: list[PredictionRequest]
+    ) -> tuple[Sequence[LengthPrediction | Prediction] | None, str | None, bool]:
+        """(answers, why there are none, whether because of the timeout)."""
+        assert self._predictor is not None
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await self._predictor.predict([request])
+                answers = await self._predictor.predict(batch)
         except TimeoutError:
-            return None, f"no answer within {self._timeout_s} s"
+            return None, f"no answer within {self._timeout_s} s", True
         except TailcastError as error:
-            return None, str(error)
+            return None, str(error), False
         except Exception as error:  # any failure of a predictor is an event, never the scheduler's end
-            return None, f"{type(error).__name__}: {error}"
-        if len(answers) != 1:
-            return None, f"{len(answers)} answers to one request"
-        return answers[0], None
+            return None, f"{type(error).__name__}: {error}", False
+        if len(answers) != len(batch):
+            asked = "one request" if len(batch) == 1 else f"{len(batch)} requests"
+            return None, f"{len(answers)} answers to {asked}", False
+        return answers, None, False
+
+    def _tell_call(
+        self,
+        request: PredictionRequest,
+        answer: LengthPrediction | Prediction | None,
+        error: str | None,
+        latency_s: float,
+    ) -> None:
+        status = PredictionStatus.FAILED
+        if answer is not None:
+            late = request.request_id in self._withdrawn
+            status = PredictionStatus.LATE if late else PredictionStatus.ANSWERED
+        self._tell(request, answer, error, latency_s, status)
+
+    def _tell(
+        self,
+        request: PredictionRequest,
+        answer: LengthPrediction | Prediction | None,
+        error: str | None,
+        latency_s: float,
+        status: PredictionStatus,
+    ) -> None:
+        del self._unanswered[request.request_id]
+        self._withdrawn.discard(request.request_id)
+        self._events.put_nowait(PredictionEvent(request.request_id, answer, error, latency_s, status))

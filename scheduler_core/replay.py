@@ -8,8 +8,15 @@ from scheduler_core.decision_log import SCHEMA, DecisionLog, Entry
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Request
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
+from scheduler_core.request import Request, RequestState
+from scheduler_core.routing.scheduler_port import SchedulerPort
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
 
@@ -47,9 +54,7 @@ def _repeat(scheduler: Scheduler, entry: Entry) -> None:
         case "add":
             scheduler.add(Request(**entry["request"]), now)
         case "update":
-            content = entry["prediction"]
-            prediction = None if content is None else LengthPrediction(**content)
-            scheduler.update(entry["request_id"], prediction, now)
+            scheduler.update(entry["request_id"], _prediction(entry["prediction"]), now)
         case "schedule":
             scheduler.schedule(now)
         case "complete":
@@ -59,5 +64,44 @@ def _repeat(scheduler: Scheduler, entry: Entry) -> None:
             scheduler.complete(StepResult(result["step"], tuple(result["stopped"]), result["num_steps"]), now)
         case "abort":
             scheduler.abort(entry["request_id"], now)
+        case "reserve":
+            SchedulerPort(scheduler).reserve(entry["request_id"], entry["num_blocks"], now)
+        case "unreserve":
+            SchedulerPort(scheduler).unreserve(entry["request_id"], now)
+        case "detach":
+            SchedulerPort(scheduler).detach(entry["request_id"], now)
+        case "attach":
+            SchedulerPort(scheduler).attach(_state(entry["state"]), now)
         case other:
-            raise InputError("op", other, "add, update, schedule, complete, abort")
+            allowed = "add, update, schedule, complete, abort, reserve, unreserve, detach, attach"
+            raise InputError("op", other, allowed)
+
+
+def _state(content: Entry) -> RequestState:
+    """A request in the middle of its life, as it came from another replica."""
+    seen = _prediction({"length": content["prediction"], **content}) or Prediction()
+    state = RequestState(
+        Request(**content["request"]),
+        order=0,
+        prediction=seen.length,
+        urgency=seen.urgency,
+        bucket=seen.bucket,
+        rank=seen.rank,
+    )
+    known = ("request", "request_id", "prediction", "urgency", "bucket", "rank")
+    for name, value in content.items():
+        if name not in known:
+            setattr(state, name, value)
+    return state
+
+
+def _prediction(content: Entry | None) -> Prediction | None:
+    if content is None:
+        return None
+    length, urgency, bucket, rank = (content[name] for name in ("length", "urgency", "bucket", "rank"))
+    return Prediction(
+        length=LengthPrediction(**length) if length else None,
+        urgency=UrgencyPrediction(tuple(urgency["probabilities"])) if urgency else None,
+        bucket=BucketPrediction(tuple(bucket["probabilities"]), tuple(bucket["edges"])) if bucket else None,
+        rank=RankPrediction(**rank) if rank else None,
+    )

@@ -8,18 +8,19 @@ when that step is done, `abort` when a user gives up. The same calls always give
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Literal
 
-from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.batching.base import Batch
+from scheduler_core.batching import Batch, make_former
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.kv_cache import KVCache
+from scheduler_core.limits import Limits
 from scheduler_core.plan import Counters, Finished, StepPlan, StepResult
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request, RequestState, Status
 
 
@@ -28,38 +29,22 @@ class SchedulerStateError(TailcastError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one engine replica.
+class SchedulerConfig(Limits):
+    """Limits of one engine replica, and how its steps are put together.
 
     Raises:
         InputError: A value is outside its range.
     """
 
-    max_num_seqs: int = 64
-    """Most requests running at the same time; B in TIE's beta."""
-    max_num_batched_tokens: int = 2048
-    """Most tokens in one step, prefill and decode together; at least max_num_seqs."""
-    num_kv_blocks: int = 8192
-    """Blocks in the KV cache."""
-    kv_block_tokens: int = 16
-    """Tokens per KV block."""
-    kv_watermark: float = 0.01
-    """Share of the KV blocks that admission leaves free for running requests, in [0, 1)."""
     batching: str = "chunked_prefill"
-    """How a step is put together; one of: chunked_prefill."""
+    """How a step is put together; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
+    slai, stage_aware, vllm (prefill first)."""
+    batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
+    """Parameters of the batch former that shall not have their default, such as {max_decodes: 64} for slai."""
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs <= 0:
-            raise InputError("max_num_seqs", self.max_num_seqs, "integers > 0")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise InputError(
-                "max_num_batched_tokens",
-                self.max_num_batched_tokens,
-                f"integers >= max_num_seqs = {self.max_num_seqs}",
-            )
-        if self.batching not in BATCH_FORMERS:
-            raise InputError("batching", self.batching, ", ".join(BATCH_FORMERS))
-        KVCache(self.num_kv_blocks, self.kv_block_tokens, self.kv_watermark)
+        Limits.__post_init__(self)
+        make_former(self.batching, self.batching_parameters).check(self)
 
 
 class Scheduler:
@@ -69,6 +54,9 @@ class Scheduler:
         config: Limits of the replica.
         policy: Orders the waiting requests; belongs to this scheduler alone.
         log: Records every call and plan for `decision_log.replay`; None records nothing.
+
+    Raises:
+        InputError: Policy and batch former make no sense together; the message says why.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -76,13 +64,28 @@ class Scheduler:
         self.policy = policy
         self.counters = Counters()
         self._log = log
-        kv = KVCache(config.num_kv_blocks, config.kv_block_tokens, config.kv_watermark)
-        self._pool = Pool(policy, kv, config.max_num_seqs)
-        self._former = BATCH_FORMERS[config.batching]()
+        former = make_former(config.batching, config.batching_parameters)
+        former.check_policy(policy)
+        if policy.batch_formers is not None and config.batching not in policy.batch_formers:
+            allowed = ", ".join(sorted(policy.batch_formers))
+            raise InputError(f"batching under policy {policy_name(policy)}", config.batching, allowed)
+        self._former = former
+        self._pool = Pool(
+            policy,
+            config.kv_cache(),
+            config.max_num_seqs,
+            max_running=former.max_running(config),
+            preemption=config.preemption,
+            evicts_by_key=policy.preemptive or former.evicts_by_key,
+            group=former.group,
+        )
+        self._on_tokens = _hook(policy, "on_tokens")
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
+        self._opened_s = -math.inf
         self._promised_steps = 1
+        self._keys_are_fresh = False
         if log is not None:
             log.opened(asdict(config), policy_name(policy), policy_parameters(policy))
 
@@ -117,7 +120,7 @@ class Scheduler:
         """Why the request could never be finished here; None if it could."""
         need = request.prompt_tokens + request.max_tokens
         if need <= self._pool.kv.capacity_tokens:
-            return None
+            return self._former.refusal(request, self.config)
         return InputError(
             f"prompt_tokens + max_tokens of request {request.request_id}",
             need,
@@ -128,7 +131,7 @@ class Scheduler:
         """A request arrives and waits.
 
         Raises:
-            InputError: Its id is already here, or it can never fit into the KV cache. Nothing has changed then.
+            InputError: Its id is already here, or it can never be finished (see `refusal`). Nothing has changed then.
         """
         self._check_time(now)
         if request.request_id in self._pool.states:
@@ -137,13 +140,17 @@ class Scheduler:
         if refusal is not None:
             raise refusal
         self._now = now
-        self._pool.enter(RequestState(request, order=self.counters.num_added), now)
+        state = RequestState(request, order=self.counters.num_added)
+        self.policy.on_arrival(state, now)
+        self._pool.enter(state, now)
         self.counters.num_added += 1
         if self._log is not None:
             self._log.added(request, now)
 
-    def update(self, request_id: str, prediction: LengthPrediction | None, now: float) -> None:
+    def update(self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
         """The prediction of a request has come; None means that the predictor failed.
+
+        A bundle replaces those predictions that it contains; a bare length is a bundle of one.
 
         A prediction for a request that is no longer here is counted as late and otherwise ignored. A failure keeps
         the request where it is, as if nothing had been predicted.
@@ -160,12 +167,16 @@ class Scheduler:
             state.prediction_failed = True
             self.counters.num_failed_predictions += 1
             return
-        state.prediction = prediction
+        if isinstance(prediction, LengthPrediction):
+            prediction = Prediction(length=prediction)
+        state.prediction = prediction.length or state.prediction
+        state.urgency = prediction.urgency or state.urgency
+        state.bucket = prediction.bucket or state.bucket
+        state.rank = prediction.rank or state.rank
         state.prediction_failed = False
         self.counters.num_predictions += 1
         self.policy.on_prediction(state)
-        if state.status is Status.WAITING:
-            self._pool.waiting.push(state, now)
+        self._pool.rekey(state, now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to do.
@@ -180,19 +191,27 @@ class Scheduler:
         self._rekey(now)
         batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
         self.counters.num_preemptions += len(batch.preempted)
+        self.counters.num_swaps += len(batch.swapped_out)
         plan = None
-        if batch.prefills or batch.decodes:
+        if batch.prefills or batch.decodes or batch.preempted:
             plan = StepPlan(
                 step=self._num_steps,
-                prefills=tuple(chunk for _, chunk in batch.prefills),
-                decodes=tuple(state.request_id for state in batch.decodes),
+                prefills=tuple([chunk for _, chunk in batch.prefills]),
+                decodes=tuple([state.request_id for state in batch.decodes]),
                 num_context_tokens=batch.num_context_tokens,
                 admitted=tuple(batch.admitted),
                 preempted=tuple(batch.preempted),
+                swapped_out=tuple(batch.swapped_out),
+                swapped_in=tuple(batch.swapped_in),
             )
             self._num_steps += 1
             self._open = (plan, batch)
+            self._opened_s = now
             self._promised_steps = 1
+        else:
+            waits_for_room = self._pool.reserved and not self._pool.running
+            assert waits_for_room or not self._pool.states, "nobody is served although there are requests"
+        self._keys_are_fresh = True
         if self._log is not None:
             self._log.scheduled(plan, now)
         return plan
@@ -202,10 +221,17 @@ class Scheduler:
         `complete` and `schedule` after each, if until then nothing arrives, is predicted, stops or is aborted.
         """
         _, batch = self._open_step()
-        for state in batch.decodes:
-            limit = min(limit, state.request.max_tokens - state.num_output_tokens)
-        self._promised_steps = self._former.steady_steps(self._pool, batch, max(limit, 1))
+        self._promised_steps = 1
+        if not (batch.prefills or batch.admitted or batch.preempted or self._may_change_its_mind()):
+            for state in batch.decodes:
+                limit = min(limit, state.request.max_tokens - state.num_output_tokens)
+            if limit > 1:
+                self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
         return self._promised_steps
+
+    def _may_change_its_mind(self) -> bool:
+        """Whether the policy may want another batch after a step, although nothing has happened."""
+        return self.policy.sees_every_step or (self.policy.preemptive and len(self._pool.waiting) > 0)
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
         """The open step is done: tokens are counted, finished requests leave and give back their memory.
@@ -230,17 +256,24 @@ class Scheduler:
         finished: list[Finished] = []
         for state, chunk in batch.prefills:
             if state.status is Status.RUNNING:
-                state.num_computed_tokens += chunk.num_tokens
+                self._advance(state, chunk.num_tokens, now)
                 if chunk.is_last:
-                    self._count_tokens(state, 1, stopped, now, finished)
+                    state.decode_entered_s = now
+                    self._count_output(state, 1, now)
+                self._close(state, chunk.num_tokens, stopped, now, finished)
+        steps = result.num_steps
         decoded = [state for state in batch.decodes if state.status is Status.RUNNING]
         for (
             state
         ) in decoded:  # memory first, so that its peak is the same for one long run and for single steps
-            self._advance_decode(state, result.num_steps)
+            self._advance(state, steps, now)
         for state in decoded:
-            self._count_tokens(state, result.num_steps, stopped, now, finished)
+            self._count_output(state, steps, now)
+            self._close(state, steps, stopped, now, finished)
         self.counters.num_finished += len(finished)
+        step_s = (now - self._opened_s) / steps
+        self.policy.on_step(now, step_s)
+        self._former.on_step(step_s)
         if self._log is not None:
             self._log.completed(result, finished, now)
         return tuple(finished)
@@ -260,39 +293,63 @@ class Scheduler:
         return True
 
     def validate(self) -> None:
-        """Checks all invariants, O(requests); AssertionError names the one that does not hold."""
-        self._pool.validate(self._now)
+        """Checks all invariants, O(requests); AssertionError names the one that does not hold.
+
+        Directly after `schedule` also that no key is stale.
+        """
+        self._pool.validate(self._now, keys_are_fresh=self._keys_are_fresh)
         counters = self.counters
-        live = counters.num_added - counters.num_finished - counters.num_aborted
+        gone = counters.num_finished + counters.num_aborted + counters.num_moved_out
+        live = counters.num_added - gone
         assert live == len(self._pool.states), "requests were lost or duplicated"
 
     def _rekey(self, now: float) -> None:
-        pressed = self.policy.on_pressure(len(self._pool.waiting), self.config.max_num_seqs)
+        pool = self._pool
+        pool.start_step(now)
+        pressed = self.policy.on_pressure(len(pool.waiting), self.config.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
-            self._pool.waiting.rekey_all(now)
+            pool.waiting.rekey_all(now)
+            if pressed and pool.evictions is not None:
+                pool.evictions.rekey_all(now)
             self.counters.num_rekeys += 1
 
-    def _advance_decode(self, state: RequestState, num_steps: int) -> None:
-        state.num_computed_tokens += num_steps
-        grown = self._pool.kv.grow(state.request_id, state.num_computed_tokens)
-        assert grown, "steady_steps promised memory that is not there"
+    def _advance(self, state: RequestState, num_tokens: int, now: float) -> None:
+        state.num_computed_tokens += num_tokens
+        state.attained_tokens += num_tokens
+        state.last_scheduled_s = now
+        if state.num_computed_tokens > state.kv_tokens:
+            grown = self._pool.grow(state, state.num_computed_tokens)
+            assert grown, "steady_steps promised memory that is not there"
 
-    def _count_tokens(
-        self, state: RequestState, tokens: int, stopped: set[str], now: float, finished: list[Finished]
-    ) -> None:
-        state.num_output_tokens += tokens
+    @staticmethod
+    def _count_output(state: RequestState, num_tokens: int, now: float) -> None:
+        state.num_output_tokens += num_tokens
+        state.last_token_s = now
         if state.first_token_s is None:
             state.first_token_s = now
-        has_stopped = state.request_id in stopped
-        if not has_stopped and state.num_output_tokens < state.request.max_tokens:
-            return
+
+    def _close(
+        self, state: RequestState, num_tokens: int, stopped: set[str], now: float, finished: list[Finished]
+    ) -> None:
+        """Tells the policy of the request's work in this step, and ends the request if it is done."""
+        if self._on_tokens is not None:
+            self._on_tokens(state, num_tokens, now)
+        if state.request_id in stopped:
+            self._finish(state, "stop", finished)
+        elif state.num_output_tokens == state.request.max_tokens:
+            self._finish(state, "length", finished)
+
+    def _finish(
+        self, state: RequestState, reason: Literal["stop", "length"], finished: list[Finished]
+    ) -> None:
         self._pool.leave(state)
         self.policy.on_finish(state)
         assert state.first_scheduled_s is not None
+        assert state.first_token_s is not None
         finished.append(
             Finished(
                 request_id=state.request_id,
-                reason="stop" if has_stopped else "length",
+                reason=reason,
                 output_tokens=state.num_output_tokens,
                 num_preemptions=state.num_preemptions,
                 first_scheduled_s=state.first_scheduled_s,
@@ -318,3 +375,9 @@ class Scheduler:
     def _check_time(self, now: float) -> None:
         if not now >= self._now or math.isinf(now):
             raise SchedulerStateError(f"time {now} is not at or after {self._now}")
+        self._keys_are_fresh = False
+
+
+def _hook(policy: Policy, name: str) -> Callable[[RequestState, int, float], None] | None:
+    """The policy's hook; None if it does nothing, so that it need not be called for every running request."""
+    return None if getattr(type(policy), name) is getattr(Policy, name) else getattr(policy, name)

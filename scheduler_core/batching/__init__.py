@@ -2,10 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
+
 from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.batch import Batch
 from scheduler_core.batching.chunked_prefill import ChunkedPrefill
+from scheduler_core.batching.orca import Orca
+from scheduler_core.batching.rad import Rad, RadPrefillFirst
+from scheduler_core.batching.request_level import RequestLevel
+from scheduler_core.batching.slai import Slai
+from scheduler_core.batching.stage_aware import StageAware
+from scheduler_core.batching.vllm import Vllm
+from scheduler_core.errors import InputError
 
 #: Every batch former by name.
-BATCH_FORMERS: dict[str, type[BatchFormer]] = {"chunked_prefill": ChunkedPrefill}
+BATCH_FORMERS: dict[str, type[BatchFormer]] = {
+    "chunked_prefill": ChunkedPrefill,
+    "orca": Orca,
+    "rad": Rad,
+    "rad_prefill_first": RadPrefillFirst,
+    "request_level": RequestLevel,
+    "slai": Slai,
+    "stage_aware": StageAware,
+    "vllm": Vllm,
+}
 
-__all__ = ["BATCH_FORMERS", "BatchFormer", "ChunkedPrefill"]
+
+def make_former(name: str, parameters: Mapping[str, object] | None = None) -> BatchFormer:
+    """A new batch former.
+
+    Args:
+        name: One of `BATCH_FORMERS`.
+        parameters: Values for fields of the former; the others keep their defaults.
+
+    Raises:
+        InputError: The name or a parameter is unknown, or a value is outside its range.
+    """
+    if name not in BATCH_FORMERS:
+        raise InputError("batching", name, ", ".join(BATCH_FORMERS))
+    known = [item.name for item in fields(BATCH_FORMERS[name]) if item.init]  # type: ignore[arg-type]
+    for parameter in parameters or {}:
+        if parameter not in known:
+            raise InputError(f"parameter of batching {name}", parameter, ", ".join(sorted(known)) or "none")
+    return BATCH_FORMERS[name](**(parameters or {}))
+
+
+__all__ = [
+    "BATCH_FORMERS",
+    "Batch",
+    "BatchFormer",
+    "ChunkedPrefill",
+    "Orca",
+    "Rad",
+    "RadPrefillFirst",
+    "RequestLevel",
+    "Slai",
+    "StageAware",
+    "Vllm",
+    "make_former",
+]

@@ -1,8 +1,9 @@
-"""What a policy is: an order over waiting requests, and hooks for the events it may learn from."""
+"""What a policy is: an order over requests, and hooks for the events it may learn from."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import ClassVar, Literal
 
 from scheduler_core.request import RequestState
@@ -11,30 +12,97 @@ KeyChanges = Literal["never", "on_event", "with_time"]
 
 
 class Policy(ABC):
-    """Orders the waiting requests; the smallest key is served first, ties by arrival.
+    """Orders the requests; the smallest key is served first, ties by arrival.
 
-    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper.
+    A policy is a keyword-only slots dataclass whose fields are the parameters of its paper. Its key is defined for
+    waiting and for running requests. All hooks do nothing by default; a hook that changes keys of requests other
+    than the one it is called with names them in `take_changed`.
 
     Attributes:
-        key_changes: When a key already given out becomes wrong. "never": only the request's own events (arrival,
-            prediction) change it; "on_event": also when `on_pressure` says so; "with_time": with every step.
-            The queue is a heap for the first two and is sorted anew every step for the last.
+        key_changes: When the key of a waiting request becomes wrong. "never": only the request's own events (arrival,
+            prediction, preemption) change it; "on_event": also when `on_pressure` (all) or `take_changed` (some) say
+            so; "with_time": with every step. The queue is a heap for the first two and is sorted anew every step for
+            the last.
+        preemptive: A waiting request may take the place of a running one (see `may_preempt`).
+        running_keys: When the eviction key of a running request becomes wrong. "on_event": only with a prediction or
+            when `take_changed` names it, so that victims are found in a heap; "on_tokens": possibly with every step,
+            so that the scheduler looks at all running requests to find one.
+        sees_every_step: Its decisions depend on single steps (`on_step`, `on_tokens` or the time), so that no two
+            steps may be taken at once.
+        inputs: What it uses: of "length", "urgency", "bucket", "rank" (predictions), "priority", "tier", "tenant",
+            "slo" (fields of the request).
+        batch_formers: Names of the batch formers it makes sense with; None: every one that has no objection itself.
     """
 
     __slots__ = ()
 
     key_changes: ClassVar[KeyChanges]
+    preemptive: ClassVar[bool] = False
+    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_tokens"
+    sees_every_step: ClassVar[bool] = False
+    inputs: ClassVar[frozenset[str]] = frozenset()
+    batch_formers: ClassVar[frozenset[str] | None] = None
 
     @abstractmethod
     def key(self, state: RequestState, now: float) -> float:
         """Smallest is served first."""
 
+    def eviction_key(self, state: RequestState, now: float) -> float:
+        """Largest among the running requests is evicted first; -inf: not to be evicted for a waiting request.
+
+        Where memory runs out for the running requests themselves somebody must go, also one at -inf.
+        """
+        return self.key(state, now)
+
+    def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
+        """Whether the waiting request may take the place of the running one.
+
+        Asked about the first waiting request and the running one of the largest `eviction_key`, when there is no
+        seat or no memory left. By default a preemptive policy says yes if that makes the order right.
+        """
+        return self.preemptive and self.key(waiting, now) < self.key(running, now)
+
+    def admission_tokens(self, state: RequestState) -> int:
+        """Tokens of KV cache to reserve when the request is admitted; by default what it has to process now.
+
+        Less than that is never reserved, and more than prompt and max_tokens is never needed.
+        """
+        return state.known_tokens
+
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         """Called before each step with the queue's length; True if all keys must be computed anew."""
         return False
 
+    def take_changed(self, now: float) -> Collection[RequestState]:
+        """Requests whose keys have changed since the last call without an event of their own; they get new keys.
+
+        Called before each step. Waiting and running requests may be named; those gone meanwhile are ignored.
+        """
+        return ()
+
+    def on_arrival(self, state: RequestState, now: float) -> None:  # noqa: B027
+        """The request has arrived; called before its first key is computed."""
+
     def on_prediction(self, state: RequestState) -> None:  # noqa: B027
-        """The request's prediction has come; called before its key is computed anew."""
+        """A prediction of the request has come; called before its key is computed anew."""
+
+    def on_admit(self, state: RequestState, now: float) -> None:  # noqa: B027
+        """The request has left the waiting queue and runs."""
+
+    def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:  # noqa: B027
+        """A step has processed `num_tokens` tokens of the request, in either phase, and all is counted.
+
+        Called before the request finishes, if it does.
+        """
+
+    def on_preempt(self, state: RequestState, now: float) -> None:  # noqa: B027
+        """The request has lost its place; called before its key among the waiting is computed."""
+
+    def on_step(self, now: float, step_s: float) -> None:  # noqa: B027
+        """A step has ended after `step_s` seconds; called after `on_tokens` of its requests.
+
+        When several steps were taken at once it is called once, with their mean.
+        """
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027
         """The request has finished or was aborted."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import RequestState
@@ -17,6 +17,7 @@ class Fcfs(Policy):
     """
 
     key_changes: ClassVar[KeyChanges] = "never"
+    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
 
     def key(self, state: RequestState, now: float) -> float:
         return state.request.arrival_s

@@ -4,7 +4,7 @@ parallel machines", J. Appl. Probab. 20, 841-847); TIE's ablation with beta = 0 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.policies.base import KeyChanges, Policy
@@ -27,6 +27,8 @@ class Sept(Policy):
     """
 
     key_changes: ClassVar[KeyChanges] = "never"
+    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
+    inputs: ClassVar[frozenset[str]] = frozenset({"length"})
     _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def on_prediction(self, state: RequestState) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import RequestState
@@ -29,6 +29,8 @@ class Ssjf(Policy):
     """
 
     key_changes: ClassVar[KeyChanges] = "never"
+    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
+    inputs: ClassVar[frozenset[str]] = frozenset({"length"})
 
     def key(self, state: RequestState, now: float) -> float:
         longest = math.log(state.request.max_tokens)

@@ -47,6 +47,7 @@ class Tie(Policy):
     """
 
     key_changes: ClassVar[KeyChanges] = "on_event"
+    inputs: ClassVar[frozenset[str]] = frozenset({"length"})
 
     alpha: float = 0.9
     beta_min: float = 0.1

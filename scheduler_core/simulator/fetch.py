@@ -118,7 +118,7 @@ async def fetch_predictions_async(
             events.append(await collector.next_event())
             if progress is not None:
                 progress(1)
-            if len(events) == probe and all(event.prediction is None for event in events):
+            if len(events) == probe and all(event.length is None for event in events):
                 raise TailcastError(
                     f"predictor {name}: the first {probe} predictions failed: {events[0].error}"
                 )
@@ -126,7 +126,7 @@ async def fetch_predictions_async(
         await collector.close()
     return Predictions(
         name,
-        {event.request_id: event.prediction for event in events},
+        {event.request_id: event.length for event in events},
         {event.request_id: event.latency_s for event in events},
         {event.request_id: event.error for event in events if event.error is not None},
     )

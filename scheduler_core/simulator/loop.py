@@ -48,7 +48,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class TraceEvent:
     """Something that reaches the scheduler from outside."""
 
     time_s: float
@@ -89,7 +89,7 @@ class Simulation:
         self._run: DecodeRun | None = None
         self._outcome = Outcome()
         self._seen_until_s = 0.0
-        self._events = _events(trace, predictions, delays_s or {})
+        self._events = trace_events(trace, predictions, delays_s or {})
         self._next = 0
 
     def run(self) -> Outcome:
@@ -111,7 +111,7 @@ class Simulation:
 
     def _step(self, plan: StepPlan, now: float) -> float:
         """Carries out the plan once, or as often as nothing changes; returns the end."""
-        if plan.prefills:
+        if plan.prefills or plan.num_swapped_tokens:
             self._run = None
             steps, end_s = 1, now + self._step_time.step_s(plan)
         else:
@@ -171,12 +171,7 @@ class Simulation:
                 self._scheduler.update(request_id, self._answers[request_id], event.time_s)
 
     def _arrive(self, row: TraceRequest) -> None:
-        request = Request(
-            request_id=row.request_id,
-            arrival_s=row.arrival_s,
-            prompt_tokens=row.prompt_tokens,
-            max_tokens=row.max_tokens,
-        )
+        request = request_of(row)
         refusal = self._scheduler.refusal(request)
         if refusal is not None:
             self._outcome.refused[row.request_id] = str(refusal)
@@ -199,30 +194,52 @@ class Simulation:
         self._seen_until_s = now
 
     def _record(self, item: Finished, now: float) -> RequestRecord:
-        row = self._rows.pop(item.request_id)
-        seen: LengthPrediction | None = self._answers.get(item.request_id)
-        return RequestRecord(
-            request_id=item.request_id,
-            arrival_s=row.arrival_s,
-            first_scheduled_s=item.first_scheduled_s,
-            first_token_s=item.first_token_s,
-            finish_s=now,
-            prompt_tokens=row.prompt_tokens,
-            output_tokens=item.output_tokens,
-            max_tokens=row.max_tokens,
-            finish_reason=item.reason,
-            num_preemptions=item.num_preemptions,
-            predicted_mu=None if seen is None else seen.mu,
-            predicted_sigma=None if seen is None else seen.sigma,
-            predicted_nu=None if seen is None else seen.nu,
-        )
+        return finished_record(item, self._rows.pop(item.request_id), self._answers.get(item.request_id), now)
 
 
-def _events(trace: Trace, predictions: Predictions, delays_s: dict[str, float]) -> list[_Event]:
+def request_of(row: TraceRequest) -> Request:
+    """The request that the scheduler gets to see: without the true length."""
+    return Request(
+        request_id=row.request_id,
+        arrival_s=row.arrival_s,
+        prompt_tokens=row.prompt_tokens,
+        max_tokens=row.max_tokens,
+    )
+
+
+def finished_record(
+    item: Finished, row: TraceRequest, seen: LengthPrediction | None, finish_s: float
+) -> RequestRecord:
+    """What became of a request that has just finished.
+
+    Args:
+        item: What the scheduler says.
+        row: What the trace says.
+        seen: What was predicted.
+        finish_s: When its last token was there.
+    """
+    return RequestRecord(
+        request_id=item.request_id,
+        arrival_s=row.arrival_s,
+        first_scheduled_s=item.first_scheduled_s,
+        first_token_s=item.first_token_s,
+        finish_s=finish_s,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=item.output_tokens,
+        max_tokens=row.max_tokens,
+        finish_reason=item.reason,
+        num_preemptions=item.num_preemptions,
+        predicted_mu=None if seen is None else seen.mu,
+        predicted_sigma=None if seen is None else seen.sigma,
+        predicted_nu=None if seen is None else seen.nu,
+    )
+
+
+def trace_events(trace: Trace, predictions: Predictions, delays_s: dict[str, float]) -> list[TraceEvent]:
     """All arrivals and predictions in order of time; at equal times a request arrives before its prediction."""
-    events = [_Event(row.arrival_s, row, arrives=True) for row in trace.requests]
+    events = [TraceEvent(row.arrival_s, row, arrives=True) for row in trace.requests]
     events += [
-        _Event(row.arrival_s + delays_s.get(row.request_id, 0.0), row, arrives=False)
+        TraceEvent(row.arrival_s + delays_s.get(row.request_id, 0.0), row, arrives=False)
         for row in trace.requests
         if row.request_id in predictions.answers
     ]

@@ -45,14 +45,15 @@ class SimulationConfig:
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, and a predicted log-t length mu, sigma, nu."""
     policy: str
-    """Order of the waiting requests: fcfs (arrival), ssjf (shortest predicted median), sept (smallest predicted
-    mean), tie (mean plus tail risk), sjf (shortest true length: the bound)."""
+    """Order of the requests: fcfs (arrival), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean
+    plus tail risk), uniboost, semantic, tail_guard and others, see scheduler_core/policies/README.md; or sjf (shortest
+    true length: the bound)."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Parameters of the policy that shall not have their default, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
     """Source of predictions: SCHEME://ADDRESS (such as grpc://127.0.0.1:50051: a running serve-predictor, asked about
-    every prompt), trace (the trace's columns mu, sigma, nu), oracle (true lengths), none. Default: none for
-    fcfs, oracle for sjf, trace for the others."""
+    every prompt), trace (the trace's columns mu, sigma, nu), oracle (true lengths), none. Default: oracle for sjf,
+    trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
     """Simulated seconds from a request's arrival to its prediction. Default: what was measured for each live call;
     0 for trace and oracle."""
@@ -114,7 +115,7 @@ class SimulationConfig:
             return self.predictor
         if self.policy in BOUNDS:
             return "oracle"
-        return "none" if self.policy == "fcfs" else "trace"
+        return "trace" if "length" in POLICIES[self.policy].inputs else "none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,14 @@ from scheduler_core.plan import StepPlan
 
 @dataclass(frozen=True, kw_only=True)
 class LinearStepTime:
-    """t = base_s + per_prefill_token_s * P + per_decode_s * D + per_context_token_s * C.
+    """t = base_s + per_prefill_token_s * P + per_decode_s * D + per_context_token_s * C + per_swapped_token_s * S.
 
-    P prefill tokens, D decoding requests, C tokens read from the KV cache. The defaults stand for a 7B model on one
+    P prefill tokens, D decoding requests, C tokens read from the KV cache, S tokens copied between the KV cache and the
+    host. The defaults stand for a 7B model on one
     48 GB GPU: base and per-token times are the least-squares line through the chunk timings that SLAI ships for
     Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a); the context term is
-    Mistral-7B's 128 KiB of keys and values per token (32 layers, 8 heads of 128, fp16) over 960 GB/s.
+    Mistral-7B's 128 KiB of keys and values per token (32 layers, 8 heads of 128, fp16) over 960 GB/s;
+    the swap term is the same 128 KiB over the 25 GB/s that PCIe 4.0 x16 reaches.
 
     Raises:
         InputError: A time is negative or not finite, or a step could take no time.
@@ -30,9 +32,17 @@ class LinearStepTime:
     """Seconds per request that generates a token."""
     per_context_token_s: float = 1.37e-7
     """Seconds per token read from the KV cache."""
+    per_swapped_token_s: float = 5.24e-6
+    """Seconds per token copied between the KV cache and the host's memory; the step waits for it."""
 
     def __post_init__(self) -> None:
-        for name in ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"):
+        for name in (
+            "base_s",
+            "per_prefill_token_s",
+            "per_decode_s",
+            "per_context_token_s",
+            "per_swapped_token_s",
+        ):
             value = getattr(self, name)
             if not 0 <= value < math.inf:
                 raise InputError(name, value, "seconds >= 0")
@@ -46,6 +56,7 @@ class LinearStepTime:
             + self.per_prefill_token_s * plan.num_prefill_tokens
             + self.per_decode_s * len(plan.decodes)
             + self.per_context_token_s * plan.num_context_tokens
+            + self.per_swapped_token_s * plan.num_swapped_tokens
         )
 
     def run_s(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> float:

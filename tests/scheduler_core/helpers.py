@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from scheduler_core.decision_log import DecisionLog
+from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, StepResult
-from scheduler_core.policies import make_policy
+from scheduler_core.policies import Policy, make_policy
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
@@ -25,9 +28,31 @@ def prediction(median: float, sigma: float = 0.5, nu: float = 3.5) -> LengthPred
     return LengthPrediction(math.log(median), sigma, nu)
 
 
-def scheduler(policy: str = "fcfs", **limits: float) -> Scheduler:
+def scheduler(policy: str | Policy = "fcfs", *, log: DecisionLog | None = None, **limits: Any) -> Scheduler:
     """A scheduler with default limits but for those given."""
-    return Scheduler(SchedulerConfig(**limits), make_policy(policy))  # type: ignore[arg-type]
+    chosen = make_policy(policy) if isinstance(policy, str) else policy
+    return Scheduler(SchedulerConfig(**limits), chosen, log)
+
+
+#: Parameters with which a batch former works on the small engines of the tests.
+SMALL_PARAMETERS: dict[str, dict[str, Any]] = {
+    "rad": {"n": 3, "t_row": 1, "t_red": 1},
+    "rad_prefill_first": {"n": 3, "t_row": 1, "t_red": 1},
+    "slai": {"max_decodes": 2, "paying_first": True},
+}
+
+
+def compatible_pairs(policies: Iterable[str], formers: Iterable[str]) -> list[tuple[str, str]]:
+    """Policies and batch formers that a scheduler takes together."""
+    pairs = []
+    for former in formers:
+        for policy in policies:
+            try:
+                scheduler(policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}))
+            except InputError:
+                continue
+            pairs.append((policy, former))
+    return pairs
 
 
 def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[Finished, ...]:

@@ -47,6 +47,12 @@ class Scripted:
         self.closed = True
 
 
+async def settled() -> None:
+    """Lets everything run that can run without news from outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 def ask(name: str, prompt: str) -> PredictionRequest:
     return PredictionRequest(name, prompt, 100)
 
@@ -79,8 +85,7 @@ async def test_no_more_than_max_in_flight_calls_are_under_way() -> None:
     collector = AsyncPredictor(source, max_in_flight=3)
     for index in range(10):
         collector.submit(ask(str(index), "good"))
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await settled()
     assert source.under_way == 3
     source.gate.set()
     for _ in range(10):
@@ -109,13 +114,13 @@ async def test_closing_cancels_calls_under_way() -> None:
     source = Scripted()
     collector = AsyncPredictor(source)
     collector.submit(ask("a", "good"))
-    await asyncio.sleep(0)
+    await settled()
     assert source.under_way == 1
     await collector.close()
     assert source.under_way == 0
 
 
-@pytest.mark.parametrize("values", [{"max_in_flight": 0}, {"timeout_s": 0.0}])
+@pytest.mark.parametrize("values", [{"max_in_flight": 0}, {"timeout_s": 0.0}, {"max_batch": 0}])
 async def test_wrong_limits_are_named(values: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=next(iter(values))):
         AsyncPredictor(Scripted(), **values)

@@ -313,4 +313,4 @@ def test_the_cache_counts_its_peak_and_refuses_without_taking() -> None:
     cache.release("a")
     assert cache.grow("b", 30)
     assert cache.peak_blocks == 4
-    cache.validate({"b"})
+    cache.validate({"b"}, set())

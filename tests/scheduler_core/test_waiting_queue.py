@@ -48,7 +48,8 @@ def test_the_head_is_always_the_smallest_live_key(operations: list[tuple[str, in
         elif name == "rekey":
             policy.keys = {key: old * value for key, old in policy.keys.items()}
             queue.rekey_all(0.0)
-        queue.validate(0.0)
+        queue.validate()
+        queue.validate_keys(0.0)
         assert len(queue) == len(live)
         assert {state.order for state in queue} == live
         expected = min(

@@ -1,0 +1,320 @@
+"""Our own policies against what they are made from, on the same arrivals, in the same run.
+
+    python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,kv,...]
+
+FILE is a Parquet file with a column `output_tokens` of several sampled lengths per prompt, such as CASTILLO's. The true length
+of a request is one of its samples, its predicted log-t is fitted to the others (location: median, scale: 0.8 standard
+deviations of ln length, nu = 3.5), behind an error of the predictor: mu + noise N(0, e^2), shrunk towards the mean and
+widened as a calibrated predictor would be. Times are in decode steps: a step takes one unit whatever is in it, so the queue
+is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
+
+- tail: mean and P99 completion under overload, and the share of SEPT's gain over FCFS in the mean that is kept (e).
+- gittins: wide distributions, displacement allowed (a).
+- trust: boosts from predictions that are right, and from ones that are wrong (b); the learned mixture, with its regret (e).
+- kv: preemptions and makespan with little memory (c).
+- slo: share of requests within their target (d).
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.plan import StepResult
+from scheduler_core.policies import make_policy
+from scheduler_core.policies.mixed_boost import MixedBoost
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.request import Request
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+
+FloatArray = NDArray[np.float64]
+NU, CAP = 3.5, 15_000
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request, its true length and what is predicted."""
+
+    request: Request
+    output_tokens: int
+    prediction: LengthPrediction
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Of one policy: latency of each job in steps (in order of arrival), and counters."""
+
+    latency: FloatArray
+    preemptions: int
+    steps: int
+    scheduler: Scheduler
+
+
+def read_jobs(
+    path: str, num: int, slots: int, load: float, noise: float, rng: np.random.Generator
+) -> list[Job]:
+    """Jobs with Poisson arrivals at `load` times what the slots can serve."""
+    import pyarrow.parquet as pq
+
+    samples = np.array(pq.read_table(path, columns=["output_tokens"])["output_tokens"].to_pylist(), float)
+    samples = samples[rng.choice(len(samples), num, replace=num > len(samples))]
+    chosen = rng.integers(0, samples.shape[1], num)
+    true = samples[np.arange(num), chosen].astype(int)
+    others = np.ones_like(samples, bool)
+    others[np.arange(num), chosen] = False
+    logs = np.log(samples[others].reshape(num, -1))
+    mu, sigma = np.median(logs, axis=1), np.maximum(0.8 * logs.std(axis=1), 0.05)
+    believed = mu.var() / (mu.var() + noise**2)
+    seen = mu.mean() + believed * (mu + rng.normal(0.0, noise, num) - mu.mean())
+    wide = np.hypot(sigma, 0.8 * np.sqrt((1.0 - believed) * mu.var()))
+    arrivals = np.cumsum(rng.exponential(true.mean() / slots / load, num))
+    return [
+        Job(
+            Request(
+                request_id=f"r{index}", arrival_s=float(arrivals[index]), prompt_tokens=1, max_tokens=CAP
+            ),
+            int(true[index]),
+            LengthPrediction(float(seen[index]), float(wide[index]), NU),
+        )
+        for index in range(num)
+    ]
+
+
+def run(
+    jobs: Sequence[Job],
+    policy: str,
+    parameters: Mapping[str, float] | None = None,
+    *,
+    prefill_token: float = 0.0,
+    **limits: int,
+) -> Outcome:
+    """Serves all jobs; a step takes one unit of time, and `prefill_token` for each prompt token.
+
+    Arrivals reach the scheduler at the step after them.
+    """
+    chosen = {"num_kv_blocks": 1_000_000, "max_num_batched_tokens": 8192, **limits}
+    core = Scheduler(SchedulerConfig(**chosen), make_policy(policy, parameters))  # type: ignore[arg-type]
+    by_id = {job.request.request_id: job for job in jobs}
+    spent: dict[str, float] = {}
+    now, coming, steps = 0.0, 0, 0
+    while len(spent) < len(jobs):
+        while coming < len(jobs) and jobs[coming].request.arrival_s <= now:
+            core.add(jobs[coming].request, now)
+            core.update(jobs[coming].request.request_id, jobs[coming].prediction, now)
+            coming += 1
+        plan = core.schedule(now)
+        if plan is None:
+            now = float(np.ceil(jobs[coming].request.arrival_s))
+            continue
+        sampling = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
+        left = {name: by_id[name].output_tokens - core.state(name).num_output_tokens for name in sampling}
+        most = 1 if plan.prefills else core.steady_steps(min(left.values()))
+        if coming < len(jobs):
+            most = min(most, max(1, int(np.ceil(jobs[coming].request.arrival_s - now))))
+        now, steps = now + most + prefill_token * plan.num_prefill_tokens, steps + most
+        stopped = tuple(name for name in sampling if left[name] == most and by_id[name].output_tokens < CAP)
+        for done in core.complete(StepResult(plan.step, stopped, most), now):
+            spent[done.request_id] = now - by_id[done.request_id].request.arrival_s
+    latency = np.array([spent[job.request.request_id] for job in jobs])
+    return Outcome(latency, core.counters.num_preemptions, steps, core)
+
+
+def heading(*columns: str) -> None:
+    """Head of a table."""
+    print("\n| " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * (len(columns) - 1))
+
+
+def row(name: str, *values: float | str) -> None:
+    """A row of a table."""
+    print(
+        f"| {name} | " + " | ".join(v if isinstance(v, str) else f"{v:,.0f}" for v in values) + " |",
+        flush=True,
+    )
+
+
+def tail(options: argparse.Namespace) -> None:
+    """(e): the cure for the tail."""
+    jobs = read_jobs(
+        options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
+    )
+    limits = {"max_num_seqs": options.slots}
+    fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
+    known = {"prior_s": float(np.percentile(fcfs, 99))}
+    sides: list[tuple[str, FloatArray | Callable[[], FloatArray]]] = [("fcfs", fcfs), ("sept", sept)]
+    for title, policy, parameters in (
+        ("ssjf", "ssjf", {}),
+        ("tie, tau as 30 s of 20 ms steps", "tie", {"tau_s": 1500.0}),
+        ("hrrn", "hrrn", {"token_s": 1.0}),
+        ("tail_guard", "tail_guard", {}),
+        ("tail_guard, nobody exempt", "tail_guard", {"exempt_share": 0.0}),
+        ("tail_guard, P99 of FCFS known before", "tail_guard", {"ratio": 1.2, **known}),
+        ("the same, nobody exempt", "tail_guard", {"ratio": 1.2, "exempt_share": 0.0, **known}),
+    ):
+        sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
+    print(
+        f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, predictor's error {options.noise}; steps"
+    )
+    heading("policy", "mean", "P50", "P99", "P99.9", "max", "P99 / FCFS", "gain in mean kept")
+    for title, side in sides:
+        latency = side() if callable(side) else side
+        kept = (fcfs.mean() - latency.mean()) / (fcfs.mean() - sept.mean())
+        p50, p99, p999 = np.percentile(latency, [50, 99, 99.9])
+        ratio = f"{p99 / np.percentile(fcfs, 99):.2f}"
+        row(title, latency.mean(), p50, p99, p999, latency.max(), ratio, f"{100 * kept:.0f} %")
+
+
+def gittins(options: argparse.Namespace) -> None:
+    """(a): Gittins on the predicted log-t."""
+    num = min(options.requests, 1500)
+    jobs = read_jobs(options.lengths, num, options.slots, options.load, 0.8, rng(options))
+    print(
+        f"\ngittins: {num} requests, {options.slots} slots, load {options.load}, predictor's error 0.8; steps; displacement is free"
+    )
+    heading("policy", "mean", "P50", "P99", "preemptions")
+    for name, parameters in (
+        ("fcfs", {}), ("sept", {}), ("srpt", {}), ("las", {}), ("trail", {"limit": 1.0}), ("gittins", {"switch_cost": 0.0}),
+    ):  # fmt: skip
+        found = run(jobs, name, parameters, max_num_seqs=options.slots)
+        p50, p99 = np.percentile(found.latency, [50, 99])
+        row(name, found.latency.mean(), p50, p99, found.preemptions)
+
+
+def trust(options: argparse.Namespace) -> None:
+    """(b) and the learned mixture: right and wrong predictors."""
+    num = min(options.requests, 1500)
+    right = read_jobs(options.lengths, num, options.slots, options.load, 0.3, rng(options))
+    for job_index, job in enumerate(right):
+        # The prompt says a little about the length: a fifth of the spread of its logarithm.
+        prompt = int(
+            np.clip(20 * np.exp(0.5 * (job.prediction.mu - 5.5) + options_noise(job_index)), 1, 4000)
+        )
+        right[job_index] = replace(job, request=replace(job.request, prompt_tokens=prompt))
+    draw = rng(options).permutation(num)
+    wrong = [
+        replace(job, prediction=right[int(other)].prediction) for job, other in zip(right, draw, strict=True)
+    ]
+    biased = [
+        replace(job, prediction=replace(job.prediction, mu=job.prediction.mu + 2.0 * float(np.sin(index))))
+        for index, job in enumerate(right)
+    ]
+    scale = {"gamma_per_s": 0.002}
+    print(f"\ntrust: {num} requests, {options.slots} slots, load {options.load}; mean / P99 in steps")
+    heading("policy", "right", "mu off by 2 sin(i)", "shuffled")
+    for name, parameters in (
+        ("fcfs", {}), ("sept", {}), ("distboost", scale),
+        ("predicted_boost", scale), ("predicted_boost, always trusted", {**scale, "max_gap": 1.0}),
+        ("mixed_boost", {**scale, "decode_token_s": 1.0 / options.slots, "prefill_token_s": 0.001}),
+    ):  # fmt: skip
+        cells, learned = [], []
+        for jobs in (right, biased, wrong):
+            found = run(jobs, name.split(",")[0], parameters, max_num_seqs=options.slots)
+            cells.append(f"{found.latency.mean():,.0f} / {np.percentile(found.latency, 99):,.0f}")
+            policy = found.scheduler.policy
+            if isinstance(policy, MixedBoost):
+                learned.append(
+                    f"omega {policy.share:.2f}, regret {policy.regret:.1f} (bound {policy.regret_bound:.1f})"
+                )
+        row(name, *cells)
+        if learned:
+            row("  learned", *learned)
+
+
+def options_noise(index: int) -> float:
+    """Spread of prompt lengths, the same in every run."""
+    return float(np.random.default_rng(index).normal(0.0, 1.0))
+
+
+def kv(options: argparse.Namespace) -> None:
+    """(c): admission by predicted quantile."""
+    num = min(options.requests, 1000)
+    jobs = read_jobs(options.lengths, num, options.slots, 4.0, options.noise, rng(options))
+    jobs = [replace(job, request=replace(job.request, prompt_tokens=200)) for job in jobs]
+    limits = {
+        "max_num_seqs": 4 * options.slots,
+        "num_kv_blocks": 2 * options.slots * 40,
+        "max_num_batched_tokens": 512,
+    }
+    print(
+        f"\nkv: {num} requests with prompts of 200, room for {limits['num_kv_blocks'] * 16:,} tokens, recompute at 0.003 a token; steps"
+    )
+    heading("policy", "mean", "P99", "preemptions", "steps in all")
+    for name, parameters in (
+        ("fcfs", {}), ("reserve q = 0.1", {"quantile": 0.1}), ("reserve q = 0.5", {"quantile": 0.5}), ("reserve q = 0.9", {"quantile": 0.9}),
+        ("reserve q = 0.99", {"quantile": 0.99}),
+    ):  # fmt: skip
+        found = run(jobs, name.split()[0], parameters, prefill_token=0.003, **limits)
+        row(name, found.latency.mean(), np.percentile(found.latency, 99), found.preemptions, found.steps)
+
+
+def slo(options: argparse.Namespace) -> None:
+    """(d): SLO-aware TIE."""
+    num = min(options.requests, 1500)
+    jobs = read_jobs(options.lengths, num, options.slots, options.load, options.noise, rng(options))
+    wanted = rng(options).choice([300.0, 1000.0, 4000.0], num)
+    jobs = [
+        replace(
+            job, request=replace(job.request, ttlt_slo_s=float(target) + 2.0 * job.output_tokens, tier=level)
+        )
+        for job, target, level in zip(
+            jobs, wanted, np.searchsorted([500.0, 2000.0], wanted).tolist(), strict=True
+        )
+    ]
+    print(
+        f"\nslo: {num} requests, {options.slots} slots, load {options.load}, targets of 300, 1,000, 4,000 + 2 x length steps"
+    )
+    heading("policy", "mean", "P99", "within target", "tier 0", "tier 1", "tier 2")
+    for name, parameters in (
+        ("fcfs", {}), ("edf", {}), ("tie", {"tau_s": 3000.0}),
+        ("slo_tie", {"tau_s": 3000.0, "token_s": 1.0, "margin_s": 100.0}),
+    ):  # fmt: skip
+        latency = run(jobs, name, parameters, max_num_seqs=options.slots).latency
+        targets = np.array([job.request.ttlt_slo_s for job in jobs], float)
+        tiers = np.array([job.request.tier for job in jobs])
+        met = latency <= targets
+        shares = [
+            f"{100 * met[chosen].mean():.1f} %" for chosen in (tiers >= 0, tiers == 0, tiers == 1, tiers == 2)
+        ]
+        row(name, latency.mean(), np.percentile(latency, 99), *shares)
+
+
+def rng(options: argparse.Namespace) -> np.random.Generator:
+    """The study's own stream of random numbers."""
+    return np.random.default_rng(options.seed)
+
+
+STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
+    "tail": tail, "gittins": gittins, "trust": trust, "kv": kv, "slo": slo,
+}  # fmt: skip
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--lengths", help="Parquet file with sampled lengths")
+    parser.add_argument("--requests", type=int, default=4500)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--load", type=float, default=1.2)
+    parser.add_argument("--noise", type=float, default=0.5, help="standard error of the predicted ln length")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--studies", default=",".join(STUDIES))
+    options = parser.parse_args(args)
+    if options.lengths is None:
+        print("nothing to measure: name a Parquet file with --lengths (see --help)")
+        return
+    print(
+        f"Python {platform.python_version()}, numpy {np.__version__}, {platform.machine()}, seed {options.seed}"
+    )
+    for name in options.studies.split(","):
+        STUDIES[name](options)
+
+
+if __name__ == "__main__":
+    main()

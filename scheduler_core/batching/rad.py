@@ -1,0 +1,140 @@
+"""RAD: throughput-optimal batches of optimally tiled matrix products.
+
+Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM Inference: Theory and Practice"
+(arXiv:2508.01002): Algorithm 1 (section 4) and Algorithm 2 (appendix D).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.batch import Batch, split_by_phase
+from scheduler_core.batching.steady import steps_that_fit
+from scheduler_core.errors import InputError
+from scheduler_core.limits import Limits
+from scheduler_core.pool import Pool
+
+
+@dataclass(kw_only=True, slots=True)
+class Rad(BatchFormer):
+    """Algorithm 1: keep exactly t_col requests decoding, and prefill one request at a time whenever there are fewer.
+
+    decode mode if |D| = t_col or P is empty or n requests were started in this cycle: one token of each in D
+    prefill mode else: the first of P, alone, in chunks of t_lcm = LCM(t_row, t_col, t_red) tokens
+    A cycle ends when D is empty.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | P, D | requests in prefill (waiting or started) and in decode | requests |
+    | n | most requests started in a cycle | requests |
+    | t_row, t_col, t_red | output tile and reduction tile of the matrix products; 128, 256, 32 are best on A100 | tokens |
+
+    n > (t_col - 1) T_max / (epsilon T_R) makes the system stable at every load up to 1 - epsilon (Theorem 2), with
+    T_max the longest time a request alone can take and T_R the expected time per request of Theorem 1.
+
+    Differs from the paper: the order of P is the policy's, FCFS there; t_col unset is max_num_seqs, so that it need
+    not be repeated; memory is finite beyond t_col requests: a request that does not fit is not in P for now, and a
+    decode that finds no free block preempts the request admitted last, which does not count as started again.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    takes_preemptive = False
+
+    n: int = 1024
+    t_row: int = 128
+    t_col: int | None = None
+    t_red: int = 32
+    _num_started: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("n", "t_row", "t_col", "t_red"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value <= 0):
+                raise InputError(name, value, "integers > 0")
+
+    def check(self, limits: Limits) -> None:
+        if self.t_col is not None and self.t_col > limits.max_num_seqs:
+            raise InputError("t_col", self.t_col, f"at most max_num_seqs = {limits.max_num_seqs}")
+        t_lcm = self.chunk_tokens(limits.max_num_seqs)
+        if t_lcm > limits.max_num_batched_tokens:
+            allowed = (
+                f"a least common multiple of at most max_num_batched_tokens = {limits.max_num_batched_tokens}"
+            )
+            raise InputError("t_row, t_col, t_red", (self.t_row, self.t_col, self.t_red), allowed)
+
+    def tile_columns(self, max_num_seqs: int) -> int:
+        """t_col."""
+        return max_num_seqs if self.t_col is None else self.t_col
+
+    def chunk_tokens(self, max_num_seqs: int) -> int:
+        """t_lcm."""
+        return math.lcm(self.t_row, self.tile_columns(max_num_seqs), self.t_red)
+
+    def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
+        batch = Batch(max_num_batched_tokens)
+        if not pool.running:
+            self._num_started = 0  # end of cycle
+        if not self._prefill(pool, batch, self.tile_columns(pool.max_num_seqs), now):
+            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now))
+        return batch
+
+    def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
+        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode
+        (line 6).
+        """
+        prefilling, _ = split_by_phase(pool)
+        if prefilling:
+            batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))
+            return True
+        while len(pool.running) < most_running and self._num_started < self.n:
+            head = pool.waiting.peek()
+            if head is None or not batch.admit(pool, head, now):
+                return False
+            self._num_started += head.num_preemptions == 0
+            if head.num_computed_tokens < head.prefill_target_tokens:
+                batch.add_chunk(head, self.chunk_tokens(pool.max_num_seqs))
+                return True
+        return False
+
+    def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
+        full = len(batch.decodes) == self.tile_columns(pool.max_num_seqs)
+        may_prefill = len(pool.waiting) and not full and self._num_started < self.n
+        if may_prefill and pool.policy.key_changes == "with_time":
+            return 1  # another head might fit
+        return steps_that_fit(pool, batch, limit)
+
+
+@dataclass(kw_only=True, slots=True)
+class RadPrefillFirst(Rad):
+    """Algorithm 2: all prompts of a cycle first, up to n, then their decodes, t_col at a time.
+
+    Prefills are those of Algorithm 1. In decode mode the first t_col of D are active; one that is done is replaced
+    by the next of D. When D is empty the next cycle starts. Short times between tokens, long times to the first one.
+
+    Differs from the paper: a request's first token is sampled by its prefill here (in the paper by its first decode);
+    prefill mode also ends when the next request does not fit into memory; a request preempted in decode mode comes
+    back in the next cycle.
+    """
+
+    _decoding: bool = field(default=False, init=False, repr=False)
+
+    def max_running(self, limits: Limits) -> int:
+        return self.n
+
+    def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
+        batch = Batch(max_num_batched_tokens)
+        if not pool.running:
+            self._num_started, self._decoding = 0, False
+        if not self._decoding and self._prefill(pool, batch, self.n, now):
+            return batch
+        self._decoding = True
+        active = split_by_phase(pool)[1][: self.tile_columns(pool.max_num_seqs)]
+        batch.add_decodes(batch.make_room(pool, active, now))
+        return batch
+
+    def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
+        return steps_that_fit(pool, batch, limit)

@@ -1,0 +1,161 @@
+"""SLAI: decodes wait until they become critical, prompts use the time.
+
+Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM Inference: Theory and Practice"
+(arXiv:2508.01002), sections 6 and 7, Eqs. 8 and 9; "paying first" is the variant of appendix F.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.batch import Batch, split_by_phase, still_running
+from scheduler_core.errors import InputError
+from scheduler_core.pool import Pool
+from scheduler_core.request import RequestState, Status
+
+Timed = tuple[float, int, RequestState]
+
+
+@dataclass(kw_only=True, slots=True)
+class Slai(BatchFormer):
+    """A decode must be in a batch before its last schedulable time; prompts go before all others.
+
+    C = e + TBT - delta * t_batch; a decode is critical when now >= C.                     (Eq. 8)
+    delta = delta_low if the KV use is below memory_limit, else delta_high                 (section 7.1)
+
+    Batch: (1) critical decodes by increasing C; (2) prompts under way, then new ones in the policy's order (SPF or
+    FCFS in the paper) while the token budget and the seats last; (3) other decodes by increasing C. At most
+    max_decodes decodes in all.
+
+    | symbol | meaning | here |
+    | --- | --- | --- |
+    | e | end of the batch with the request's previous token | s |
+    | TBT | wanted time between tokens | the request's tbt_slo_s, or default_tbt_s; s |
+    | t_batch | mean time of the batches so far | s |
+    | delta | safety offset, fixed if delta_low = delta_high | batches |
+    | tau_budget | most tokens in a batch, 512 in the paper | max_num_batched_tokens |
+    | alpha | most requests in memory, 128 in the paper | max_num_seqs |
+    | beta | most decodes in a batch | max_decodes |
+    | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
+    | mean_weight | weight of the latest batch in an exponential mean; 0: the plain mean of all batches | - |
+
+    A decode that finds no free block evicts the prompt under way that was started last, else itself.
+
+    Differs from the paper: C is taken from the present delta and t_batch when a batch is built; the released code
+    fixes it when the previous token comes, so that a switch of delta reaches nobody who waits. Other decodes count
+    for beta too (not always in the released code), and one that finds no block waits instead of evicting somebody,
+    unless there is nothing else to do.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    takes_preemptive = False
+
+    delta_low: float = 5.0
+    delta_high: float = 10.0
+    memory_limit: float = 0.96
+    max_decodes: int = 128
+    default_tbt_s: float = 0.5
+    paying_first: bool = False
+    paying_tbt_s: float = 0.1
+    mean_weight: float = 0.0
+    _mean_s: float = field(default=0.0, init=False, repr=False)
+    _num_steps: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("delta_low", "delta_high", "default_tbt_s", "paying_tbt_s"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InputError(name, value, "finite numbers >= 0")
+        for name in ("memory_limit", "mean_weight"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise InputError(name, value, "numbers in [0, 1]")
+        if not isinstance(self.max_decodes, int) or self.max_decodes <= 0:
+            raise InputError("max_decodes", self.max_decodes, "integers > 0")
+
+    @property
+    def group(self) -> Callable[[RequestState], int] | None:
+        return self._unpaid if self.paying_first else None
+
+    def _unpaid(self, state: RequestState) -> int:
+        wanted = state.request.tbt_slo_s
+        return int((self.default_tbt_s if wanted is None else wanted) > self.paying_tbt_s)
+
+    @property
+    def mean_step_s(self) -> float:
+        """t_batch, in seconds; 0 before the first batch."""
+        return self._mean_s
+
+    def on_step(self, step_s: float) -> None:
+        self._num_steps += 1
+        weight = self.mean_weight if self.mean_weight > 0 and self._num_steps > 1 else 1.0 / self._num_steps
+        self._mean_s += weight * (step_s - self._mean_s)
+
+    def offset_s(self, kv_use: float) -> float:
+        """delta * t_batch, in seconds, at a share of used KV blocks."""
+        return (self.delta_low if kv_use < self.memory_limit else self.delta_high) * self._mean_s
+
+    def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
+        batch = Batch(max_num_batched_tokens)
+        prefilling, decodes = split_by_phase(pool)
+        due_s = self._due_s(decodes)
+        order = sorted(range(len(decodes)), key=due_s.__getitem__)  # of equal times the one admitted first
+        latest = now + self.offset_s(pool.kv.use)
+        num_critical = min(sum([due <= latest for due in due_s]), self.max_decodes)
+        critical = [decodes[place] for place in order[:num_critical]]
+        others = [decodes[place] for place in order[num_critical : self.max_decodes]]
+        self._add_critical(pool, batch, critical, now)
+        self._prefill(pool, batch, list(still_running(prefilling)), now)
+        self._add_others(pool, batch, others, now)
+        return batch
+
+    def _due_s(self, decodes: list[RequestState]) -> list[float]:
+        """C + delta * t_batch = e + TBT of each, in seconds."""
+        default = self.default_tbt_s
+        return [
+            last + (default if (wanted := state.request.tbt_slo_s) is None else wanted)
+            for state in decodes
+            if (last := state.last_token_s) is not None
+        ]
+
+    def _add_critical(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
+        """Step 2; all of them have priority over prompts for memory."""
+        for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
+            while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
+                started = split_by_phase(pool)[0]
+                batch.evict(pool, started[-1] if started else state, now)
+        batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
+
+    @staticmethod
+    def _prefill(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:
+        """Step 3."""
+        for state in prefilling:
+            if batch.budget == 0:
+                return
+            batch.add_chunk(state)
+        while batch.budget > 0 and not batch.preempted:
+            head = pool.waiting.peek()
+            if head is None or not batch.admit(pool, head, now):
+                return
+            batch.add(head)
+
+    def _add_others(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
+        """Step 4; those without a free block wait, unless the batch would be empty."""
+        batch.add_decodes(
+            [
+                state
+                for state in decodes[: batch.budget]
+                if state.num_computed_tokens < state.kv_tokens
+                or pool.grow(state, state.num_computed_tokens + 1)
+            ]
+        )
+        if decodes and not batch.prefills and not batch.decodes:
+            self._add_critical(pool, batch, decodes, now)
+
+    def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
+        return 1  # what is critical depends on the time

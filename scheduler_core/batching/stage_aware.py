@@ -1,0 +1,160 @@
+"""Stage-aware batches with priority-based eviction.
+
+Source: "Semantic Scheduling for LLM Inference", section 3.3, Algorithms 2 to 5.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass, field
+
+from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
+from scheduler_core.batching.steady import steps_that_fit
+from scheduler_core.errors import InputError
+from scheduler_core.kv_cost import Form, KVCost
+from scheduler_core.limits import Limits
+from scheduler_core.pool import Pool
+from scheduler_core.request import RequestState, Status
+
+Ranked = tuple[float, float, int, RequestState]
+
+
+@dataclass(kw_only=True, slots=True)
+class StageAware(BatchFormer):
+    """The b requests of highest priority, running or not; but no prompts while the very first of them decodes.
+
+    1. Candidates C: the b first waiting requests; ongoing O: all that hold memory.        (Algorithm 2, line 3)
+    2. p* = the first of C and O. If p* is in prefill, M = C + O; else M = those of them that decode.  (lines 4 to 12)
+    3. The batch is the first b of M; the others wait, and those in memory stay there.     (lines 13 to 15)
+    4. While memory is short, the request in memory with the lowest priority is evicted; its keys and values are
+       discarded, or copied to the host if that is the faster way to bring them back.      (Algorithm 4, `KVCost`)
+
+    | symbol | meaning | here |
+    | --- | --- | --- |
+    | b | requests in a batch | max_num_seqs |
+    | priority | (f_e, f_t): urgency, then remaining time | the policy's key; the paper's is policy "semantic" |
+    | cache_rule | which cache-or-recompute rule: "exact" or "paper" | used if preemption is "swap" |
+
+    Differs from the paper: new requests enter the heap at once, there is no unsorted buffer beside it; a batch takes
+    at most max_num_batched_tokens, so a prompt may be processed in chunks; a prompt half processed counts as a
+    prefill whoever started it; nobody is evicted for a request of lower or equal priority; admission keeps the
+    watermark free; with preemption "recompute" everything evicted is discarded.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    evicts_by_key = True
+
+    cache_rule: Form = "exact"
+    alpha_1: float = KVCost().alpha_1
+    alpha_2: float = KVCost().alpha_2
+    gamma_1: float = KVCost().gamma_1
+    gamma_2: float = KVCost().gamma_2
+    beta: float = KVCost().beta
+    _cost: KVCost = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.cache_rule not in ("exact", "paper"):
+            raise InputError("cache_rule", self.cache_rule, "exact, paper")
+        names = ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta")
+        self._cost = KVCost(**{name: getattr(self, name) for name in names})
+
+    def max_running(self, limits: Limits) -> int:
+        return limits.num_kv_blocks  # memory is the limit
+
+    def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
+        batch = Batch(max_num_batched_tokens)
+        may_admit = True
+        for _, _, _, state in self._select(pool, now):
+            if batch.budget == 0 or len(batch.prefills) + len(batch.decodes) == pool.max_num_seqs:
+                break
+            if state.status is Status.RUNNING:
+                if self._make_room(pool, batch, state, now):
+                    batch.add(state)
+            elif may_admit and state.request_id not in batch.preempted:
+                may_admit = self._make_place(pool, batch, state, now)
+                if may_admit:
+                    batch.add(state)
+        return batch
+
+    def _select(self, pool: Pool, now: float) -> list[Ranked]:
+        """Algorithm 2: M in order of priority."""
+        key = pool.policy.key
+        ongoing = [(key(s, now), s.request.arrival_s, s.order, s) for s in pool.running.values()]
+        first = pool.waiting.peek()
+        best = min([*ongoing, *([_ranked(pool, first, now)] if first is not None else [])], default=None)
+        if best is None:
+            return []
+        if _decodes(best[-1]):
+            ongoing = [item for item in ongoing if _decodes(item[-1])]
+        merged = ongoing + self._candidates(pool, now, only_decodes=_decodes(best[-1]))
+        merged.sort(key=lambda item: item[:3])
+        return merged
+
+    @staticmethod
+    def _candidates(pool: Pool, now: float, *, only_decodes: bool) -> list[Ranked]:
+        """C, and of it only those that would decode, which are those whose cache is on the host."""
+        kv = pool.kv
+        if only_decodes and kv.num_free_host_blocks == kv.num_host_blocks:
+            return []
+        found = []
+        with closing(pool.waiting.ascending()) as waiting:
+            for state, _ in zip(waiting, range(pool.max_num_seqs), strict=False):
+                if not only_decodes or _decodes(state):
+                    found.append(_ranked(pool, state, now))
+        return found
+
+    def _make_place(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
+        """Algorithm 4 for a request that waits."""
+        rank = _ranked(pool, state, now)[:3]
+        while not batch.admit(pool, state, now):
+            if not self._evict_below(pool, batch, rank, now):
+                return False
+        return True
+
+    def _make_room(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
+        """Algorithm 4 for the next token of a request in memory; False if it was its own victim."""
+        if not _decodes(state):
+            return True
+        while not pool.grow(state, state.num_computed_tokens + 1):
+            victim = pool.memory_victim(now)
+            self._evict(pool, batch, victim, now)
+            if victim is state:
+                return False
+        return True
+
+    def _evict_below(self, pool: Pool, batch: Batch, rank: tuple[float, float, int], now: float) -> bool:
+        """Evicts the request of lowest priority if it has a lower one than `rank`."""
+        victim = pool.memory_victim(now)
+        worst = (pool.policy.eviction_key(victim, now), victim.request.arrival_s, victim.order)
+        if worst <= rank:
+            return False
+        self._evict(pool, batch, victim, now)
+        return True
+
+    def _evict(self, pool: Pool, batch: Batch, victim: RequestState, now: float) -> None:
+        computed = victim.num_computed_tokens
+        prompt = min(computed, victim.request.prompt_tokens)
+        kept = None
+        if pool.preemption == "swap":
+            kept = self._cost.kept_tokens(prompt, computed - prompt, self.cache_rule)
+        batch.evict(pool, victim, now, kept)
+
+    def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
+        static = pool.policy.key_changes != "with_time" and pool.policy.running_keys == "on_event"
+        return (
+            steps_that_fit(pool, batch, limit) if static else 1
+        )  # else the order may be another one next time
+
+
+def _ranked(pool: Pool, state: RequestState, now: float) -> Ranked:
+    return (pool.policy.key(state, now), state.request.arrival_s, state.order, state)
+
+
+def _decodes(state: RequestState) -> bool:
+    """Whether the request needs no prefill before its next token."""
+    if state.status is Status.RUNNING:
+        return state.num_computed_tokens >= state.prefill_target_tokens
+    return prefill_tokens_ahead(state) == 0

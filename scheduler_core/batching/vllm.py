@@ -1,0 +1,53 @@
+"""Prefill first: new prompts interrupt the decodes.
+
+Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention", sections
+4.3 and 4.5, and the scheduler of vLLM 0.x without chunked prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_core.batching.base import BatchFormer, whole_prompts_refusal
+from scheduler_core.batching.batch import Batch, prefill_tokens_ahead, split_by_phase
+from scheduler_core.batching.steady import steady_decodes
+from scheduler_core.errors import InputError
+from scheduler_core.limits import Limits
+from scheduler_core.pool import Pool
+from scheduler_core.request import Request
+
+
+@dataclass(kw_only=True, slots=True)
+class Vllm(BatchFormer):
+    """If waiting requests fit, a step of their whole prompts alone; else a step of all running decodes.
+
+    - Admission in the policy's order while seats, blocks (with the watermark) and the token budget last; it stops at
+      the first request that does not fit.
+    - A decode that finds no free block preempts the request admitted last, by recompute or by swap.
+    - A swapped request that is admitted needs no prefill; it decodes in the next step of decodes.
+    - Under a preemptive policy a waiting request may displace running ones.
+
+    Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the
+    first, and so nobody new is admitted before them, as section 4.5 wants.
+    """
+
+    def refusal(self, request: Request, limits: Limits) -> InputError | None:
+        # After a preemption the prompt and all tokens generated so far are processed in one step.
+        return whole_prompts_refusal(request, request.prompt_tokens + request.max_tokens - 1, limits)
+
+    def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
+        batch = Batch(max_num_batched_tokens)
+        while True:
+            head = pool.waiting.peek()
+            if head is None or prefill_tokens_ahead(head) > batch.budget:
+                break
+            if not batch.displace(pool, head, now):
+                break
+            if head.num_computed_tokens < head.prefill_target_tokens:
+                batch.add_chunk(head)
+        if not batch.prefills:
+            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now))
+        return batch
+
+    def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
+        return steady_decodes(pool, batch, limit)

@@ -1,0 +1,94 @@
+"""What it costs to bring back a request whose keys and values were evicted: load them, or compute them again.
+
+Source: "Semantic Scheduling for LLM Inference", section 3.3, "Cache and Recomputation Strategy", Eqs. 3 to 6; the
+constants are those of its code (Wenyueh/latency_optimization_with_priority_constraints).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduler_core.errors import InputError
+
+Form = Literal["exact", "paper"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCost:
+    """Times of prefill, decode and copying for one model on one device.
+
+    prefill(n) = alpha_1 n^2 + alpha_2 n
+    decode(n, m) = gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m           (Eq. 4)
+    load(k) = beta k
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | n | tokens processed in prefill | tokens |
+    | m | tokens decoded after them | tokens |
+    | alpha_1, alpha_2 | time of a prefill token, growing with the prompt | s per token^2, s per token |
+    | gamma_1, gamma_2 | time of a decoded token, growing with its context | s per token^2, s per token |
+    | beta | time to copy the keys and values of a token back | s per token |
+
+    `kept_tokens` says how many tokens of an evicted request to copy to the host, in two forms:
+
+    "exact" (default): the times that a request waits when it comes back. The rest is computed again in one prefill,
+    as engines do, so k kept tokens of c cost beta k + prefill(c) - prefill(k). That is concave in k, hence least at
+    one end: keep all if beta c < prefill(c), else nothing.
+
+    "paper": as printed. (1) Inequality 3, the prompt: keep its n tokens if beta n > prefill(n). (2) Eq. 6, the
+    decoded tokens: keep m'_* = max(0, (beta - gamma_1 n - (gamma_1 + 2 gamma_2) / 2) / (2 gamma_1)) of them.
+
+    Errata of the paper: inequality 3 is reversed, as loading is the cheaper way when beta n is the *smaller* time.
+    Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) / gamma_1
+    instead of Eq. 6, which lacks m' and has a factor 2; and Eq. 5 charges the recomputed tokens as if they stood
+    directly after the prompt, and one by one.
+
+    Raises:
+        InputError: A constant is negative or not finite.
+    """
+
+    alpha_1: float = 1.46584975e-09
+    alpha_2: float = 1.0515576e-04
+    gamma_1: float = 5.91298857e-09
+    gamma_2: float = 1.195828e-02
+    beta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InputError(name, value, "finite numbers >= 0")
+        if self.gamma_1 == 0:
+            raise InputError("gamma_1", self.gamma_1, "numbers > 0")
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Time of a prefill of `num_tokens` tokens, in seconds."""
+        return self.alpha_1 * num_tokens**2 + self.alpha_2 * num_tokens
+
+    def decode_s(self, prompt_tokens: float, num_tokens: float) -> float:
+        """Time to decode `num_tokens` tokens after a prompt, in seconds (Eq. 4)."""
+        pairs = num_tokens**2 / 2 + prompt_tokens * num_tokens + num_tokens / 2
+        return self.gamma_1 * pairs + self.gamma_2 * num_tokens
+
+    def return_s(self, num_tokens: int, kept_tokens: int) -> float:
+        """Time to bring back `num_tokens` tokens of which the first `kept_tokens` were kept, in seconds."""
+        return self.beta * kept_tokens + self.prefill_s(num_tokens) - self.prefill_s(kept_tokens)
+
+    def kept_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:
+        """How many of the tokens to keep on the host, from the first one on.
+
+        Args:
+            prompt_tokens: Tokens of the prompt that are in the cache, >= 0.
+            decoded_tokens: Decoded tokens that are in the cache, >= 0; they follow the whole prompt.
+            form: See the class.
+        """
+        num_tokens = prompt_tokens + decoded_tokens
+        if form == "exact":
+            return num_tokens if self.return_s(num_tokens, num_tokens) < self.return_s(num_tokens, 0) else 0
+        if not self.beta * prompt_tokens > self.prefill_s(prompt_tokens):
+            return 0  # decoded tokens are of no use without the prompt before them
+        half = (self.gamma_1 + 2 * self.gamma_2) / 2
+        best = (self.beta - self.gamma_1 * prompt_tokens - half) / (2 * self.gamma_1)
+        return prompt_tokens + int(min(max(best, 0.0), decoded_tokens))

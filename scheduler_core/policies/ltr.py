@@ -1,0 +1,103 @@
+"""LTR: learning to rank, with a quantum against starvation (Fu et al. 2024, "Efficient LLM Scheduling by Learning to
+Rank", NeurIPS 37, sections 4.2-4.3)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from scheduler_core.errors import InputError
+from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.request import RequestState, Status
+
+#: Beyond every score, and in front of every score.
+_LAST, _PROMOTED = 1e300, -1e300
+
+
+@dataclass(kw_only=True, slots=True)
+class Ltr(Policy):
+    """The request that a ranking model puts first goes first; who was passed over too often is served for a while.
+
+    key = score;   after `starvation_steps` steps without service: in front of all others, for `quantum_steps` steps
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | score | output of the ranking model, smaller = shorter; its size means nothing | - |
+    | starvation_steps | 200 steps in a row without being served | steps |
+    | quantum_steps | 10 steps of service, then demoted and counted anew | steps |
+
+    No starvation: the promoted go by arrival, and each leaves or has had its quantum.
+
+    Differs from the paper: without a rank the predicted ln length serves as score, without either the request is last; the
+    steps of a request are found by a queue of due times, not by a counter in every request.
+
+    Raises:
+        InputError: A parameter is not a number >= 1.
+    """
+
+    key_changes: ClassVar[KeyChanges] = "on_event"
+    preemptive: ClassVar[bool] = True
+    sees_every_step: ClassVar[bool] = True
+    inputs: ClassVar[frozenset[str]] = frozenset({"rank", "length"})
+
+    starvation_steps: float = 200
+    quantum_steps: float = 10
+    _step: int = field(default=0, init=False, repr=False)
+    _served: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    _quantum: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
+    _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("starvation_steps", "quantum_steps"):
+            if not getattr(self, name) >= 1:
+                raise InputError(name, getattr(self, name), "numbers >= 1")
+
+    def on_arrival(self, state: RequestState, now: float) -> None:
+        self._served[state.request_id] = self._step
+        self._watch(state)
+
+    def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+        self._served[state.request_id] = self._step + 1
+        left = self._quantum.get(state.request_id)
+        if left is not None:
+            if left > 1:
+                self._quantum[state.request_id] = left - 1
+            else:
+                del self._quantum[state.request_id]
+                self._changed.append(state)
+
+    def on_step(self, now: float, step_s: float) -> None:
+        self._step += 1
+        while self._due and self._due[0][0] <= self._step:
+            state = heapq.heappop(self._due)[-1]
+            served = self._served.get(state.request_id)
+            if served is None:
+                continue
+            if state.status is Status.WAITING and served + self.starvation_steps <= self._step:
+                self._quantum[state.request_id] = self.quantum_steps
+                self._served[state.request_id] = self._step
+                self._changed.append(state)
+            self._watch(state)
+
+    def _watch(self, state: RequestState) -> None:
+        """Looks at the request again when it may have starved; later than now in any case."""
+        due = max(self._served[state.request_id] + self.starvation_steps, self._step + 1)
+        heapq.heappush(self._due, (due, state.order, state))
+
+    def take_changed(self, now: float) -> Collection[RequestState]:
+        taken, self._changed = self._changed, []
+        return taken
+
+    def on_finish(self, state: RequestState) -> None:
+        self._served.pop(state.request_id, None)
+        self._quantum.pop(state.request_id, None)
+
+    def key(self, state: RequestState, now: float) -> float:
+        if state.request_id in self._quantum:
+            return _PROMOTED
+        if state.rank is not None:
+            return state.rank.score
+        return _LAST if state.prediction is None else state.prediction.mu

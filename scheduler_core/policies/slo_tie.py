@@ -1,0 +1,135 @@
+"""SLO-aware TIE: who is running out of time goes first by urgency, the rest by tail inflated expectation. Ours; the score is
+that of TIE (section 4, Eqs. 9-12)."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from scheduler_core.effective_urgency import effective_urgency
+from scheduler_core.errors import InputError
+from scheduler_core.lengths import expected_and_cvar
+from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.request import RequestState, Status
+
+#: Between two levels of the urgent class, and in front of every key of the other class.
+_LEVEL, _URGENT = 1e8, -1e9
+
+
+@dataclass(kw_only=True, slots=True)
+class SloTie(Policy):
+    """TIE, until a request's slack is used up; from then on it is served in front, by urgency.
+
+    latest start  L = a + D - E[X~] t;   urgent from L - m until the target is missed by m as well
+    key = ln(E + beta CVaR) + a ln(1/gamma)/tau;   urgent: level, then that, in front of all others
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | a, D | arrival; target for the last token, else for the first one (then E[X~] t is 0), else none: never urgent | s |
+    | X~ = min(X, M) | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
+    | t, m | token_s, time of an output token; margin_s | s |
+    | level | declared tier, raised by at most one level where the text is predicted to be urgent (`effective_urgency`) | - |
+    | E, CVaR, beta, gamma, tau | as in TIE, with alpha = 0.9 and a fixed beta | tokens, -, -, s |
+
+    Argument: shortest first is best for the mean, deadlines for targets; as long as there is slack the second costs nothing
+    by waiting for it. So slack is spent on the mean, and only what is about to be late overtakes. A request that cannot
+    make its target any more is no longer urgent: it would take time from those that can. It goes on by TIE's order.
+
+    Starvation: TIE's decay prevents it among those that are not urgent, as long as the urgent ones alone do not fill the
+    engine; if they do, the others wait.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    key_changes: ClassVar[KeyChanges] = "on_event"
+    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
+    sees_every_step: ClassVar[bool] = True
+    inputs: ClassVar[frozenset[str]] = frozenset({"length", "urgency", "tier", "slo"})
+
+    token_s: float = 0.02
+    margin_s: float = 2.0
+    beta: float = 0.3
+    gamma: float = 0.9
+    tau_s: float = 30.0
+    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _scores: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _levels: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    _urgent: set[str] = field(default_factory=set, init=False, repr=False)
+    _due: list[tuple[float, int, bool, RequestState]] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("token_s", "tau_s", "margin_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(name, getattr(self, name), "seconds > 0")
+        if not 0 <= self.beta < math.inf:
+            raise InputError("beta", self.beta, "numbers >= 0")
+        if not 0 < self.gamma <= 1:
+            raise InputError("gamma", self.gamma, "numbers in (0, 1]")
+
+    def latest_start_s(self, state: RequestState) -> float | None:
+        """L, in seconds; None without a target."""
+        request = state.request
+        if request.ttlt_slo_s is not None:
+            expected = self._expected.get(state.request_id, float(request.max_tokens))
+            return request.arrival_s + request.ttlt_slo_s - expected * self.token_s
+        return None if request.ttft_slo_s is None else request.arrival_s + request.ttft_slo_s
+
+    def on_arrival(self, state: RequestState, now: float) -> None:
+        self._watch(state)
+
+    def on_prediction(self, state: RequestState) -> None:
+        if state.urgency is not None and state.request.tier < len(state.urgency.probabilities):
+            self._levels[state.request_id] = effective_urgency(state)
+        seen = state.prediction
+        if seen is not None:
+            mean, tail = expected_and_cvar(seen.mu, seen.sigma, seen.nu, state.request.max_tokens)
+            self._expected[state.request_id] = mean
+            self._scores[state.request_id] = mean + self.beta * tail
+            self._watch(state)
+
+    def take_changed(self, now: float) -> Collection[RequestState]:
+        changed = []
+        while self._due and self._due[0][0] <= now:
+            due_s, _, begins, state = heapq.heappop(self._due)
+            start_s = self.latest_start_s(state)
+            if state.status is Status.GONE or start_s is None:
+                continue
+            if due_s != self._due_s(start_s, begins=begins):
+                continue  # The prediction has moved it; the other entry counts.
+            if begins:
+                self._urgent.add(state.request_id)
+            else:
+                self._urgent.discard(state.request_id)
+            changed.append(state)
+        return changed
+
+    def on_finish(self, state: RequestState) -> None:
+        for kept in (self._expected, self._scores, self._levels):
+            kept.pop(state.request_id, None)
+        self._urgent.discard(state.request_id)
+
+    def key(self, state: RequestState, now: float) -> float:
+        score = self._scores.get(state.request_id, (1.0 + self.beta) * state.request.max_tokens)
+        ageing_per_s = -math.log(self.gamma) / self.tau_s
+        tie = math.log(max(score, 1e-300)) + state.request.arrival_s * ageing_per_s
+        if state.request_id not in self._urgent:
+            return tie
+        level = self._levels.get(state.request_id, state.request.tier)
+        return _URGENT + level * _LEVEL + min(max(tie, -0.4 * _LEVEL), 0.4 * _LEVEL)
+
+    def _due_s(self, start_s: float, *, begins: bool) -> float:
+        return start_s - self.margin_s if begins else start_s + self.margin_s
+
+    def _watch(self, state: RequestState) -> None:
+        start_s = self.latest_start_s(state)
+        if start_s is not None:
+            self._urgent.discard(state.request_id)
+            for begins in (True, False):
+                heapq.heappush(
+                    self._due,
+                    (self._due_s(start_s, begins=begins), 2 * state.order + (not begins), begins, state),
+                )

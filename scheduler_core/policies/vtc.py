@@ -1,0 +1,101 @@
+"""VTC: virtual token counters, a fair share of tokens for every tenant (Sheng et al. 2024, "Fairness in Serving Large
+Language Models", OSDI, algorithm 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from scheduler_core.errors import InputError
+from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.request import RequestState
+
+
+@dataclass(kw_only=True, slots=True)
+class Vtc(Policy):
+    """The tenant that has been served least goes first, its requests by arrival.
+
+    on admission c_u += w_p n;   with every output token c_u += w_q;   key = c_u + w_p (prompts of u waiting before it)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | c_u | counter of tenant u | weighted tokens |
+    | w_p, w_q | weight of a prompt token (1) and of an output token (2) | - |
+    | n | prompt tokens not in the prefix cache | tokens |
+
+    A tenant that had nothing waiting is lifted to the least counter among those that have: idling saves up nothing. So two
+    tenants that both always have requests waiting differ by at most 2 max(w_p L_input, w_q M) (paper, theorem 4.4).
+
+    Differs from the paper: the second term of the key is what the counter will be when the request's turn comes, so several
+    admissions of one step fall to the right tenants; a request admitted again after a preemption is not charged again.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    key_changes: ClassVar[KeyChanges] = "with_time"
+    inputs: ClassVar[frozenset[str]] = frozenset({"tenant"})
+
+    prompt_weight: float = 1.0
+    output_weight: float = 2.0
+    _counter: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _joined: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _admitted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _before: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _queued: dict[str, set[str]] = field(default_factory=dict, init=False, repr=False)
+    _last_left: str = field(default="", init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_weight", "output_weight"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InputError(name, getattr(self, name), "numbers > 0")
+
+    def counter(self, tenant: str) -> float:
+        """c_u: weighted tokens that the tenant was served, or lifted to; 0 for an unknown one."""
+        return self._counter.get(tenant, 0.0)
+
+    def on_arrival(self, state: RequestState, now: float) -> None:
+        tenant = state.request.tenant
+        queued = self._queued.setdefault(tenant, set())
+        if not queued:
+            others = [self.counter(name) for name, ids in self._queued.items() if ids]
+            least = min(others) if others else self.counter(self._last_left)
+            self._counter[tenant] = max(self.counter(tenant), least)
+        queued.add(state.request_id)
+        self._before[state.request_id] = self._joined.get(tenant, 0.0)
+        self._joined[tenant] = self._joined.get(tenant, 0.0) + self._charge(state)
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        if self._leave_queue(state):
+            self._counter[state.request.tenant] += self._charge(state)
+
+    def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+        if state.num_computed_tokens > state.prefill_target_tokens:
+            self._counter[state.request.tenant] += self.output_weight * num_tokens
+        elif state.num_computed_tokens == state.prefill_target_tokens:
+            self._counter[state.request.tenant] += self.output_weight
+
+    def on_preempt(self, state: RequestState, now: float) -> None:
+        self._queued[state.request.tenant].add(state.request_id)
+
+    def on_finish(self, state: RequestState) -> None:
+        self._leave_queue(state)
+
+    def key(self, state: RequestState, now: float) -> float:
+        tenant = state.request.tenant
+        before = self._before.get(state.request_id)
+        ahead = 0.0 if before is None else max(before - self._admitted.get(tenant, 0.0), 0.0)
+        return self.counter(tenant) + ahead
+
+    def _charge(self, state: RequestState) -> float:
+        return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
+
+    def _leave_queue(self, state: RequestState) -> bool:
+        """Whether it had not been admitted before."""
+        tenant = state.request.tenant
+        self._queued[tenant].discard(state.request_id)
+        self._last_left = tenant
+        if self._before.pop(state.request_id, None) is None:
+            return False
+        self._admitted[tenant] = self._admitted.get(tenant, 0.0) + self._charge(state)
+        return True

@@ -1,0 +1,113 @@
+"""What a router is: it chooses the replica of every request, and hears what becomes of it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from scheduler_core.errors import InputError
+from scheduler_core.predictions import Prediction
+from scheduler_core.request import Request
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+
+DispatchKey = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingRequest:
+    """What a router may know of a request that has arrived.
+
+    Attributes:
+        request: What arrived.
+        tier: Urgency level it is scheduled at, at least 0, the most urgent.
+        prediction: What was predicted about it; None if nothing is known yet.
+        prefix_blocks: One hash for each full block of its prompt, each of which covers all tokens up to the block's
+            end; empty if whoever calls does not look for shared prefixes.
+
+    Raises:
+        InputError: The tier is negative.
+    """
+
+    request: Request
+    tier: int
+    prediction: Prediction | None = None
+    prefix_blocks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.tier < 0:
+            raise InputError(f"tier of request {self.request.request_id}", self.tier, "integers >= 0")
+
+    def waiting_view(self, kv_block_tokens: int) -> RequestView:
+        """How it looks while it waits on a replica with blocks of that size."""
+        asked = self.request
+        return RequestView(
+            request_id=asked.request_id,
+            arrival_s=asked.arrival_s,
+            tier=self.tier,
+            prompt_tokens=asked.prompt_tokens,
+            max_tokens=asked.max_tokens,
+            demand_blocks=-(-asked.prompt_tokens // kv_block_tokens),
+            prediction=None if self.prediction is None else self.prediction.length,
+        )
+
+
+@dataclass(kw_only=True, slots=True)
+class Router(ABC):
+    """Chooses among replicas. Keeps no requests: the `Dispatcher` does, and calls the hooks.
+
+    Class variables:
+        name: Name in the registry `ROUTERS`.
+        needs_requests: Its snapshots must carry the requests one by one.
+        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests
+            alone.
+        needs_generator: It draws: its field `rng` must be given.
+        role: Which replicas a new request may go to, beside those that run both phases.
+        when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
+    """
+
+    name: ClassVar[str]
+    needs_requests: ClassVar[bool] = False
+    sees_tokens: ClassVar[bool] = False
+    needs_generator: ClassVar[bool] = False
+    role: ClassVar[ReplicaRole] = ReplicaRole.BOTH
+    when_all_draining: ClassVar[Literal["wait", "least_loaded"]] = "wait"
+
+    @abstractmethod
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        """The id of the replica that the request goes to.
+
+        Args:
+            item: What has arrived.
+            replicas: The replicas it may go to, at least one, in a fixed order: ties go to the earlier.
+            now: Time in seconds.
+        """
+
+    def dispatch_key(self, item: RoutingRequest, now: float) -> DispatchKey:
+        """Requests that wait for a replica are dispatched in this order, smallest first; by default as they came."""
+        return (item.request.arrival_s,)
+
+    def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:  # noqa: B027
+        """The request was given to the replica."""
+
+    def on_admitted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
+        """The replica has taken up the request."""
+
+    def on_finished(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
+        """The request is done."""
+
+    def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
+        """The request was given up, or is no longer on the replica because that has failed."""
+
+    def on_migrated(self, request_id: str, source: str, destination: str, now: float) -> None:  # noqa: B027
+        """The request has changed its replica."""
+
+    def on_joined(self, replica_id: str, now: float) -> None:  # noqa: B027
+        """A replica is there and may be chosen."""
+
+    def on_draining(self, replica_id: str, now: float) -> None:  # noqa: B027
+        """A replica gets nothing new."""
+
+    def on_gone(self, replica_id: str, now: float) -> None:  # noqa: B027
+        """A replica is gone: it failed with all it held, or was drained and switched off."""

@@ -1,0 +1,83 @@
+"""Disaggregated serving: prompts on one pool of replicas, generation on another (Zhong et al. 2024, "DistServe", OSDI)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import ClassVar
+
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.moves import Move
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
+
+
+@dataclass(kw_only=True, slots=True)
+class Disaggregated(Router):
+    """New requests go to the prefill replica with the least prompt work; a processed prompt moves to a decode replica.
+
+    prefill: argmin of tokens left to prefill, waiting and running
+    decode: argmin of committed KV memory among those with room; without room the cache stays where it is, and the
+    decode replica pulls it later (section 4.3)
+
+    Replicas of role BOTH take either part. The moves are carried out by `Migrations` with `stage_blocks=None`: the whole
+    cache at once, the request stopped meanwhile.
+
+    Differs from the paper: the placement search (its section 4.2) is not part of a router; a prefill replica generates
+    tokens itself for as long as no decode replica has room.
+    """
+
+    name: ClassVar[str] = "disaggregated"
+    sees_tokens: ClassVar[bool] = True
+    needs_requests: ClassVar[bool] = True
+    role: ClassVar[ReplicaRole] = ReplicaRole.PREFILL
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        return min(
+            replicas, key=lambda replica: (prefill_left_tokens(replica), replica.num_requests)
+        ).replica_id
+
+    def plan(
+        self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
+    ) -> tuple[Move, ...]:
+        """The transfers to begin now: every request on a prefill replica that generates, in order of arrival.
+
+        Args:
+            replicas: All replicas, with their requests.
+            in_flight: Requests that are being moved already.
+            now: Time in seconds.
+        """
+        targets = [
+            replica
+            for replica in replicas
+            if replica.role is not ReplicaRole.PREFILL and replica.status is ReplicaStatus.ACTIVE
+        ]
+        taken = {replica.replica_id: (0, 0) for replica in targets}
+        ready = [
+            (row, replica.replica_id)
+            for replica in replicas
+            if replica.role is ReplicaRole.PREFILL and replica.status is not ReplicaStatus.FAILED
+            for row in replica.requests
+            if row.decoding and row.request_id not in in_flight
+        ]
+        moves = []
+        for row, source in sorted(ready, key=lambda pair: (pair[0].arrival_s, pair[0].request_id)):
+            fitting = [target for target in targets if _fits(row, target, taken[target.replica_id])]
+            if not fitting:
+                break  # whoever comes later waits behind: nobody is overtaken because of its size
+            target = min(fitting, key=lambda one: one.kv_load + taken[one.replica_id][0] / one.num_kv_blocks)
+            blocks, seats = taken[target.replica_id]
+            taken[target.replica_id] = (blocks + row.demand_blocks, seats + 1)
+            moves.append(Move(row.request_id, source, target.replica_id))
+        return tuple(moves)
+
+
+def prefill_left_tokens(replica: ReplicaSnapshot) -> int:
+    """Tokens that the replica's requests still have to prefill."""
+    return sum(row.prefill_left_tokens for row in replica.requests)
+
+
+def _fits(row: RequestView, target: ReplicaSnapshot, taken: tuple[int, int]) -> bool:
+    blocks, seats = taken
+    room = target.num_free_blocks - blocks >= row.demand_blocks
+    return room and target.max_num_seqs - target.num_running - seats >= 1

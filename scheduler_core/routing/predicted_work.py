@@ -1,0 +1,107 @@
+"""Predicted work: to the replica with the least expected work left, from the predicted distributions of length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_core.errors import InputError
+from scheduler_core.lengths import LogT
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
+
+#: What an expectation depends on: the prediction, the cap and the tokens generated.
+_Known = tuple[LengthPrediction | None, int, int]
+
+
+@dataclass(kw_only=True, slots=True)
+class PredictedWork(Router):
+    """Joins the replica with the least expected remaining work: shortest queue, with each request at its own length.
+
+    W(r) = sum over requests i on r of  c_p * P_i + c_d * E[min(X_i, M_i) - g_i | X_i > g_i]
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | P_i | tokens left to prefill | tokens |
+    | X_i | predicted output length, log-t | tokens |
+    | M_i, g_i | max_tokens; tokens generated so far | tokens |
+    | c_p, c_d | prefill_token_s, decode_token_s: engine time per token | s |
+    | refresh_tokens | the expectation is computed anew after so many more tokens | tokens |
+
+    The length that remains is conditioned on what has been generated: a request that has outlived its prediction does
+    not count as nearly done, under a heavy tail it counts as more. Without a prediction X_i is taken as uniform on
+    1..M_i, so (M_i - g_i + 1)/2 remain. Ties: fewer requests.
+
+    The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
+    54.7 us)/64 = 323 us per generated token.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    name: ClassVar[str] = "predicted_work"
+    sees_tokens: ClassVar[bool] = True
+    needs_requests: ClassVar[bool] = True
+
+    prefill_token_s: float = 5.47e-5
+    decode_token_s: float = 3.23e-4
+    refresh_tokens: int = 16
+    _left: dict[str, tuple[_Known, float]] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_token_s", "decode_token_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(name, getattr(self, name), "seconds >= 0")
+        if self.refresh_tokens < 1:
+            raise InputError("refresh_tokens", self.refresh_tokens, "integers > 0")
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        self._refresh([row for replica in replicas for row in replica.requests])
+        return min(replicas, key=lambda replica: (self._work_s(replica), replica.num_requests)).replica_id
+
+    def work_s(self, replica: ReplicaSnapshot) -> float:
+        """Expected engine time that the replica's requests still need, in seconds."""
+        self._refresh(replica.requests)
+        return self._work_s(replica)
+
+    def _work_s(self, replica: ReplicaSnapshot) -> float:
+        prefill = sum(row.prefill_left_tokens for row in replica.requests)
+        decode = math.fsum(self._left[row.request_id][1] for row in replica.requests)
+        return self.prefill_token_s * prefill + self.decode_token_s * decode
+
+    def _refresh(self, rows: Sequence[RequestView]) -> None:
+        """Computes the expectations that are missing or outdated, all at once."""
+        stale = [(row, known) for row in rows if self._outdated(row.request_id, known := self._known(row))]
+        predicted = []
+        for row, known in stale:
+            prediction, cap, done = known
+            if prediction is None:
+                self._left[row.request_id] = (known, (cap - done + 1) / 2)
+            else:
+                predicted.append((row.request_id, known, prediction))
+        if predicted:
+            lengths = LogT(*np.array([(seen.mu, seen.sigma, seen.nu) for _, _, seen in predicted]).T)
+            caps = np.array([known[1] for _, known, _ in predicted], dtype=np.float64)
+            done_tokens = np.array([known[2] for _, known, _ in predicted], dtype=np.float64)
+            left = lengths.remaining(done_tokens).expected(caps)
+            for (request_id, known, _), tokens in zip(predicted, left.tolist(), strict=True):
+                self._left[request_id] = (known, tokens)
+
+    def _known(self, row: RequestView) -> _Known:
+        done = row.num_output_tokens // self.refresh_tokens * self.refresh_tokens
+        return row.prediction, row.max_tokens, done
+
+    def _outdated(self, request_id: str, known: _Known) -> bool:
+        found = self._left.get(request_id)
+        return found is None or found[0] != known
+
+    def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
+        self._left.pop(request_id, None)
+
+    def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:
+        self._left.pop(request_id, None)

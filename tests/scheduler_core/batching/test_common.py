@@ -1,0 +1,308 @@
+"""What every batch former owes to every request, whatever the policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.decision_log import DecisionLog
+from scheduler_core.plan import StepResult
+from scheduler_core.policies import POLICIES
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
+from scheduler_core.replay import replay
+from scheduler_core.request import Phase, Request
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator import SimulationConfig, run_simulation
+from tests.scheduler_core.driving import Drive
+from tests.scheduler_core.helpers import (
+    SMALL_PARAMETERS,
+    compatible_pairs,
+    prediction,
+    random_trace,
+    request,
+    scheduler,
+)
+
+PAIRS = compatible_pairs(POLICIES, BATCH_FORMERS)
+#: A static order, one that changes with time, and three ways to preempt.
+FEW = [pair for pair in PAIRS if pair[0] in ("fcfs", "hrrn", "srpt", "las", "semantic")]
+#: Memory is reserved for the longest answer.
+NEVER_PREEMPT = {"orca", "request_level"}
+TIGHT: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 40,
+    "num_kv_blocks": 20,
+    "kv_block_tokens": 2,
+}
+
+
+def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> list[tuple[Request, int]]:
+    """Requests with short prompts and answers, a few arriving together."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for index in range(num):
+        length = int(rng.integers(1, 16))
+        item = Request(
+            request_id=f"r{index}",
+            arrival_s=gap_s * float(rng.integers(0, num)),
+            prompt_tokens=int(rng.integers(1, 16)),
+            max_tokens=16,
+            priority=int(rng.integers(0, 3)),
+            tier=int(rng.integers(0, 5)),
+            tenant=str(rng.integers(0, 2)),
+            tbt_slo_s=float(rng.choice([0.5, 4.0])),
+            **fields,
+        )
+        made.append((item, length))
+    return made
+
+
+def bundle(length: int) -> Prediction:
+    """What a good predictor says of a request of this length."""
+    return Prediction(
+        length=prediction(length),
+        urgency=UrgencyPrediction((0.2, 0.2, 0.2, 0.2, 0.2)),
+        bucket=BucketPrediction((0.9, 0.1) if length < 8 else (0.1, 0.9), (8.0,)),
+        rank=RankPrediction(float(length)),
+    )
+
+
+class PredictedDrive(Drive):
+    """Every request is predicted when it arrives."""
+
+    def _deliver(self, before_end: bool = False) -> None:
+        before = list(self.coming)
+        super()._deliver(before_end)
+        for item in before[: len(before) - len(self.coming)]:
+            at = item.arrival_s if before_end else self.now
+            self.core.update(item.request_id, bundle(self.lengths[item.request_id]), max(at, self.core_now))
+
+    @property
+    def core_now(self) -> float:
+        return self.core._now
+
+
+def drive(
+    pair: tuple[str, str], given: list[tuple[Request, int]], log: DecisionLog | None = None, **more: Any
+) -> Drive:
+    policy, former = pair
+    limits = {**TIGHT, **more}
+    core = scheduler(
+        policy, log=log, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **limits
+    )
+    return PredictedDrive(core, given)
+
+
+def name_of(pair: tuple[str, str]) -> str:
+    return "-".join(pair)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=name_of)
+def test_every_request_is_served_once_and_in_full_when_memory_is_short(pair: tuple[str, str]) -> None:
+    """The scheduler itself asserts that it is never idle with requests around, `Drive` validates after every call."""
+    given = rows()
+    run = drive(pair, given)
+    run.run()
+    assert {name: item.output_tokens for name, item in run.finished.items()} == {
+        item.request_id: length for item, length in given
+    }
+    counters = run.core.counters
+    assert counters.num_finished == counters.num_added == len(given)
+    assert run.core.peak_kv_blocks <= TIGHT["num_kv_blocks"]
+    assert run.core.num_free_kv_blocks == TIGHT["num_kv_blocks"]
+    assert sum(item.num_preemptions for item in run.finished.values()) == counters.num_preemptions
+    if pair[1] in NEVER_PREEMPT:
+        assert counters.num_preemptions == 0
+    for item, _ in given:
+        recomputed = run.prefill_tokens[item.request_id] - item.prompt_tokens
+        assert recomputed >= 0
+        assert (recomputed > 0) <= (run.finished[item.request_id].num_preemptions > 0)
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_the_tight_memory_of_these_tests_leads_to_preemptions(former: str) -> None:
+    run = drive(("fcfs", former), rows())
+    run.run()
+    assert (run.core.counters.num_preemptions > 0) == (former not in NEVER_PREEMPT)
+
+
+@pytest.mark.parametrize("pair", FEW, ids=name_of)
+def test_the_same_calls_lead_to_the_same_log_and_it_replays(pair: tuple[str, str]) -> None:
+    logs = [DecisionLog(), DecisionLog()]
+    for log in logs:
+        drive(pair, rows(), log, preemption="swap", num_swap_blocks=8).run()
+    assert logs[0].entries == logs[1].entries
+    assert replay(logs[0].entries).counters.num_finished == 25
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+@pytest.mark.parametrize("policy", ["fcfs", "ssjf"])
+def test_the_order_of_simultaneous_arrivals_does_not_matter_where_keys_differ(
+    policy: str, former: str
+) -> None:
+    """All arrive at 0 with lengths 1 to 12: SSJF starts them by length in whatever order they are added.
+
+    FCFS breaks ties by the order of the calls, which is its definition, so there arrivals are set apart.
+    """
+    gap = 1e-9 if policy == "fcfs" else 0.0
+    given = [(request(f"r{k}", arrival_s=gap * k, prompt=4, cap=16), k + 1) for k in range(12)]
+    ends = []
+    for order in (given, given[::-1]):
+        core = scheduler(
+            policy, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **TIGHT
+        )
+        for item, _ in order:
+            core.add(item, 0.0)
+        for item, length in order:
+            core.update(item.request_id, prediction(length), 0.0)
+        run = Drive(core, order)
+        run.coming = []
+        run.run()
+        ends.append(run.finish_s)
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
+    """The condition under which nobody starves: whoever came before is started before."""
+    given = [
+        (request(f"r{k}", arrival_s=0.3 * k, prompt=1 + k % 7, cap=12), 1 + (5 * k) % 12) for k in range(20)
+    ]
+    run = drive(("fcfs", former), given)
+    run.run()
+    starts = [run.finished[item.request_id].first_scheduled_s for item, _ in given]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
+def test_what_is_swapped_is_not_computed_again(former: str) -> None:
+    parameters = {"stage_aware": {"beta": 0.0}}.get(former, SMALL_PARAMETERS.get(former, {}))
+    core = scheduler("fcfs", batching=former, batching_parameters=parameters, preemption="swap", **TIGHT)
+    given = rows()
+    run = Drive(core, given)
+    run.run()
+    assert run.core.counters.num_swaps > 0
+    assert run.core.counters.num_swaps == sum(len(plan.swapped_out) for plan in run.plans)
+    assert run.prefill_tokens == {item.request_id: item.prompt_tokens for item, _ in given}
+    out = {moved.request_id for plan in run.plans for moved in plan.swapped_out}
+    back = {moved.request_id for plan in run.plans for moved in plan.swapped_in}
+    assert out == back
+
+
+@pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
+def test_a_host_without_room_makes_swapped_requests_compute_again(former: str) -> None:
+    run = drive(("fcfs", former), rows(), preemption="swap", num_swap_blocks=0)
+    assert run.run() == drive(("fcfs", former), rows()).run()
+    assert run.core.counters.num_swaps == 0
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_prefix_cache_hits_save_prefill_once_but_no_blocks(former: str) -> None:
+    hits = Request(request_id="a", arrival_s=0.0, prompt_tokens=10, max_tokens=4, cached_prefix_tokens=7)
+    core = scheduler(batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **TIGHT)
+    core.add(hits, 0.0)
+    plan = core.schedule(0.0)
+    assert plan is not None
+    assert (plan.prefills[0].start_token, plan.num_context_tokens) == (7, 7)
+    assert core.config.num_kv_blocks - core.num_free_kv_blocks >= 5, "all 10 tokens in blocks of 2"
+    run = Drive(
+        scheduler(batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **TIGHT), [(hits, 4)]
+    )
+    run.run()
+    assert run.prefill_tokens == {"a": 3}
+
+
+STATES = ("waiting", "prefill", "decode", "preempted", "offloaded")
+
+
+@pytest.mark.parametrize("in_step", [False, True], ids=["between steps", "in a step"])
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> None:
+    """Runs until a request is in the wanted state, aborts it there, and goes on: the others are served in full."""
+    reached = set()
+    for wanted in STATES:
+        limits = {
+            **TIGHT,
+            "max_num_batched_tokens": 31,
+            "preemption": "swap" if wanted == "offloaded" else "recompute",
+        }
+        parameters = {"stage_aware": {"beta": 0.0}}.get(former, SMALL_PARAMETERS.get(former, {}))
+        core = scheduler("fcfs", batching=former, batching_parameters=parameters, **limits)
+        given = rows(15, gap_s=0.3)
+        run = Drive(core, given)
+        victim = None
+        while victim is None and (run.coming or core.num_waiting + core.num_running or not run.plans):
+            if run.step() is None:
+                run.now = run.coming[0].arrival_s
+            victim = next((name for name in run.lengths if name in core and kind(core, name) == wanted), None)
+        if victim is None:
+            continue
+        reached.add(wanted)
+        plan = core.schedule(run.now) if in_step else None
+        assert core.abort(victim, run.now)
+        core.validate()
+        if plan is not None:
+            finished = core.complete(StepResult(plan.step), run.now)
+            run.finished.update({item.request_id: item for item in finished})
+        run.run()
+        assert set(run.finished) | {victim} == set(run.lengths)
+        assert victim not in run.finished
+        assert core.num_free_kv_blocks == core.config.num_kv_blocks
+    assert {"waiting", "decode"} <= reached
+    assert ("prefill" in reached) == (former not in {"orca", "request_level", "vllm"}), "prompts are split"
+    assert ("preempted" in reached) == ("offloaded" in reached) == (former not in NEVER_PREEMPT)
+
+
+def kind(core: Any, name: str) -> str:
+    """Which of `STATES` a request is in."""
+    state = core.state(name)
+    if name in core._pool.running:
+        return "prefill" if state.phase is Phase.PREFILL else "decode"
+    if state.num_computed_tokens:
+        return "offloaded"
+    return "preempted" if state.num_preemptions else "waiting"
+
+
+@pytest.mark.parametrize("pair", [*FEW, ("tie", "stage_aware"), ("tie", "rad")], ids=name_of)
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_many_steps_at_once_equal_single_steps_to_the_last_bit(
+    pair: tuple[str, str], preemption: str
+) -> None:
+    policy, former = pair
+    limits = SchedulerConfig(
+        max_num_seqs=5,
+        max_num_batched_tokens=600,
+        num_kv_blocks=40,
+        kv_block_tokens=16,
+        batching=former,
+        batching_parameters=SMALL_PARAMETERS.get(former, {}),
+        preemption=preemption,  # type: ignore[arg-type]
+    )
+    trace = random_trace(25, seed=5, rate_rps=4.0)
+    config = {"trace": "", "policy": policy, "scheduler": limits, "predictor_delay_s": 0.05}
+    single, many = (
+        run_simulation(SimulationConfig(**config, exact_steps=exact), trace=trace) for exact in (True, False)
+    )
+    assert single.records == many.records
+    assert single.metrics["num_steps"] == many.metrics["num_steps"]
+    assert single.metrics["num_preemptions"] == many.metrics["num_preemptions"]
+
+
+def test_a_length_prediction_alone_stays_accepted() -> None:
+    core = scheduler("tie")
+    core.add(request("a"), 0.0)
+    core.update("a", LengthPrediction(1.0, 1.0, 3.5), 0.0)
+    core.update("a", Prediction(urgency=UrgencyPrediction((0.9, 0.1))), 0.0)
+    state = core.state("a")
+    assert state.prediction == LengthPrediction(1.0, 1.0, 3.5)
+    assert state.urgency is not None
+    assert state.urgency.level == 0

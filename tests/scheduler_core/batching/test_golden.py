@@ -1,0 +1,92 @@
+"""Golden decision logs: a recorded run per batch former replays to the same plans, entry by entry.
+
+After an intended change of decisions or of the log's format: python -m tests.scheduler_core.batching.test_golden
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.decision_log import DecisionLog, read_log
+from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
+from scheduler_core.replay import replay
+from scheduler_core.request import Request
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from tests.scheduler_core.driving import Drive
+from tests.scheduler_core.helpers import SMALL_PARAMETERS, scheduler
+
+FOLDER = Path(__file__).parent / "golden"
+#: The order policy of each recording: the paper's own where there is one.
+POLICY = {"stage_aware": "semantic", "slai": "spf", "chunked_prefill": "tie", "vllm": "srpt"}
+NUM_REQUESTS = 10
+
+
+def record(former: str) -> DecisionLog:
+    """Ten requests on an engine so small that some are preempted where that can happen."""
+    rng = np.random.default_rng(7)
+    log = DecisionLog()
+    core = scheduler(
+        POLICY.get(former, "fcfs"),
+        log=log,
+        max_num_seqs=3,
+        max_num_batched_tokens=32,
+        num_kv_blocks=14,
+        kv_block_tokens=2,
+        preemption="swap",
+        num_swap_blocks=8,
+        batching=former,
+        batching_parameters=SMALL_PARAMETERS.get(former, {}),
+    )
+    given = []
+    for index in range(NUM_REQUESTS):
+        item = Request(
+            request_id=f"r{index}",
+            arrival_s=float(rng.integers(0, 12)) / 2,
+            prompt_tokens=int(rng.integers(2, 12)),
+            max_tokens=12,
+            tier=int(rng.integers(0, 5)),
+            tbt_slo_s=(0.1, 2.0, None)[index % 3],
+            cached_prefix_tokens=index % 2,
+        )
+        given.append((item, int(rng.integers(1, 12))))
+    run = Drive(core, given)
+    predicted: set[str] = set()
+    while run.step() is not None or run.coming:
+        for index, name in enumerate(run.lengths):
+            if name in core and name not in predicted:
+                predicted.add(name)
+                core.update(name, _prediction(index, run.lengths[name]), run.now)
+    return log
+
+
+def _prediction(index: int, length: int) -> Prediction | None:
+    if index % 5 == 4:
+        return None
+    urgency = UrgencyPrediction(tuple(1.0 if level == index % 5 else 0.0 for level in range(5)))
+    # Rounded, so that the golden files do not depend on the last bit of a logarithm.
+    return Prediction(length=LengthPrediction(round(float(np.log(length)), 3), 0.5, 3.5), urgency=urgency)
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_a_recorded_run_replays_exactly(former: str) -> None:
+    entries = read_log(FOLDER / f"{former}.jsonl")
+    again: Scheduler = replay(entries)
+    assert again.counters.num_finished == NUM_REQUESTS
+    assert SchedulerConfig(**entries[0]["config"]) == again.config
+    assert again.config.batching == former
+
+
+@pytest.mark.parametrize("former", BATCH_FORMERS)
+def test_the_recording_covers_preemption_where_there_is_any(former: str) -> None:
+    again = replay(read_log(FOLDER / f"{former}.jsonl"))
+    assert (again.counters.num_preemptions > 0) == (former not in {"orca", "request_level"})
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name in BATCH_FORMERS:
+        record(name).write(FOLDER / f"{name}.jsonl")

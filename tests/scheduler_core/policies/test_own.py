@@ -1,0 +1,209 @@
+"""Our own policies: what each promises, in small; the figures are in `benchmarks/policies.py`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from scheduler_core.indices.boost import boost_s
+from scheduler_core.policies import make_policy
+from scheduler_core.policies.mixed_boost import MixedBoost
+from scheduler_core.policies.predicted_boost import PredictedBoost
+from scheduler_core.policies.slo_tie import SloTie
+from scheduler_core.policies.tail_guard import TailGuard
+from scheduler_core.predictions import LengthPrediction, UrgencyPrediction
+from scheduler_core.request import Status
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
+from tests.scheduler_core.policies.test_papers import enter, generate, state, sure
+
+STEP = LinearStepTime(base_s=1.0, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
+
+
+def simulate(
+    trace: Trace, policy: str, parameters: dict[str, float] | None = None, **limits: int
+) -> dict[str, float]:
+    """Mean and P99 time to last token, and preemptions, when a step takes one second."""
+    config = SimulationConfig(
+        trace="",
+        policy=policy,
+        policy_parameters=parameters or {},
+        predictor="trace",
+        scheduler=SchedulerConfig(**{"num_kv_blocks": 100_000, "max_num_batched_tokens": 4096, **limits}),  # type: ignore[arg-type]
+        step_time=STEP,
+    )
+    result = run_simulation(config, trace=trace)
+    assert len(result.records) == len(trace)
+    spent = np.array([record.ttlt_s for record in result.records])
+    return {
+        "mean": float(spent.mean()),
+        "p99": float(np.percentile(spent, 99)),
+        "preemptions": float(result.metrics["num_preemptions"]),
+    }
+
+
+def overload(num: int, slots: int, load: float, seed: int, *, shift: float = 0.0, prompt: int = 1) -> Trace:
+    """Heavy-tailed lengths, more of them than the slots can serve; `shift` falsifies the predicted ln lengths."""
+    rng = np.random.default_rng(seed)
+    mu = rng.normal(3.5, 0.9, num)
+    tokens = np.clip(np.round(np.exp(mu + 0.3 * rng.standard_t(3.5, num))), 1, 4000).astype(int)
+    arrivals = np.cumsum(rng.exponential(tokens.mean() / slots / load, num))
+    rows = [
+        TraceRequest(
+            request_id=f"r{index}",
+            arrival_s=float(arrivals[index]),
+            prompt_tokens=prompt,
+            output_tokens=int(tokens[index]),
+            max_tokens=4000,
+            prediction=LengthPrediction(float(mu[index] + shift * rng.standard_normal()), 0.3, 3.5),
+        )
+        for index in range(num)
+    ]
+    return Trace(tuple(rows))
+
+
+def test_gittins_gives_up_on_an_answer_that_outlives_its_median() -> None:
+    """Two answers of the same wide distribution, one with 400 tokens: the newcomer is first, and displaces it if what must be
+    computed again (0.1 per token) is worth it. A sure one of 500 with 400 done has 100 left and is not displaced."""
+    wide = LengthPrediction(math.log(100), 1.2, 3.5)
+    policy = make_policy("gittins")
+    old = state("a", prediction=wide, cap=8000, num_output_tokens=400, num_computed_tokens=410)
+    new = state("b", prediction=wide, cap=8000)
+    known = state("c", prediction=sure(500), cap=8000, num_output_tokens=400, num_computed_tokens=410)
+    enter(policy, old, new, known)
+    assert policy.may_preempt(old, new, 0.0)
+    assert not policy.may_preempt(known, new, 0.0)
+    dear = make_policy("gittins", {"switch_cost": 10.0})
+    enter(dear, old, new)
+    assert not dear.may_preempt(old, new, 0.0)
+
+
+def learn(policy: PredictedBoost | MixedBoost, shift: float, num: int, seed: int = 0) -> None:
+    """Finishes requests whose predictions are right but for a shift of ln length."""
+    rng = np.random.default_rng(seed)
+    for index in range(num):
+        mu = float(rng.normal(4.0, 1.0))
+        tokens = int(max(1, round(math.exp(mu + 0.5 * rng.standard_t(3.5)))))
+        seen = LengthPrediction(
+            mu + shift * float(rng.standard_normal() if isinstance(policy, MixedBoost) else 1.0), 0.5, 3.5
+        )
+        item = state(f"r{index}", prediction=seen, cap=10_000, prompt=int(rng.integers(5, 500)))
+        enter(policy, item)
+        policy.on_step(float(index), 1.0)
+        item.num_output_tokens, item.last_token_s, item.status = tokens, index + 0.5, Status.GONE
+        policy.on_finish(item)
+        policy.on_pressure(0, 8)
+
+
+def test_predicted_boost_falls_back_when_lengths_leave_their_quantiles_and_comes_back() -> None:
+    """gamma 0.02, 50 us and 1 ms per token. Trusted: 100 and 1000 tokens sure are told apart; not trusted: only the prompt
+    (10 tokens, 0.5 ms) counts, b = 50 ln(1/(1 - exp(-0.00001)))."""
+    policy = PredictedBoost(adapt_gamma=False)
+    short, long = state("s", prediction=sure(100), cap=2000), state("l", prediction=sure(1000), cap=2000)
+    enter(policy, short, long)
+    assert policy.trusted
+    assert policy.key(short, 0.0) == pytest.approx(-boost_s(0.0005 + 0.1, 0.02), rel=1e-3)
+    assert policy.key(short, 0.0) < policy.key(long, 0.0) - 40
+    learn(policy, shift=1.5, num=60)
+    assert not policy.trusted
+    assert policy.key(short, 0.0) == policy.key(long, 0.0) == pytest.approx(-boost_s(0.0005, 0.02))
+    learn(policy, shift=0.0, num=300)
+    assert policy.trusted
+
+
+def test_an_aborted_request_teaches_nothing() -> None:
+    policy = PredictedBoost(adapt_gamma=False)
+    for index in range(100):
+        item = state(f"r{index}", prediction=sure(1000), cap=2000, num_output_tokens=2, last_token_s=0.5)
+        enter(policy, item)
+        policy.on_step(1.0, 1.0)
+        policy.on_finish(item)
+    assert policy.trusted
+
+
+@pytest.mark.parametrize(("shift", "low", "high"), [(0.0, 0.85, 1.0), (6.0, 0.0, 0.75)])
+def test_mixed_boost_learns_how_far_to_believe_the_predictor(shift: float, low: float, high: float) -> None:
+    policy = MixedBoost()
+    learn(policy, shift, 400)
+    assert low <= policy.share <= high
+    assert policy.regret <= policy.regret_bound
+
+
+def test_reserve_asks_for_the_quantile_of_what_remains() -> None:
+    seen = LengthPrediction(math.log(100), 0.5, 3.5)
+    policy = make_policy("reserve", {"quantile": 0.9})
+    item = state(prompt=20, prediction=seen, cap=1000)
+    enter(policy, item)
+    assert policy.admission_tokens(item) == pytest.approx(20 + float(seen.distribution().ppf(0.9)), abs=2)
+    item.num_output_tokens = 150
+    rest = float(seen.distribution().remaining(150.0).ppf(0.9))
+    assert policy.admission_tokens(item) == pytest.approx(170 + rest, abs=4)
+    unknown = state("b", prompt=20)
+    assert policy.admission_tokens(unknown) == 20
+
+
+def test_reserve_preempts_less_than_fcfs_when_memory_is_short() -> None:
+    trace = overload(150, 64, 1.5, seed=3, prompt=30)
+    limits = {"max_num_seqs": 64, "num_kv_blocks": 260}
+    plain, reserved = simulate(trace, "fcfs", **limits), simulate(trace, "reserve", **limits)
+    assert plain["preemptions"] >= 5
+    assert reserved["preemptions"] <= 0.5 * plain["preemptions"]
+
+
+def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> None:
+    """token_s = 0.02, sure of 500 tokens: 10 s. Targets of 30 s: latest start 20 s, urgent from 18 s to 22 s. Before, the
+    short one is first; at 18 s both long ones are, the more urgent level first; after 22 s TIE's order holds again."""
+    policy = SloTie()
+    short = state("s", prediction=sure(50), cap=1000)
+    late = state("l", prediction=sure(500), cap=1000, ttlt_slo_s=30.0, order=1)
+    grave = state(
+        "g",
+        prediction=sure(500),
+        cap=1000,
+        ttlt_slo_s=30.0,
+        order=2,
+        urgency=UrgencyPrediction((1.0, 0, 0, 0, 0)),
+    )
+    enter(policy, short, late, grave)
+
+    def order() -> str:
+        return "".join(
+            item.request_id
+            for item in sorted([short, late, grave], key=lambda s: (policy.key(s, 0.0), s.order))
+        )
+
+    assert list(policy.take_changed(17.9)) == []
+    assert order() == "slg"
+    assert set(policy.take_changed(18.1)) == {late, grave}
+    assert order() == "gls"
+    assert set(policy.take_changed(22.1)) == {late, grave}
+    assert order() == "slg"
+
+
+def test_tail_guard_keeps_the_tail_of_fcfs_and_most_of_the_gain() -> None:
+    """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not."""
+    trace = overload(500, 8, 1.2, seed=5)
+    found = {name: simulate(trace, name, max_num_seqs=8) for name in ("fcfs", "sept", "tail_guard")}
+    fcfs, sept, guard = (found[name] for name in ("fcfs", "sept", "tail_guard"))
+    assert sept["p99"] > 2.0 * fcfs["p99"]
+    assert guard["p99"] <= 1.3 * fcfs["p99"]
+    assert guard["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
+
+
+def test_tail_guard_promotes_when_the_limit_says_so() -> None:
+    """P99 known as 10 s, ratio 0.95: limit 9.5 s. Steps of 10 ms, 100 tokens sure: due 9.5 - 1 = 8.5 s after arrival."""
+    policy = TailGuard(prior_s=10.0, ratio=0.95, prompt_weight=0.1)
+    item, other = (
+        state("a", prediction=sure(100), cap=1000),
+        state("b", prediction=sure(5), cap=1000, order=1),
+    )
+    enter(policy, item, other)
+    worker = state("w", prediction=sure(20), cap=1000, order=2)
+    enter(policy, worker)
+    generate(policy, worker, 5, 0.0)
+    assert list(policy.take_changed(8.4)) == []
+    assert policy.key(other, 8.4) < policy.key(item, 8.4)
+    assert list(policy.take_changed(8.6)) == [item]
+    assert policy.key(item, 8.6) < policy.key(other, 8.6)

@@ -1,0 +1,330 @@
+"""One example of each paper, worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from scheduler_core.batching import make_former
+from scheduler_core.indices.boost import boost_s
+from scheduler_core.kv_cost import KVCost
+from scheduler_core.policies import Policy, make_policy
+from scheduler_core.policies.s3 import EDGES
+from scheduler_core.policies.uniboost import UniBoost
+from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
+from scheduler_core.request import Request, RequestState, Status
+
+
+def state(
+    name: str = "a", *, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, order: int = 0, **more: Any
+) -> RequestState:
+    """A waiting request; `more` are fields of the request, or of its state where it has such."""
+    inside = {key: more.pop(key) for key in list(more) if key in RequestState.__slots__}
+    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, **more)
+    made = RequestState(request, order=order, prefill_target_tokens=prompt)
+    for key, value in inside.items():
+        setattr(made, key, value)
+    return made
+
+
+def sure(tokens: float) -> LengthPrediction:
+    """A prediction without doubt."""
+    return LengthPrediction(math.log(tokens), 1e-6, 3.5)
+
+
+def enter(policy: Policy, *states: RequestState, now: float = 0.0) -> None:
+    for item in states:
+        policy.on_arrival(item, now)
+        if any(seen is not None for seen in (item.prediction, item.urgency, item.bucket, item.rank)):
+            policy.on_prediction(item)
+
+
+def generate(policy: Policy, item: RequestState, tokens: int, now: float, step_s: float = 0.01) -> float:
+    """Decodes tokens one by one; the prompt is processed first. Returns the end."""
+    item.status = Status.RUNNING
+    if item.num_computed_tokens < item.prefill_target_tokens:
+        chunk = item.prefill_target_tokens - item.num_computed_tokens
+        item.num_computed_tokens += chunk
+        item.attained_tokens += chunk
+        policy.on_tokens(item, chunk, now + step_s)
+        policy.on_step(now + step_s, step_s)
+        now += step_s
+    for _ in range(tokens):
+        now += step_s
+        item.num_computed_tokens += 1
+        item.attained_tokens += 1
+        item.num_output_tokens += 1
+        item.last_token_s = item.last_scheduled_s = now
+        policy.on_tokens(item, 1, now)
+        policy.on_step(now, step_s)
+    return now
+
+
+def test_priority_spf_hpjf_and_vtc_order_by_what_they_are_named_for() -> None:
+    assert make_policy("priority").key(state(priority=-3), 0.0) == -3.0
+    assert make_policy("spf").key(state(prompt=50, cached_prefix_tokens=20), 0.0) == 30.0
+    hpjf = make_policy("hpjf")
+    declared, judged = state("a", tier=3), state("b", tier=3, urgency=UrgencyPrediction((0.9, 0.1, 0, 0, 0)))
+    enter(hpjf, declared, judged)
+    assert (hpjf.key(declared, 0.0), hpjf.key(judged, 0.0)) == (3.0, 0.0)
+
+
+def test_vtc_charges_prompts_once_and_outputs_double() -> None:
+    """w_p = 1, w_q = 2. Tenant u: prompts 10 and 6 wait, so their keys are 0 and 0 + 10. Admitting the first: c_u = 10,
+    and the second's key stays 10. Its prefill yields a token and 2 more are decoded: c_u = 10 + 3 * 2 = 16. Tenant v joins
+    now: the least counter among tenants that wait is u's, 16, so c_v is lifted to 16.
+    """
+    policy = make_policy("vtc")
+    first, second = state("a", prompt=10, tenant="u"), state("b", prompt=6, tenant="u")
+    enter(policy, first, second)
+    assert [policy.key(item, 0.0) for item in (first, second)] == [0.0, 10.0]
+    policy.on_admit(first, 0.0)
+    assert policy.key(second, 0.0) == 10.0
+    generate(policy, first, 2, 0.0)
+    assert policy.counter("u") == 16.0  # type: ignore[attr-defined]
+    late = state("c", prompt=5, tenant="v")
+    enter(policy, late)
+    assert policy.key(late, 0.0) == 16.0 == policy.key(second, 0.0)
+
+
+def test_ltr_promotes_after_200_idle_steps_for_10() -> None:
+    """Scores 1 and 2. Only the first is served. After 200 steps the second stands in front of it; its quantum is 10 steps,
+    and with the tenth it is demoted to its score again."""
+    policy = make_policy("ltr")
+    near, far = state("a", rank=RankPrediction(1.0)), state("b", rank=RankPrediction(2.0), order=1)
+    enter(policy, near, far)
+    near.status = Status.RUNNING
+    for _ in range(199):
+        policy.on_tokens(near, 1, 0.0)
+        policy.on_step(0.0, 0.01)
+    assert policy.key(near, 0.0) < policy.key(far, 0.0)
+    policy.on_step(0.0, 0.01)
+    assert list(policy.take_changed(0.0)) == [far]
+    assert policy.key(far, 0.0) < policy.key(near, 0.0)
+    far.status = Status.RUNNING
+    for served in range(1, 11):
+        assert policy.key(far, 0.0) < policy.key(near, 0.0), f"{served - 1} steps served"
+        policy.on_tokens(far, 1, 0.0)
+        policy.on_step(0.0, 0.01)
+    assert policy.key(far, 0.0) == 2.0
+
+
+def test_s3_orders_and_reserves_by_bucket() -> None:
+    """Edges 42, 141, 294, 503. Median 100 is bucket 1: memory for prompt 10 + 141, or 10 + M with M = 120. A predicted
+    bucket counts more than a length; without either the last bucket, whose end is M."""
+    policy = make_policy("s3")
+    known = state("a", prediction=sure(100), cap=1000)
+    capped = state("b", prediction=sure(100), cap=120)
+    bucket = state("c", prediction=sure(100), bucket=BucketPrediction((0.2, 0.8), (50.0,)), cap=1000)
+    unknown = state("d", cap=700)
+    enter(policy, known, capped, bucket, unknown)
+    assert [policy.key(item, 0.0) for item in (known, bucket, unknown)] == [1.0, 1.0, float(len(EDGES))]
+    found = [policy.admission_tokens(item) for item in (known, capped, bucket, unknown)]
+    assert found == [10 + 141, 10 + 120, 10 + 1000, 10 + 700]
+
+
+def test_hrrn_ratio() -> None:
+    """s = 0.02 s * 50 = 1 s; after 3 s ratio (3 + 1)/1 = 4. A 4 s request reaches the same ratio after 12 s."""
+    policy = make_policy("hrrn")
+    short, long = state("a", prediction=sure(50)), state("b", prediction=sure(200), cap=1000)
+    enter(policy, short, long)
+    assert policy.key(short, 3.0) == pytest.approx(-4.0, rel=1e-4)
+    assert policy.key(long, 12.0) == pytest.approx(-4.0, rel=1e-4)
+
+
+def test_edf_follows_the_first_and_then_the_last_token() -> None:
+    """Arrival 5, first token wanted within 2 s, last within 30 s: deadline 7, then 35. Without targets 5 + 60."""
+    policy = make_policy("edf")
+    item = state(arrival_s=5.0, ttft_slo_s=2.0, ttlt_slo_s=30.0)
+    assert policy.key(item, 0.0) == 7.0
+    item.first_token_s = item.last_token_s = 6.0
+    policy.on_tokens(item, 10, 6.0)
+    assert list(policy.take_changed(6.0)) == [item]
+    assert policy.key(item, 6.0) == 35.0
+    assert policy.key(state(arrival_s=5.0), 0.0) == 65.0
+
+
+def test_las_counts_quanta_of_work_that_was_not_lost() -> None:
+    """Quantum 256, prompt 100: with 155 tokens generated 255, the first quantum; with 156 the second. What a displacement
+    made it compute again does not count."""
+    policy = make_policy("las")
+    done = {"prompt": 100, "cap": 1000, "first_token_s": 1.0, "attained_tokens": 5000}
+    assert policy.key(state(num_output_tokens=155, **done), 0.0) == 0.0
+    assert policy.key(state(num_output_tokens=156, **done), 0.0) == 1.0
+    assert policy.key(state(prompt=600, num_computed_tokens=300), 0.0) == 1.0
+
+
+def test_mlfq_skips_by_prompt_demotes_by_use_and_promotes_by_waiting() -> None:
+    """Quanta 10, 20, 40 ms. A prompt of 600 tokens takes 600 * 55 us = 33 ms: queue 2. One of 10 tokens joins queue 0; after
+    a step of 10 ms its quantum is used up, queue 1; two more steps (20 ms), queue 2. Waiting 3 s brings it back to 0."""
+    policy = make_policy("mlfq")
+    long, short = state("a", prompt=600), state("b", prompt=10, order=1)
+    enter(policy, long, short)
+    assert [policy.key(item, 0.0) for item in (long, short)] == [2.0, 0.0]
+    now = generate(policy, short, 0, 0.0)
+    assert policy.key(short, now) == 1.0
+    now = generate(policy, short, 2, now)
+    assert policy.key(short, now) == 2.0
+    short.status = Status.WAITING
+    assert short not in policy.take_changed(now + 2.9)
+    assert short in policy.take_changed(now + 3.01)
+    assert policy.key(short, now + 3.01) == 0.0
+
+
+def test_srpt_trail_and_elis_see_the_same_rest_of_a_sure_prediction() -> None:
+    """Sure of 100 tokens: 60 generated, 40 left. TRAIL: 60 < 0.8 * 100 may be displaced, 80 not. ELIS: 60 lies within the
+    window from 50, where 50 are left; displaced only at 50 and 100."""
+    for name, left in (("srpt", 40.0), ("trail", 100.0 - 48.0), ("elis", 50.0)):
+        policy = make_policy(name)
+        item = state(prediction=sure(100), cap=1000, num_output_tokens=60)
+        enter(policy, item)
+        assert policy.key(item, 0.0) == pytest.approx(left, abs=0.01)
+    trail, elis = make_policy("trail"), make_policy("elis")
+    item = state(prediction=sure(100), cap=1000)
+    enter(trail, item)
+    enter(elis, item)
+    free = []
+    for generated in (49, 50, 60, 79, 80, 99):
+        item.num_output_tokens = generated
+        free.append((trail.eviction_key(item, 0.0) > -math.inf, elis.eviction_key(item, 0.0) > -math.inf))
+    assert free == [(True, False), (True, True), (True, False), (True, False), (False, False), (False, False)]
+
+
+def test_trail_learns_that_an_answer_is_one_of_the_long_ones() -> None:
+    """Where SRPT says 0 is left, the conditional length says how much an answer beyond its median still needs."""
+    item = state(prediction=LengthPrediction(math.log(100), 0.7, 3.5), cap=2000, num_output_tokens=160)
+    srpt, trail = make_policy("srpt"), make_policy("trail")
+    enter(srpt, item)
+    enter(trail, item)
+    expected = float(item.prediction.distribution().remaining(160.0).expected(2000.0))
+    assert srpt.key(item, 0.0) == 0.0
+    assert trail.key(item, 0.0) == pytest.approx(expected, rel=0.02)
+    assert expected > 50
+
+
+def test_semantic_compares_urgency_first_and_then_time() -> None:
+    """A100, Qwen1.5-4B, prompt n = 100, 50 tokens sure:
+    prefill 1.46585e-9 * 100^2 + 1.0515576e-4 * 100 = 0.0105302 s,
+    decode 5.91298857e-9 * (1250 + 5000 + 25) + 0.01195828 * 50 = 0.597951 s, f_t = 0.608481 s.
+    After the prompt and 10 tokens: 40 left, n = 110: 5.91298857e-9 * (800 + 4400 + 20) + 0.4783312 = 0.478362 s.
+    """
+    policy = make_policy("semantic")
+    item = state("a", prompt=100, prediction=sure(50), cap=1000, tier=2)
+    urgent = state(
+        "b", prompt=900, prediction=sure(900), cap=1000, urgency=UrgencyPrediction((1.0, 0, 0, 0, 0))
+    )
+    enter(policy, item, urgent)
+    assert policy.remaining_s(item) == pytest.approx(0.608481, abs=2e-6)  # type: ignore[attr-defined]
+    assert policy.key(urgent, 0.0) < policy.key(item, 0.0) == pytest.approx(2e8 + 0.608481, abs=1e-4)
+    item.num_computed_tokens, item.num_output_tokens = 110, 10
+    assert policy.remaining_s(item) == pytest.approx(0.478362, abs=2e-6)  # type: ignore[attr-defined]
+
+
+def test_semantic_cache_rules_differ_as_the_errata_say() -> None:
+    """A100, Qwen1.5-7B: a1 n + a2 > b for every n (1.48e-4 > 1e-4): loading is always cheaper, so `exact` keeps everything.
+    Printed inequality 3 asks for b > a1 n + a2: it never keeps anything. With loading at 1 ms per token it is the other
+    way round for short prompts: computing 100 tokens takes 0.0199 s, loading them 0.1 s."""
+    qwen_7b = {
+        "alpha_1": 5.13462572e-07,
+        "alpha_2": 1.48057167e-04,
+        "gamma_1": 1.3491108e-08,
+        "gamma_2": 1.330198e-02,
+    }
+    cheap, dear = KVCost(**qwen_7b, beta=1e-4), KVCost(**qwen_7b, beta=1e-3)
+    assert (cheap.kept_tokens(100, 20), cheap.kept_tokens(100, 20, "paper")) == (120, 0)
+    assert dear.kept_tokens(100, 0) == 0
+    assert dear.kept_tokens(100, 0, "paper") == 100
+    assert make_former("stage_aware", {"cache_rule": "paper"}) != make_former("stage_aware", {})
+
+
+def test_boost_values_and_limits() -> None:
+    """gamma = 0.5/s, w = 2 s: exp(-1) = 0.367879, b = 2 ln(1/0.632121) = 0.917351 s. Large gamma: no boost, FCFS."""
+    assert boost_s(2.0, 0.5) == pytest.approx(0.917350, abs=2e-6)
+    assert boost_s(2.0, 50.0) < 1e-40
+    assert boost_s(1e-6, 0.01) > 1000
+
+
+def test_distboost_moves_short_prompts_ahead() -> None:
+    """50 us per token, gamma = 0.1/s: 100 tokens are 5 ms, b = 10 ln(1/(1 - exp(-0.0005))) = 76.0115 s; 10,000 are 0.5 s,
+    b = 30.2058 s. So the short one passes if it arrives less than 45.8 s later. Decode goes by entry."""
+    policy = make_policy("distboost")
+    short, long = state("a", prompt=100), state("b", prompt=10_000)
+    assert policy.key(short, 0.0) == pytest.approx(-76.0115, abs=1e-3)
+    assert policy.key(long, 0.0) == pytest.approx(-30.2058, abs=1e-3)
+    long.num_computed_tokens, long.decode_entered_s, long.status = 10_000, 12.0, Status.RUNNING
+    assert policy.key(long, 20.0) == 12.0
+
+
+def test_uniboost_bins_by_floor_and_revises_as_often_as_stated() -> None:
+    """k = 256: 255 and 511 are in bin 256, 512 in 512, 10,000 in 8192; on the way to 10,000 a request's bin changes
+    floor(log2(10000/256)) = 5 times, with its first one 6 as the paper says."""
+    policy = UniBoost()
+    assert [policy.quantised(tokens) for tokens in (1, 255, 511, 512, 10_000)] == [256, 256, 256, 512, 8192]
+    assert len({policy.quantised(tokens) for tokens in range(1, 10_001)}) == 6
+
+
+def test_uniboost_may_be_displaced_only_after_a_threshold() -> None:
+    """k = 8, prompt 6, adaptation off. Bins 8 (up to 15 tokens), 16, 32. So after 10, 26 generated tokens, and at no other
+    time, a request can be displaced; without MemGuard always."""
+    for guard, expected in ((True, [10, 26]), (False, list(range(1, 31)))):
+        policy = make_policy("uniboost", {"bin_tokens": 8, "mem_guard": guard, "adapt_gamma": False})
+        item = state(prompt=6)
+        enter(policy, item)
+        policy.on_admit(item, 0.0)
+        generate(policy, item, 0, 0.0)
+        free = []
+        for generated in range(1, 31):
+            generate(policy, item, 1, 0.0)
+            if policy.eviction_key(item, 0.0) > -math.inf:
+                free.append(generated)
+        assert free == expected
+
+
+def test_uniboost_without_its_phases_is_boosted_by_work_and_has_hysteresis() -> None:
+    """gamma = 1/s, 50 us and 1 ms per token. Prompt 1000, 950 generated: w = 0.05 + 0.95 = 1 s, b = 0.458675 s. A newcomer
+    with a prompt of 1000: w = 0.05, b = 3.020629 s. It displaces if a + delta < 2.561954: delta 0.1, at 2.4 yes, 2.5 no."""
+    policy = make_policy("uniboost", {"gamma_per_s": 1.0, "mem_guard": False, "adapt_gamma": False})
+    old = state("a", prompt=1000, num_output_tokens=950, cap=2000)
+    assert policy.key(old, 0.0) == pytest.approx(-0.458675, abs=1e-5)
+    for arrival_s, displaces in ((2.4, True), (2.5, False)):
+        new = state("b", prompt=1000, arrival_s=arrival_s)
+        assert policy.key(new, 0.0) == pytest.approx(arrival_s - 3.020629, abs=1e-5)
+        assert policy.may_preempt(old, new, 0.0) is displaces
+
+
+def test_uniboost_signal_by_phase() -> None:
+    """Prompt 1000 and 10 tokens generated: the signal is 10 tokens of decode, not 1010."""
+    policy = UniBoost(signal_by_phase=True)
+    item = state(prompt=1000, num_computed_tokens=1010, num_output_tokens=10)
+    assert policy.effective_tokens(item) == (0, 10)
+    assert UniBoost().effective_tokens(item) == (1000, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "named"),
+    [
+        ("ltr", {"quantum_steps": 0}, "quantum_steps"),
+        ("hrrn", {"token_s": 0.0}, "token_s"),
+        ("edf", {"default_slo_s": -1.0}, "default_slo_s"),
+        ("las", {"quantum_tokens": 0}, "quantum_tokens"),
+        ("mlfq", {"factor": 1.0}, "factor"),
+        ("trail", {"limit": -0.1}, "limit"),
+        ("elis", {"window_tokens": 0}, "window_tokens"),
+        ("semantic", {"gamma_1": -1.0}, "gamma_1"),
+        ("distboost", {"gamma_per_s": 0.0}, "gamma_per_s"),
+        ("uniboost", {"hysteresis_s": -1.0}, "hysteresis_s"),
+        ("uniboost", {"gamma_per_s": 1e6}, "gamma_per_s"),
+        ("vtc", {"output_weight": 0.0}, "output_weight"),
+        ("gittins", {"switch_cost": -1.0}, "switch_cost"),
+        ("predicted_boost", {"max_gap": 0.0}, "max_gap"),
+        ("mixed_boost", {"compare": 0}, "compare"),
+        ("reserve", {"quantile": 1.0}, "quantile"),
+        ("slo_tie", {"margin_s": 0.0}, "margin_s"),
+        ("tail_guard", {"exempt_share": 1.0}, "exempt_share"),
+    ],
+)
+def test_wrong_parameters_are_named(name: str, parameters: dict[str, float], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_policy(name, parameters)

@@ -1,0 +1,75 @@
+"""Small builders shared by the tests of routing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.request import Request
+from scheduler_core.routing import (
+    ROUTERS,
+    ReplicaSnapshot,
+    RequestView,
+    Router,
+    RoutingRequest,
+    make_router,
+    snapshot_from_requests,
+)
+
+
+def item(
+    name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, **more: Any
+) -> RoutingRequest:
+    """A request that arrives."""
+    asked = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
+    return RoutingRequest(request=asked, tier=tier, **more)
+
+
+def running(
+    name: str, blocks: int, tier: int = 2, done: int = 1, arrival_s: float = 0.0, cap: int = 64
+) -> RequestView:
+    """A request that generates and holds so many blocks of 16 tokens."""
+    return RequestView(
+        request_id=name,
+        arrival_s=arrival_s,
+        tier=tier,
+        prompt_tokens=blocks * 16,
+        max_tokens=cap,
+        num_computed_tokens=blocks * 16,
+        num_output_tokens=done,
+        kv_blocks=blocks,
+        demand_blocks=blocks,
+        running=True,
+        decoding=True,
+    )
+
+
+def waiting(name: str, blocks: int, tier: int = 2, arrival_s: float = 0.0, cap: int = 64) -> RequestView:
+    """A request that waits for so many blocks of 16 tokens."""
+    return RequestView(
+        request_id=name,
+        arrival_s=arrival_s,
+        tier=tier,
+        prompt_tokens=blocks * 16,
+        max_tokens=cap,
+        demand_blocks=blocks,
+    )
+
+
+def predicted(view: RequestView, mu: float, sigma: float = 0.5, nu: float = 3.5) -> RequestView:
+    """The same request with a predicted length."""
+    return replace(view, prediction=LengthPrediction(mu, sigma, nu))
+
+
+def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> ReplicaSnapshot:
+    """A replica that holds these requests."""
+    return snapshot_from_requests(name, views, num_kv_blocks=blocks, **more)
+
+
+def router(name: str, seed: int = 0) -> Router:
+    """A router with default parameters."""
+    rng = np.random.default_rng(seed) if ROUTERS[name].needs_generator else None
+    return make_router(name, rng=rng)

@@ -1,0 +1,281 @@
+"""Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from scheduler_core.decision_log import DecisionLog
+from scheduler_core.errors import InputError
+from scheduler_core.policies import make_policy
+from scheduler_core.replay import replay
+from scheduler_core.routing import (
+    ROUTERS,
+    AutoScaler,
+    Headroom,
+    MigrationPlanner,
+    ReplicaRole,
+    Router,
+    ScaleIn,
+    ScaleOut,
+)
+from scheduler_core.routing.disaggregated import Disaggregated
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator import LinearStepTime, Trace
+from scheduler_core.simulator.cluster import ClusterSimulation
+from scheduler_core.simulator.cluster_outcome import ClusterOutcome, ReplicaChange
+from scheduler_core.simulator.fetch import trace_predictions
+from scheduler_core.simulator.kv_link import KvLink
+from scheduler_core.simulator.loop import Simulation, request_of
+from tests.scheduler_core.helpers import random_trace
+from tests.scheduler_core.routing.helpers import router
+
+LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, num_kv_blocks=120)
+
+
+def core(policy: str = "fcfs", log: DecisionLog | None = None, **more: object) -> Scheduler:
+    return Scheduler(replace(LIMITS, **more), make_policy(policy), log)  # type: ignore[arg-type]
+
+
+def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more: object) -> ClusterOutcome:
+    names = [f"n{number}" for number in range(num)]
+    cores = {name: core(policy) for name in names}
+    out = ClusterSimulation(trace, cores, route, LinearStepTime(), trace_predictions(trace), **more).run()  # type: ignore[arg-type]
+    for one in cores.values():
+        one.validate()
+        assert one.num_waiting == one.num_running == 0
+        assert one.num_free_kv_blocks == LIMITS.num_kv_blocks
+        assert not one._pool.reserved
+    assert sorted(record.request_id for record in out.total.records) == sorted(
+        row.request_id for row in trace.requests
+    )
+    lengths = {row.request_id: row.output_tokens for row in trace.requests}
+    assert all(record.output_tokens == lengths[record.request_id] for record in out.total.records)
+    return out
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "tie"])
+@pytest.mark.parametrize("exact_steps", [True, False])
+def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, exact_steps: bool) -> None:
+    trace = random_trace(80, seed=3, rate_rps=8.0)
+    alone = Simulation(
+        trace, core(policy), LinearStepTime(), trace_predictions(trace), exact_steps=exact_steps
+    )
+    expected = alone.run()
+    found = simulate(trace, router("jsq"), 1, policy, exact_steps=exact_steps).total
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["jsq", "least_kv", "predicted_work", "llumnix"])
+def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(name: str) -> None:
+    trace = random_trace(60, seed=4, rate_rps=15.0)
+    single, many = (simulate(trace, router(name), 3, exact_steps=exact) for exact in (True, False))
+    assert sorted(single.total.records, key=lambda record: record.request_id) == sorted(
+        many.total.records, key=lambda record: record.request_id
+    )
+    assert single.replica_of == many.replica_of
+
+
+def test_a_request_too_large_for_every_replica_is_refused() -> None:
+    small = random_trace(5)
+    trace = Trace((*small.requests[:4], replace(small.requests[4], max_tokens=4000)))
+    cores = {name: core() for name in "ab"}
+    out = ClusterSimulation(trace, cores, router("jsq"), LinearStepTime(), trace_predictions(trace)).run()
+    assert list(out.total.refused) == ["r4"]
+    assert len(out.total.records) == 4
+
+
+@pytest.mark.parametrize("name", sorted(set(ROUTERS) - {"disaggregated"}))
+def test_every_router_serves_a_whole_trace_the_same_way_twice(name: str) -> None:
+    trace = random_trace(40, seed=1, rate_rps=20.0)
+    first, second = (simulate(trace, router(name), 3) for _ in range(2))
+    assert first.total == second.total
+    # INFaaS keeps to the replicas that it has used as long as they are fast enough.
+    assert len(set(first.replica_of.values())) == (2 if name == "infaas" else 3)
+
+
+def test_more_replicas_wait_less() -> None:
+    trace = random_trace(60, seed=2, rate_rps=15.0)
+    waits = [
+        float(
+            np.mean([record.queueing_delay_s for record in simulate(trace, router("jsq"), num).total.records])
+        )
+        for num in (1, 2, 4)
+    ]
+    assert waits[0] > 2 * waits[1] > 4 * waits[2]
+
+
+class AllOnOne(Router):
+    """Sends everything to the first replica: only migration can help."""
+
+    name = "all_on_one"
+
+    def choose(self, item: object, replicas: object, now: float) -> str:
+        return "n0"
+
+
+def planner(**more: float) -> MigrationPlanner:
+    return MigrationPlanner(headroom=Headroom((0.0,) * 5), **more)
+
+
+@pytest.mark.parametrize("stage_blocks", [1, 4, None])
+def test_migration_uses_the_idle_replica_and_loses_nothing(stage_blocks: int | None) -> None:
+    trace = random_trace(60, seed=5, rate_rps=12.0)
+    without = simulate(trace, AllOnOne(), 2)
+    moved = simulate(trace, AllOnOne(), 2, planner=planner(), stage_blocks=stage_blocks)
+    assert set(without.replica_of.values()) == {"n0"}
+    assert moved.num_migrations > 5
+    assert moved.num_migrated_blocks > 0
+    assert set(moved.replica_of.values()) == {"n0", "n1"}
+    assert moved.total.end_s < without.total.end_s
+
+
+def test_a_slow_link_ends_migrations_early_and_loses_nothing() -> None:
+    """One block per stage at 20 ms each while two tokens are generated: some requests finish before they have moved."""
+    trace = random_trace(60, seed=6, rate_rps=12.0, cap=64)
+    out = simulate(
+        trace, AllOnOne(), 3, planner=planner(), stage_blocks=1, link=KvLink(latency_s=0.02, bytes_per_s=1e9)
+    )
+    assert sum(out.ended.values()) > 0
+    assert out.num_migrations > 0
+
+
+def test_decision_logs_with_migrations_replay_exactly() -> None:
+    trace = random_trace(40, seed=7, rate_rps=12.0)
+    logs = {name: DecisionLog() for name in ("n0", "n1")}
+    cores = {name: core("tie", log) for name, log in logs.items()}
+    simulation = ClusterSimulation(
+        trace,
+        cores,
+        AllOnOne(),
+        LinearStepTime(),
+        trace_predictions(trace),
+        planner=planner(),
+        stage_blocks=2,
+    )
+    assert simulation.run().num_migrations > 0
+    operations = {entry["op"] for log in logs.values() for entry in log.entries}
+    assert {"reserve", "detach", "attach", "unreserve"} <= operations
+    for name, log in logs.items():
+        assert replay(log.entries).counters == cores[name].counters
+
+
+def test_disaggregated_prompts_and_tokens_are_on_different_replicas() -> None:
+    trace = random_trace(40, seed=8, rate_rps=6.0)
+    roles = {"n0": ReplicaRole.PREFILL, "n1": ReplicaRole.DECODE, "n2": ReplicaRole.DECODE}
+    split = Disaggregated()
+    out = simulate(trace, split, 3, roles=roles, planner=split, interval_s=0.005, stage_blocks=None)
+    share = np.mean([where != "n0" for where in out.replica_of.values()])
+    assert share > 0.8, "short answers may be done before they can move"
+    assert out.num_migrations >= 0.8 * 40
+
+
+def test_tiers_reach_the_router_and_the_replicas() -> None:
+    """With strict tiers at the replica and headroom at the router, tier 0 waits least of all on a busy cluster."""
+    trace = random_trace(80, seed=9, rate_rps=30.0)
+    tiered = {
+        row.request_id: replace(request_of(row), tier=0 if index % 5 == 0 else 4)
+        for index, row in enumerate(trace.requests)
+    }
+    out = simulate(trace, router("llumnix"), 2, policy="hpjf", requests=tiered, planner=MigrationPlanner())
+    waits: dict[int, list[float]] = {0: [], 4: []}
+    for record in out.total.records:
+        waits[tiered[record.request_id].tier].append(record.queueing_delay_s)
+    assert np.mean(waits[0]) < np.mean(waits[4]) / 3
+
+
+def test_a_draining_replica_is_evacuated_and_gets_nothing_new() -> None:
+    trace = random_trace(60, seed=10, rate_rps=10.0)
+    middle = trace.requests[30].arrival_s
+    drained = (ReplicaChange(middle, "n1", "drain"),)
+    left = simulate(trace, router("jsq"), 2, changes=drained)
+    moved = simulate(trace, router("jsq"), 2, changes=drained, planner=planner())
+    last = [
+        max(record.finish_s for record in out.total.records if out.replica_of[record.request_id] == "n1")
+        for out in (left, moved)
+    ]
+    assert last[1] < last[0], "requests that move away do not keep the replica busy"
+    late = {row.request_id for row in trace.requests if row.arrival_s > middle}
+    assert all(moved.replica_of[name] == left.replica_of[name] == "n0" for name in late)
+
+
+@pytest.mark.parametrize("with_planner", [True, False])
+def test_requests_of_a_failed_replica_begin_anew_elsewhere(with_planner: bool) -> None:
+    trace = random_trace(60, seed=11, rate_rps=10.0)
+    middle = trace.requests[30].arrival_s
+    changes = (ReplicaChange(middle, "n0", "fail"), ReplicaChange(middle + 2.0, "n2", "join"))
+    names = ["n0", "n1", "n2"]
+    cores = {name: core("tie") for name in names}
+    out = ClusterSimulation(
+        trace,
+        cores,
+        router("jsq"),
+        LinearStepTime(),
+        trace_predictions(trace),
+        changes=changes,
+        planner=planner() if with_planner else None,
+        stage_blocks=1,
+    ).run()
+    assert len(out.total.records) == 60
+    assert out.num_restarts > 0
+    assert all(
+        record.finish_s <= middle for record in out.total.records if out.replica_of[record.request_id] == "n0"
+    )
+    assert "n2" in out.replica_of.values()
+    for name in ("n1", "n2"):
+        cores[name].validate()
+        assert cores[name].num_free_kv_blocks == LIMITS.num_kv_blocks
+
+
+def test_requests_that_come_while_no_replica_is_there_wait_for_one() -> None:
+    trace = random_trace(20, seed=12, rate_rps=10.0)
+    out = simulate(trace, router("jsq"), 1, changes=(ReplicaChange(30.0, "n0", "join"),))
+    assert all(record.first_scheduled_s >= 30.0 for record in out.total.records)
+    with pytest.raises(InputError, match="in the end"):
+        simulate(trace, router("jsq"), 1, changes=(ReplicaChange(0.0, "n0", "drain"),))
+
+
+def test_the_cluster_grows_under_load_and_shrinks_after_it() -> None:
+    """A burst of 60 requests on one replica, then one request every ten seconds. An idle replica of 120 blocks has
+    F = 120, so that only a cluster with nearly nothing to do shrinks."""
+    burst = random_trace(80, seed=13, rate_rps=50.0)
+    rows = [
+        *burst.requests[:60],
+        *(replace(row, arrival_s=60.0 + 10 * n) for n, row in enumerate(burst.requests[60:])),
+    ]
+    out = simulate(
+        Trace(tuple(rows)),
+        router("jsq"),
+        3,
+        planner=planner(),
+        scaler=AutoScaler(out_below=3.0, in_above=100.0, interval_s=0.5),
+        standby={"n1", "n2"},
+    )
+    [grown, shrunk] = out.scaling
+    assert isinstance(grown[1], ScaleOut)
+    assert isinstance(shrunk[1], ScaleIn)
+    assert grown[0] < 2.0 < shrunk[0] < 60.0
+    assert set(out.replica_of.values()) == {"n0", "n1"}
+    drained = shrunk[1].victim
+    assert all(out.replica_of[row.request_id] != drained for row in rows[60:])
+
+
+def test_copies_take_latency_and_bandwidth() -> None:
+    assert KvLink(bytes_per_s=1e6, block_bytes=1000, latency_s=0.01).copy_s(20) == pytest.approx(0.03)
+    for values, field in (
+        ({"bytes_per_s": 0.0}, "bytes_per_s"),
+        ({"latency_s": -1.0}, "latency_s"),
+        ({"block_bytes": -1}, "block_bytes"),
+    ):
+        with pytest.raises(InputError, match=field):
+            KvLink(**values)  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_is_refused() -> None:
+    trace = random_trace(3)
+    with pytest.raises(InputError, match="schedulers"):
+        ClusterSimulation(trace, {}, router("jsq"), LinearStepTime(), trace_predictions(trace))
+    with pytest.raises(InputError, match="roles"):
+        simulate(trace, Disaggregated(), 1, roles={"n0": ReplicaRole.DECODE})

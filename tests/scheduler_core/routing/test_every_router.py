@@ -1,0 +1,240 @@
+"""What holds for every router: one live replica for each request, none for a draining one, and no chance but the given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_core.errors import InputError
+from scheduler_core.routing import (
+    ROUTERS,
+    Dispatcher,
+    DispatchError,
+    ReplicaRole,
+    ReplicaSnapshot,
+    ReplicaStatus,
+    RequestView,
+    Router,
+    RoutingRequest,
+    make_router,
+)
+from tests.scheduler_core.routing.helpers import item, replica, router, running, waiting
+
+NAMES = sorted(ROUTERS)
+#: New requests go to prefill replicas alone where the phases are separated.
+ROLES = {"disaggregated": ReplicaRole.PREFILL}
+
+
+class World:
+    """A dispatcher with replicas that keep what they are given."""
+
+    def __init__(self, name: str, replicas: Sequence[str], seed: int = 0) -> None:
+        self.dispatcher = Dispatcher(router(name, seed))
+        self.role = ROLES.get(name, ReplicaRole.BOTH)
+        self.held: dict[str, dict[str, RequestView]] = {}
+        self.drained_at: dict[str, int] = {}
+        for one in replicas:
+            self.join(one)
+
+    def join(self, name: str) -> None:
+        self.dispatcher.joined(name, 0.0, self.role)
+        self.held[name] = {}
+
+    def snapshots(self) -> dict[str, ReplicaSnapshot]:
+        status = self.dispatcher.replicas
+        return {
+            name: replica(name, *views.values(), blocks=4000, status=status[name], role=self.role)
+            for name, views in self.held.items()
+        }
+
+    def dispatch(self, *names: str, now: float = 0.0, tiers: Sequence[int] = (0, 1, 2, 3, 4)) -> list[str]:
+        for number, name in enumerate(names):
+            blocks = tuple(range(number % 3, number % 3 + 4))
+            self.dispatcher.arrived(item(name, tier=tiers[number % len(tiers)], prefix_blocks=blocks))
+        return self.settle(now)
+
+    def settle(self, now: float = 0.0) -> list[str]:
+        """Dispatches what is pending; the replicas run it at once."""
+        given = self.dispatcher.dispatch(self.snapshots(), now)
+        for placed in given:
+            name = placed.item.request.request_id
+            self.held[placed.replica_id][name] = running(name, 1, tier=placed.item.tier)
+            self.dispatcher.admitted(name, now)
+        self.dispatcher.validate()
+        return [placed.replica_id for placed in given]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_request_goes_to_exactly_one_live_replica(name: str) -> None:
+    world = World(name, ["a", "b", "c"])
+    names = [f"r{number}" for number in range(30)]
+    chosen = world.dispatch(*names)
+    assert len(chosen) == 30
+    assert set(chosen) <= {"a", "b", "c"}
+    places = [one for held in world.held.values() for one in held]
+    assert sorted(places) == sorted(names)
+    assert all(world.dispatcher.replica_of(one) is not None for one in names)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_draining_replica_gets_nothing_new(name: str) -> None:
+    world = World(name, ["a", "b", "c"])
+    world.dispatch(*[f"r{number}" for number in range(9)])
+    world.dispatcher.draining("b", 1.0)
+    before = set(world.held["b"])
+    world.dispatch(*[f"s{number}" for number in range(40)], now=1.0)
+    assert set(world.held["b"]) == before
+    assert len(world.held["a"]) + len(world.held["c"]) == 49 - len(before)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_failed_replicas_requests_go_to_the_others(name: str) -> None:
+    world = World(name, ["a", "b"])
+    world.dispatch(*[f"r{number}" for number in range(10)])
+    lost = world.dispatcher.failed("a", 2.0)
+    assert sorted(one.request.request_id for one in lost) == sorted(world.held.pop("a"))
+    assert world.settle(2.0) == ["b"] * len(lost)
+    assert len(world.held["b"]) == 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_a_replica_requests_wait_until_one_joins(name: str) -> None:
+    world = World(name, [])
+    assert world.dispatch("r1", "r2") == []
+    assert world.dispatcher.num_pending == 2
+    world.join("late")
+    assert world.settle(3.0) == ["late", "late"]
+    assert world.dispatcher.num_pending == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_when_all_drain_requests_wait_or_go_to_the_least_loaded(name: str) -> None:
+    world = World(name, ["a", "b"])
+    world.held["a"] = {"x": running("x", 1), "y": running("y", 1)}
+    world.held["b"] = {"z": running("z", 1)}
+    for one in "ab":
+        world.dispatcher.draining(one, 0.0)
+    expected = ["b"] if name == "llumnix" else []
+    assert world.dispatch("r") == expected
+    assert world.dispatcher.num_pending == 1 - len(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=15, deadline=None)
+@given(
+    events=st.lists(st.sampled_from(["add", "finish", "abort", "drain", "fail", "join"]), max_size=40),
+    seed=st.integers(0, 3),
+)
+def test_the_same_generator_gives_the_same_choices(name: str, events: list[str], seed: int) -> None:
+    assert _story(name, events, seed) == _story(name, events, seed)
+
+
+def _story(name: str, events: Sequence[str], seed: int) -> list[tuple[str, str]]:
+    """Plays the events; checks at each that nothing is lost, and that draining replicas get nothing."""
+    world = World(name, ["n0", "n1"], seed)
+    told: list[tuple[str, str]] = []
+    live: set[str] = set()
+    for number, event in enumerate(events):
+        now = float(number)
+        placed = sorted(one for held in world.held.values() for one in held)
+        active = [one for one, status in world.dispatcher.replicas.items() if status is ReplicaStatus.ACTIVE]
+        if event == "add":
+            live.add(f"r{number}")
+            told += [(event, where) for where in world.dispatch(f"r{number}", now=now, tiers=[number % 5])]
+        elif event in ("finish", "abort") and placed:
+            where = world.dispatcher.replica_of(placed[0])
+            assert where is not None
+            del world.held[where][placed[0]]
+            live.discard(placed[0])
+            if event == "finish":
+                world.dispatcher.finished(placed[0], now)
+            else:
+                assert world.dispatcher.aborted(placed[0], now) == where
+        elif event == "drain" and active:
+            world.dispatcher.draining(active[0], now)
+        elif event == "fail" and world.held:
+            gone = next(iter(world.held))
+            world.dispatcher.failed(gone, now)
+            del world.held[gone]
+        elif event == "join":
+            world.join(f"n{number + 2}")
+        draining = {
+            one: set(world.held[one])
+            for one, status in world.dispatcher.replicas.items()
+            if status is ReplicaStatus.DRAINING
+        }
+        told += [("settled", where) for where in world.settle(now)]
+        if name != "llumnix":
+            assert all(set(world.held[one]) == held for one, held in draining.items())
+        here = [one for held in world.held.values() for one in held]
+        assert len(here) == len(set(here)), "a request is on two replicas"
+        assert len(here) + world.dispatcher.num_pending == len(live), "a request is lost"
+    return told
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_request_that_fits_nowhere_keeps_waiting_and_holds_nobody_up(name: str) -> None:
+    world = World(name, ["a"])
+    world.dispatcher.arrived(item("huge", tier=0, prompt=16 * 4000))
+    assert world.dispatch("small") == ["a"]
+    assert world.dispatcher.num_pending == 1
+    assert world.dispatcher.aborted("huge", 1.0) is None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_choices_leave_the_pictures_alone_and_are_made_in_order(name: str) -> None:
+    pictures = [replica(one, running(f"{one}1", 3), waiting(f"{one}2", 2)) for one in "abc"]
+    before = [repr(picture) for picture in pictures]
+    assert router(name).choose(item(), pictures, 0.0) in {"a", "b", "c"}
+    assert [repr(picture) for picture in pictures] == before
+
+
+def test_names_and_parameters_are_checked() -> None:
+    with pytest.raises(InputError, match="router"):
+        make_router("nosuch")
+    with pytest.raises(InputError, match="parameter of router jsq"):
+        make_router("jsq", {"gain": 1})
+    with pytest.raises(InputError, match="rng"):
+        make_router("random")
+    assert make_router("power_of_two", {"num_choices": 3}, np.random.default_rng(0)) is not None
+    assert {kind.name for kind in ROUTERS.values()} == set(ROUTERS)
+
+
+def test_a_router_that_makes_up_a_replica_is_caught() -> None:
+    class Liar(Router):
+        name = "liar"
+
+        def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+            return "nowhere"
+
+    dispatcher = Dispatcher(Liar())
+    dispatcher.joined("a", 0.0)
+    dispatcher.arrived(item())
+    with pytest.raises(DispatchError, match="nowhere"):
+        dispatcher.dispatch({"a": replica("a")}, 0.0)
+
+
+def test_the_books_refuse_what_cannot_be() -> None:
+    dispatcher = Dispatcher(router("jsq"))
+    dispatcher.joined("a", 0.0)
+    with pytest.raises(InputError, match="replica_id"):
+        dispatcher.joined("a", 0.0)
+    with pytest.raises(InputError, match="replica_id"):
+        dispatcher.draining("b", 0.0)
+    dispatcher.arrived(item("r"))
+    with pytest.raises(InputError, match="request_id"):
+        dispatcher.arrived(item("r"))
+    with pytest.raises(InputError, match="snapshots"):
+        dispatcher.dispatch({}, 0.0)
+    dispatcher.dispatch({"a": replica("a")}, 0.0)
+    with pytest.raises(DispatchError, match="drain it first"):
+        dispatcher.left("a", 1.0)
+    dispatcher.finished("r", 1.0)
+    with pytest.raises(DispatchError, match="on no replica"):
+        dispatcher.finished("r", 1.0)
+    dispatcher.left("a", 2.0)
+    assert dispatcher.replicas == {}

@@ -1,0 +1,328 @@
+"""Hand-worked examples of the multi-tier paper: headroom, freeness, dispatch, planning, scaling, promotion, adaptation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scheduler_core.errors import InputError
+from scheduler_core.routing import (
+    AdaptiveHeadroom,
+    AutoScaler,
+    Dispatcher,
+    Headroom,
+    Llumnix,
+    MigrationPlanner,
+    ReplicaSnapshot,
+    ReplicaStatus,
+    ScaleIn,
+    ScaleOut,
+    TierPromotion,
+    exponential_headroom,
+    released_decay,
+)
+from scheduler_core.routing.freeness import full_freeness, normal_freeness, virtual_usage_blocks
+from scheduler_core.routing.moves import Move
+from tests.scheduler_core.routing.helpers import item, replica, running, waiting
+
+DRAINING = ReplicaStatus.DRAINING
+
+
+def test_headroom_of_figure_3() -> None:
+    """K = 4, h_max = 0.20, lambda = 1: 20 %, 7.36 %, 2.71 %, 1.00 % of M, 31.1 % together."""
+    shares = exponential_headroom(4).shares
+    assert [round(100 * share, 2) for share in shares] == [20.0, 7.36, 2.71, 1.0]
+    assert round(100 * sum(shares), 1) == 31.1
+
+
+def test_headroom_of_the_released_code() -> None:
+    """K = 4: lambda = 2.5/3 = 0.833. M = 128: 25.6, 11.13, 4.84, 2.10 blocks, rounded down 25 + 11 + 4 + 2 = 42 = 32.8 %."""
+    released = exponential_headroom(4, decay=released_decay(4))
+    blocks = [released.blocks([tier], 128) for tier in range(4)]
+    assert [int(one) for one in blocks] == [25, 11, 4, 2]
+    assert blocks[1] == pytest.approx(25.6 * math.exp(-2.5 / 3))
+    assert [released_decay(tiers) for tiers in (3, 5)] == [1.25, 0.625]
+
+
+def test_headroom_is_charged_once_for_each_tier_that_is_present() -> None:
+    """M = 100, K = 4, lambda = 1: tier 0 twice and tier 2 once: 20 + 2.707 blocks."""
+    assert exponential_headroom(4).blocks([0, 0, 2], 100) == pytest.approx(20 + 20 * math.exp(-2))
+
+
+def test_freeness_by_hand() -> None:
+    """M = 100, K = 4. Running: tier 0 with 10 blocks, tier 0 with 20, tier 3 with 6; waiting: tier 1 at the head with a
+    demand of 8, tier 2 behind it with 30.
+
+    sum V = 10 + 20 + 6 + 8 + 0 = 44; B = 3; F_normal = 56/3 = 18.67.
+    All four tiers are present: headroom 20 + 7.3576 + 2.7067 + 0.9957 = 31.06; F_full = (56 - 31.06)/3 = 8.313.
+    """
+    one = replica(
+        "a",
+        running("1", 10, tier=0),
+        running("2", 20, tier=0),
+        running("3", 6, tier=3),
+        waiting("4", 8, tier=1),
+        waiting("5", 30, tier=2),
+    )
+    assert virtual_usage_blocks(one) == 44
+    assert normal_freeness(one) == pytest.approx(56 / 3)
+    assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
+
+
+def test_freeness_of_an_idle_an_overloaded_and_a_draining_replica() -> None:
+    """Idle: B counts as 1, F = M. 95 of 100 blocks held by 5, head needs 20: (100 - 115)/5 = -3. Draining: -infinity."""
+    assert normal_freeness(replica("a")) == 100
+    full = replica("b", *[running(str(number), 19) for number in range(5)], waiting("w", 20))
+    assert normal_freeness(full) == -3
+    for leaving in (replica("c", status=DRAINING), replica("d", running("1", 3), status=DRAINING)):
+        assert full_freeness(leaving, exponential_headroom(4)) == -math.inf
+
+
+def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:
+    """Section 3.3. a: one tier-0 request with 10 blocks, F_full = 100 - 10 - 20 = 70. b: one tier-4 request with 20
+    blocks, F_full = 100 - 20 - 0.37 = 79.6. Without headroom a would be freer (90 against 80)."""
+    urgent, other = replica("a", running("1", 10, tier=0)), replica("b", running("2", 20, tier=4))
+    assert Llumnix().choose(item(), [urgent, other], 0.0) == "b"
+    assert Llumnix(headroom=Headroom((0.0,) * 5)).choose(item(), [urgent, other], 0.0) == "a"
+
+
+def test_dispatch_is_strict_by_tier_and_first_come_within() -> None:
+    dispatcher = Dispatcher(Llumnix())
+    for name, tier, arrival_s in (("c", 2, 0.0), ("b", 1, 2.0), ("a2", 0, 3.0), ("a1", 0, 1.0)):
+        dispatcher.arrived(item(name, tier=tier, arrival_s=arrival_s))
+    dispatcher.joined("r", 3.0)
+    given = dispatcher.dispatch({"r": replica("r")}, 3.0)
+    assert [one.item.request.request_id for one in given] == ["a1", "a2", "b", "c"]
+
+
+def test_a_burst_onto_equal_replicas_spreads() -> None:
+    dispatcher = Dispatcher(Llumnix())
+    for name in "abcd":
+        dispatcher.joined(name, 0.0)
+    for number in range(8):
+        dispatcher.arrived(item(f"r{number}"))
+    given = dispatcher.dispatch({name: replica(name) for name in "abcd"}, 0.0)
+    assert sorted(one.replica_id for one in given) == sorted("abcd" * 2)
+
+
+def test_a_tier_that_has_no_headroom_is_refused() -> None:
+    with pytest.raises(InputError, match="tier"):
+        Llumnix(headroom=exponential_headroom(3)).choose(item(tier=3), [replica("a")], 0.0)
+
+
+NO_HEADROOM = Headroom((0.0,) * 5)
+
+
+def test_the_planner_moves_the_cheapest_running_request_from_the_fullest_to_the_freest() -> None:
+    """a: 90 of 100 blocks in 3 requests, F = 3.33; b: 60 in 2, F = 20; c: 10 in 1, F = 90. max - min = 86.7 >= 0.3.
+    Of a's requests the least urgent goes (tier 4), of those with 50 and 20 blocks the smaller one."""
+    a = replica("a", running("urgent", 20, tier=1), running("big", 50, tier=4), running("small", 20, tier=4))
+    b, c = replica("b", running("x", 30), running("y", 30)), replica("c", running("z", 10))
+    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    assert planner.plan([a, b, c], frozenset(), 0.0) == (Move("small", "a", "c"),)
+    assert planner.plan([a, b, c], frozenset({"small"}), 0.05) == (Move("big", "a", "c"),)
+
+
+def test_waiting_requests_move_first_and_only_where_they_fit() -> None:
+    a = replica("a", running("r", 80, tier=4), waiting("w1", 30, tier=1), waiting("w2", 25, tier=4))
+    roomy, tight = replica("b", running("x", 10)), replica("b", running("x", 70), running("y", 10))
+    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    assert planner.plan([a, roomy], frozenset(), 0.0) == (Move("w2", "a", "b"),)
+    # 20 blocks are left on `tight`: neither waiting request fits, nor does the running one.
+    assert planner.plan([a, tight], frozenset(), 1.0) == ()
+
+
+def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
+    """M = 1000. a holds 500 blocks in 2 requests, F = 250; b 499, F = 250.5; c and d 498, F = 251. Equal replicas do
+    nothing; a difference of 0.5 >= 0.3 does, unless the threshold is 1."""
+    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    a = replica("a", running("1", 250), running("2", 250), blocks=1000)
+    b = replica("b", running("3", 249), running("4", 250), blocks=1000)
+    c = replica("c", running("5", 249), running("6", 249), blocks=1000)
+    a2 = replica("a", running("1", 251), running("2", 250), blocks=1000)
+    assert (
+        planner.plan([c, replica("d", running("7", 249), running("8", 249), blocks=1000)], frozenset(), 0.0)
+        == ()
+    )
+    assert planner.plan([a, b], frozenset(), 0.04) == (), "50 ms are not over"
+    assert planner.plan([a, b], frozenset(), 0.05) == (Move("1", "a", "b"),), "0.5 blocks per request"
+    assert MigrationPlanner(headroom=NO_HEADROOM, threshold=1.0).plan([a, b], frozenset(), 0.0) == ()
+    assert len(MigrationPlanner(headroom=NO_HEADROOM).plan([a2, b, c], frozenset(), 0.0)) == 1
+
+
+def test_ticks_of_fifty_milliseconds_are_not_missed_by_rounding() -> None:
+    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    pictures = [replica("a", running("1", 90), running("2", 5)), replica("b")]
+    now, planned = 0.0, 0
+    for _ in range(50):
+        planned += len(planner.plan(pictures, frozenset(), now))
+        now += 0.05
+    assert planned == 50
+
+
+def test_everything_leaves_a_draining_replica_one_by_one() -> None:
+    planner = MigrationPlanner(headroom=NO_HEADROOM)
+    full = replica("a", running("x", 95))
+    views = [running("r1", 50, tier=0), running("r2", 4, tier=3), waiting("w", 40, tier=0)]
+    order, now = [], 0.0
+    while views:
+        [move] = planner.plan([full, replica("d", *views, status=DRAINING)], frozenset(), now) or [None]
+        now += 0.05
+        if move is None:
+            break
+        order.append(move.request_id)
+        views = [view for view in views if view.request_id != move.request_id]
+    assert order == ["w", "r2"], "50 blocks do not fit beside 95 of 100"
+    assert [view.request_id for view in views] == ["r1"]
+    [move] = planner.plan([replica("b"), replica("d", *views, status=DRAINING)], frozenset(), now)
+    assert move == Move("r1", "d", "b")
+
+
+def test_nothing_moves_to_a_draining_replica_and_nothing_between_replicas_that_all_drain() -> None:
+    planner = MigrationPlanner()
+    leaving = [replica("a", running("1", 90), status=DRAINING), replica("b", status=DRAINING)]
+    assert planner.plan(leaving, frozenset(), 0.0) == ()
+    assert planner.plan([], frozenset(), 1.0) == ()
+    assert (
+        planner.plan([replica("c", running("2", 90)), replica("b", status=DRAINING)], frozenset(), 2.0) == ()
+    )
+
+
+def test_a_prefilling_request_stays() -> None:
+    a = replica("a", replace(running("1", 90), decoding=False))
+    assert MigrationPlanner(headroom=NO_HEADROOM).plan([a, replica("b")], frozenset(), 0.0) == ()
+
+
+def crowd(name: str, num: int, blocks: int, head: int = 0, **more: Any) -> ReplicaSnapshot:
+    rows = [running(f"{name}{number}", blocks) for number in range(num)]
+    return replica(name, *rows, *([waiting(f"{name}w", head)] if head else []), **more)
+
+
+def test_scaling_thresholds() -> None:
+    """M = 100. a: 10 requests of 10 blocks and a head of 10: F_normal = (100 - 110)/10 = -1. b: 10 of 10: F = 0.
+    Mean -0.5: not below. With a head of 11 on a: -1.1 and 0, mean -0.55 < -0.5: scale out.
+    c: 40 of 1 block: F = 60/40 = 1.5: not above. d: 39 of 1: 61/39 = 1.564; mean of c and d 1.532 > 1.5: scale in, and d,
+    with fewer running requests, is drained."""
+    b = crowd("b", 10, 10)
+    assert AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
+    out = AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0)
+    assert out == ScaleOut(pytest.approx(-0.55))
+    c = crowd("c", 40, 1)
+    assert AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
+    down = AutoScaler().signal([c, crowd("d", 39, 1)], 0.0)
+    assert down == ScaleIn("d", pytest.approx((1.5 + 61 / 39) / 2))
+
+
+def test_headroom_does_not_ask_for_replicas_and_draining_ones_do_not_count() -> None:
+    """A tier-0 request reserves 20 % for dispatch; F_normal stays 1.5 (see above) and nothing is signalled."""
+    urgent = [replica(name, *[running(f"{name}{n}", 1, tier=0) for n in range(40)]) for name in "ab"]
+    assert full_freeness(urgent[0], exponential_headroom()) == pytest.approx(1.0)
+    leaving = replica("d", running("x", 99), status=DRAINING)
+    assert AutoScaler().signal([*urgent, leaving], 0.0) is None
+
+
+def test_scaling_keeps_its_bounds_and_its_pace() -> None:
+    scaler = AutoScaler(min_replicas=1, max_replicas=2, interval_s=1.0)
+    idle, busy = [replica("a"), replica("b")], [crowd("a", 10, 10, head=20), crowd("b", 10, 10, head=20)]
+    assert scaler.signal(busy, 0.0) is None, "there are two already"
+    assert isinstance(scaler.signal(idle, 0.0), ScaleIn)
+    assert scaler.signal(idle, 0.9) is None
+    assert isinstance(scaler.signal(idle, 1.0), ScaleIn)
+    assert scaler.signal(idle[:1], 3.0) is None, "one must stay"
+    assert scaler.signal([], 3.0) is None
+
+
+def test_a_starved_request_rises_one_tier_for_each_quota() -> None:
+    """Quotas 10, 20, 40 s for tiers 2, 3, 4; tier 1 is the highest that waiting reaches. A request of tier 4: tier 3
+    after 40 s, 2 after 60 s, 1 after 70 s, and there it stays."""
+    promotion = TierPromotion(quota_s=(math.inf, 5.0, 10.0, 20.0, 40.0))
+    waits = [0.0, 39.9, 40.0, 59.9, 60.0, 70.0, 1e9]
+    assert [promotion.tier(4, wait_s) for wait_s in waits] == [4, 4, 3, 3, 2, 1, 1]
+    assert promotion.tier(0, 1e9) == 0
+    assert promotion.next_change_s(4, 45.0) == 15.0
+    assert promotion.next_change_s(4, 70.0) == math.inf
+    patient = TierPromotion(quota_s=(math.inf,) * 5)
+    assert patient.tier(4, 1e9) == 4
+
+
+def test_promotion_ends_starvation_in_the_dispatch_order() -> None:
+    """The background request came 70 s ago; tier-1 requests that come now go behind it, tier 0 still goes first."""
+    for promotion, expected in ((None, ["new0", "new1", "old"]), (TierPromotion(), ["new0", "old", "new1"])):
+        dispatcher = Dispatcher(Llumnix(promotion=promotion))
+        for name, tier, arrival_s in (("old", 4, 0.0), ("new1", 1, 70.0), ("new0", 0, 70.0)):
+            dispatcher.arrived(item(name, tier=tier, arrival_s=arrival_s))
+        dispatcher.joined("r", 70.0)
+        given = dispatcher.dispatch({"r": replica("r")}, 70.0)
+        assert [one.item.request.request_id for one in given] == expected
+
+
+def adapt(adaptive: AdaptiveHeadroom, now: float, rates: dict[int, float]) -> Headroom:
+    """One period in which 100 requests of each named tier are done, a share of which missed."""
+    for tier, rate in rates.items():
+        for number in range(100):
+            adaptive.observe(tier, missed=number < 100 * rate)
+    return adaptive.update(now)
+
+
+def test_headroom_rises_where_targets_are_missed_and_falls_where_none_are() -> None:
+    """step 0.02, decay 0.9: tier 0 missing 5 %: 0.20 -> 0.22; tier 1 missing nothing: 0.0736 -> 0.0662."""
+    adaptive = AdaptiveHeadroom(initial=exponential_headroom(4), period_s=5.0)
+    before = adaptive.update(0.0)
+    assert adapt(adaptive, 4.9, {0: 0.05, 1: 0.0}) == before, "the period is not over"
+    after = adaptive.update(5.0)
+    assert after.shares[0] == pytest.approx(0.22)
+    assert after.shares[1] == pytest.approx(0.9 * before.shares[1])
+    assert after.shares[2:] == before.shares[2:], "nothing was observed"
+
+
+def test_adaptive_headroom_never_claims_more_than_its_limit_and_serves_the_urgent_first() -> None:
+    adaptive = AdaptiveHeadroom(initial=Headroom((0.2, 0.1)), max_total=0.33, period_s=1.0)
+    adaptive.update(0.0)
+    first = adapt(adaptive, 1.0, {0: 0.5, 1: 0.5})
+    assert first.shares == pytest.approx((0.22, 0.11)), "0.03 to share: 0.02 for tier 0, the rest for tier 1"
+    for period in range(2, 60):
+        last = adapt(adaptive, float(period), {0: 0.5, 1: 0.0})
+        assert sum(last.shares) <= 0.33 + 1e-12
+    assert last.shares[0] > 0.32
+    assert last.shares[1] < 0.01
+
+
+def test_few_observations_change_nothing() -> None:
+    adaptive = AdaptiveHeadroom(min_observed=20, period_s=1.0)
+    before = adaptive.update(0.0)
+    for _ in range(19):
+        adaptive.observe(0, missed=True)
+    assert adaptive.update(1.0) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: Headroom(()), "headroom shares"),
+        (lambda: Headroom((1.5,)), "headroom share"),
+        (lambda: exponential_headroom(0), "num_tiers"),
+        (lambda: exponential_headroom(decay=-1.0), "decay"),
+        (lambda: released_decay(1), "num_tiers"),
+        (lambda: TierPromotion(quota_s=(0.0,)), "quota_s"),
+        (lambda: TierPromotion(highest=9), "highest"),
+        (lambda: TierPromotion().tier(9, 0.0), "tier"),
+        (lambda: TierPromotion().tier(1, -1.0), "waited_s"),
+        (lambda: MigrationPlanner(threshold=-1.0), "threshold"),
+        (lambda: MigrationPlanner(interval_s=0.0), "interval_s"),
+        (lambda: AutoScaler(out_below=2.0), "out_below"),
+        (lambda: AutoScaler(min_replicas=0), "min_replicas"),
+        (lambda: AutoScaler(interval_s=-1.0), "interval_s"),
+        (lambda: AdaptiveHeadroom(max_total=0.1), "max_total"),
+        (lambda: AdaptiveHeadroom(target=2.0), "target"),
+        (lambda: AdaptiveHeadroom(period_s=0.0), "period_s"),
+        (lambda: AdaptiveHeadroom(min_observed=0), "min_observed"),
+        (lambda: AdaptiveHeadroom().observe(9, missed=True), "tier"),
+    ],
+)
+def test_what_is_outside_its_range_is_named(make: Callable[[], object], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        make()
