@@ -24,8 +24,6 @@ BASELINES = {
     "ltr": "ltr-opt125m-listmle.yaml",
 }
 COPIES_WITH_CLAIMS = 2
-#: Passes over all parameters of the multitask predictor, in steps so small that the encoder keeps what it knows of lengths.
-JOINT_EPOCHS, JOINT_RATE = 1, "5e-5"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +76,7 @@ class Castillo:
             "--validation", str(self._file("calibration")),
             "--urgency_data", str(texts["train"]),
             "--urgency_validation", str(texts["validation"]),
-            *self._on_own_encoder(JOINT_EPOCHS),
-            "--stage1.learning_rate", JOINT_RATE,
+            *self._on_own_encoder(),
         ]  # fmt: skip
         self._train("d", "multitask", "multitask.yaml", words)
 
@@ -96,10 +93,8 @@ class Castillo:
         ]  # fmt: skip
         self._train("g", name, config, words)
 
-    def _on_own_encoder(self, epochs: int = 0) -> list[str]:
-        """Options to start with the encoder of minilm-cpu; `epochs`: passes in which it is trained on."""
-        encoder = str(self.out / "minilm-cpu")
-        return ["--encoder", encoder, "--stage1.epochs", str(epochs)]
+    def _on_own_encoder(self) -> list[str]:
+        return ["--encoder", str(self.out / "minilm-cpu"), "--stage1.epochs", "0"]
 
     def _lexical(self) -> None:
         data = json.dumps([str(self._file("tune")), str(self._file("train_castillo"))])
