@@ -107,7 +107,9 @@ async def asking(variant: Variant) -> Any:
         address = f"127.0.0.1:{variant.port}"
         calls: list[Any] = []
         for _ in range(CONNECTIONS):
-            channel = await stack.enter_async_context(grpc.aio.insecure_channel(address, options=options))
+            channel: Any = await stack.enter_async_context(
+                grpc.aio.insecure_channel(address, options=options)
+            )
             await channel.channel_ready()
             calls.append(channel.unary_unary(METHOD))
 
