@@ -339,8 +339,8 @@ def test_parity_failure_writes_nothing(
         checkpoint = load(path)
         forward = checkpoint.model.forward
 
-        def shifted(*inputs: torch.Tensor) -> object:
-            found = forward(*inputs)
+        def shifted(*inputs: torch.Tensor, **conditions: torch.Tensor) -> object:
+            found = forward(*inputs, **conditions)
             # The exporters trace without data to look at; only the comparison sees the shift.
             return found if torch.jit.is_tracing() else found | {"rank": found["rank"] + 10}
 
