@@ -64,15 +64,15 @@ def test_changed_or_missing_file_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_newer_format_asks_for_an_upgrade(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
-    change_manifest(folder, format_version=4, something_new={})
-    with pytest.raises(InputError, match=r"format_version: got 4; allowed: 3.*upgrade"):
+    change_manifest(folder, format_version=5, something_new={})
+    with pytest.raises(InputError, match=r"format_version: got 5; allowed: 4.*upgrade"):
         open_artifact(folder)
 
 
 def test_older_format_asks_for_a_new_export(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
-    change_manifest(folder, format_version=2)
-    with pytest.raises(InputError, match=r"format_version: got 2; allowed: 3.*export it again"):
+    change_manifest(folder, format_version=3)
+    with pytest.raises(InputError, match=r"format_version: got 3; allowed: 4.*export it again"):
         open_artifact(folder)
 
 

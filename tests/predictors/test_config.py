@@ -80,7 +80,7 @@ def test_wrong_json_is_named(path, value, message):
         ("pooling", lambda: PredictorConfig(encoder="x", heads=RANK, pooling=("cls", "cls"))),
         ("pooling", lambda: PredictorConfig(encoder="x", heads=RANK, pooling=("median",))),
         ("max_length", lambda: PredictorConfig(encoder="x", heads=RANK, max_length=2)),
-        ("truncation_side", lambda: PredictorConfig(encoder="x", heads=RANK, truncation_side="middle")),
+        ("truncation_side", lambda: PredictorConfig(encoder="x", heads=RANK, truncation_side="top")),
         (
             "served_models",
             lambda: PredictorConfig(encoder="x", heads=RANK, served_models=("m",), conditioning=CONDITIONING),
