@@ -15,9 +15,10 @@ FOLDER = Path(package.__file__).parent
 
 
 def table() -> dict[str, list[str]]:
-    """Cells of the README's rows by policy."""
+    """Cells of the first table of the README by policy."""
     rows = {}
-    for line in (FOLDER / "README.md").read_text(encoding="utf-8").splitlines():
+    text = (FOLDER / "README.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    for line in text.splitlines():
         if line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             rows[cells[0].strip("`")] = cells
