@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from scheduler_core.errors import InputError
 from scheduler_core.indices.length_table import LengthTable
+from scheduler_core.indices.stepwise import StepwiseIndex
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import RequestState
 
@@ -37,32 +38,21 @@ class Elis(Policy):
     inputs: ClassVar[frozenset[str]] = frozenset({"length"})
 
     window_tokens: float = 50
-    _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)
-    _left: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _index: StepwiseIndex = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.window_tokens < math.inf:
             raise InputError("window_tokens", self.window_tokens, "numbers >= 1")
+        self._index = StepwiseIndex(self.window_tokens, LengthTable.expected_remaining)
 
     def on_prediction(self, state: RequestState) -> None:
-        if state.prediction is not None:
-            self._tables[state.request_id] = LengthTable(state.prediction, state.request.max_tokens)
-            self._left.pop(state.request_id, None)
+        self._index.predicted(state)
 
     def on_finish(self, state: RequestState) -> None:
-        self._tables.pop(state.request_id, None)
-        self._left.pop(state.request_id, None)
+        self._index.finished(state)
 
     def key(self, state: RequestState, now: float) -> float:
-        table = self._tables.get(state.request_id)
-        if table is None:
-            return float(state.request.max_tokens - state.num_output_tokens)
-        window = state.num_output_tokens - state.num_output_tokens % self.window_tokens
-        seen = self._left.get(state.request_id)
-        if seen is None or seen[0] != window:
-            seen = (window, table.expected_remaining(window))
-            self._left[state.request_id] = seen
-        return seen[1]
+        return self._index.value(state)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         within = state.num_output_tokens % self.window_tokens != 0

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from scheduler_core.errors import InputError
 from scheduler_core.indices.length_table import LengthTable
+from scheduler_core.indices.stepwise import StepwiseIndex
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import RequestState
 
@@ -46,34 +47,23 @@ class Gittins(Policy):
 
     update_tokens: float = 16
     switch_cost: float = 0.1
-    _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)
-    _ranks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _index: StepwiseIndex = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.update_tokens < math.inf:
             raise InputError("update_tokens", self.update_tokens, "numbers >= 1")
         if not 0 <= self.switch_cost < math.inf:
             raise InputError("switch_cost", self.switch_cost, "numbers >= 0")
+        self._index = StepwiseIndex(self.update_tokens, LengthTable.gittins_rank)
 
     def on_prediction(self, state: RequestState) -> None:
-        if state.prediction is not None:
-            self._tables[state.request_id] = LengthTable(state.prediction, state.request.max_tokens)
-            self._ranks.pop(state.request_id, None)
+        self._index.predicted(state)
 
     def on_finish(self, state: RequestState) -> None:
-        self._tables.pop(state.request_id, None)
-        self._ranks.pop(state.request_id, None)
+        self._index.finished(state)
 
     def key(self, state: RequestState, now: float) -> float:
-        table = self._tables.get(state.request_id)
-        if table is None:
-            return float(state.request.max_tokens - state.num_output_tokens)
-        generated = state.num_output_tokens - state.num_output_tokens % self.update_tokens
-        seen = self._ranks.get(state.request_id)
-        if seen is None or seen[0] != generated:
-            seen = (generated, table.gittins_rank(generated))
-            self._ranks[state.request_id] = seen
-        return seen[1]
+        return self._index.value(state)
 
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
         again = self.switch_cost * running.num_computed_tokens

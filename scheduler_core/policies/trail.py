@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from scheduler_core.errors import InputError
 from scheduler_core.indices.length_table import LengthTable
+from scheduler_core.indices.stepwise import StepwiseIndex
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import RequestState
 
@@ -40,36 +41,25 @@ class Trail(Policy):
 
     limit: float = 0.8
     update_tokens: float = 16
-    _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)
-    _left: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _index: StepwiseIndex = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.limit < math.inf:
             raise InputError("limit", self.limit, "numbers >= 0")
         if not 1 <= self.update_tokens < math.inf:
             raise InputError("update_tokens", self.update_tokens, "numbers >= 1")
+        self._index = StepwiseIndex(self.update_tokens, LengthTable.expected_remaining)
 
     def on_prediction(self, state: RequestState) -> None:
-        if state.prediction is not None:
-            self._tables[state.request_id] = LengthTable(state.prediction, state.request.max_tokens)
-            self._left.pop(state.request_id, None)
+        self._index.predicted(state)
 
     def on_finish(self, state: RequestState) -> None:
-        self._tables.pop(state.request_id, None)
-        self._left.pop(state.request_id, None)
+        self._index.finished(state)
 
     def key(self, state: RequestState, now: float) -> float:
-        table = self._tables.get(state.request_id)
-        if table is None:
-            return float(state.request.max_tokens - state.num_output_tokens)
-        generated = state.num_output_tokens - state.num_output_tokens % self.update_tokens
-        seen = self._left.get(state.request_id)
-        if seen is None or seen[0] != generated:
-            seen = (generated, table.expected_remaining(generated))
-            self._left[state.request_id] = seen
-        return seen[1]
+        return self._index.value(state)
 
     def eviction_key(self, state: RequestState, now: float) -> float:
-        table = self._tables.get(state.request_id)
+        table = self._index.table(state)
         first = float(state.request.max_tokens) if table is None else table.expected_remaining()
         return -math.inf if state.num_output_tokens >= self.limit * first else self.key(state, now)
