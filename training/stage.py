@@ -203,15 +203,15 @@ class StageModule(L.LightningModule):
         return found
 
     def rank(self) -> tuple[float, float]:
-        """What makes an epoch better, smaller first: the unweighted validation loss of all heads.
+        """What makes an epoch better, smaller first: the unweighted validation loss of all heads; then that loss itself.
 
-        Where urgency is the only head, the share of the critical levels' prompts that are under-triaged is added: alone
-        it would prefer an epoch that takes everything for urgent.
+        Where urgency is the only head, the share of the critical levels' prompts that are under-triaged is added to the
+        first: alone it would prefer an epoch that takes everything for urgent.
         """
         loss = sum(self.losses("validation").values())
         if set(self._objectives.weights) == {"urgency"}:
-            loss += self.metrics().get("under_triage", 0.0)
-        return 0.0, loss
+            return loss + self.metrics().get("under_triage", 0.0), loss
+        return loss, loss
 
     def _look_at(self, batch: Batch, split: str) -> None:
         self.batch, self.split = batch, split
