@@ -30,8 +30,10 @@ class ImportUrgencyConfig:
     """Most texts of each source that is a file; unset: all."""
     augment_claims: int = 0
     """Copies of each training text with a claim of urgency and the same level, so that claims are learnt to say nothing."""
+    augment_openers: int = 0
+    """Copies of each training text with a greeting, thanks or the like, so that these are learnt to say nothing."""
     seed: int = 0
-    """Decides which claims are added."""
+    """Decides which phrases are added."""
 
 
 def import_urgency(config: ImportUrgencyConfig) -> None:
@@ -48,6 +50,7 @@ def import_urgency(config: ImportUrgencyConfig) -> None:
         weights=_weights(config.weights),
         limit=config.limit,
         augment_claims=config.augment_claims,
+        augment_openers=config.augment_openers,
         seed=config.seed,
     )
     texts = write_mixture(Source.parse(config.sources), config.out, options)

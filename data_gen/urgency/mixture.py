@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from data_gen.splits import SPLITS, unit_hash
-from data_gen.urgency.augment import add_claims
+from data_gen.urgency.augment import with_phrases
 from data_gen.urgency.labels import LabelledText, read_labels, write_labels
 from data_gen.urgency.public_sets import PUBLIC_SETS, read_public_set
-from data_gen.urgency.seed_set import PARTS, read_claims, seed_labels
+from data_gen.urgency.seed_set import PARTS, read_claims, read_openers, seed_labels
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file, write_json
 from scheduler_core.urgency import LEVELS
@@ -59,7 +59,8 @@ class MixtureOptions:
         weights: Kind of source -> weight of its texts; without an entry the default (1 for the seed set).
         limit: Most texts taken of each source that is a file, chosen by a stable hash; None: all.
         augment_claims: Copies with a claim of urgency of each training text.
-        seed: Decides which claims.
+        augment_openers: Copies with a phrase that claims nothing of each training text.
+        seed: Decides which claims and phrases.
     """
 
     splits: tuple[str, ...] = SPLITS
@@ -67,6 +68,7 @@ class MixtureOptions:
     weights: Mapping[str, float] = field(default_factory=dict)
     limit: int | None = None
     augment_claims: int = 0
+    augment_openers: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,11 +102,18 @@ def mix(sources: Sequence[Source], options: MixtureOptions) -> tuple[list[Labell
             num_read += 1
             found.setdefault(text.text, text)
     kept = [text for text in found.values() if text.split in options.splits]
-    claims = read_claims() if options.augment_claims else []
+    return [*kept, *_copies(kept, options)], num_read - len(found)
+
+
+def _copies(texts: Sequence[LabelledText], options: MixtureOptions) -> list[LabelledText]:
     random = np.random.default_rng(options.seed)
-    if options.augment_claims:
-        kept = add_claims(kept, claims, options.augment_claims, random)
-    return kept, num_read - len(found)
+    claimed = with_phrases(
+        texts, read_claims(), options.augment_claims, random, claimed=True, field="augment_claims"
+    )
+    opened = with_phrases(
+        texts, read_openers(), options.augment_openers, random, claimed=False, field="augment_openers"
+    )
+    return [*claimed, *opened]
 
 
 def write_mixture(sources: Sequence[Source], out: str | Path, options: MixtureOptions) -> list[LabelledText]:
@@ -127,6 +136,7 @@ def write_mixture(sources: Sequence[Source], out: str | Path, options: MixtureOp
         "weights": dict(options.weights),
         "limit": options.limit,
         "augment_claims": options.augment_claims,
+        "augment_openers": options.augment_openers,
         "seed": options.seed,
         "num_texts": len(texts),
         "num_repeated": num_repeated,

@@ -7,6 +7,7 @@
 | triage | short triage-like notes, ESI 1 to 5 as levels 0 to 4; invented, no patient stands behind them |
 | adversarial | pairs: a text, and the same text with a claim of urgency |
 | claims | claims of urgency for training; none of them is in `adversarial` |
+| openers | phrases that claim nothing, for training; none of them is in `neutral` |
 | neutral | phrases that claim nothing, put where a claim stood, as a control |
 """
 
@@ -82,16 +83,16 @@ class ClaimPair:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A claim of urgency and where it is put: before or after a text."""
+class Phrase:
+    """Words that say nothing about how urgent a text is, and where they are put: before or after it."""
 
-    claim: str
+    phrase: str
     position: str
     language: str
 
     def added_to(self, text: str) -> str:
-        """The text with the claim."""
-        return f"{self.claim} {text}" if self.position == "before" else f"{text} {self.claim}"
+        """The text with the phrase."""
+        return f"{self.phrase} {text}" if self.position == "before" else f"{text} {self.phrase}"
 
 
 def read_seed_texts(part: str) -> list[SeedText]:
@@ -140,9 +141,17 @@ def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
     return found
 
 
-def read_claims() -> list[Claim]:
+def read_claims() -> list[Phrase]:
     """Claims of urgency for training; disjoint from those of the adversarial pairs."""
-    return [Claim(**row) for row in _rows("claims")]
+    return [
+        Phrase(phrase=row["claim"], position=row["position"], language=row["language"])
+        for row in _rows("claims")
+    ]
+
+
+def read_openers() -> list[Phrase]:
+    """Phrases that claim nothing, for training, each before and after a text; disjoint from the control's."""
+    return [Phrase(**row, position=position) for row in _rows("openers") for position in ("before", "after")]
 
 
 def _rows(name: str) -> list[dict[str, Any]]:

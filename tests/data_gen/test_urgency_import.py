@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.urgency.augment import add_claims
+from data_gen.urgency.augment import with_phrases
 from data_gen.urgency.cli import main
 from data_gen.urgency.labels import LabelledText, read_labels, text_split
 from data_gen.urgency.public_sets import PUBLIC_SETS, read_public_set
-from data_gen.urgency.seed_set import neutral_texts, read_claims, read_pairs, seed_labels
+from data_gen.urgency.seed_set import neutral_texts, read_claims, read_openers, read_pairs, seed_labels
 from scheduler_core.errors import InputError
 
 
@@ -107,16 +107,36 @@ def test_claims_are_added_to_training_texts_alone(tmp_path: Path) -> None:
     plain, claimed = [t for t in found if not t.claimed], [t for t in found if t.claimed]
     assert Counter(text.split for text in claimed) == {"train": 2 * sum(t.split == "train" for t in plain)}
     levels = {text.text: text.level for text in plain if text.split == "train"}
-    phrases = [claim.claim for claim in read_claims()]
-    for text in claimed:
-        origin = [text.text.removeprefix(f"{phrase} ") for phrase in phrases]
-        origin += [text.text.removesuffix(f" {phrase}") for phrase in phrases]
-        assert text.level in {levels[candidate] for candidate in origin if candidate in levels}
+    phrases = [claim.phrase for claim in read_claims()]
+    assert all(text.level in levels_without(text.text, phrases, levels) for text in claimed)
+
+
+def levels_without(text: str, phrases: list[str], levels: dict[str, int]) -> set[int]:
+    """Levels of the texts that this one was before one of the phrases was added."""
+    origin = [text.removeprefix(f"{phrase} ") for phrase in phrases]
+    origin += [text.removesuffix(f" {phrase}") for phrase in phrases]
+    return {levels[candidate] for candidate in origin if candidate in levels}
+
+
+def test_openers_are_added_beside_claims_and_claim_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "train.parquet"
+    assert main([str(out), "--splits", "train", "--augment-claims", "1", "--augment-openers", "2"]) == 0
+    found = read_labels(out)
+    plain = {
+        text.text: text.level for text in seed_labels("llm") + seed_labels("quiet") if text.split == "train"
+    }
+    opened = [text for text in found if not text.claimed and text.text not in plain]
+    assert len(opened) == 2 * len(plain) == 2 * sum(text.claimed for text in found)
+    phrases = [opener.phrase for opener in read_openers()]
+    assert all(text.level in levels_without(text.text, phrases, plain) for text in opened)
 
 
 def test_the_same_seed_adds_the_same_claims() -> None:
     texts, claims = seed_labels("llm"), read_claims()
-    first, again, other = (add_claims(texts, claims, 1, np.random.default_rng(seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        with_phrases(texts, claims, 1, np.random.default_rng(seed), claimed=True, field="augment_claims")
+        for seed in (1, 1, 2)
+    )
     assert first == again != other
 
 
@@ -150,6 +170,7 @@ def test_neutral_texts_hold_the_place_of_the_claim() -> None:
         (["--weights", "llm=0"], "weights, llm: got 0.0"),
         (["--weights", "llm=much"], "weights, llm: got 'much'"),
         (["--augment-claims", "1000"], "augment_claims: got 1000"),
+        (["--augment-openers", "1000"], "augment_openers: got 1000"),
         (["--limit", "0"], "limit: got 0"),
     ],
 )

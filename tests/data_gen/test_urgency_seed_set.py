@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from importlib import resources
 from itertools import combinations
 
 import pytest
 
 from data_gen.urgency.labels import text_split
-from data_gen.urgency.seed_set import PARTS, POSITIONS, SeedText, read_claims, read_pairs, read_seed_texts
+from data_gen.urgency.seed_set import (
+    PARTS,
+    POSITIONS,
+    SeedText,
+    read_claims,
+    read_openers,
+    read_pairs,
+    read_seed_texts,
+)
 from predictors.modules.config import URGENCY_LEVELS
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
@@ -70,7 +80,13 @@ def test_no_two_texts_are_nearly_the_same() -> None:
     named = [(seed.id, trigrams(seed.text)) for seed in EVERY_TEXT] + [
         (pair.id, trigrams(pair.text)) for pair in PAIRS
     ]
-    near = [(a, b) for (a, x), (b, y) in combinations(named, 2) if similarity(x, y) >= 0.7]
+    holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, (_, grams) in enumerate(named):
+        for gram in grams:
+            holders[gram].append(number)
+    # Only texts that share a gram can be alike.
+    pairs = {pair for numbers in holders.values() for pair in combinations(numbers, 2)}
+    near = [(named[a][0], named[b][0]) for a, b in pairs if similarity(named[a][1], named[b][1]) >= 0.7]
     assert near == []
 
 
@@ -125,14 +141,26 @@ def test_pairs_differ_by_their_claim_alone() -> None:
     assert read_pairs("test") == [pair for pair in PAIRS if pair.split == "test"]
 
 
-def test_claims_for_training_are_none_of_the_attacks() -> None:
-    def plain(claim: str) -> str:
-        return re.sub(r"[\W_]+", " ", claim.casefold()).strip()
+def plain(phrase: str) -> str:
+    return re.sub(r"[\W_]+", " ", phrase.casefold()).strip()
 
+
+def test_openers_for_training_are_not_those_of_the_control() -> None:
+    text = PAIRS[0].text
+    openers = {plain(opener.phrase) for opener in read_openers()}
+    assert len(openers) >= 80
+    rows = resources.files("data_gen.urgency.seed").joinpath("neutral.jsonl").read_text(encoding="utf-8")
+    control = {plain(json.loads(row)["phrase"]) for row in rows.splitlines()}
+    assert control
+    assert not openers & control
+    assert {opener.added_to(text).startswith(text) for opener in read_openers()} == {True, False}
+
+
+def test_claims_for_training_are_none_of_the_attacks() -> None:
     claims = read_claims()
     attacks = {plain(pair.claim) for pair in PAIRS}
     assert len(claims) >= 40
-    assert [claim.claim for claim in claims if plain(claim.claim) in attacks and plain(claim.claim)] == []
+    assert [claim.phrase for claim in claims if plain(claim.phrase) in attacks and plain(claim.phrase)] == []
 
 
 def test_an_unknown_part_is_refused() -> None:
