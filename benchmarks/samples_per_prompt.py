@@ -93,7 +93,8 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
             encoder=options.encoder,
             max_length=options.max_length,
             prompt_length=True,
-            length=LengthTask(objective=objective),
+            # sigma of nll holds the predictor's own error; the spread of one prompt's answers needs several of them.
+            length=LengthTask(objective=objective, within=objective == "nll" and count >= 3),
             conditioning=ConditioningOptions(),
             stage1=StageConfig(epochs=0, learning_rate=1e-3),
             stage2=StageConfig(

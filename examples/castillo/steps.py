@@ -23,7 +23,8 @@ BASELINES = {
     "s3": "s3-distilbert-buckets.yaml",
     "ltr": "ltr-opt125m-listmle.yaml",
 }
-COPIES_WITH_CLAIMS = 2
+#: Of each training text: with a claim of urgency, and with a phrase that claims nothing.
+COPIES = ["--augment_claims", "1", "--augment_openers", "1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +66,11 @@ class Castillo:
         self._train("b", "minilm-cpu", "minilm-cpu.yaml", words)
 
     def _multitask(self, files: list[Path]) -> None:
-        texts = {split: self.out / "data" / f"urgency_{split}.parquet" for split in ("train", "validation")}
-        for split, path in texts.items():
-            if not path.exists():
-                copies = ["--augment_claims", str(COPIES_WITH_CLAIMS)] if split == "train" else []
-                self.shell.run("d", ["import-urgency", path, "--splits", split, *copies])
         own = [file for file in files if _set(file) in ("tune", "castillo")]
         words: list[str] = [
             "--data", json.dumps([str(file) for file in own]),
             "--validation", str(self._file("calibration")),
-            "--urgency_data", str(texts["train"]),
-            "--urgency_validation", str(texts["validation"]),
+            *self._urgency_texts(),
             *self._on_own_encoder(),
         ]  # fmt: skip
         self._train("d", "multitask", "multitask.yaml", words)
@@ -140,14 +135,27 @@ class Castillo:
         self.shell.run("i", command)
         self.shell.finished("i", "evaluate", "", since, markdown)
 
+    def _urgency_texts(self) -> list[str]:
+        """Options of `train`: the labelled texts, those to learn from with copies."""
+        return [
+            "--urgency_data", str(self._labels("train", ["--splits", "train", *COPIES])),
+            "--urgency_validation", str(self._labels("validation", ["--splits", "validation"])),
+        ]  # fmt: skip
+
+    def _labels(self, name: str, options: list[str]) -> Path:
+        path = self._file(f"urgency_{name}")
+        if not path.exists():
+            self.shell.run("d", ["import-urgency", path, *options])
+        return path
+
     def _urgency(self) -> None:
-        texts = self.out / "data" / "urgency_test.parquet"
-        if not texts.exists():
-            self.shell.run("j", ["import-urgency", texts])
+        self._train("j", "urgency-minilm", "urgency-minilm.yaml", self._urgency_texts())
         since = time.monotonic()
         command: list[str | Path] = [
-            "evaluate-urgency", self.out / "multitask-calibrated",
-            "--data", texts,
+            "evaluate-urgency", self.out / "urgency-minilm",
+            "--name", "urgency-minilm",
+            "--beside", json.dumps([f"multitask={self.out / 'multitask-calibrated'}"]),
+            "--data", self._labels("all", COPIES),
             "--json", self.out / "urgency.json",
             "--figure", self.out / "urgency.png",
             "--save_threshold", "true",

@@ -33,6 +33,7 @@ HEADS = {
     "s3-distilbert-buckets": ("bucket",),
     "ltr-opt125m-listmle": ("rank",),
     "urgency-distilbert": ("urgency",),
+    "urgency-minilm": ("urgency",),
     "semantic": ("urgency", "bucket"),
     "minilm-cpu": ("length",),
     "minilm-quickstart": ("length",),
