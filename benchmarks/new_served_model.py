@@ -15,7 +15,6 @@ Judged on that model's rows of the report; the last lines are the mean over the 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -27,14 +26,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from benchmarks.answers.files import add_file_options, check_file_options, values_of, write_selected
+from benchmarks.answers.files import add_file_options, values_of, write_selected
+from benchmarks.answers.study import run_study
 from benchmarks.answers.table import Table, mean, metric
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
 from training.config import StageConfig, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.markdown_section import put_section
 from training.tasks import ConditioningOptions
 from training.train import train
 
@@ -48,25 +47,9 @@ Chosen = Callable[[pa.Table], pa.Array]
 def main(args: Sequence[str] | None = None) -> int:
     """Trains, adds, judges; prints one line for each model and number of prompts, and the means."""
     options = _parser().parse_args(args)
-    table = Table({"left out": 40, "prompts": 8}, COLUMNS)
-    try:
-        table.start()
-        if options.results:
-            results = json.loads(Path(options.results).read_text(encoding="utf-8"))
-            for name, found in results.items():
-                _add(table, name, found)
-        else:
-            check_file_options(options)
-            results = _run(table, options)
-        _add_means(table, results)
-        if options.json:
-            Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-        if options.markdown:
-            put_section(options.markdown, SECTION, table.markdown())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return run_study(
+        options, Table({"left out": 40, "prompts": 8}, COLUMNS), SECTION, _run, _add, close=_add_means
+    )
 
 
 def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,6 @@ compare fairly, both are also calibrated (`calibrate`) on the same prompts, thos
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,15 +24,14 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from benchmarks.answers.files import add_file_options, check_file_options, write_selected
+from benchmarks.answers.files import add_file_options, write_selected
+from benchmarks.answers.study import run_study
 from benchmarks.answers.table import METRICS, Table, metric
-from scheduler_core.errors import InputError
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.run import calibrate
 from training.config import StageConfig, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.markdown_section import put_section
 from training.tasks import ConditioningOptions, LengthTask
 from training.train import train
 
@@ -44,24 +42,7 @@ SECTION = "samples per prompt"
 def main(args: Sequence[str] | None = None) -> int:
     """Trains, judges and prints one line for each side; 2 where files are missing or cannot be used."""
     options = _parser().parse_args(args)
-    table = Table({"objective": 16}, tuple(METRICS))
-    try:
-        table.start()
-        if options.results:
-            results = json.loads(Path(options.results).read_text(encoding="utf-8"))
-            for name, stages in results.items():
-                _add(table, name, stages)
-        else:
-            check_file_options(options)
-            results = _run(table, options)
-        if options.json:
-            Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-        if options.markdown:
-            put_section(options.markdown, SECTION, table.markdown())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+    return run_study(options, Table({"objective": 16}, tuple(METRICS)), SECTION, _run, _add)
 
 
 def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:
