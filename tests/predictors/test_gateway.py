@@ -11,8 +11,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from predictors.proto import predictor_v1_pb2 as pb
@@ -23,6 +22,7 @@ from predictors.service.json_messages import as_json, from_json, json_object
 from predictors.service.metrics import PrometheusMetrics
 from scheduler_core.lengths import LogT
 from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until
+from tests.properties import examples
 
 
 @pytest.fixture
@@ -255,7 +255,7 @@ JSON = st.recursive(
         st.sampled_from([field.name for field in pb.PredictRequest.DESCRIPTOR.fields] + ["other"]), JSON
     )
 )
-@hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@examples(40)
 def test_any_json_is_a_request_or_unparsable(content: dict[str, Any]) -> None:
     try:
         message = from_json(pb.PredictRequest, json_object(json.dumps(content).encode()))

@@ -8,12 +8,13 @@ from typing import Any
 import mpmath as mp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT, expected_and_cvar
+from tests.properties import examples
 
 MUS = st.floats(0.0, 10.0)
 SIGMAS = st.floats(math.log(1e-3), math.log(3.0)).map(math.exp)
@@ -22,7 +23,7 @@ CAPS = st.integers(1, 131072)
 
 
 @given(MUS, SIGMAS, NUS, CAPS, st.sampled_from([0.5, 0.9, 0.99]))
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_scalar_path_equals_the_vectorised_one(
     mu: float, sigma: float, nu: float, cap: int, alpha: float
 ) -> None:
@@ -33,7 +34,7 @@ def test_scalar_path_equals_the_vectorised_one(
 
 
 @given(MUS, SIGMAS, NUS, CAPS, st.floats(0.001, 0.9999))
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_panels_equal_the_general_route(mu: float, sigma: float, nu: float, cap: int, alpha: float) -> None:
     """An array of levels takes the general route; one level takes the panels."""
     length = LogT(mu, sigma, nu)
@@ -56,7 +57,7 @@ def test_extreme_parameters_give_ordered_numbers(mu: float, sigma: float, nu: fl
 
 
 @given(MUS, SIGMAS, NUS, CAPS)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_laws_of_the_capped_length(mu: float, sigma: float, nu: float, cap: int) -> None:
     length = LogT(mu, sigma, nu)
     mean, cvar50, cvar90 = (
@@ -71,7 +72,7 @@ def test_laws_of_the_capped_length(mu: float, sigma: float, nu: float, cap: int)
 
 
 @given(MUS, st.floats(0.05, 2.0), NUS, st.floats(0.001, 0.999))
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_quantile_and_distribution_function_are_inverse(mu: float, sigma: float, nu: float, q: float) -> None:
     length = LogT(mu, sigma, nu)
     x = float(length.ppf(q))

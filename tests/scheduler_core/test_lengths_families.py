@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -23,6 +23,7 @@ from scheduler_core.lengths import (
     Weibull,
     expected_and_cvar,
 )
+from tests.properties import examples
 
 Make = Callable[[float], LengthDistribution]
 NUS = st.floats(0.0, math.log(100.0)).map(math.exp) | st.just(math.inf)
@@ -74,7 +75,7 @@ def test_the_families_are_named() -> None:
 
 
 @given(LENGTHS, LEVELS)
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_quantile_and_distribution_function_are_inverse(length: LengthDistribution, q: float) -> None:
     x = float(length.ppf(q))
     assume(1e-300 < x < 1e300)
@@ -88,7 +89,7 @@ def test_quantile_and_distribution_function_are_inverse(length: LengthDistributi
 
 
 @given(LENGTHS, LEVELS)
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_density_is_the_derivative_of_the_distribution_function(length: LengthDistribution, q: float) -> None:
     log_x = float(length.logppf(q))
     assume(abs(log_x) < 600)
@@ -103,7 +104,7 @@ def test_density_is_the_derivative_of_the_distribution_function(length: LengthDi
 
 
 @given(scaled(), between(0.01, 100.0), LEVELS, CAPS)
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_the_scale_of_lengths_is_only_a_scale(make: Make, factor: float, q: float, cap: float) -> None:
     one, other = make(1.0), make(factor)
     x = float(one.ppf(q))
@@ -117,7 +118,7 @@ def test_the_scale_of_lengths_is_only_a_scale(make: Make, factor: float, q: floa
 
 
 @given(scaled(), between(1.01, 3.0), CAPS, LEVELS)
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_a_larger_scale_means_longer_answers(make: Make, factor: float, cap: float, q: float) -> None:
     one, longer = make(1.0), make(factor)
     assert float(longer.sf(cap)) >= float(one.sf(cap))
@@ -127,7 +128,7 @@ def test_a_larger_scale_means_longer_answers(make: Make, factor: float, cap: flo
 
 
 @given(between(0.2, 50.0), between(1.01, 3.0), CAPS)
-@settings(max_examples=100, deadline=None)
+@examples(50)
 def test_shapes_order_the_lengths(k: float, factor: float, cap: float) -> None:
     """More stages of a gamma take longer; a wider log-t and a smaller Weibull shape have more beyond the scale."""
     assert float(Gamma(k * factor, 90.0).expected(cap)) >= float(Gamma(k, 90.0).expected(cap)) * (1 - 1e-12)
@@ -138,7 +139,7 @@ def test_shapes_order_the_lengths(k: float, factor: float, cap: float) -> None:
 
 
 @given(LENGTHS, CAPS, LEVELS, st.floats(1.0, 10.0))
-@settings(max_examples=200, deadline=None)
+@examples(50)
 def test_capped_expectations_are_ordered(
     length: LengthDistribution, cap: float, alpha: float, more: float
 ) -> None:
@@ -156,7 +157,7 @@ def test_capped_expectations_are_ordered(
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), between(1e-3, 3.0), CAPS), min_size=1, max_size=20), NUS, LEVELS)
-@settings(max_examples=25, deadline=None)
+@examples(12)
 def test_rows_of_an_array_equal_each_alone(
     rows: list[tuple[float, float, float]], nu: float, alpha: float
 ) -> None:

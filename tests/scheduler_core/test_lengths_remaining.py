@@ -6,10 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_core.lengths import Gamma, LengthDistribution, LogNormal, LogT, Weibull
+from tests.properties import examples
 from tests.scheduler_core.test_lengths_families import LENGTHS, LEVELS, between
 
 DONE = st.just(0.0) | between(1e-3, 20_000.0)
@@ -17,7 +18,7 @@ MORE = between(1.0, 131_072.0)
 
 
 @given(LENGTHS, DONE, MORE)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_expectation_splits_at_g(length: LengthDistribution, done: float, more: float) -> None:
     """E[min(X, M)] = E[min(X, g)] + P(X > g) E[min(X, M) - g | X > g], for every g <= M."""
     cap = done + more
@@ -29,7 +30,7 @@ def test_expectation_splits_at_g(length: LengthDistribution, done: float, more: 
 
 
 @given(LENGTHS, DONE, MORE, LEVELS)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_remaining_risk_is_ordered(
     length: LengthDistribution, done: float, more: float, alpha: float
 ) -> None:
@@ -42,7 +43,7 @@ def test_remaining_risk_is_ordered(
 
 
 @given(LENGTHS, DONE, LEVELS)
-@settings(max_examples=200, deadline=None)
+@examples(60)
 def test_remaining_quantile_and_survival_are_inverse(
     length: LengthDistribution, done: float, q: float
 ) -> None:
@@ -66,7 +67,7 @@ def test_nothing_more_is_certain_and_a_little_more_nearly() -> None:
 
 
 @given(LENGTHS, between(1.0, 5000.0), between(1.0, 5000.0), LEVELS)
-@settings(max_examples=100, deadline=None)
+@examples(50)
 def test_conditions_chain(length: LengthDistribution, first: float, then: float, q: float) -> None:
     """P(more than a + b remain) = P(more than a remain) P(more than b remain, a tokens later)."""
     together = float(length.remaining(first).sf(then + 10.0))

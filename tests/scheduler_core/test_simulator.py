@@ -85,7 +85,7 @@ def comparable(result: SimulationResult) -> tuple[Any, ...]:
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("limits", [TIGHT, SchedulerConfig(max_num_seqs=16)], ids=["tight", "roomy"])
 def test_many_steps_at_once_equal_single_steps_to_the_last_bit(policy: str, limits: SchedulerConfig) -> None:
-    trace = random_trace(150, seed=3, rate_rps=8)
+    trace = random_trace(80, seed=3, rate_rps=8)
     fast, slow = (
         simulate(trace, policy, scheduler=limits, predictor_delay_s=0.02, exact_steps=exact)
         for exact in (False, True)

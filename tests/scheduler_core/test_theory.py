@@ -17,19 +17,22 @@ from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, Tr
 
 BASE_S = 0.25
 STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
-NUM_RUNS, NUM_REQUESTS, WARM_UP = 16, 2600, 200
+NUM_RUNS, WARM_UP = 16, 200
 CAP = 4000
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
 
 
-def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float) -> np.ndarray:
-    """Mean queueing delay of each of NUM_RUNS runs, in seconds, without their first WARM_UP requests."""
+def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_requests: int) -> np.ndarray:
+    """Mean queueing delay of each of NUM_RUNS runs, in seconds, without their first WARM_UP requests.
+
+    The busier the server, the longer its waits depend on each other, and the more requests are needed.
+    """
     means = []
     for seed in range(NUM_RUNS):
         rng = np.random.default_rng(seed)
-        arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, NUM_REQUESTS))
-        tokens = lengths(rng, NUM_REQUESTS)
+        arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, num_requests))
+        tokens = lengths(rng, num_requests)
         rows = tuple(
             TraceRequest(
                 request_id=str(i),
@@ -38,14 +41,14 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float) -> np.
                 output_tokens=int(tokens[i]),
                 max_tokens=CAP,
             )
-            for i in range(NUM_REQUESTS)
+            for i in range(num_requests)
         )
         config = SimulationConfig(
             trace="", policy=policy, scheduler=SchedulerConfig(max_num_seqs=1), step_time=STEP_TIME
         )
         result = run_simulation(config, trace=Trace(rows))
         assert result.metrics["littles_law_error"] < 1e-9
-        assert len(result.records) == NUM_REQUESTS
+        assert len(result.records) == num_requests
         means.append(np.mean([r.queueing_delay_s for r in result.records if int(r.request_id) >= WARM_UP]))
     return np.array(means)
 
@@ -64,20 +67,20 @@ def geometric(mean: float) -> Lengths:
     return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), CAP)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
-def test_constant_lengths_wait_as_in_m_d_1(load: float) -> None:
+@pytest.mark.parametrize(("load", "num_requests"), [(0.3, 600), (0.7, 1600)])
+def test_constant_lengths_wait_as_in_m_d_1(load: float, num_requests: int) -> None:
     """Pollaczek-Khinchine: W = rho S / (2 (1 - rho))."""
     service_s = 8 * BASE_S
-    check(waits("fcfs", load, constant(8), 8), load * service_s / (2 * (1 - load)))
+    check(waits("fcfs", load, constant(8), 8, num_requests), load * service_s / (2 * (1 - load)))
 
 
-@pytest.mark.parametrize("load", [0.3, 0.7])
-def test_geometric_lengths_wait_as_in_m_g_1(load: float) -> None:
+@pytest.mark.parametrize(("load", "num_requests"), [(0.3, 1000), (0.7, 1800)])
+def test_geometric_lengths_wait_as_in_m_g_1(load: float, num_requests: int) -> None:
     """Pollaczek-Khinchine: W = lambda E[S^2] / (2 (1 - rho)); a geometric length is the discrete M/M/1."""
     mean = 10.0
     second_moment = (2 * mean**2 - mean) * BASE_S**2
     rate = load / (mean * BASE_S)
-    check(waits("fcfs", load, geometric(mean), mean), rate * second_moment / (2 * (1 - load)))
+    check(waits("fcfs", load, geometric(mean), mean, num_requests), rate * second_moment / (2 * (1 - load)))
 
 
 def test_oracle_sjf_waits_as_cobham_says() -> None:
@@ -90,4 +93,4 @@ def test_oracle_sjf_waits_as_cobham_says() -> None:
     below = upto - rate * p * n * BASE_S
     residual = rate * (2 * mean**2 - mean) * BASE_S**2 / 2
     expected = float(np.sum(p * residual / ((1 - below) * (1 - upto))))
-    check(waits("sjf", load, geometric(mean), mean), expected)
+    check(waits("sjf", load, geometric(mean), mean, 1200), expected)

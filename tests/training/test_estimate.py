@@ -96,7 +96,7 @@ def test_both_solvers_find_the_same_optimum(lengths, cap, nu):
 @pytest.mark.parametrize("nu", [1.0, 3.5, math.inf])
 def test_equals_an_independent_optimiser(cap, nu):
     rng = np.random.default_rng(5)
-    for _ in range(4):
+    for _ in range(2):
         x, finished = draw(rng, 5.0, 0.6, 20, cap)
         values, _, _ = one(x, finished, nu=nu)
         mu, log_sigma = maximize_log_t(x, finished, nu)

@@ -11,12 +11,12 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from tests.training.stand_in_fit import die_once, mean_lengths
 from tests.training.test_blocks import answers, lists, write
 from training.fitting.jobs.pipeline import fit_file
 from training.fitting.jobs.ray_workers import run_ray
@@ -26,26 +26,6 @@ from training.fitting.reading.blocks import BlockLimits
 ROOT = Path(__file__).parents[2]
 SCATTERED = BlockLimits(held_bytes=30_000)
 RANGES = BlockLimits(groups=16)
-
-
-def mean_lengths(groups, log=None, stop_at=None, how=signal.SIGKILL):
-    """Stands in for a fit. With `log` it says which groups it saw; at group `stop_at` it ends its own process."""
-    names = [groups.name(number) for number in range(len(groups))]
-    if log is not None:
-        with open(log, "a", encoding="utf-8") as stream:
-            stream.writelines(f"{name}\n" for name in names)
-    if stop_at in names:
-        if how is KeyboardInterrupt:
-            raise KeyboardInterrupt
-        if how is InputError:
-            raise InputError("nu", 0, "more")
-        os.kill(os.getppid() if how == "parent" else os.getpid(), signal.SIGKILL)
-        signal.pause()
-    sums = np.add.reduceat(np.append(groups.flat_lengths, 0), groups.offsets[:-1])
-    sums[groups.counts == 0] = 0
-    table = groups.rows.append_column("total", pa.array(sums))
-    table = table.append_column("num_samples", pa.array(groups.counts))
-    return table.replace_schema_metadata({"kind": "totals"})
 
 
 def fit(path, out, limits=SCATTERED, fit=mean_lengths, **options):
@@ -138,13 +118,6 @@ def test_an_existing_ray_cluster_is_used_and_left_as_it_is(tmp_path):
         ray.shutdown()
 
 
-def die_once(groups, marker, stop_at):
-    if stop_at in [groups.name(number) for number in range(len(groups))] and not marker.exists():
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-    return mean_lengths(groups)
-
-
 RAY_SCRIPT = """
 import sys
 from functools import partial
@@ -184,13 +157,14 @@ def test_ray_that_is_missing_or_nowhere_is_named(tmp_path, monkeypatch):
         fit(path, tmp_path / "out.parquet", runner=partial(run_ray, address="local", processes=1))
 
 
+# Its workers import it too, and only what comes before the condition.
 SCRIPT = """
 import sys
 from functools import partial
-from tests.training.test_blocks import BlockLimits
-from tests.training.test_pipeline import fit, mean_lengths
-from training.fitting.jobs.workers import run_here, run_processes
+from tests.training.stand_in_fit import mean_lengths
 if __name__ == "__main__":
+    from tests.training.test_pipeline import BlockLimits, fit
+    from training.fitting.jobs.workers import run_here, run_processes
     path, out, log, stop_at, how, processes, groups, held_bytes = sys.argv[1:]
     runner = partial(run_processes, processes=int(processes)) if int(processes) else run_here
     stop = partial(mean_lengths, log=log, stop_at=stop_at, how=how)
