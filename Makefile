@@ -6,6 +6,7 @@ READY := $(VENV)/.ready
 VLLM_VENV := .venv-vllm
 TRITON_ENV := .venv-triton
 QUICKSTART_SIZE ?= full
+TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 
 .PHONY: quickstart test test-all vllm-env triton-env lint types contracts numpy-only proto bench clean
@@ -26,7 +27,7 @@ quickstart: $(READY)
 	@$(BIN)/python -m examples.quickstart --size $(QUICKSTART_SIZE)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal
 
 # Everything, with a real vLLM and a real Triton, and with other examples for the property tests in every run.
 test-all: $(READY) vllm-env triton-env
