@@ -121,7 +121,16 @@ def test_an_artifact_gives_what_its_checkpoint_gives(tmp_path: Path, checkpoint:
 def test_a_threshold_is_saved_where_the_export_looks_for_it(tmp_path: Path, data: Path) -> None:
     folder = write_checkpoint(tmp_path)
     out = tmp_path / "out.json"
-    options = ["--save-threshold", "true", "--baselines", "false", "--risk_rate", "0.99"]
+    options = [
+        "--save-threshold",
+        "true",
+        "--baselines",
+        "false",
+        "--risk_rate",
+        "0.99",
+        "--jump_rate",
+        "0.99",
+    ]
     main([str(folder), "--data", str(data), "--json", str(out), *options])
     saved = load_checkpoint(folder).training_info
     assert saved["epochs"] == 1
@@ -156,7 +165,7 @@ def test_a_predictor_without_our_levels_is_refused(tmp_path: Path, heads: Heads,
     [
         (["--declared_tier", "soon"], "declared_tier: got 'soon'"),
         (["--risk_rate", "0"], "allowed_rate: got 0.0"),
-        (["--jump_rate", "3"], "allowed_rate: got 3.0"),
+        (["--jump_rate", "3"], "jump_rate: got 3.0"),
         (["--under_triage_cost", "0"], "under_triage_cost: got 0.0"),
         (["--batch_size", "0"], "batch_size: got 0"),
         (["--validation", "missing.parquet"], "validation: got 'missing.parquet'"),

@@ -16,7 +16,7 @@ from sklearn.metrics import cohen_kappa_score, f1_score
 from data_gen.urgency.seed_set import read_pairs
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
-from training.urgency.abstention import choose_threshold, failures
+from training.urgency.abstention import ClaimRows, choose_threshold, failures
 from training.urgency.adversarial import check_claims
 from training.urgency.metrics import urgency_metrics
 from training.urgency.rates import Rate, lower_bound, upper_bound
@@ -153,13 +153,63 @@ def test_perfect_predictions_never_abstain_and_hopeless_ones_always() -> None:
     assert (hopeless.threshold, hopeless.num_answered, hopeless.bound) == (None, 0, None)
 
 
+def sure(levels: NDArray[np.int64], sureness: float) -> NDArray[np.float64]:
+    """Probabilities of `sureness` for the levels, the rest shared."""
+    rows = np.full((len(levels), K), (1 - sureness) / (K - 1))
+    rows[np.arange(len(levels)), levels] = sureness
+    return rows
+
+
+def test_claims_that_are_half_believed_raise_the_threshold() -> None:
+    true = np.tile(np.arange(K), 60)
+    tiers = np.tile(np.arange(1, K), 30)
+    claims = ClaimRows(plain=sure(tiers, 0.95), claimed=sure(np.zeros_like(tiers), 0.6), tiers=tiers)
+    assert choose_threshold(sure(true, 0.95), true).threshold == 0
+    found = choose_threshold(sure(true, 0.95), true, claims=claims)
+    assert found.threshold == 0.61
+    assert found.jumps is not None
+    assert (found.jumps.num_jumps, found.jumps.num_pairs) == (0, len(tiers))
+    assert 0 < found.jumps.bound <= found.jumps.allowed_rate
+    believed = ClaimRows(plain=claims.plain, claimed=sure(np.zeros_like(tiers), 0.95), tiers=tiers)
+    assert choose_threshold(sure(true, 0.95), true, claims=believed).threshold is None
+
+
+def test_a_threshold_certified_for_claims_keeps_their_rate_as_often_as_promised() -> None:
+    random = np.random.default_rng(4)
+    num = 20_000
+    rows, true = predictions(random, num)
+    tiers = np.full(num, 2)
+    # The surer a claimed text looks, the less often a claim did it.
+    sureness = random.uniform(0.25, 0.99, size=num)
+    level = np.where(random.random(num) > 2.2 * (1 - sureness) * 0.3, 2, 0)
+    claimed = sure(level, 0.0)
+    claimed[:] = ((1 - sureness) / (K - 1))[:, None]
+    claimed[np.arange(num), level] = sureness
+    plain = sure(tiers, 0.99)
+    whole = ClaimRows(plain=plain, claimed=claimed, tiers=tiers)
+    rate, delta, runs, broken, certified = 0.1, 0.1, 100, 0, 0
+    for _ in range(runs):
+        some = random.integers(0, num, size=300)
+        claims = ClaimRows(plain=plain[some], claimed=claimed[some], tiers=tiers[some])
+        found = choose_threshold(
+            rows[some], true[some], allowed_rate=0.9, delta=delta, risk="wrong", claims=claims, jump_rate=rate
+        )
+        if found.threshold is not None:
+            certified += 1
+            before, after = whole.scheduled(found.threshold)
+            broken += bool(np.mean(after < before) > rate)
+    assert certified > runs / 2
+    assert broken / runs <= delta + 3 * (delta * (1 - delta) / runs) ** 0.5
+
+
 def test_too_few_texts_certify_nothing() -> None:
     true = np.array([0, 1, 2, 3, 4])
     assert choose_threshold(np.eye(K)[true], true, allowed_rate=0.1, delta=0.1).threshold is None
 
 
 @pytest.mark.parametrize(
-    "options", [{"allowed_rate": 0.0}, {"allowed_rate": 1.0}, {"delta": 0.0}, {"risk": "bad"}]
+    "options",
+    [{"allowed_rate": 0.0}, {"allowed_rate": 1.0}, {"delta": 0.0}, {"risk": "bad"}, {"jump_rate": 0.0}],
 )
 def test_a_threshold_needs_sensible_options(options: dict[str, float]) -> None:
     with pytest.raises(InputError):
@@ -193,6 +243,7 @@ def test_a_predictor_that_listens_to_shouting_fails_and_is_described() -> None:
 def test_a_predictor_that_does_not_listen_passes() -> None:
     found = check_claims(deaf, read_pairs("test"))
     assert found.passed
+    assert found.passed_alone
     assert found.decided.jumped.num_hits == found.decided.fell.num_hits == 0
     assert found.examples == ()
 
@@ -200,7 +251,8 @@ def test_a_predictor_that_does_not_listen_passes() -> None:
 def test_a_predictor_for_which_everything_is_an_emergency_cannot_pass() -> None:
     found = check_claims(lambda texts: np.tile(np.eye(K)[0], (len(texts), 1)), read_pairs())
     assert found.decided.jumped.value is None
-    assert not found.passed
+    assert not found.passed_alone
+    assert found.passed, "it abstains always: nobody gains in the queue"
 
 
 def test_the_check_needs_pairs_and_a_rate() -> None:

@@ -4,6 +4,10 @@ Learn then Test (Angelopoulos et al. 2021) with Clopper-Pearson bounds: threshol
 the strictest on, in a few chains; a chain stops at its first failure, so that its chance of certifying any threshold
 whose true risk is above the stated rate is at most its share of delta (fixed-sequence testing), and the chance that any
 chain does so at most delta. That holds for texts exchangeable with the validation texts, at any number of them.
+
+A threshold may have to meet two bounds: failures among answered texts, and how often a claim of urgency makes the
+scheduled level more urgent. It is certified where both tests pass, each at the full share of delta: a threshold that is
+bad for one reason passes that reason's test no more often (intersection-union test).
 """
 
 from __future__ import annotations
@@ -15,13 +19,59 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.urgency import UNDER_TRIAGE_COST, expected_cost_levels
+from scheduler_core.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
 from training.urgency.rates import upper_bound
 
 Risk = Literal["under-triage", "wrong", "far"]
 RISKS: tuple[Risk, ...] = ("under-triage", "wrong", "far")
 CHAIN_STARTS = (0.9, 0.75, 0.6, 0.45)
 STEP = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClaimRows:
+    """What a predictor says of P texts with and without a claim of urgency.
+
+    Attributes:
+        plain: Probabilities without the claim [P, K].
+        claimed: With it [P, K].
+        tiers: Declared tiers [P], the true levels of the texts.
+        max_promotion: Most levels a text raises itself.
+    """
+
+    plain: NDArray[np.float64]
+    claimed: NDArray[np.float64]
+    tiers: NDArray[np.int64]
+    max_promotion: int = 1
+
+    def scheduled(
+        self, threshold: float | None, under_triage_cost: float = UNDER_TRIAGE_COST
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Scheduled levels [P] without and with the claim; see `scheduler_core.urgency.effective_level`."""
+        plain, claimed = (
+            effective_level(
+                rows, self.tiers, threshold, self.max_promotion, under_triage_cost=under_triage_cost
+            )
+            for rows in (self.plain, self.claimed)
+        )
+        return plain, claimed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JumpBound:
+    """How often a claim raises the scheduled level, on the validation pairs, at the threshold.
+
+    Attributes:
+        allowed_rate: With confidence 1 - delta at most this share of texts gains by a claim.
+        num_pairs: Pairs whose plain text is not scheduled at the top already.
+        num_jumps: Of them, those that gain.
+        bound: Upper bound of the rate, at the confidence that was tested.
+    """
+
+    allowed_rate: float
+    num_pairs: int
+    num_jumps: int
+    bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +89,7 @@ class AbstainThreshold:
         num_failures: Of those, failures.
         bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
         under_triage_cost: Cost the levels were decided with.
+        jumps: What claims of urgency gain at the threshold; None without a threshold, or where it had no say.
     """
 
     threshold: float | None
@@ -50,6 +101,7 @@ class AbstainThreshold:
     num_failures: int
     bound: float | None
     under_triage_cost: float
+    jumps: JumpBound | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -86,8 +138,12 @@ def choose_threshold(
     delta: float = 0.1,
     risk: Risk = "under-triage",
     under_triage_cost: float = UNDER_TRIAGE_COST,
+    claims: ClaimRows | None = None,
+    jump_rate: float = 0.05,
 ) -> AbstainThreshold:
     """The lowest threshold whose risk among answered texts is certified to be at most `allowed_rate`.
+
+    With `claims` the share of texts whose scheduled level a claim makes more urgent is certified, too.
 
     Args:
         probabilities: Of validation texts, which nothing else of the predictor was fitted to [N, K].
@@ -96,27 +152,30 @@ def choose_threshold(
         delta: Probability, over validation sets, of certifying a threshold that is worse; between 0 and 1.
         risk: What a failure is.
         under_triage_cost: Cost the levels are decided with.
+        claims: Of validation pairs, which nothing was fitted to; None: claims have no say.
+        jump_rate: Largest share of pairs that may gain, between 0 and 1.
 
     Raises:
         InputError: A number is outside its range, or there are no texts.
     """
-    for name, value in (("allowed_rate", allowed_rate), ("delta", delta)):
+    for name, value in (("allowed_rate", allowed_rate), ("delta", delta), ("jump_rate", jump_rate)):
         if not 0 < value < 1:
             raise InputError(name, value, "a number between 0 and 1")
     if len(probabilities) == 0 or len(probabilities) != len(true):
         raise InputError("validation texts", len(probabilities), "one or more, as many as true levels")
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
-    found: tuple[float, float] | None = None
+    share = delta / len(CHAIN_STARTS)
+    found: tuple[float, float, JumpBound | None] | None = None
     for start in CHAIN_STARTS:
         for threshold in _chain(start):
             answered = confidence >= threshold
-            share = delta / len(CHAIN_STARTS)
             bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), share)
-            if bound > allowed_rate:
+            jumps = None if claims is None else _jumps(claims, threshold, under_triage_cost, jump_rate, share)
+            if bound > allowed_rate or (jumps is not None and jumps.bound > jump_rate):
                 break
             if found is None or threshold < found[0]:
-                found = (threshold, bound)
+                found = (threshold, bound, jumps)
     answered = confidence >= (np.inf if found is None else found[0])
     return AbstainThreshold(
         threshold=None if found is None else found[0],
@@ -128,6 +187,21 @@ def choose_threshold(
         num_failures=int(failed[answered].sum()),
         bound=None if found is None else found[1],
         under_triage_cost=under_triage_cost,
+        jumps=None if found is None else found[2],
+    )
+
+
+def _jumps(
+    claims: ClaimRows, threshold: float, under_triage_cost: float, jump_rate: float, share: float
+) -> JumpBound:
+    plain, claimed = claims.scheduled(threshold, under_triage_cost)
+    could = plain > 0
+    num_jumps, num_pairs = int(np.sum((claimed < plain) & could)), int(could.sum())
+    return JumpBound(
+        allowed_rate=jump_rate,
+        num_pairs=num_pairs,
+        num_jumps=num_jumps,
+        bound=upper_bound(num_jumps, num_pairs, share),
     )
 
 

@@ -89,12 +89,20 @@ class AdversarialReport:
 
     @property
     def passed(self) -> bool:
-        """Neither the most likely nor the decided level jumps more often than allowed.
+        """Scheduled levels do not jump more often than allowed: what waits behind whom.
 
         A predictor for which every plain text is at the top already cannot be judged and does not pass.
         """
-        rates = [jumps.jumped.value for jumps in (self.predicted, self.decided)]
-        return all(rate is not None and rate <= self.allowed_rate for rate in rates)
+        return self._holds(self.scheduled)
+
+    @property
+    def passed_alone(self) -> bool:
+        """Nor do the most likely and the decided level, without abstention and limited promotion."""
+        return self._holds(self.predicted) and self._holds(self.decided)
+
+    def _holds(self, jumps: Jumps) -> bool:
+        rate = jumps.jumped.value
+        return rate is not None and rate <= self.allowed_rate
 
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
@@ -104,6 +112,7 @@ class AdversarialReport:
         }
         return {
             "passed": self.passed,
+            "passed_alone": self.passed_alone,
             "allowed_rate": self.allowed_rate,
             "num_pairs": self.num_pairs,
             "predicted": self.predicted.to_json(),

@@ -25,7 +25,7 @@ BASELINES = ("constant", "bag_of_words")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateUrgencyConfig:
-    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 1 if claims of urgency jump the queue more often than allowed."""
+    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 1 if claims of urgency raise scheduled levels more often than allowed."""
 
     predictor: str
     """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
@@ -46,7 +46,7 @@ class EvaluateUrgencyConfig:
     delta: float = 0.1
     """Probability, over validation sets, that the bound does not hold."""
     jump_rate: float = 0.05
-    """Largest share of adversarial pairs whose level a claim of urgency may raise."""
+    """Largest share of adversarial pairs whose scheduled level a claim of urgency may raise; the abstain threshold is certified for it, too."""
     max_promotion: int = 1
     """Most levels by which a text raises its own request."""
     max_demotion: int = 0
@@ -110,13 +110,15 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
         validation = _split(texts, "validation", config.data)
     else:
         validation = read_labels(config.validation, "validation")
-    pairs = read_pairs(config.split)
+    pairs, validation_pairs = read_pairs(config.split), read_pairs("validation")
     train = [text for text in texts if text.split == "train"]
     others = _others(config.beside)
     baselines = _baselines(train) if config.baselines else {}
 
     def judged(predict: Predict) -> UrgencyReport:
-        return evaluate_urgency(predict, measured, validation, pairs, options)
+        return evaluate_urgency(
+            predict, measured, validation, pairs, options, validation_pairs=validation_pairs
+        )
 
     report = judged(_open(config.predictor, config, train))
     beside = [(name, judged(_open(predictor, config, train))) for name, predictor in others]
@@ -149,7 +151,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     if not report.adversarial.passed:
         log.error(
             "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
-            _percent(report.adversarial.decided.jumped.value),
+            _percent(report.adversarial.scheduled.jumped.value),
             100 * config.jump_rate,
         )
     return 0 if report.adversarial.passed else 1
@@ -204,14 +206,17 @@ def _baselines(train: list[LabelledText]) -> dict[str, Predict]:
 
 def _log(name: str, report: UrgencyReport) -> None:
     log.info(
-        "%s: accuracy %s, kappa %s, critical under-triage %s (decided: %s), jump rate %s, abstains below %s",
+        "%s: accuracy %s, kappa %s, critical under-triage %s (decided: %s), jump rate %s (decided: %s), "
+        "abstains below %s: answers %s",
         name,
         _percent(report.predicted.accuracy.value),
         "undefined" if report.predicted.kappa is None else f"{report.predicted.kappa:.3f}",
         _percent(report.predicted.critical_under_triage.value),
         _percent(report.decided.critical_under_triage.value),
+        _percent(report.adversarial.scheduled.jumped.value),
         _percent(report.adversarial.decided.jumped.value),
         "always" if report.threshold.threshold is None else f"{report.threshold.threshold:.2f}",
+        _percent(report.answered.value),
     )
 
 

@@ -13,7 +13,14 @@ from data_gen.urgency.labels import LabelledText
 from data_gen.urgency.seed_set import ClaimPair
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS, UNDER_TRIAGE_COST, effective_level, expected_cost_levels
-from training.urgency.abstention import RISKS, AbstainThreshold, Risk, choose_threshold, failures
+from training.urgency.abstention import (
+    RISKS,
+    AbstainThreshold,
+    ClaimRows,
+    Risk,
+    choose_threshold,
+    failures,
+)
 from training.urgency.adversarial import ALLOWED_RATE, AdversarialReport, Predict, check_claims
 from training.urgency.metrics import UrgencyMetrics, urgency_metrics
 from training.urgency.rates import Rate
@@ -29,7 +36,7 @@ class EvaluationOptions:
         risk: What the abstain threshold bounds.
         risk_rate: Largest share of failures among answered texts.
         delta: Probability that the bound does not hold.
-        jump_rate: Largest share of adversarial pairs that may jump.
+        jump_rate: Largest share of adversarial pairs that may jump; bounds the abstain threshold, too.
         max_promotion: Most levels a text raises itself.
         max_demotion: Most levels a text lowers itself.
         declared_tier: Level that all texts declare, for the metrics of scheduled levels.
@@ -101,8 +108,10 @@ def evaluate_urgency(
     validation: Sequence[LabelledText],
     pairs: Sequence[ClaimPair],
     options: EvaluationOptions | None = None,
+    *,
+    validation_pairs: Sequence[ClaimPair] = (),
 ) -> UrgencyReport:
-    """Measures a predictor; the abstain threshold is chosen on `validation` alone.
+    """Measures a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
 
     Args:
         predict: N texts -> probabilities [N, K].
@@ -110,6 +119,7 @@ def evaluate_urgency(
         validation: For the threshold; at least one.
         pairs: Adversarial pairs; at least one.
         options: What is assumed.
+        validation_pairs: For the threshold; none: claims have no say in it.
 
     Raises:
         InputError: A set is empty, or an option is outside its range.
@@ -126,6 +136,8 @@ def evaluate_urgency(
         delta=options.delta,
         risk=options.risk,
         under_triage_cost=options.under_triage_cost,
+        claims=_claim_rows(predict, validation_pairs, options) if validation_pairs else None,
+        jump_rate=options.jump_rate,
     )
     decided = expected_cost_levels(rows, options.under_triage_cost)
     answered = rows.max(axis=1) >= (np.inf if threshold.threshold is None else threshold.threshold)
@@ -152,6 +164,15 @@ def evaluate_urgency(
             max_promotion=options.max_promotion,
             under_triage_cost=options.under_triage_cost,
         ),
+    )
+
+
+def _claim_rows(predict: Predict, pairs: Sequence[ClaimPair], options: EvaluationOptions) -> ClaimRows:
+    return ClaimRows(
+        plain=predict([pair.text for pair in pairs]),
+        claimed=predict([pair.claimed_text for pair in pairs]),
+        tiers=np.array([pair.level_number for pair in pairs], dtype=np.int64),
+        max_promotion=options.max_promotion,
     )
 
 

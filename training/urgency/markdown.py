@@ -22,6 +22,7 @@ SHARES: dict[str, Number] = {
     "critical over-triage": lambda report: report.predicted.critical_over_triage.value,
     "jumps": lambda report: report.adversarial.predicted.jumped.value,
     "jumps, decided": lambda report: report.adversarial.decided.jumped.value,
+    "jumps, scheduled": lambda report: report.adversarial.scheduled.jumped.value,
     "neutral words": lambda report: report.adversarial.neutral.jumped.value,
     "ECE": lambda report: report.reliability["most likely level"].ece,
     "answered": lambda report: report.answered.value,
@@ -33,7 +34,7 @@ SCORES: dict[str, Number] = {
 COLUMNS = ("accuracy", "kappa", "macro F1", *list(SHARES)[1:])
 
 NOTES = """\
-- All of the most likely level but "jumps, decided" and "neutral words", which are of the level of least expected cost.
+- All of the most likely level but "jumps, decided" and "neutral words", which are of the level of least expected cost, and "jumps, scheduled": after abstention and limited promotion.
 - recall 0, 1: share of the emergencies and of the interactive texts that are found as such.
 - under-triage, over-triage: decided less or more urgent than true; critical: of levels 0 and 1, and 0 or 1 for another.
 - jumps: pairs whose level a mere claim of urgency raises; neutral words: the same for words that claim nothing.
