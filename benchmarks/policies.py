@@ -8,7 +8,10 @@ deviations of ln length, nu = 3.5), behind an error of the predictor: mu + noise
 widened as a calibrated predictor would be. Times are in decode steps: a step takes one unit whatever is in it, so the queue
 is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
 
-- tail: mean and P99 completion under overload, and the share of SEPT's gain over FCFS in the mean that is kept (e).
+- tail: mean and P99 completion under overload, and the share of SEPT's gain over FCFS in the mean that is kept (e). The
+  gain is that of the mean completion time of all requests; the mean time per token is beside it.
+- frontier: that share against how tight the tail is bound, with true lengths and with predicted ones, and what a fluid
+  queue says is there to keep (e).
 - gittins: wide distributions, displacement allowed (a).
 - trust: boosts from predictions that are right, and from ones that are wrong (b); the learned mixture, with its regret (e).
 - kv: preemptions and makespan with little memory (c).
@@ -34,6 +37,7 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
 FloatArray = NDArray[np.float64]
 NU, CAP = 3.5, 15_000
+RATIOS = (1.0, 1.25, 1.5, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +144,7 @@ def row(name: str, *values: float | str) -> None:
 
 def tail(options: argparse.Namespace) -> None:
     """(e): the cure for the tail."""
-    jobs = read_jobs(
-        options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
-    )
+    jobs = tail_jobs(options)
     limits = {"max_num_seqs": options.slots}
     fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
     known = {"prior_s": float(np.percentile(fcfs, 99))}
@@ -153,20 +155,94 @@ def tail(options: argparse.Namespace) -> None:
         ("hrrn", "hrrn", {"token_s": 1.0}),
         ("tail_guard", "tail_guard", {}),
         ("tail_guard, nobody exempt", "tail_guard", {"exempt_share": 0.0}),
-        ("tail_guard, P99 of FCFS known before", "tail_guard", {"ratio": 1.2, **known}),
-        ("the same, nobody exempt", "tail_guard", {"ratio": 1.2, "exempt_share": 0.0, **known}),
+        ("tail_guard, P99 of FCFS known before", "tail_guard", known),
+        ("the same, nobody exempt", "tail_guard", {"exempt_share": 0.0, **known}),
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
         f"\ntail: {len(jobs)} requests, {options.slots} slots, load {options.load}, predictor's error {options.noise}; steps"
     )
-    heading("policy", "mean", "P50", "P99", "P99.9", "max", "P99 / FCFS", "gain in mean kept")
+    heading(
+        "policy", "mean", "P50", "P99", "P99.9", "max", "mean per token", "P99 / FCFS", "gain in mean kept"
+    )
+    tokens = np.array([job.output_tokens for job in jobs], float)
     for title, side in sides:
         latency = side() if callable(side) else side
-        kept = (fcfs.mean() - latency.mean()) / (fcfs.mean() - sept.mean())
         p50, p99, p999 = np.percentile(latency, [50, 99, 99.9])
-        ratio = f"{p99 / np.percentile(fcfs, 99):.2f}"
-        row(title, latency.mean(), p50, p99, p999, latency.max(), ratio, f"{100 * kept:.0f} %")
+        per_token, ratio = f"{(latency / tokens).mean():.1f}", f"{p99 / np.percentile(fcfs, 99):.2f}"
+        kept = f"{100 * kept_share(latency, fcfs, sept):.0f} %"
+        row(title, latency.mean(), p50, p99, p999, latency.max(), per_token, ratio, kept)
+
+
+def frontier(options: argparse.Namespace) -> None:
+    """(e): what the bound on the P99 costs, by how tight it is and by what is known."""
+    jobs = tail_jobs(options)
+    true = [
+        replace(job, prediction=LengthPrediction(float(np.log(job.output_tokens)), 1e-3, NU)) for job in jobs
+    ]
+    limits = {"max_num_seqs": options.slots}
+    fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
+    p99 = float(np.percentile(fcfs, 99))
+    print(
+        f"\nfrontier: gain in the mean kept, of sept's over fcfs, at the P99 / FCFS in brackets; {len(jobs)} requests,\n"
+        f"{options.slots} slots, load {options.load}, predictor's error {options.noise}; fluid: growing overload, see `fluid_gain`"
+    )
+    heading("tail_guard with", *(f"ratio {ratio}" for ratio in RATIOS))
+    for title, known, parameters in (
+        ("predictions", jobs, {}),
+        ("predictions, nobody exempt", jobs, {"exempt_share": 0.0}),
+        ("predictions, P99 of FCFS known before", jobs, {"prior_s": p99}),
+        ("true lengths", true, {}),
+        ("true lengths, P99 of FCFS known before", true, {"prior_s": p99}),
+    ):
+        cells = []
+        for ratio in RATIOS:
+            latency = run(known, "tail_guard", {"ratio": ratio, **parameters}, **limits).latency
+            kept = kept_share(latency, fcfs, sept)
+            cells.append(f"{100 * kept:.0f} % ({np.percentile(latency, 99) / p99:.2f})")
+        row(title, *cells)
+    for title, exempt in (("fluid, 0.85 % exempt", 0.0085), ("fluid, nobody exempt", 0.0)):
+        row(title, *(f"{100 * fluid_gain(jobs, options.load, ratio, exempt):.0f} %" for ratio in RATIOS))
+
+
+def fluid_gain(jobs: Sequence[Job], load: float, ratio: float, exempt: float) -> float:
+    """Gain in the mean kept while an overload grows, if nobody but an exempt share waits for longer than `ratio` times what FCFS
+    makes wait.
+
+    Work left over is the same for all orders; the number that waits is that work by the mean length of those it belongs to: of
+    all under FCFS, of the longest predicted with the share (load - 1) / load of all work under shortest first, of the
+    longest with the share given in `policies.tail_guard` under the bound. The exempt are those predicted longest.
+    """
+    tokens = np.array([job.output_tokens for job in jobs], float)
+    order = np.argsort([-job.prediction.mu for job in jobs])
+    longest_first = tokens[order]
+    spared = round(exempt * len(jobs))
+    late = float(longest_first[:spared].sum() / tokens.sum())
+
+    def waiting(over: float, share: float, first: int) -> float:
+        work = np.cumsum(longest_first[first:]) / tokens.sum()
+        count = min(int(np.searchsorted(work, share)) + 1, len(work))
+        return over / float(longest_first[first : first + count].mean())
+
+    fcfs = (load - 1.0) / float(tokens.mean())
+    sept = waiting(load - 1.0, (load - 1.0) / load, 0)
+    over = load * (1.0 - late) - 1.0
+    if over <= 0.0:
+        return fcfs / (fcfs - sept)
+    bound = waiting(over, max(over / (load - 1.0) / (ratio * load), over / load), spared)
+    return (fcfs - bound) / (fcfs - sept)
+
+
+def kept_share(latency: FloatArray, fcfs: FloatArray, sept: FloatArray) -> float:
+    """Of sept's gain over fcfs in the mean; above 1 where it is more."""
+    return float((fcfs.mean() - latency.mean()) / (fcfs.mean() - sept.mean()))
+
+
+def tail_jobs(options: argparse.Namespace) -> list[Job]:
+    """Of the studies of the tail."""
+    return read_jobs(
+        options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
+    )
 
 
 def gittins(options: argparse.Namespace) -> None:
@@ -289,7 +365,7 @@ def rng(options: argparse.Namespace) -> np.random.Generator:
 
 
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "tail": tail, "gittins": gittins, "trust": trust, "kv": kv, "slo": slo,
+    "tail": tail, "frontier": frontier, "gittins": gittins, "trust": trust, "kv": kv, "slo": slo,
 }  # fmt: skip
 
 

@@ -5,7 +5,8 @@
 1. The waiting queue against bare heapq and, where vLLM is installed, against vLLM's own PriorityRequestQueue, on the same
    stream: n requests wait, then some are added, some get another key, some are aborted, some are taken. All have
    the same keys; the queue and heapq both ask the policy (SSJF) for them. heapq and vLLM know no other way to move or
-   abort a request than to search for it and to heapify, O(n).
+   abort a request than to search for it and to heapify, O(n). Every operation is done by all sides before the next one,
+   in changing order; the ratio is taken within a repeat, its quartiles over the repeats are in brackets.
 2. A key that is static in time against a list sorted by the score of the moment before each take (TIE's decay).
 3. One schedule() and one complete() with 256 running requests and n waiting.
 
@@ -209,24 +210,25 @@ def one_stream(size: int, seed: int, names: Sequence[str]) -> dict[tuple[str, st
     chosen = rng.permutation(size)
     moved = [waiting[i] for i in chosen[: min(few, size // 3)]]
     aborted = [waiting[i] for i in chosen[len(moved) : len(moved) + min(few, size // 3)]]
-    before = [state.prediction for state in moved]
     after = [predicted(rng) for _ in moved]
-    found: dict[tuple[str, str], float] = {}
-    taken: dict[str, list[str]] = {}
+    sides: dict[str, Side] = {}
     for name in names:
-        for state, old in zip(moved, before, strict=True):
-            state.prediction = old
-        side: Side = Ours(policy) if name == "tailcast" else Bare(policy) if name == "heapq" else Vllm(every)
+        sides[name] = Ours(policy) if name == "tailcast" else Bare(policy) if name == "heapq" else Vllm(every)
         for state in waiting:
-            side.add(state)
+            sides[name].add(state)
+    found: dict[tuple[str, str], float] = {}
+    taken: dict[str, list[str]] = {name: [] for name in names}
+    for name, side in sides.items():
         found[name, "add"] = cpu_s(for_each, side.add, arriving) / num
         if isinstance(side, Bare):
             side.remember()
-        for state, new in zip(moved, after, strict=True):
-            state.prediction = new
+    for state, new in zip(moved, after, strict=True):
+        state.prediction = new
+    for name, side in sides.items():
         found[name, "re-key"] = cpu_s(for_each, side.rekey, moved) / len(moved)
+    for name, side in sides.items():
         found[name, "abort"] = cpu_s(for_each, side.abort, aborted) / len(aborted)
-        taken[name] = []
+    for name, side in sides.items():
         found[name, "take"] = cpu_s(take_many, side, num // 2, taken[name]) / (num // 2)
     assert all(order == taken["tailcast"] for order in taken.values()), "the sides disagree"
     return found
@@ -245,9 +247,18 @@ def queue_table(repeats: int, largest: int) -> None:
         runs = [one_stream(size, seed, names[seed % len(names) :] + names[: seed % len(names)]) for seed in range(repeats)]  # fmt: skip
         for operation in OPERATIONS:
             cost = [median(run[name, operation] for run in runs) * 1e6 for name in names]
-            ratios = " | ".join(f"{cost[0] / other:.2f}" for other in cost[1:])
+            ratios = " | ".join(
+                spread([run[names[0], operation] / run[name, operation] for run in runs])
+                for name in names[1:]
+            )
             print(f"| {size} | {operation} | {' | '.join(f'{c:.2f}' for c in cost)} | {ratios} |")
         size *= 10
+
+
+def spread(ratios: Sequence[float]) -> str:
+    """Median, and quartiles in brackets."""
+    low, middle, high = np.percentile(ratios, [25, 50, 75])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def decay_table(repeats: int, largest: int) -> None:

@@ -14,7 +14,8 @@ def effective_urgency(
     max_demotion: int = 0,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> int:
-    """`urgency.effective_level` of a request; the declared tier while nothing is predicted.
+    """`urgency.effective_level` of a request; the declared tier while nothing is predicted, and where it is none of the
+    predictor's levels: with K tiers and fewer levels a text says nothing about the tiers beyond.
 
     The one place where a policy or router gets a request's urgency from, so that a text can never raise itself by more
     than `max_promotion` levels, whatever the order it is served in. Costs tens of microseconds with a prediction:
@@ -33,9 +34,9 @@ def effective_urgency(
         The level, 0 the most urgent.
 
     Raises:
-        InputError: An argument is outside of its range, or the declared tier is none of the predictor's levels.
+        InputError: An argument is outside of its range.
     """
-    if state.urgency is None:
+    if state.urgency is None or state.request.tier >= len(state.urgency.probabilities):
         return state.request.tier
     return int(
         effective_level(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from heapq import heapify, heappop, heappush
 from typing import Any
 
 from scheduler_core.request import RequestState
@@ -14,7 +14,7 @@ Entry = tuple[Any, ...]
 
 
 class LazyHeap(ABC):
-    """Min-heap of entries; a replaced or removed entry stays in the heap until it surfaces.
+    """Min-heap of entries; a replaced entry, or a removed one that was not the first, stays in the heap until it surfaces.
 
     Push, replace and remove cost O(log n) amortised: when more than half of the heap is dead it is rebuilt.
     """
@@ -44,14 +44,17 @@ class LazyHeap(ABC):
         """Puts a request in, or moves it to where it now belongs."""
         entry = self._live[state.request_id] = self._entry(state, now)
         heap = self._heap
-        heapq.heappush(heap, entry)
+        heappush(heap, entry)
         if len(heap) > 2 * len(self._live) + 16:
             self._heap = list(self._live.values())
-            heapq.heapify(self._heap)
+            heapify(self._heap)
 
     def remove(self, state: RequestState) -> None:
-        """Takes a request out."""
-        del self._live[state.request_id]
+        """Takes a request out; the first one is out of the heap at once, the others when they surface."""
+        entry = self._live.pop(state.request_id)
+        heap = self._heap
+        if heap and heap[0] is entry:
+            heappop(heap)
 
     def peek(self) -> RequestState | None:
         """The first request; None if there is none."""
@@ -61,7 +64,7 @@ class LazyHeap(ABC):
             state: RequestState = entry[-1]
             if live.get(state.request_id) is entry:
                 return state
-            heapq.heappop(heap)
+            heappop(heap)
         return None
 
     def ascending(self) -> Generator[RequestState, None, None]:
@@ -73,13 +76,13 @@ class LazyHeap(ABC):
         seen: list[Entry] = []
         try:
             while heap:
-                entry = heapq.heappop(heap)
+                entry = heappop(heap)
                 if live.get(entry[-1].request_id) is entry:
                     seen.append(entry)
                     yield entry[-1]
         finally:
             for entry in seen:
-                heapq.heappush(heap, entry)
+                heappush(heap, entry)
 
     def rekey_all(self, now: float) -> None:
         """Places every request anew, O(n)."""
@@ -87,7 +90,7 @@ class LazyHeap(ABC):
         for state in list(self):
             entry = self._live[state.request_id] = self._entry(state, now)
             self._heap.append(entry)
-        heapq.heapify(self._heap)
+        heapify(self._heap)
 
     def validate(self) -> None:
         """Checks that the heap covers the live entries."""

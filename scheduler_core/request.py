@@ -16,7 +16,9 @@ from scheduler_core.predictions import (
     RankPrediction,
     UrgencyPrediction,
 )
-from scheduler_core.urgency import LEVELS
+
+#: Most tiers there can be; the orders that keep tiers apart by whole numbers in one float have room for so many.
+MAX_TIERS = 100
 
 
 class Status(Enum):
@@ -44,7 +46,9 @@ class Request:
         prompt_tokens: Length of the prompt, > 0.
         max_tokens: The request's own cap on output tokens, > 0.
         priority: Declared by the client, smaller first (as in vLLM).
-        tier: Declared level of urgency, 0 (most urgent) to 4, see `scheduler_core.urgency.LEVELS`.
+        tier: Declared tier of service, 0 (most urgent) to MAX_TIERS - 1. How many tiers there are is up to who uses them
+            (`routing.Headroom`, `routing.TierPromotion` refuse others); tiers 0 to 4 are also the levels of urgency that
+            texts are judged by, `scheduler_core.urgency.LEVELS`.
         tenant: Whose request it is; the empty name is a tenant like any other.
         ttft_slo_s: Wanted time from arrival to the first token, in seconds > 0; None: no target.
         tbt_slo_s: Wanted time between two tokens, in seconds > 0; None: no target.
@@ -81,7 +85,7 @@ class Request:
 
     def _check_optional(self) -> None:
         for name, allowed, highest in (
-            ("tier", "integers from 0 to 4", len(LEVELS) - 1),
+            ("tier", f"integers from 0 to {MAX_TIERS - 1}", MAX_TIERS - 1),
             ("cached_prefix_tokens", "integers from 0 to prompt_tokens - 1", self.prompt_tokens - 1),
         ):
             value = getattr(self, name)

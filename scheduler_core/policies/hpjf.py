@@ -17,7 +17,7 @@ class Hpjf(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier without a prediction | - |
+    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier, 0 to K - 1, without a prediction | - |
 
     A text that claims urgency raises its own request as far as the predictor believes it, as in the paper; where that must not
     be, order by `effective_urgency`, as `slo_tie` does.

@@ -23,7 +23,7 @@ class Semantic(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier without a prediction | - |
+    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier, 0 to K - 1, without a prediction | - |
     | f_t | estimated remaining computation time | s |
     | n, n_left | tokens known so far; of these, not in the cache | tokens |
     | m_left | middle of the predicted bucket, or predicted median, or max_tokens, less what is generated; >= 1 | tokens |

@@ -13,10 +13,11 @@ from scheduler_core.effective_urgency import effective_urgency
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.policies.base import KeyChanges, Policy
-from scheduler_core.request import RequestState, Status
+from scheduler_core.request import MAX_TIERS, RequestState, Status
 
-#: Between two levels of the urgent class, and in front of every key of the other class.
-_LEVEL, _URGENT = 1e8, -1e9
+#: Between two levels of the urgent class, and in front of every key of the other class, however many levels there are.
+_LEVEL = 1e8
+_URGENT = -2.0 * MAX_TIERS * _LEVEL
 
 
 @dataclass(kw_only=True, slots=True)
@@ -82,7 +83,7 @@ class SloTie(Policy):
         self._watch(state)
 
     def on_prediction(self, state: RequestState) -> None:
-        if state.urgency is not None and state.request.tier < len(state.urgency.probabilities):
+        if state.urgency is not None:
             self._levels[state.request_id] = effective_urgency(state)
         seen = state.prediction
         if seen is not None:

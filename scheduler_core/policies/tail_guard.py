@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from scheduler_core.errors import InputError
+from scheduler_core.indices.length_table import LengthTable
 from scheduler_core.indices.virtual_fcfs import VirtualFcfs
 from scheduler_core.indices.work_rate import WorkRate
 from scheduler_core.lengths import expected_and_cvar
@@ -21,6 +22,15 @@ from scheduler_core.request import RequestState, Status
 
 #: In front of every expected length, and behind all of them.
 _PROMOTED, _LAST = -1e12, 1e12
+
+#: Arrivals between two looks at which predictions are the longest.
+_LOOK_EVERY = 50
+
+#: Of the requests that may be late, the share that is known by its prediction; the others are found out while they run.
+_KNOWN_BEFORE = 0.75
+
+#: An answer so many times as long as it was expected is expected anew.
+_OUTLIVED = 1.5
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,17 +48,21 @@ class TailGuard(Policy):
     | Q | P99 latency of the latest requests in a virtual FCFS queue that gets the same work, or what a request that
       arrives now will have there if that is more; at least prior_s | s |
     | v | prompt_weight: work of a prompt token, 1 being that of an output token | - |
-    | ratio, epsilon, patience | 1.25, 0.008, 4 | - |
+    | ratio, epsilon, patience | 1.25, 0.0085, 8 | - |
 
-    Argument: under overload every shortest-first order puts off the same few percent of requests, the longest, until the
-    queue empties; they are the P99. FCFS shows that all can be done within Q; so there is always room to do what has
-    become due at ratio Q, if ratio >= 1, and up to then the room belongs to the short. How much room there is depends on
-    who is due: of heavy-tailed lengths the longest 1 % hold a tenth of the work or more, and a P99 does not see them. Some
-    are known before (expected length beyond the 1 - epsilon/2 quantile of the predicted ones), others are found out: an
-    answer longer than the 1 - epsilon quantile of the finished ones gives its seat to who waits and comes back when it is
-    due itself. The work set free serves hundreds of short requests, for one displacement each.
+    Argument: with load rho > 1 every order has the same work left over, the share (rho - 1)/rho of what has come; they differ in
+    whose it is. Shortest first leaves the longest, so the fewest requests wait. If nobody may wait for longer than c times what
+    FCFS makes wait, then what is left over has all come within that time, so requests with the share 1/(c rho) of the work
+    are put off (if that is more): for c = 1.3 and rho = 1.2 the longest with 64 % of the work instead of 17 %. That is the price
+    of the bound, and to put off the longest of them and serve them just in time pays no more. But a P99 does not see the
+    longest 1 %. If these, with the share s of the work, may be late then (1 - rho s/(rho - 1))/(c rho) is enough: a fourth
+    less for s = 4 %. Three quarters of them are known by their prediction; the others are answers that run on and on: longer
+    than nearly all that have finished, they give their seat to who waits.
 
-    No starvation: everybody is due after patience * ratio * Q at the latest, and the due go before all others, by time.
+    Whoever knows what P99 FCFS would reach before it does (`prior_s`: from earlier peaks, or the target) can put off more in the
+    beginning, and keeps more of the gain.
+
+    No starvation: everybody is due after patience * R at the latest, and the due go before all others, by time.
 
     Raises:
         InputError: A parameter is outside its range.
@@ -61,25 +75,27 @@ class TailGuard(Policy):
     inputs: ClassVar[frozenset[str]] = frozenset({"length"})
 
     ratio: float = 1.25
-    exempt_share: float = 0.008
-    patience: float = 4.0
+    exempt_share: float = 0.0085
+    patience: float = 8.0
     prior_s: float = 0.0
     prompt_weight: float = 0.1
     window: float = 5000
     _rate: WorkRate = field(default_factory=WorkRate, init=False, repr=False)
     _virtual: VirtualFcfs = field(init=False, repr=False)
     _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    _outlived: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _promoted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
     _late_due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
-    _recent: deque[float] = field(init=False, repr=False)
-    _since: int = field(default=0, init=False, repr=False)
-    _longest: float = field(default=math.inf, init=False, repr=False)
     _predicted: deque[float] = field(init=False, repr=False)
     _longest_predicted: float = field(default=math.inf, init=False, repr=False)
+    _lengths: deque[float] = field(init=False, repr=False)
+    _longest: float = field(default=math.inf, init=False, repr=False)
+    _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
     _may_exempt: float = field(default=0.0, init=False, repr=False)
     _exempt: set[str] = field(default_factory=set, init=False, repr=False)
-    _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
+    _num_done: int = field(default=0, init=False, repr=False)
+    _tokens_done: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio < math.inf:
@@ -95,23 +111,21 @@ class TailGuard(Policy):
         if not 1 <= self.window <= 1_000_000:
             raise InputError("window", self.window, "numbers from 1 to 1000000")
         self._virtual = VirtualFcfs(window=int(self.window))
-        self._recent = deque(maxlen=int(self.window))
         self._predicted = deque(maxlen=int(self.window))
+        self._lengths = deque(maxlen=int(self.window))
 
     @property
     def limit_s(self) -> float | None:
         """R, in seconds; None before the virtual queue knows a P99."""
-        measured = self._virtual.quantile_s
-        known = (
-            self.prior_s
-            if measured is None
-            else max(measured, self._virtual.backlog * self._rate.decode_token_s, self.prior_s)
-        )
-        return self.ratio * known if known > 0 else None
+        known_s = self.prior_s
+        if self._virtual.quantile_s is not None:
+            known_s = max(known_s, self._virtual.quantile_s, self._latency_now_s())
+        return self.ratio * known_s if known_s > 0 else None
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._may_exempt += self.exempt_share
-        self._virtual.arrived(state, self._work(state, self._length(state)))
+        prompt = state.request.prompt_tokens - state.request.cached_prefix_tokens
+        self._virtual.arrived(state, self.prompt_weight * prompt, _decodes(self._length(state)))
         self._watch(state)
 
     def on_prediction(self, state: RequestState) -> None:
@@ -120,11 +134,13 @@ class TailGuard(Policy):
             return
         mean, _ = expected_and_cvar(seen.mu, seen.sigma, seen.nu, state.request.max_tokens)
         self._expected[state.request_id] = mean
-        self._virtual.predicted(state, self._work(state, mean))
+        self._outlived[state.request_id] = _OUTLIVED * mean
+        self._virtual.predicted(state, _decodes(mean))
         self._predicted.append(mean)
-        if state.order % 50 == 49:
-            values = np.fromiter(self._predicted, float)
-            self._longest_predicted = float(np.quantile(values, 1.0 - 0.5 * self.exempt_share))
+        if state.order % _LOOK_EVERY == _LOOK_EVERY - 1:
+            self._longest_predicted = _upper_quantile(self._predicted, _KNOWN_BEFORE * self.exempt_share)
+            if self._lengths:
+                self._longest = _upper_quantile(self._lengths, (1.0 - _KNOWN_BEFORE) * self.exempt_share)
         if mean > self._longest_predicted and state.first_scheduled_s is None:
             self._exempt_one(state)
         self._watch(state)
@@ -133,23 +149,32 @@ class TailGuard(Policy):
         self._rate.saw(state, num_tokens)
         decodes = state.num_computed_tokens > state.prefill_target_tokens
         self._virtual.served(num_tokens if decodes else self.prompt_weight * num_tokens)
-        if state.num_output_tokens > self._longest and self._exempt_one(state):
+        done = state.num_output_tokens
+        if state.prediction is not None and done > self._outlived.get(state.request_id, math.inf):
+            left = LengthTable(state.prediction, state.request.max_tokens).expected_remaining(done)
+            self._virtual.predicted(state, _decodes(done + left))
+            self._outlived[state.request_id] = _OUTLIVED * done
+        if done > self._longest and self._exempt_one(state):
+            self._lengths.append(float(done))
             self._changed.append(state)
 
     def on_step(self, now: float, step_s: float) -> None:
         self._rate.step_ended(step_s)
 
     def on_finish(self, state: RequestState) -> None:
-        done = state.first_token_s is not None
-        self._virtual.finished(state, self._work(state, state.num_output_tokens) if done else 0.0)
-        self._expected.pop(state.request_id, None)
-        self._promoted.pop(state.request_id, None)
+        for kept in (self._expected, self._outlived, self._promoted):
+            kept.pop(state.request_id, None)
         self._exempt.discard(state.request_id)
-        if done:
-            self._learn(state.num_output_tokens)
+        if state.first_token_s is None:
+            self._virtual.dropped(state)
+            return
+        self._virtual.finished(state, _decodes(state.num_output_tokens))
+        self._lengths.append(float(state.num_output_tokens))
+        self._num_done += 1
+        self._tokens_done += state.num_output_tokens
 
     def take_changed(self, now: float) -> Collection[RequestState]:
-        self._virtual.advance(now)
+        self._virtual.advance(now, self._own_s())
         changed, self._changed = self._changed, []
         limit_s = self.limit_s
         if limit_s is None:
@@ -178,13 +203,17 @@ class TailGuard(Policy):
         paused = state.request_id in self._exempt and state.request_id not in self._promoted
         return _LAST if paused else -math.inf
 
+    def _latency_now_s(self) -> float:
+        """What a request of mean length that arrives now would have in the virtual queue."""
+        mean = self._tokens_done / max(self._num_done, 1)
+        return self._virtual.backlog * self._rate.decode_token_s + mean * self._own_s()
+
+    def _own_s(self) -> float:
+        """Seconds that an output token takes its own request beyond its share of the engine's work."""
+        return max(self._rate.step_s - self._rate.decode_token_s, 0.0)
+
     def _length(self, state: RequestState) -> float:
         return self._expected.get(state.request_id, float(state.request.max_tokens))
-
-    def _work(self, state: RequestState, output_tokens: float) -> float:
-        """In output tokens; the first one comes with the prompt."""
-        prompt = state.request.prompt_tokens - state.request.cached_prefix_tokens
-        return self.prompt_weight * prompt + max(output_tokens - 1.0, 0.0)
 
     def _start_s(self, state: RequestState) -> float:
         """a - E[X~] t: with R added, when it has to start to end within R."""
@@ -203,9 +232,12 @@ class TailGuard(Policy):
         heapq.heappush(self._late_due, (self._start_s(state), state.order, state))
         return True
 
-    def _learn(self, output_tokens: int) -> None:
-        self._recent.append(output_tokens)
-        self._since += 1
-        if self._since >= 50:
-            self._since = 0
-            self._longest = float(np.quantile(np.fromiter(self._recent, float), 1.0 - self.exempt_share))
+
+def _upper_quantile(values: deque[float], share: float) -> float:
+    """What the largest `share` of the values exceed."""
+    return float(np.quantile(np.fromiter(values, float), 1.0 - share))
+
+
+def _decodes(output_tokens: float) -> float:
+    """Output tokens that take a step of their own: the first one comes with the prompt."""
+    return max(output_tokens - 1.0, 0.0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_core.effective_urgency import effective_urgency
-from scheduler_core.errors import InputError
 from scheduler_core.predictions import UrgencyPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.urgency import effective_level
@@ -45,6 +43,8 @@ def test_it_is_the_decision_of_the_urgency_module(
     assert max(0, tier - promotion) <= found <= tier
 
 
-def test_a_tier_that_the_predictor_does_not_know_is_refused() -> None:
-    with pytest.raises(InputError, match="declared_tier"):
-        effective_urgency(state(4, (0.5, 0.5)))
+def test_a_tier_beyond_the_predicted_levels_holds() -> None:
+    """Ten tiers, five levels: a text moves those of tiers 0 to 4, at most one up, and says nothing about the others."""
+    sure = (1.0, 0.0, 0.0, 0.0, 0.0)
+    found = [effective_urgency(state(tier, sure)) for tier in range(10)]
+    assert found == [0, 0, 1, 2, 3, 5, 6, 7, 8, 9]

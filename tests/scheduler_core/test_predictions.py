@@ -9,7 +9,7 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepResult
 from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction, UrgencyPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import MAX_TIERS, Request, RequestState
 from tests.scheduler_core.helpers import prediction, request, scheduler
 
 
@@ -58,7 +58,7 @@ def test_a_bundle_replaces_only_what_it_contains() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tier", 5),
+        ("tier", MAX_TIERS),
         ("tier", -1),
         ("tier", 1.0),
         ("priority", 0.5),

@@ -98,7 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         cap=st.integers(1, 20),
         cached=st.integers(0, 5),
         priority=st.integers(-1, 1),
-        tier=st.integers(0, 4),
+        tier=st.integers(0, 9),
         tenant=st.sampled_from(["", "other"]),
         tbt_slo_s=slos,
         ttft_slo_s=slos,

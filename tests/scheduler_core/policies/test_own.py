@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks.policies import Job, fluid_gain
 from scheduler_core.indices.boost import boost_s
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.mixed_boost import MixedBoost
@@ -14,7 +15,7 @@ from scheduler_core.policies.predicted_boost import PredictedBoost
 from scheduler_core.policies.slo_tie import SloTie
 from scheduler_core.policies.tail_guard import TailGuard
 from scheduler_core.predictions import LengthPrediction, UrgencyPrediction
-from scheduler_core.request import Status
+from scheduler_core.request import MAX_TIERS, Request, Status
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
 from tests.scheduler_core.policies.test_papers import enter, generate, state, sure
@@ -182,14 +183,40 @@ def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> 
     assert order() == "slg"
 
 
+def test_slo_tie_keeps_as_many_tiers_apart_as_there_may_be() -> None:
+    """All urgent, tiers 0, 9 and the last: in this order, and before one that has time, at a late hour of a long day."""
+    policy, arrival_s = SloTie(), 1e6
+    first, tenth, last = (
+        state(
+            f"t{tier}",
+            arrival_s=arrival_s,
+            prediction=sure(50),
+            cap=100,
+            ttft_slo_s=1.0,
+            tier=tier,
+            order=order,
+        )
+        for order, tier in enumerate((0, 9, MAX_TIERS - 1))
+    )
+    patient = state("p", arrival_s=arrival_s, prediction=sure(1), cap=100, order=3)
+    enter(policy, patient, last, tenth, first)
+    assert set(policy.take_changed(arrival_s + 1.0)) == {first, tenth, last}
+    ordered = sorted([patient, last, tenth, first], key=lambda item: policy.key(item, arrival_s + 1.0))
+    assert ordered == [first, tenth, last, patient]
+
+
 def test_tail_guard_keeps_the_tail_of_fcfs_and_most_of_the_gain() -> None:
-    """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not."""
-    trace = overload(500, 8, 1.2, seed=5)
-    found = {name: simulate(trace, name, max_num_seqs=8) for name in ("fcfs", "sept", "tail_guard")}
-    fcfs, sept, guard = (found[name] for name in ("fcfs", "sept", "tail_guard"))
+    """Small version of the study: 8 slots, load 1.2. Shortest first multiplies the P99; the guard does not. Who lets the longest
+    1 % be late keeps more of the gain."""
+    trace = overload(500, 8, 1.2, seed=6)
+    fcfs, sept = (simulate(trace, name, max_num_seqs=8) for name in ("fcfs", "sept"))
     assert sept["p99"] > 2.0 * fcfs["p99"]
-    assert guard["p99"] <= 1.3 * fcfs["p99"]
-    assert guard["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
+    nobody, some = (
+        simulate(trace, "tail_guard", {"exempt_share": share}, max_num_seqs=8) for share in (0.0, 0.0085)
+    )
+    assert max(nobody["p99"], some["p99"]) <= 1.3 * fcfs["p99"]
+    assert nobody["mean"] <= fcfs["mean"] - 0.5 * (fcfs["mean"] - sept["mean"])
+    assert some["mean"] < nobody["mean"]
 
 
 def test_tail_guard_promotes_when_the_limit_says_so() -> None:
@@ -207,3 +234,55 @@ def test_tail_guard_promotes_when_the_limit_says_so() -> None:
     assert policy.key(other, 8.4) < policy.key(item, 8.4)
     assert list(policy.take_changed(8.6)) == [item]
     assert policy.key(item, 8.6) < policy.key(other, 8.6)
+
+
+def test_tail_guard_lets_the_longest_predicted_be_late() -> None:
+    """A tenth may be late. 99 predictions of 10 tokens, then twelve of 500: those are last while there is a budget for it, which is
+    11 requests after 111 arrivals, less what has not come yet."""
+    policy = TailGuard(exempt_share=0.1)
+    every = [state(f"r{index}", prediction=sure(10), cap=1000, order=index) for index in range(99)]
+    long = [state(f"l{index}", prediction=sure(500), cap=1000, order=99 + index) for index in range(12)]
+    enter(policy, *every, *long)
+    assert all(policy.key(item, 0.0) < 1e12 for item in every)
+    assert sum(policy.key(item, 0.0) >= 1e12 for item in long) in (10, 11)
+    assert policy.eviction_key(every[0], 0.0) == -math.inf
+    exempt = next(item for item in long if policy.key(item, 0.0) >= 1e12)
+    assert policy.eviction_key(exempt, 0.0) > 0.0, "gives way where it runs"
+
+
+def test_tail_guard_finds_out_the_longest_while_they_run() -> None:
+    """A fifth may be late, a quarter of them by their age: beyond the 95 % quantile of the finished ones, all of 10 tokens. An
+    answer that was expected to have 10 and has 11 gives way, once there is a budget for it."""
+    policy = TailGuard(exempt_share=0.2)
+    for index in range(50):
+        item = state(f"r{index}", prediction=sure(10), cap=1000, order=index)
+        enter(policy, item)
+        item.first_token_s = generate(policy, item, 10, float(index))
+        policy.on_finish(item)
+    runaway = state("x", prediction=sure(10), cap=1000, order=49)
+    enter(policy, runaway)
+    now = generate(policy, runaway, 10, 50.0)
+    assert list(policy.take_changed(now)) == []
+    now = generate(policy, runaway, 1, now)
+    assert list(policy.take_changed(now)) == [runaway]
+    assert policy.key(runaway, now) >= 1e12
+    assert policy.eviction_key(runaway, now) > 0.0
+
+
+def test_the_fluid_queue_of_the_study_by_hand() -> None:
+    """Load 1.5: half as much as can be served is left over. Lengths 5 x 1, 5 x 3, sum 20, mean 2. FCFS: 0.5/2 wait. Shortest first:
+    a third of the work, 3 + 3 + 3: 0.5/3. Within 0.8 of FCFS's wait: 1/(0.8 1.5) = 5/6 of it, five of 3 and two of 1 with the
+    mean 17/7: 0.5 7/17. Within twice that wait no more than a third need wait: all is kept. One of 3 exempt, 0.15 of the work:
+    1.5 0.85 - 1 = 0.275 is left over, within 0.8 of the wait 0.275/0.5/1.2 = 0.458 of the work, four of 3: 0.275/3."""
+    jobs = [
+        Job(
+            Request(request_id=f"r{index}", arrival_s=0.0, prompt_tokens=1, max_tokens=9),
+            tokens,
+            sure(tokens),
+        )
+        for index, tokens in enumerate([1, 3] * 5)
+    ]
+    fcfs, sept = 0.25, 0.5 / 3
+    assert fluid_gain(jobs, 1.5, 0.8, 0.0) == pytest.approx((fcfs - 3.5 / 17) / (fcfs - sept))
+    assert fluid_gain(jobs, 1.5, 2.0, 0.0) == pytest.approx(1.0)
+    assert fluid_gain(jobs, 1.5, 0.8, 0.1) == pytest.approx((fcfs - 0.275 / 3) / (fcfs - sept))

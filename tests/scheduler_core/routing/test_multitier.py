@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from scheduler_core.errors import InputError
+from scheduler_core.request import Request
 from scheduler_core.routing import (
     AdaptiveHeadroom,
     AutoScaler,
@@ -19,6 +20,7 @@ from scheduler_core.routing import (
     MigrationPlanner,
     ReplicaSnapshot,
     ReplicaStatus,
+    RoutingRequest,
     ScaleIn,
     ScaleOut,
     TierPromotion,
@@ -51,6 +53,24 @@ def test_headroom_of_the_released_code() -> None:
 def test_headroom_is_charged_once_for_each_tier_that_is_present() -> None:
     """M = 100, K = 4, lambda = 1: tier 0 twice and tier 2 once: 20 + 2.707 blocks."""
     assert exponential_headroom(4).blocks([0, 0, 2], 100) == pytest.approx(20 + 20 * math.exp(-2))
+
+
+def test_ten_tiers_of_requests() -> None:
+    """K = 10: headroom sums to 0.2 (1 - e^-10)/(1 - e^-1) of M = 100; the most urgent of ten waiting goes first, and with a quota
+    of 1 s each the least urgent has risen to tier 1 after 8 s."""
+    headroom = exponential_headroom(10)
+    assert headroom.blocks(range(10), 100) == pytest.approx(20 * (1 - math.exp(-10)) / (1 - math.exp(-1)))
+    dispatcher = Dispatcher(Llumnix(headroom=headroom))
+    for tier in range(9, -1, -1):
+        asked = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
+        dispatcher.arrived(RoutingRequest(request=asked, tier=asked.tier))
+    dispatcher.joined("r", 0.0)
+    given = dispatcher.dispatch({"r": replica("r")}, 0.0)
+    assert [one.item.request.request_id for one in given] == [f"t{tier}" for tier in range(10)]
+    promotion = TierPromotion(quota_s=(math.inf,) + (1.0,) * 9)
+    assert [promotion.tier(9, wait_s) for wait_s in (0.0, 7.5, 8.0, 100.0)] == [9, 2, 1, 1]
+    with pytest.raises(InputError, match="tier"):
+        headroom.blocks([10], 100)
 
 
 def test_freeness_by_hand() -> None:
