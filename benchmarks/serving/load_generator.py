@@ -45,7 +45,7 @@ class Load:
         connections: Connections.
         seed: Of prompts and arrival times.
         num_prompts: Different prompts.
-        batched_json: HTTP only: the body is {"prompts": [prompt]} instead of {"prompt": prompt}.
+        body: HTTP only: what the JSON is; see `json_body`.
         max_tokens: gRPC only: also ask for the numbers of the length cut there.
     """
 
@@ -58,7 +58,7 @@ class Load:
     connections: int = 4
     seed: int = 0
     num_prompts: int = 2000
-    batched_json: bool = False
+    body: str = "prompt"
     max_tokens: int | None = None
 
 
@@ -179,6 +179,14 @@ def report(load: Load, tally: Tally) -> Report:
     )
 
 
+def json_body(kind: str, prompt: str) -> dict[str, Any]:
+    """One prompt as "prompt": {"prompt": ...}, "prompts": {"prompts": [...]}, or "tensors": Open Inference Protocol."""
+    if kind == "tensors":
+        tensor = {"name": "prompt", "shape": [1, 1], "datatype": "BYTES", "data": [prompt]}
+        return {"inputs": [tensor]}
+    return {"prompts": [prompt]} if kind == "prompts" else {"prompt": prompt}
+
+
 def _quantiles(seconds: Any) -> dict[str, float]:
     if not len(seconds):
         return {}
@@ -237,8 +245,7 @@ async def _http(load: Load) -> AsyncIterator[Ask]:
     async with aiohttp.ClientSession(connector=connector) as session:
 
         async def ask(prompt: str) -> str:
-            body = {"prompts": [prompt]} if load.batched_json else {"prompt": prompt}
-            async with session.post(load.url, json=body) as response:
+            async with session.post(load.url, json=json_body(load.body, prompt)) as response:
                 await response.read()
                 return OK if response.status == 200 else f"HTTP {response.status}"
 
@@ -258,7 +265,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-prompts", type=int, default=2000)
-    parser.add_argument("--batched-json", action="store_true")
+    parser.add_argument("--body", choices=("prompt", "prompts", "tensors"), default="prompt")
     parser.add_argument("--max-tokens", type=int)
     load = Load(**vars(parser.parse_args()))
     print(json.dumps(asdict(asyncio.run(run_load(load)))))

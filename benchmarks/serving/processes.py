@@ -27,10 +27,12 @@ class Process:
     Attributes:
         popen: Its first process.
         start_s: Seconds from its start to its first answer.
+        start_cpu_s: CPU seconds of it and its descendants until then; without those of any that have ended.
     """
 
     popen: subprocess.Popen[bytes]
     start_s: float
+    start_cpu_s: float = 0.0
 
     def members(self) -> list[psutil.Process]:
         """It and its descendants; none once it has ended."""
@@ -67,6 +69,12 @@ def free_port() -> int:
         return port
 
 
+def listens(port: int) -> bool:
+    """Whether anybody takes connections on that port of the loopback: cheap enough to ask a server that is starting."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @contextlib.contextmanager
 def running(
     command: Sequence[str],
@@ -95,7 +103,8 @@ def running(
                 if popen.poll() is not None or time.perf_counter() - begin > timeout_s:
                     raise RuntimeError(f"{' '.join(command)} did not start:\n{_tail(log)}")
                 time.sleep(0.02)
-            process = Process(popen, time.perf_counter() - begin)
+            start_s = time.perf_counter() - begin
+            process = Process(popen, start_s, Process(popen, start_s).cpu_s())
             yield process
             members = process.members()
         finally:

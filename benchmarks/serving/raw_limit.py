@@ -36,7 +36,7 @@ def groups(lengths: Sequence[int], window: int, size: int) -> Iterator[list[int]
 def measure(folder: Path, seconds: float, seed: int) -> dict[str, float]:
     """Answers per CPU second, each way for about `seconds`, in turns of one window of 128 prompts."""
     sys.path.insert(0, str(Path(__file__).parent / "peers"))
-    from model import Model
+    from shared_model import Model
 
     model = Model(str(folder), 1)
     pad = model.tokenizer.padding["pad_id"]

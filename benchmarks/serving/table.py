@@ -6,6 +6,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.serving.load_generator import OK
@@ -18,9 +19,33 @@ class Row:
 
     variant: Variant
     start_s: list[float] = field(default_factory=list)
+    start_cpu_s: list[float] = field(default_factory=list)
     pss_mb: list[float] = field(default_factory=list)
     reports: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+
+
+def saved(
+    rows: Sequence[Row], limits: Mapping[str, Sequence[float]], saturation: float, artifact: Path
+) -> dict[str, Any]:
+    """All that was measured, for a JSON file."""
+    return {
+        "artifact": artifact.name,
+        "cores": os.cpu_count(),
+        "saturation": saturation,
+        "limits": {way: list(rates) for way, rates in limits.items()},
+        "servers": {
+            row.variant.name: {
+                "start_s": row.start_s,
+                "start_cpu_s": row.start_cpu_s,
+                "pss_mb": row.pss_mb,
+                "lines": row.variant.user_lines,
+                "failures": row.failures,
+                "reports": row.reports,
+            }
+            for row in rows
+        },
+    }
 
 
 def print_limits(limits: Mapping[str, Sequence[float]]) -> None:
@@ -29,6 +54,15 @@ def print_limits(limits: Mapping[str, Sequence[float]]) -> None:
     print(f"{'ONNX Runtime alone, one thread':44} {'req/cpu-s':>16}")
     for way, rates in limits.items():
         print(f"{way:44} {_range(rates):>16}")
+
+
+def print_start(row: Row) -> None:
+    """One line: seconds, CPU seconds and memory at the first answer."""
+    shown = "; ".join(row.failures)
+    if row.start_s:
+        middle = [statistics.median(values) for values in (row.start_s, row.start_cpu_s, row.pss_mb)]
+        shown = f"{middle[0]:6.1f} s {middle[1]:6.1f} CPU s {middle[2]:6.0f} MB PSS {shown}"
+    print(f"{row.variant.name:34} {shown}", flush=True)
 
 
 def print_table(rows: Sequence[Row], saturation: float) -> None:
@@ -44,18 +78,21 @@ def print_table(rows: Sequence[Row], saturation: float) -> None:
     )
     print(
         f"{'server':34} {heads[0]:>16} {heads[1]:>16} {heads[2]:>15} {heads[3]:>17} {heads[4]:>8} {heads[5]:>13}"
-        f" {'PSS MB':>7} {'start s':>7} {'lines':>5}"
+        f" {'PSS MB':>7} {'start s':>7} {'cpu s':>6} {'lines':>5}"
     )
     for row in rows:
         if "saturation" not in row.reports:
             print(f"{row.variant.name:34} failed: {'; '.join(row.failures)}")
             continue
+        if row.failures:
+            print(f"{row.variant.name:34} failed in {len(row.failures)} rounds: {row.failures[-1]}")
         print(
             f"{row.variant.name:34} {_range(_each(row, 'saturation', 'answers_per_s')):>16}"
             f" {_range(_each(row, 'saturation', 'per_cpu_s')):>16} {_latency(row, '20'):>15}"
             f" {_latency(row, '70%'):>17} {_answered(row, '70%'):>8}"
             f" {_range(_each(row, '120%', 'answers_per_s')):>13}"
-            f" {statistics.median(row.pss_mb):7.0f} {statistics.median(row.start_s):7.1f} {row.variant.user_lines:5}"
+            f" {statistics.median(row.pss_mb):7.0f} {statistics.median(row.start_s):7.1f}"
+            f" {statistics.median(row.start_cpu_s):6.1f} {row.variant.user_lines:5}"
         )
 
 

@@ -55,8 +55,14 @@ class BatchingSettings:
 
     @classmethod
     def cpu(cls, num_workers: int) -> BatchingSettings:
-        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core."""
-        return cls(max_batch=4, max_wait_s=0.0, max_padding=1.1, num_workers=num_workers)
+        """No wait, at most 4 requests of nearly the same length, single-threaded workers: one per core.
+
+        From 256 tokens on a batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all
+        wait for all.
+        """
+        return cls(
+            max_batch=4, max_wait_s=0.0, max_padding=1.1, max_padded_tokens=256, num_workers=num_workers
+        )
 
     @classmethod
     def gpu(cls) -> BatchingSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ MAX_REQUEST_ID_CHARS = 1024
 MAX_TEMPERATURE = 100.0  # far above what any engine samples with; beyond it the model's numbers overflow
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A request that was found right."""
 
     prompt: str | TokenIds

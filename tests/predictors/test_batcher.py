@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictors.service.batcher import Answer, Batcher
+from predictors.service.batcher import Answer, Batcher, Done, Work
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
 from predictors.service.grouping import BatchingSettings
 from tests.predictors.fakes import ManualClock, settle
 
 
-class Work:
+class GatedWork:
     """Records its batches; each waits until it is released with results or an error."""
 
     def __init__(self) -> None:
@@ -35,14 +35,27 @@ class Work:
         await settle()
 
 
+def called_back(work: Callable[[Sequence[int]], Awaitable[Sequence[str]]]) -> Work[int, str]:
+    """What a batcher takes, of a coroutine function."""
+
+    def start(items: Sequence[int], done: Done[str]) -> None:
+        def finish(running: asyncio.Future[Sequence[str]]) -> None:
+            error = asyncio.CancelledError() if running.cancelled() else running.exception()
+            done(None if error else running.result(), error)
+
+        asyncio.ensure_future(work(items)).add_done_callback(finish)
+
+    return start
+
+
 class Bench:
     """A batcher on a clock that stands still."""
 
     def __init__(self, **settings: Any) -> None:
         self.clock = ManualClock()
-        self.work = Work()
+        self.work = GatedWork()
         self.batcher: Batcher[int, str] = Batcher(
-            self.work,
+            called_back(self.work),
             settings=BatchingSettings(**({"max_batch": 4, "max_wait_s": 0.0} | settings)),
             clock=self.clock,
         )
@@ -227,7 +240,7 @@ async def test_idle_session_is_flushed_at_once_and_a_busy_one_waits_for_company(
 
 
 async def test_work_that_cannot_even_start_fails_its_batch() -> None:
-    def work(items: Sequence[int]) -> Any:
+    def work(items: Sequence[int], done: Done[str]) -> None:
         raise RuntimeError("no thread")
 
     batcher = Batcher(work, settings=BatchingSettings(max_batch=2, max_wait_s=0.0), clock=ManualClock())
@@ -254,7 +267,8 @@ async def test_wrong_number_of_results_fails_the_batch(results: list[str]) -> No
     async def work(items: Sequence[int]) -> list[str]:
         return results
 
-    batcher = Batcher(work, settings=BatchingSettings(max_batch=2, max_wait_s=0.0), clock=ManualClock())
+    settings = BatchingSettings(max_batch=2, max_wait_s=0.0)
+    batcher = Batcher(called_back(work), settings=settings, clock=ManualClock())
     with pytest.raises(BatchError, match=f"{len(results)} results for a batch of 1"):
         await batcher.submit(1, length=1)
 

@@ -15,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from predictors.cli import ServeConfig, batching_settings, main
-from predictors.client import SyncPredictor, connect
+from predictors.client import ClientSettings, GrpcPredictor, SyncPredictor
 from predictors.runtime import CPU, CUDA
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, write_artifact
 
 REQUEST = PredictionRequest("r", "name three rivers", 100)
+PATIENCE_S = 150.0
+PATIENT = ClientSettings(timeout_s=PATIENCE_S)
 
 
 class Server:
@@ -49,14 +51,18 @@ class Server:
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Sends a signal and waits for the exit code."""
         self.process.send_signal(number)
-        self.log += self.process.communicate(timeout=30)[1]
+        try:
+            self.log += self.process.communicate(timeout=PATIENCE_S)[1]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"signal {number} did not end it; it wrote:\n{self.log}") from None
         return self.process.returncode
 
     def kill(self) -> None:
         """Ends it if a test failed before it did."""
         if self.process.poll() is None:
             self.process.kill()
-            self.process.communicate()
+            self.log += self.process.communicate()[1]
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +75,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_served_process_answers_then_drains_on_sigterm_and_exits_0(server: Server) -> None:
     port = server.port()
-    with SyncPredictor(f"127.0.0.1:{port}") as predictor:
+    with SyncPredictor(f"127.0.0.1:{port}", PATIENT) as predictor:
         [prediction] = predictor.predict([REQUEST])
     assert prediction.mu == pytest.approx(expected("name three rivers")[0], rel=1e-6)
-    assert server.stop() == 0
+    assert server.stop() == 0, server.log
     log = server.log
     assert "execution provider CPUExecutionProvider (asked for: auto)" in log
     assert f"ready on 127.0.0.1:{port}" in log
@@ -156,6 +162,8 @@ def test_help_explains_every_option(capsys: pytest.CaptureFixture[str]) -> None:
 def test_defaults_follow_the_provider_and_options_override_them() -> None:
     config = ServeConfig(artifact="a")
     assert batching_settings(config, CPU).max_batch == 4
+    assert batching_settings(config, CPU).max_padded_tokens == 256
+    assert batching_settings(replace(config, max_padded_tokens=512), CPU).max_padded_tokens == 512
     assert batching_settings(config, CPU).num_workers == len(os.sched_getaffinity(0))
     assert batching_settings(config, CUDA).max_batch == 32
     assert batching_settings(config, CUDA).max_wait_s == 0.003
@@ -180,9 +188,10 @@ async def test_sigint_drains_too(tmp_path: Path) -> None:
     server = Server(tmp_path, write_artifact(tmp_path / "tiny"), "--max_batch", "1")
     try:
         port = await asyncio.to_thread(server.port)
-        async with connect(f"127.0.0.1:{port}") as predictor:
+        async with GrpcPredictor(f"127.0.0.1:{port}", PATIENT) as predictor:
             [prediction] = await predictor.predict([REQUEST])
         assert prediction.artifact_id == "tiny"
-        assert await asyncio.to_thread(server.stop, signal.SIGINT) == 0
+        assert await asyncio.to_thread(server.stop, signal.SIGINT) == 0, server.log
+        assert "draining 0 requests" in server.log
     finally:
         server.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import threading
@@ -23,6 +24,7 @@ from predictors.service.calls import parsed
 from predictors.service.errors import UnparsableError
 from predictors.service.grouping import BatchingSettings
 from predictors.service.logs import JsonFormatter
+from predictors.service.memory import settle_memory
 from predictors.service.metrics import PrometheusMetrics
 from predictors.service.threads import WorkerThreads
 from predictors.service.tracing import OpenTelemetryTracing
@@ -103,6 +105,39 @@ async def test_threads_work_at_the_same_time_and_hand_back_results_and_errors() 
         await threads.call(next, iter(()))
     assert await threads.call(max, 1, 2) == 2
     threads.close()
+
+
+async def test_threads_make_waiting_calls_in_order_and_even_after_the_end() -> None:
+    threads = WorkerThreads(1, "test")
+    gate, made = threading.Event(), list[int]()
+    calls = [threads.call(gate.wait), *(threads.call(made.append, number) for number in range(20))]
+    threads.close()
+    assert not calls[0].done()
+    gate.set()
+    await asyncio.gather(*calls)
+    assert made == list(range(20))
+
+
+async def test_threads_call_back_in_the_event_loop() -> None:
+    threads = WorkerThreads(2, "test")
+    found: asyncio.Future[tuple[object, BaseException | None, str]] = (
+        asyncio.get_running_loop().create_future()
+    )
+
+    def done(result: int | None, error: BaseException | None) -> None:
+        found.set_result((result, error, threading.current_thread().name))
+
+    threads.submit(done, max, 1, 2)
+    assert await found == (2, None, threading.main_thread().name)
+    threads.close()
+
+
+def test_what_lives_at_the_start_is_not_looked_at_again() -> None:
+    try:
+        settle_memory()
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
 
 
 def _meet(barrier: threading.Barrier) -> str:

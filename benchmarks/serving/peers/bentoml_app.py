@@ -2,7 +2,7 @@
 import os
 
 import bentoml
-from model import Model
+from shared_model import Model
 
 BATCH = int(os.environ["MAX_BATCH"])
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 import os
 
-from model import Model
 from mosec import Server, Worker
+from shared_model import Model
 
 BATCH = int(os.environ["MAX_BATCH"])
 

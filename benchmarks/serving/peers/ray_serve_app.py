@@ -3,8 +3,8 @@ import os
 import time
 
 import ray
-from model import Model
 from ray import serve
+from shared_model import Model
 
 BATCH, WAIT_S = int(os.environ["MAX_BATCH"]), float(os.environ["MAX_WAIT_S"])
 WORKERS = int(os.environ["WORKERS"])

@@ -18,7 +18,10 @@ class Model:
         path = Path(folder)
         manifest = json.loads((path / "manifest.json").read_text())
         self.tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
-        self.tokenizer.enable_truncation(manifest["max_length"], direction=manifest["truncation_side"])
+        side = manifest["truncation_side"]  # the tokenizer cannot drop the middle; hardly a prompt is so long
+        self.tokenizer.enable_truncation(
+            manifest["max_length"], direction="right" if side == "middle" else side
+        )
         self.tokenizer.enable_padding(pad_id=manifest["pad_token_id"])
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
@@ -26,8 +29,11 @@ class Model:
         self.session = onnxruntime.InferenceSession(
             str(path / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
+        given = ("input_ids", "attention_mask")
         self.extra = [
-            tensor for tensor in manifest["inputs"] if tensor["name"] not in ("input_ids", "attention_mask")
+            tensor
+            for tensor in manifest["inputs"]
+            if tensor["name"] not in given and not tensor.get("optional")
         ]
 
     def __call__(self, texts: list[str]) -> list[dict[str, float]]:
