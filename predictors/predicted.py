@@ -46,7 +46,8 @@ class Predicted:
     def rows(self) -> list[PredictedRow]:
         """One prediction per prompt, as plain numbers."""
         found: dict[str, list[Any]] = {name: values.tolist() for name, values in self.arrays().items()}
-        return [PredictedRow(**{name: found[name][row] for name in found}) for row in range(len(self))]
+        columns = zip(*found.values(), strict=True)
+        return [PredictedRow(**dict(zip(found, numbers, strict=True))) for numbers in columns]
 
     @classmethod
     def of(cls, arrays: Mapping[str, Array], *, nu: float | None) -> Predicted:

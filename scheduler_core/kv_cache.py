@@ -111,21 +111,24 @@ class KVCache:
         need = self.blocks_for(num_tokens)
         self._held[request_id] = need
         self._num_free -= need
-        self._least_free = min(self._least_free, self._num_free)
+        if self._num_free < self._least_free:
+            self._least_free = self._num_free
         self._num_host_free += self._offloaded.pop(request_id, 0)
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens in all; False (and nothing taken) if there are too few blocks."""
         held = self._held[request_id]
-        if num_tokens <= held * self.block_tokens:
+        more = -(-num_tokens // self.block_tokens) - held
+        if more <= 0:
             return True
-        more = self.blocks_for(num_tokens) - held
-        if more > self._num_free:
+        left = self._num_free - more
+        if left < 0:
             return False
         self._held[request_id] = held + more
-        self._num_free -= more
-        self._least_free = min(self._least_free, self._num_free)
+        self._num_free = left
+        if left < self._least_free:
+            self._least_free = left
         return True
 
     def offload(self, request_id: str, num_tokens: int) -> bool:

@@ -115,7 +115,8 @@ class Pool:
             return True
         if not self.kv.grow(state.request_id, num_tokens):
             return False
-        self._note_room(state)
+        size = self.kv.block_tokens
+        state.kv_tokens = -(-num_tokens // size) * size
         return True
 
     def preempt(self, state: RequestState, now: float, kept_tokens: int | None = None) -> int:

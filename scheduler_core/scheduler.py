@@ -8,11 +8,11 @@ when that step is done, `abort` when a user gives up. The same calls always give
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-from scheduler_core.batching import Batch, make_former
+from scheduler_core.batching import Batch, BatchFormer, make_former
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.limits import Limits
@@ -80,6 +80,11 @@ class Scheduler:
             group=former.group,
         )
         self._on_tokens = _hook(policy, "on_tokens")
+        #: Hooks that do nothing are not called: these would be called in every step.
+        self._may_rekey = self._pool.evictions is not None or policy.key_changes == "with_time"
+        self._may_rekey |= _overrides(policy, Policy, "on_pressure", "take_changed")
+        self._hears_steps = _overrides(policy, Policy, "on_step")
+        self._hears_steps |= _overrides(former, BatchFormer, "on_step")
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
@@ -111,6 +116,15 @@ class Scheduler:
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._pool.states
+
+    @property
+    def decoding(self) -> Sequence[RequestState]:
+        """The requests that generate a token in the open step, to read, in the plan's order.
+
+        Raises:
+            SchedulerStateError: No step is open.
+        """
+        return self._open_step()[1].decodes
 
     def state(self, request_id: str) -> RequestState:
         """The live request, to read; KeyError if it is not here."""
@@ -188,7 +202,8 @@ class Scheduler:
         if self._open is not None:
             raise SchedulerStateError(f"step {self._open[0].step} is not complete yet")
         self._now = now
-        self._rekey(now)
+        if self._may_rekey:
+            self._rekey(now)
         batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
         self.counters.num_preemptions += len(batch.preempted)
         self.counters.num_swaps += len(batch.swapped_out)
@@ -223,8 +238,8 @@ class Scheduler:
         _, batch = self._open_step()
         self._promised_steps = 1
         if not (batch.prefills or batch.admitted or batch.preempted or self._may_change_its_mind()):
-            for state in batch.decodes:
-                limit = min(limit, state.request.max_tokens - state.num_output_tokens)
+            left = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
+            limit = min(limit, min(left, default=limit))
             if limit > 1:
                 self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
         return self._promised_steps
@@ -261,19 +276,12 @@ class Scheduler:
                     state.decode_entered_s = now
                     self._count_output(state, 1, now)
                 self._close(state, chunk.num_tokens, stopped, now, finished)
-        steps = result.num_steps
-        decoded = [state for state in batch.decodes if state.status is Status.RUNNING]
-        for (
-            state
-        ) in decoded:  # memory first, so that its peak is the same for one long run and for single steps
-            self._advance(state, steps, now)
-        for state in decoded:
-            self._count_output(state, steps, now)
-            self._close(state, steps, stopped, now, finished)
+        self._complete_decodes(batch.decodes, result.num_steps, stopped, now, finished)
         self.counters.num_finished += len(finished)
-        step_s = (now - self._opened_s) / steps
-        self.policy.on_step(now, step_s)
-        self._former.on_step(step_s)
+        if self._hears_steps:
+            step_s = (now - self._opened_s) / result.num_steps
+            self.policy.on_step(now, step_s)
+            self._former.on_step(step_s)
         if self._log is not None:
             self._log.completed(result, finished, now)
         return tuple(finished)
@@ -312,6 +320,37 @@ class Scheduler:
             if pressed and pool.evictions is not None:
                 pool.evictions.rekey_all(now)
             self.counters.num_rekeys += 1
+
+    def _complete_decodes(
+        self,
+        planned: list[RequestState],
+        num_steps: int,
+        stopped: set[str],
+        now: float,
+        finished: list[Finished],
+    ) -> None:
+        """What `_advance`, `_count_output` and `_close` do for a prefill, in one loop: it runs for every token.
+
+        All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
+        """
+        running = Status.RUNNING
+        ended: list[RequestState] = []
+        for state in planned:
+            if state.status is not running:
+                continue
+            state.num_computed_tokens = computed = state.num_computed_tokens + num_steps
+            state.num_output_tokens = outputs = state.num_output_tokens + num_steps
+            state.attained_tokens += num_steps
+            state.last_scheduled_s = state.last_token_s = now
+            if computed > state.kv_tokens:
+                grown = self._pool.grow(state, computed)
+                assert grown, "steady_steps promised memory that is not there"
+            if outputs == state.request.max_tokens or state.request_id in stopped:
+                ended.append(state)
+        if self._on_tokens is not None:
+            ended = [state for state in planned if state.status is running]
+        for state in ended:
+            self._close(state, num_steps, stopped, now, finished)
 
     def _advance(self, state: RequestState, num_tokens: int, now: float) -> None:
         state.num_computed_tokens += num_tokens
@@ -365,10 +404,11 @@ class Scheduler:
     def _check_result(self, result: StepResult, plan: StepPlan) -> None:
         if result.step != plan.step:
             raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
-        sampling = set(plan.decodes) | {chunk.request_id for chunk in plan.prefills if chunk.is_last}
-        for request_id in result.stopped:
-            if request_id not in sampling:
-                raise InputError("stopped", request_id, "requests that sampled a token in this step")
+        if result.stopped:
+            sampling = {*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)}
+            for request_id in result.stopped:
+                if request_id not in sampling:
+                    raise InputError("stopped", request_id, "requests that sampled a token in this step")
         if not 1 <= result.num_steps <= self._promised_steps:
             raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
 
@@ -380,4 +420,9 @@ class Scheduler:
 
 def _hook(policy: Policy, name: str) -> Callable[[RequestState, int, float], None] | None:
     """The policy's hook; None if it does nothing, so that it need not be called for every running request."""
-    return None if getattr(type(policy), name) is getattr(Policy, name) else getattr(policy, name)
+    return getattr(policy, name) if _overrides(policy, Policy, name) else None
+
+
+def _overrides(item: object, base: type, *names: str) -> bool:
+    """Whether the item's class defines one of the base's methods anew."""
+    return any(getattr(type(item), name) is not getattr(base, name) for name in names)

@@ -92,13 +92,27 @@ class Batch:
         if kept_tokens:
             self.swapped_out.append(KVTransfer(state.request_id, kept_tokens))
 
-    def make_room(self, pool: Pool, decodes: list[RequestState], now: float) -> list[RequestState]:
+    def make_room(
+        self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
+    ) -> list[RequestState]:
         """Gets the block for the next token of each, in this order, evicting victims if need be (perhaps the request
         itself); those that still run then.
+
+        Args:
+            pool: Live requests.
+            decodes: Run and decode.
+            now: Time in seconds.
+            spare_block: When its turn comes, there must be a free block also for a decode that needs none (Vidur's rule).
         """
-        short = [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]
         before = len(self.preempted)
-        for state in short:
+        if spare_block and pool.kv.num_free_blocks <= len(decodes):
+            for state in decodes:
+                while state.status is Status.RUNNING and not (
+                    pool.kv.num_free_blocks and pool.grow(state, state.num_computed_tokens + 1)
+                ):
+                    self.evict(pool, pool.memory_victim(now), now)
+            return list(still_running(decodes))
+        for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
             while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
                 self.evict(pool, pool.memory_victim(now), now)
         return decodes if len(self.preempted) == before else list(still_running(decodes))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch, split_by_phase, still_running
 from scheduler_core.batching.steady import steady_decodes
+from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState
 
@@ -26,12 +27,31 @@ class ChunkedPrefill(BatchFormer):
     - Nobody is admitted in a step in which memory ran out.
     - Under a preemptive policy a waiting request may displace running ones, and prompts are processed in the
       policy's order whether they run already or not. Otherwise waiting requests never displace running ones.
+
+    Attributes:
+        chunk_tokens: Budget that decodes and prompts share, but which limits the prompts alone: decodes go on when it is
+            used up, to at most max_num_batched_tokens. None: max_num_batched_tokens is that budget (Vidur and
+            Sarathi-Serve have no other).
+        spare_block: A decode needs a free block also when it fills none, as in Vidur (microsoft/vidur @ 7d47513); see
+            `Batch.make_room`.
+
+    Raises:
+        InputError: `chunk_tokens` is not above 0.
     """
+
+    chunk_tokens: int | None = None
+    spare_block: bool = False
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens is not None and self.chunk_tokens <= 0:
+            raise InputError("chunk_tokens", self.chunk_tokens, "integers > 0, or None")
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
         prefilling, decodes = split_by_phase(pool)
-        batch.add_decodes(batch.make_room(pool, decodes, now))
+        batch.add_decodes(batch.make_room(pool, decodes, now, self.spare_block))
+        if self.chunk_tokens is not None:
+            batch.budget = min(batch.budget, max(0, self.chunk_tokens - len(batch.decodes)))
         if batch.preempted:
             prefilling = list(still_running(prefilling))
         if pool.policy.preemptive:
@@ -41,7 +61,7 @@ class ChunkedPrefill(BatchFormer):
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
-        return steady_decodes(pool, batch, limit)
+        return steady_decodes(pool, batch, limit, spare_blocks=int(self.spare_block))
 
     @staticmethod
     def _prefill(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:

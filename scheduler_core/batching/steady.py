@@ -6,7 +6,7 @@ from scheduler_core.batching.batch import Batch
 from scheduler_core.pool import Pool
 
 
-def steady_decodes(pool: Pool, batch: Batch, limit: int) -> int:
+def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
     """For formers that decode all running requests and admit the first waiting one whenever it fits.
 
     A head that did not fit now fits even less when the running requests grow, so only memory can end the run, unless
@@ -14,28 +14,26 @@ def steady_decodes(pool: Pool, batch: Batch, limit: int) -> int:
     """
     if len(pool.waiting) and pool.policy.key_changes == "with_time" and len(pool.running) < pool.max_running:
         return 1
-    return steps_that_fit(pool, batch, limit)
+    return steps_that_fit(pool, batch, limit, spare_blocks)
 
 
-def steps_that_fit(pool: Pool, batch: Batch, limit: int) -> int:
-    """The most steps, from 1 to `limit`, that the decodes can take before their memory runs out."""
-    if _fits(pool, batch, limit):
+def steps_that_fit(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
+    """The most steps, from 1 to `limit`, that the decodes can take before less than `spare_blocks` are free."""
+    if _fits(pool, batch, limit, spare_blocks):
         return limit
     low, high = 1, limit
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(pool, batch, middle):
+        if _fits(pool, batch, middle, spare_blocks):
             low = middle
         else:
             high = middle
     return low
 
 
-def _fits(pool: Pool, batch: Batch, num_steps: int) -> bool:
-    kv = pool.kv
-    need = 0
-    for state in batch.decodes:
-        tokens = state.num_computed_tokens + num_steps
-        if tokens > state.kv_tokens:
-            need += kv.blocks_for(tokens - state.kv_tokens)
-    return need <= kv.num_free_blocks
+def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:
+    size = pool.kv.block_tokens
+    short = [state.num_computed_tokens + num_steps - state.kv_tokens for state in batch.decodes]
+    return (
+        sum([-(-tokens // size) for tokens in short if tokens > 0]) + spare_blocks <= pool.kv.num_free_blocks
+    )

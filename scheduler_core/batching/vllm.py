@@ -29,7 +29,16 @@ class Vllm(BatchFormer):
 
     Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the
     first, and so nobody new is admitted before them, as section 4.5 wants.
+
+    The parameters are what Vidur's vLLM scheduler does otherwise (microsoft/vidur @ 7d47513).
+
+    Attributes:
+        padded: The budget limits the number of prompts times the longest of them, as if all were padded.
+        spare_block: A decode needs a free block also when it fills none; see `Batch.make_room`.
     """
+
+    padded: bool = False
+    spare_block: bool = False
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
         # After a preemption the prompt and all tokens generated so far are processed in one step.
@@ -37,17 +46,22 @@ class Vllm(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
+        longest = 0
         while True:
             head = pool.waiting.peek()
-            if head is None or prefill_tokens_ahead(head) > batch.budget:
+            if head is None or (tokens := prefill_tokens_ahead(head)) > batch.budget:
                 break
+            if self.padded:
+                longest = max(longest, tokens)
+                if (len(batch.prefills) + 1) * longest > max_num_batched_tokens:
+                    break
             if not batch.displace(pool, head, now):
                 break
             if head.num_computed_tokens < head.prefill_target_tokens:
                 batch.add_chunk(head)
         if not batch.prefills:
-            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now))
+            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now, self.spare_block))
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
-        return steady_decodes(pool, batch, limit)
+        return steady_decodes(pool, batch, limit, spare_blocks=int(self.spare_block))

@@ -9,7 +9,8 @@ from scheduler_core.simulator.kv_link import KvLink
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import SimulationConfig, SimulationResult, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest, load_trace
+from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace_file import load_trace
 
 __all__ = [
     "ClusterOutcome",

@@ -7,13 +7,14 @@ migration the results are those of `loop.Simulation` to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Protocol
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.routing import (
     AutoScaler,
@@ -32,9 +33,12 @@ from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.cluster_outcome import ClusterOutcome, ReplicaChange
 from scheduler_core.simulator.fetch import Predictions
 from scheduler_core.simulator.kv_link import KvLink
-from scheduler_core.simulator.loop import TraceEvent, finished_record, request_of, trace_events
+from scheduler_core.simulator.loop import Progress
+from scheduler_core.simulator.prefix_cache import PrefixCache, prefix_blocks
+from scheduler_core.simulator.records import finished_record
 from scheduler_core.simulator.replica import SimulatedReplica, Step
-from scheduler_core.simulator.step_time import LinearStepTime
+from scheduler_core.simulator.sources import ClosedLoop, Source, TraceEvent
+from scheduler_core.simulator.step_time import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 
@@ -55,7 +59,7 @@ class ClusterSimulation:
         trace: What arrives.
         schedulers: A fresh scheduler for each replica, by id.
         router: Which replica gets what; a fresh one.
-        step_time: Durations of steps, the same on all replicas.
+        step_time: Durations of steps; see `step_times`.
         predictions: What reaches the schedulers as `update` events.
         delays_s: By request id: seconds from arrival to that event; 0 where missing.
         requests: By id: requests with tiers, targets and so on, instead of those made from the trace's rows.
@@ -69,10 +73,18 @@ class ClusterSimulation:
         scaler: Starts and drains replicas, asked every `interval_s`; None: nobody does.
         standby: Replicas that are there only when the scaler starts them. A drained one is ready to start again.
         exact_steps: Take every step by itself; always so with a planner.
+        step_times: By replica: durations of its steps, where they are others than `step_time`.
+        startup_s: How long a replica takes to start after the scaler has asked for it. Those that start count as there
+            when the scaler's `max_replicas` is kept.
+        clients: A closed loop of clients; None: requests arrive at their times.
+        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps. What a replica has is lost
+            when it fails or leaves; a request that begins anew finds what its new replica has.
+        progress: Called with the number of requests finished or refused since the last call.
+        rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
 
     Raises:
-        InputError: There is no replica, a change is of one that does not exist, or `interval_s` is not above 0; by `run`:
-            requests were left for which no replica came.
+        InputError: There is no replica, a change or a step time is of one that does not exist, `interval_s` is not above
+            0, or `startup_s` is negative; by `run`: requests were left for which no replica came.
     """
 
     def __init__(
@@ -80,7 +92,7 @@ class ClusterSimulation:
         trace: Trace,
         schedulers: Mapping[str, Scheduler],
         router: Router,
-        step_time: LinearStepTime,
+        step_time: StepTime,
         predictions: Predictions,
         *,
         delays_s: dict[str, float] | None = None,
@@ -94,18 +106,35 @@ class ClusterSimulation:
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         exact_steps: bool = False,
+        step_times: Mapping[str, StepTime] | None = None,
+        startup_s: float = 0.0,
+        clients: ClosedLoop | None = None,
+        prefix_cache_tokens: int = 0,
+        progress: Progress | None = None,
+        rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
         if not schedulers:
             raise InputError("schedulers", schedulers, "at least one replica")
         if not 0 < interval_s < math.inf:
             raise InputError("interval_s", interval_s, "seconds > 0")
-        self._replicas = {
-            name: SimulatedReplica(name, SchedulerPort(core), step_time) for name, core in schedulers.items()
-        }
-        for name in (*standby, *(change.replica_id for change in changes)):
+        if not 0 <= startup_s < math.inf:
+            raise InputError("startup_s", startup_s, "seconds >= 0")
+        named = (*standby, *(change.replica_id for change in changes), *(step_times or {}))
+        for name in named:
             if name not in schedulers:
-                raise InputError("standby, changes", name, ", ".join(schedulers))
+                raise InputError("standby, changes, step_times", name, ", ".join(schedulers))
+        self._replicas = {
+            name: SimulatedReplica(name, SchedulerPort(core), (step_times or {}).get(name, step_time))
+            for name, core in schedulers.items()
+        }
         self._changes = sorted(changes, key=lambda change: -change.time_s)
+        self._startup_s = startup_s
+        self._starting: set[str] = set()
+        self._prefixes = {name: PrefixCache(prefix_cache_tokens) for name in schedulers}
+        self._progress = progress
+        self._rebuild = rebuild
+        self._step_times = {name: (step_times or {}).get(name, step_time) for name in schedulers}
+        self._prefix_cache_tokens = prefix_cache_tokens
         self._scaler = scaler
         self._standby = set(standby)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
@@ -121,19 +150,21 @@ class ClusterSimulation:
         self._fresh = router.sees_tokens or scaler is not None
         self._copies: dict[str, tuple[float, Copy]] = {}
         self._asked: set[str] = set()
-        self._held: dict[str, LengthPrediction | None] = {}
+        self._held: dict[str, Prediction | LengthPrediction | None] = {}
         self._rows: dict[str, TraceRequest] = {}
-        self._told: dict[str, LengthPrediction | None] = {}
-        self._events = trace_events(trace, predictions, delays_s or {})
-        self._next = 0
+        self._told: dict[str, Prediction | LengthPrediction | None] = {}
+        self._source = Source(trace, predictions, delays_s, clients)
         self._next_tick_s = math.inf
         self._seen_until_s = 0.0
         self._outcome = ClusterOutcome()
 
     def run(self) -> ClusterOutcome:
         """Runs until every request has finished or was refused."""
-        now = self._seen_until_s = self._outcome.total.start_s = self._events[0].time_s
-        later = self._standby | {change.replica_id for change in self._changes if change.kind == "join"}
+        now = self._seen_until_s = self._outcome.total.start_s = self._source.start_s
+        first = {
+            change.replica_id: change.kind for change in self._changes
+        }  # they are in falling order of time
+        later = self._standby | {name for name, kind in first.items() if kind == "join"}
         for name in self._replicas:
             if name not in later:
                 self._dispatcher.joined(name, now, self._roles[name])
@@ -155,8 +186,7 @@ class ClusterSimulation:
         """When something happens next; infinite if nothing ever will."""
         times = [one.step.end_s for one in self._replicas.values() if one.step is not None]
         times += [end_s for end_s, copy in self._copies.values() if end_s < math.inf]
-        if self._next < len(self._events):
-            times.append(self._events[self._next].time_s)
+        times.append(self._source.next_s)
         if self._changes:
             times.append(self._changes[-1].time_s)
         if len(self._rows) > self._dispatcher.num_pending:
@@ -174,9 +204,8 @@ class ClusterSimulation:
                 self._copy_ends(copy, now)
         while self._changes and self._changes[-1].time_s <= now:
             self._change(self._changes.pop())
-        while self._next < len(self._events) and self._events[self._next].time_s <= now:
-            self._deliver(self._events[self._next])
-            self._next += 1
+        while self._source.next_s <= now:
+            self._deliver(self._source.pop())
         if now >= self._next_tick_s:
             self._tick(now)
         for one in self._replicas.values():
@@ -193,7 +222,7 @@ class ClusterSimulation:
             else:
                 self._update(name, self._answers[name], event.time_s)
 
-    def _update(self, name: str, answer: LengthPrediction | None, now: float) -> None:
+    def _update(self, name: str, answer: Prediction | LengthPrediction | None, now: float) -> None:
         self._told[name] = answer
         where = self._dispatcher.replica_of(name)
         if where is not None:
@@ -201,14 +230,21 @@ class ClusterSimulation:
 
     def _arrive(self, row: TraceRequest) -> None:
         name, now = row.request_id, row.arrival_s
-        request = self._requests.get(name) or request_of(row)
+        request = self._requests.get(name) or row.request()
         refusals = [port.scheduler.refusal(request) for port in self._ports.values()]
-        if all(refusal is not None for refusal in refusals):
+        comes = not refusals and any(change.kind == "join" for change in self._changes)
+        if not comes and all(refusal is not None for refusal in refusals):
             self._outcome.total.refused[name] = str(refusals[0]) if refusals else "no replica is left"
+            self._source.ended(row, now)
+            if self._progress is not None:
+                self._progress(1)
             return
         self._observe(now)
         self._rows[name] = row
-        self._dispatcher.arrived(RoutingRequest(request=request, tier=request.tier))
+        size = next(iter(self._ports.values())).kv_block_tokens if self._ports else 0
+        blocks = prefix_blocks(row, size) if size else ()
+        item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
+        self._dispatcher.arrived(item)
         self._dispatch(now)
 
     def _dispatch(self, now: float) -> None:
@@ -219,7 +255,9 @@ class ClusterSimulation:
         for placed in self._dispatcher.dispatch(pictures, now):
             name = placed.item.request.request_id
             scheduler = self._replicas[placed.replica_id].port.scheduler
-            scheduler.add(placed.item.request, now)
+            cached = self._prefixes[placed.replica_id].hit(self._rows[name])
+            request = placed.item.request
+            scheduler.add(replace(request, cached_prefix_tokens=cached) if cached else request, now)
             if name in self._told:
                 scheduler.update(name, self._told[name], now)
 
@@ -228,12 +266,23 @@ class ClusterSimulation:
         self._observe(now)
         if change.kind == "join":
             self._standby.discard(name)
+            self._starting.discard(name)
+            if name not in self._replicas:
+                self._restore(name)
             self._dispatcher.joined(name, now, self._roles[name])
         elif change.kind == "drain":
             self._drain(name, now)
         else:
             self._fail(name, now)
         self._dispatch(now)
+
+    def _restore(self, name: str) -> None:
+        """A replica that had failed is there again, with nothing in it."""
+        if self._rebuild is None:
+            raise InputError("changes", f"replica {name} joins after it has failed", "that, with `rebuild`")
+        self._ports[name] = port = SchedulerPort(self._rebuild(name))
+        self._replicas[name] = SimulatedReplica(name, port, self._step_times[name])
+        self._prefixes[name] = PrefixCache(self._prefix_cache_tokens)
 
     def _drain(self, name: str, now: float) -> None:
         self._dispatcher.draining(name, now)
@@ -243,7 +292,7 @@ class ClusterSimulation:
     def _fail(self, name: str, now: float) -> None:
         for ended in self._migrations.on_failed(name, now):
             self._handle(ended, now)
-        del self._replicas[name], self._ports[name]
+        del self._replicas[name], self._ports[name], self._prefixes[name]
         lost = {item.request.request_id for item in self._dispatcher.failed(name, now)}
         self._outcome.num_restarts += len(lost)
         self._asked -= lost
@@ -258,16 +307,16 @@ class ClusterSimulation:
 
     def _begin(self, one: SimulatedReplica, now: float) -> None:
         """Begins the replica's next step, if it has work."""
-        until_s = self._events[self._next].time_s if self._next < len(self._events) else math.inf
+        until_s = self._source.next_s
         if self._changes:
             until_s = min(until_s, self._changes[-1].time_s)
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
-        plan = one.begin(self._rows, now, until_s=until_s, exact=self._exact_steps, fresh=self._fresh)
-        if plan is not None:
-            for name in plan.preempted:
+        step = one.begin(self._rows, now, until_s=until_s, exact=self._exact_steps, fresh=self._fresh)
+        if step is not None:
+            for name in step.plan.preempted:
                 self._handle(self._migrations.on_preempted(name, now), now)
-            for name in plan.admitted:
+            for name in step.plan.admitted:
                 self._dispatcher.admitted(name, now)
 
     def _complete(self, one: SimulatedReplica, step: Step) -> None:
@@ -285,8 +334,13 @@ class ClusterSimulation:
         self._handle(self._migrations.on_finished(name, now), now)
         self._dispatcher.finished(name, now)
         self._outcome.replica_of[name] = one.name
-        record = finished_record(item, self._rows.pop(name), self._answers.get(name), now)
+        row = self._rows.pop(name)
+        record = finished_record(item, row, self._answers.get(name), now)
         self._outcome.total.records.append(record)
+        self._prefixes[one.name].keep(row)
+        self._source.ended(row, now)
+        if self._progress is not None:
+            self._progress(1)
 
     def _tick(self, now: float) -> None:
         """Asks the planner and the scaler; moves begin when their source is between two steps."""
@@ -307,17 +361,27 @@ class ClusterSimulation:
             if one is ReplicaStatus.DRAINING and idle:
                 self._dispatcher.left(name, now)
                 self._standby.add(name)
+                self._prefixes[name] = PrefixCache(self._prefixes[name].capacity_tokens)
         signal = scaler.signal(self._snapshots(), now)
-        if signal is None or (isinstance(signal, ScaleOut) and not self._standby):
+        if signal is None or (isinstance(signal, ScaleOut) and not self._may_start(scaler, status)):
             return
         self._outcome.scaling.append((now, signal))
         if isinstance(signal, ScaleOut):
             started = min(self._standby)
             self._standby.remove(started)
-            self._dispatcher.joined(started, now, self._roles[started])
-            self._dispatch(now)
+            join = ReplicaChange(now + self._startup_s, started, "join")
+            if self._startup_s == 0:
+                self._change(join)
+                return
+            self._starting.add(started)
+            self._changes.append(join)
+            self._changes.sort(key=lambda change: -change.time_s)
         else:
             self._drain(signal.victim, now)
+
+    def _may_start(self, scaler: AutoScaler, status: Mapping[str, ReplicaStatus]) -> bool:
+        num_active = sum(one is ReplicaStatus.ACTIVE for one in status.values())
+        return bool(self._standby) and num_active + len(self._starting) < scaler.max_replicas
 
     def _start(self, move: Move, now: float) -> None:
         self._asked.discard(move.request_id)

@@ -20,8 +20,8 @@ class ReplicaChange:
     Attributes:
         time_s: When, in seconds on the clock of the trace.
         replica_id: To which.
-        kind: "join": it may be chosen from now on, not from the start; "drain": it gets nothing new; "fail": it is gone
-            with all it held, for good.
+        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets nothing new; "fail": it is gone
+            with all it held; it may join again if the simulation can rebuild it.
 
     Raises:
         InputError: The time is not finite.

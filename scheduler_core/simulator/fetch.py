@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import (
     AsyncPredictor,
     PredictionEvent,
@@ -31,14 +33,14 @@ class Predictions:
 
     Attributes:
         source: "none", "trace", "oracle", or the predictor's URL or class.
-        answers: By request id: the prediction, or None where the predictor failed. Requests that are missing here were
-            never sent to it.
+        answers: By request id: the predicted length or a bundle of predictions, or None where the predictor failed.
+            Requests that are missing here were never sent to it.
         latency_s: By request id: measured time of the call, in seconds; empty if there was no call.
         errors: By request id: why it failed.
     """
 
     source: str
-    answers: Mapping[str, LengthPrediction | None] = field(default_factory=dict)
+    answers: Mapping[str, Prediction | LengthPrediction | None] = field(default_factory=dict)
     latency_s: Mapping[str, float] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,6 +73,25 @@ def oracle_predictions(trace: Trace) -> Predictions:
         {
             row.request_id: LengthPrediction(math.log(row.output_tokens), ORACLE_SIGMA, ORACLE_NU)
             for row in trace.requests
+        },
+    )
+
+
+def noisy_predictions(trace: Trace, noise: float, rng: np.random.Generator) -> Predictions:
+    """The true lengths behind an error: ln X_predicted = ln X + N(0, noise^2), with a distribution as wide as that.
+
+    Args:
+        trace: The requests.
+        noise: Standard deviation of the error of ln length, > 0.
+        rng: Source of randomness.
+    """
+    errors = rng.normal(0.0, noise, len(trace))
+    sigma = max(noise, ORACLE_SIGMA)
+    return Predictions(
+        "oracle",
+        {
+            row.request_id: LengthPrediction(math.log(row.output_tokens) + float(error), sigma, ORACLE_NU)
+            for row, error in zip(trace.requests, errors, strict=True)
         },
     )
 

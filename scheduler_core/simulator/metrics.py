@@ -2,75 +2,168 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from scheduler_core.predictions import Prediction
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.fetch import Predictions
 from scheduler_core.simulator.loop import Outcome
-from scheduler_core.simulator.records import LATENCIES
+from scheduler_core.simulator.records import LATENCIES, RequestRecord
+from scheduler_core.simulator.token_gaps import GapHistogram, TokenGaps
+from scheduler_core.simulator.watch import RunWatch, kv_quantiles
+
+#: Share of the longest answers that the starvation slope looks at.
+LONG_SHARE = 0.1
+#: More groups than this are not listed one by one.
+MAX_GROUPS = 64
+_GROUPS = ("tier", "tenant", "category")
 
 
 def summary(values: Iterable[float | None]) -> dict[str, float] | None:
-    """mean, p50, p90, p99 and max (percentiles interpolated linearly) of what is not None; None if nothing is."""
+    """mean, p50, p90, p95, p99, p999, max (percentiles interpolated linearly) and tail_ratio = p99 / p50 of what is not
+    None; None if nothing is. Without tail_ratio if the median is 0."""
     array = np.array([value for value in values if value is not None], float)
     if array.size == 0:
         return None
-    p50, p90, p99 = np.percentile(array, [50, 90, 99])
-    return {
-        "mean": float(array.mean()),
-        "p50": float(p50),
-        "p90": float(p90),
-        "p99": float(p99),
-        "max": float(array.max()),
-    }
+    p50, p90, p95, p99, p999 = map(float, np.percentile(array, [50, 90, 95, 99, 99.9]))
+    named = {"mean": float(array.mean()), "p50": p50, "p90": p90, "p95": p95, "p99": p99, "p999": p999}
+    named["max"] = float(array.max())
+    if p50 > 0:
+        named["tail_ratio"] = p99 / p50
+    return named
 
 
-def run_metrics(outcome: Outcome, scheduler: Scheduler) -> dict[str, Any]:
+def jain_index(values: Sequence[float]) -> float | None:
+    """(sum x)^2 / (n sum x^2): 1 when all are equal, 1/n when one has everything (Jain et al. 1984); None without x > 0."""
+    array = np.asarray(values, float)
+    squares = float((array**2).sum())
+    return float(array.sum()) ** 2 / (len(array) * squares) if squares > 0 else None
+
+
+def starvation_slope(records: Sequence[RequestRecord]) -> float | None:
+    """Growth of the latency of long requests with their order of arrival, in seconds per request (UniBoost, appendix).
+
+    The least-squares slope of ttlt_s over the position among all arrivals, for the tenth of the requests with the longest
+    answers; near 0 where nobody starves. None with fewer than 3 of them.
+    """
+    ordered = sorted(records, key=lambda record: record.arrival_s)
+    limit = np.quantile([record.output_tokens for record in ordered], 1 - LONG_SHARE)
+    long = [(place, one.ttlt_s) for place, one in enumerate(ordered) if one.output_tokens >= limit]
+    if len(long) < 3:
+        return None
+    place, latency = np.array(long).T
+    centred = place - place.mean()
+    return float((centred * latency).sum() / (centred**2).sum())
+
+
+def run_metrics(
+    outcome: Outcome, schedulers: Mapping[str, Scheduler], watch: RunWatch, alone_s: Mapping[str, float]
+) -> dict[str, Any]:
     """Metrics of one run.
 
-    Latencies (`ttft_s`, `ttlt_s`, `per_token_latency_s`, `tpot_s`, `queueing_delay_s`) are summaries over the finished
-    requests. `littles_law_error` is the relative gap between the time average of the number of requests in the
-    system, integrated event by event, and throughput times mean ttlt: rounding apart it must be 0.
+    - `ttft_s`, `ttlt_s`, `per_token_latency_s`, `tpot_s`, `queueing_delay_s`, `normalized_waiting_s` (queueing delay per
+      output token), `slowdown` (ttlt_s over what it would be alone): summaries over the finished requests.
+    - `tbt_s`: summary over all gaps between tokens; `kv_use`: share of KV blocks in use, mean over time and maximum.
+    - `slo_attainment`: share of the requests with targets, refused ones among them, that met all of theirs;
+      `goodput_rps`: those per second. None if nobody has a target.
+    - `fairness_requests`: Jain's index of 1 / slowdown over requests; `fairness_tenants`: of its mean per tenant.
+    - `starvation_slope`: see there.
+    - `groups`: by tier, tenant and category, where there is more than one: the same for each.
+    - `littles_law_error`: the relative gap between the time average of the number of requests in the system, integrated
+      event by event, and throughput times mean ttlt_s: rounding apart it must be 0.
     """
     records = outcome.records
     span = outcome.end_s - outcome.start_s
-    tokens = sum(record.output_tokens for record in records)
-    in_system = outcome.request_seconds / span if span > 0 else 0.0
-    predicted_by_law = sum(record.ttlt_s for record in records) / span if span > 0 else 0.0
-    metrics: dict[str, Any] = {
-        name: summary(getattr(record, name) for record in records) for name in LATENCIES
-    }
+    per_s = 1.0 / span if span > 0 else 0.0
+    in_system = outcome.request_seconds * per_s
+    predicted_by_law = sum(record.ttlt_s for record in records) * per_s
+    metrics = _of_requests(records, alone_s, per_s, len(outcome.refused))
+    metrics["tbt_s"] = None if watch.gaps is None else watch.gaps.total().summary()
+    capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
     metrics.update(
-        num_finished=len(records),
         num_refused=len(outcome.refused),
-        num_reached_max_tokens=sum(record.finish_reason == "length" for record in records),
-        num_preemptions=scheduler.counters.num_preemptions,
+        num_preemptions=sum(core.counters.num_preemptions for core in schedulers.values()),
         num_steps=outcome.num_steps,
         makespan_s=span,
-        busy_share=outcome.busy_s / span if span > 0 else 0.0,
-        throughput_rps=len(records) / span if span > 0 else 0.0,
-        throughput_output_tokens_per_s=tokens / span if span > 0 else 0.0,
+        busy_share=outcome.busy_s * per_s / len(schedulers),
+        throughput_rps=len(records) * per_s,
+        throughput_output_tokens_per_s=sum(record.output_tokens for record in records) * per_s,
         mean_requests_in_system=in_system,
-        mean_requests_waiting=outcome.waiting_seconds / span if span > 0 else 0.0,
-        peak_kv_share=scheduler.peak_kv_blocks / scheduler.config.num_kv_blocks,
+        mean_requests_waiting=outcome.waiting_seconds * per_s,
+        peak_kv_share=sum(core.peak_kv_blocks for core in schedulers.values()) / capacity,
+        kv_use=kv_quantiles(watch.loads),
+        fairness_requests=jain_index([alone_s[one.request_id] / one.ttlt_s for one in records]),
+        fairness_tenants=jain_index(_tenant_rates(records, alone_s)),
+        starvation_slope=starvation_slope(records),
         littles_law_error=abs(in_system - predicted_by_law) / in_system if in_system > 0 else 0.0,
+        groups={name: _by_group(records, name, alone_s, per_s, watch.gaps) for name in _GROUPS},
     )
     return metrics
 
 
-def predictor_statistics(predictions: Predictions, scheduler: Scheduler) -> dict[str, Any]:
+def _of_requests(
+    records: Sequence[RequestRecord], alone_s: Mapping[str, float], per_s: float, num_refused: int
+) -> dict[str, Any]:
+    """What can be said of any set of requests."""
+    metrics: dict[str, Any] = {
+        name: summary(getattr(record, name) for record in records) for name in LATENCIES
+    }
+    metrics["slowdown"] = summary(one.ttlt_s / alone_s[one.request_id] for one in records)
+    metrics["num_finished"] = len(records)
+    metrics["num_reached_max_tokens"] = sum(record.finish_reason == "length" for record in records)
+    with_target = [record for record in records if record.has_slo]
+    met = sum(record.meets_slo for record in with_target)
+    metrics["slo_attainment"] = met / (len(with_target) + num_refused) if with_target else None
+    metrics["goodput_rps"] = met * per_s if with_target else None
+    return metrics
+
+
+def _tenant_rates(records: Sequence[RequestRecord], alone_s: Mapping[str, float]) -> list[float]:
+    rates: dict[str, list[float]] = {}
+    for one in records:
+        rates.setdefault(one.tenant, []).append(alone_s[one.request_id] / one.ttlt_s)
+    return [float(np.mean(values)) for values in rates.values()]
+
+
+def _by_group(
+    records: Sequence[RequestRecord],
+    name: str,
+    alone_s: Mapping[str, float],
+    per_s: float,
+    gaps: TokenGaps | None,
+) -> dict[str, Any]:
+    """By value of the field: `_of_requests` and the gaps between tokens; empty with one group, or too many."""
+    members: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        members.setdefault(str(getattr(record, name)), []).append(record)
+    if not 1 < len(members) <= MAX_GROUPS:
+        return {}
+    groups = {key: _of_requests(rows, alone_s, per_s, 0) for key, rows in sorted(members.items())}
+    pick: dict[str, Callable[[tuple[int, str]], str]] = {
+        "tier": lambda kind: str(kind[0]),
+        "tenant": lambda kind: kind[1],
+    }
+    if gaps is not None and name in pick:
+        for key, values in groups.items():
+            parts = [part for kind, part in gaps.by_class.items() if pick[name](kind) == key]
+            values["tbt_s"] = GapHistogram.merged(parts).summary()
+    return groups
+
+
+def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
     """Where predictions came from, how many came, failed or came too late, and how long the calls took."""
     answers = [answer for answer in predictions.answers.values() if answer is not None]
-    artifacts = sorted({f"{a.artifact_id} {a.artifact_version}".strip() for a in answers} - {""})
+    lengths = [one.length if isinstance(one, Prediction) else one for one in answers]
+    named = {f"{one.artifact_id} {one.artifact_version}".strip() for one in lengths if one is not None}
     return {
         "source": predictions.source,
         "num_predicted": len(answers),
         "num_failed": predictions.num_failed,
-        "num_late": scheduler.counters.num_late_predictions,
+        "num_late": sum(core.counters.num_late_predictions for core in schedulers.values()),
         "latency_s": summary(predictions.latency_s.values()),
-        "artifacts": artifacts,
+        "artifacts": sorted(named - {""}),
         "first_error": next(iter(predictions.errors.values()), None),
     }

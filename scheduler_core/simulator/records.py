@@ -5,12 +5,15 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.plan import Finished
+from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.simulator.trace import TraceRequest
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
@@ -33,6 +36,16 @@ class RequestRecord:
         predicted_mu: Predicted location of ln length; None without a prediction.
         predicted_sigma: Predicted scale; None without a prediction.
         predicted_nu: Degrees of freedom of the prediction; None without a prediction.
+        tier: Its declared level of urgency, 0 the most urgent.
+        tenant: Who sent it.
+        category: Kind of request.
+        ttft_slo_s: Its target for ttft_s; None: none.
+        tbt_slo_s: Its target for the longest gap between two tokens; None: none.
+        ttlt_slo_s: Its target for ttlt_s; None: none.
+        session_id: Conversation that it was a turn of; None if it was none.
+        turn: Number of the turn, from 0.
+        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or nobody measured it.
+        replica_id: Where it finished; None with one replica.
     """
 
     request_id: str
@@ -48,6 +61,16 @@ class RequestRecord:
     predicted_mu: float | None = None
     predicted_sigma: float | None = None
     predicted_nu: float | None = None
+    tier: int = 2
+    tenant: str = ""
+    category: str = ""
+    ttft_slo_s: float | None = None
+    tbt_slo_s: float | None = None
+    ttlt_slo_s: float | None = None
+    session_id: str | None = None
+    turn: int = 0
+    max_tbt_s: float | None = field(default=None, compare=False)
+    replica_id: str | None = None
 
     @property
     def queueing_delay_s(self) -> float:
@@ -76,9 +99,70 @@ class RequestRecord:
             return None
         return (self.finish_s - self.first_token_s) / (self.output_tokens - 1)
 
+    @property
+    def normalized_waiting_s(self) -> float:
+        """Queueing delay per output token (Semantic Scheduling, section 4)."""
+        return self.queueing_delay_s / self.output_tokens
+
+    @property
+    def has_slo(self) -> bool:
+        """It has a target of any kind."""
+        return not (self.ttft_slo_s is None and self.tbt_slo_s is None and self.ttlt_slo_s is None)
+
+    @property
+    def meets_slo(self) -> bool:
+        """It met all the targets it has. Without a measured longest gap the mean gap stands for it."""
+        gap_s = self.tpot_s if self.max_tbt_s is None else self.max_tbt_s
+        pairs = ((self.ttft_s, self.ttft_slo_s), (gap_s, self.tbt_slo_s), (self.ttlt_s, self.ttlt_slo_s))
+        return all(target is None or value is None or value <= target for value, target in pairs)
+
+
+def finished_record(
+    item: Finished, row: TraceRequest, seen: Prediction | LengthPrediction | None, finish_s: float
+) -> RequestRecord:
+    """What became of a request that has just finished.
+
+    Args:
+        item: What the scheduler says.
+        row: What the trace says, with the arrival that really was.
+        seen: What was predicted.
+        finish_s: When its last token was there.
+    """
+    length = seen.length if isinstance(seen, Prediction) else seen
+    return RequestRecord(
+        request_id=item.request_id,
+        arrival_s=row.arrival_s,
+        first_scheduled_s=item.first_scheduled_s,
+        first_token_s=item.first_token_s,
+        finish_s=finish_s,
+        prompt_tokens=row.prompt_tokens,
+        output_tokens=item.output_tokens,
+        max_tokens=row.max_tokens,
+        finish_reason=item.reason,
+        num_preemptions=item.num_preemptions,
+        predicted_mu=None if length is None else length.mu,
+        predicted_sigma=None if length is None else length.sigma,
+        predicted_nu=None if length is None else length.nu,
+        tier=row.tier,
+        tenant=row.tenant,
+        category=row.category,
+        ttft_slo_s=row.ttft_slo_s,
+        tbt_slo_s=row.tbt_slo_s,
+        ttlt_slo_s=row.ttlt_slo_s,
+        session_id=row.session_id,
+        turn=row.turn,
+    )
+
 
 #: The latencies every result summarises.
-LATENCIES = ("ttft_s", "ttlt_s", "per_token_latency_s", "tpot_s", "queueing_delay_s")
+LATENCIES = (
+    "ttft_s",
+    "ttlt_s",
+    "per_token_latency_s",
+    "tpot_s",
+    "queueing_delay_s",
+    "normalized_waiting_s",
+)
 
 
 def record_row(record: RequestRecord) -> dict[str, Any]:
@@ -119,10 +203,10 @@ def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
         import pyarrow.parquet as pq
     except ImportError as error:
         raise MissingExtraError("pyarrow", "sim") from error
-    kinds = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "float | None": pa.float64()}
+    kinds = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
     schema = pa.schema(
-        [(item.name, kinds[str(item.type)]) for item in fields(RequestRecord)]
+        [(item.name, kinds[str(item.type).removesuffix(" | None")]) for item in fields(RequestRecord)]
         + [(name, pa.float64()) for name in LATENCIES],
-        metadata={"tailcast.schema": "simulated_requests/1"},
+        metadata={"tailcast.schema": "simulated_requests/2"},
     )
     pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, compression="zstd")

@@ -1,4 +1,4 @@
-"""One replica of a simulated cluster: its scheduler, and the step that it is in."""
+"""One simulated replica: its scheduler, and the step that it is in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.routing.scheduler_port import SchedulerPort
-from scheduler_core.simulator.step_time import DecodeRun, LinearStepTime
+from scheduler_core.simulator.decode_run import DecodeRun
+from scheduler_core.simulator.step_time import StepTime, StepWork
 from scheduler_core.simulator.trace import TraceRequest
 
 Rows = Mapping[str, TraceRequest]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A plan under way.
 
@@ -33,7 +34,7 @@ class Step:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """Steps as `loop.Simulation` does, but leaves it to the cluster what happens between two steps.
+    """Carries out the plans of a scheduler in simulated time; what happens between two steps is left to others.
 
     Attributes:
         name: Its id.
@@ -45,10 +46,12 @@ class SimulatedReplica:
 
     name: str
     port: SchedulerPort
-    step_time: LinearStepTime
+    step_time: StepTime
     step: Step | None = None
     link_free_s: float = -math.inf
     _run: DecodeRun | None = field(default=None, init=False)
+    _decodes: tuple[str, ...] = field(default=(), init=False)
+    _left: list[int] = field(default_factory=list, init=False)
     _later: list[Callable[[float], None]] = field(default_factory=list, init=False)
 
     @property
@@ -65,7 +68,7 @@ class SimulatedReplica:
 
     def begin(
         self, rows: Rows, now: float, *, until_s: float, exact: bool, fresh: bool = False
-    ) -> StepPlan | None:
+    ) -> Step | None:
         """Begins the next step, if there is work.
 
         Args:
@@ -77,52 +80,63 @@ class SimulatedReplica:
             fresh: The step that is under way at `until_s` is taken by itself, so that whoever looks at the replica then
                 sees it as of the end of its last step, as with single steps.
         """
-        plan = self.port.scheduler.schedule(now)
+        scheduler = self.port.scheduler
+        plan = scheduler.schedule(now)
         if plan is None:
             self._run = None
             return None
-        if plan.prefills or plan.num_swapped_tokens:
+        decoding = scheduler.decoding
+        self._left = left = [
+            rows[state.request_id].output_tokens - state.num_output_tokens for state in decoding
+        ]
+        steps = 1
+        if plan.prefills or plan.swapped_out or plan.swapped_in or not left:
             self._run = None
-            steps, end_s = 1, now + self.step_time.step_s(plan)
+            contexts = [state.num_computed_tokens for state in decoding]
+            swapped = plan.num_swapped_tokens if plan.swapped_out or plan.swapped_in else 0
+            end_s = now + self.step_time.step_s(StepWork(plan.prefills, contexts, swapped))
         else:
             run = self._run
-            if run is None or run.decodes != plan.decodes:
-                run = self._run = DecodeRun(self.step_time, now, plan.decodes, plan.num_context_tokens)
-            steps = 1 if exact else self._steady_steps(run, rows, until_s, fresh)
-            end_s = run.end_s(steps)
+            if run is None or self._decodes != plan.decodes:
+                contexts = [state.num_computed_tokens for state in decoding]
+                run = self._run = self.step_time.run(contexts, now)
+                self._decodes = plan.decodes
+            end_s = run.end_s(1)
+            if not exact and end_s < until_s:
+                steps = self._steady_steps(run, min(left), until_s, fresh)
+                end_s = run.end_s(steps)
             run.num_done += steps
         self.step = Step(plan, steps, now, end_s)
-        return plan
+        return self.step
 
-    def _steady_steps(self, run: DecodeRun, rows: Rows, until_s: float, fresh: bool) -> int:
-        left = min(self._tokens_left(rows, name) for name in run.decodes)
-        steps = self.port.scheduler.steady_steps(left)
-        if until_s == math.inf:
+    def _steady_steps(self, run: DecodeRun, least_left: int, until_s: float, fresh: bool) -> int:
+        steps = self.port.scheduler.steady_steps(least_left)
+        if until_s == math.inf or steps == 1:
             return steps
         steps = run.steps_to_reach(until_s, steps)
         return steps - 1 if fresh and steps > 1 and run.end_s(steps) >= until_s else steps
 
     def complete(self, rows: Rows) -> tuple[Finished, ...]:
-        """Ends the step; the requests that have their true length stop."""
+        """Ends the step; the requests that have their true length stop. Those at max_tokens the scheduler ends itself."""
         step = self.step
         assert step is not None
-        sampling = [chunk.request_id for chunk in step.plan.prefills if chunk.is_last]
-        sampling.extend(step.plan.decodes)
-        stopped = tuple(
-            name
-            for name in sampling
-            if self._tokens_left(rows, name) == step.num_steps
-            and rows[name].output_tokens < rows[name].max_tokens
-        )
+        plan, num_steps, scheduler = step.plan, step.num_steps, self.port.scheduler
+        stopped = []
+        for chunk in plan.prefills:
+            if chunk.is_last:
+                row = rows[chunk.request_id]
+                last = row.output_tokens - scheduler.state(chunk.request_id).num_output_tokens == 1
+                if last and row.output_tokens < row.max_tokens:
+                    stopped.append(chunk.request_id)
+        if num_steps in self._left:
+            for name, left in zip(plan.decodes, self._left, strict=True):
+                if left == num_steps and rows[name].output_tokens < rows[name].max_tokens:
+                    stopped.append(name)
         self.step = None
-        result = StepResult(step.plan.step, stopped, step.num_steps)
-        return self.port.scheduler.complete(result, step.end_s)
+        return scheduler.complete(StepResult(plan.step, tuple(stopped), num_steps), step.end_s)
 
     def catch_up(self, now: float) -> None:
         """Does what has waited for the end of the step."""
         waiting, self._later = self._later, []
         for action in waiting:
             action(now)
-
-    def _tokens_left(self, rows: Rows, name: str) -> int:
-        return rows[name].output_tokens - self.port.scheduler.state(name).num_output_tokens

@@ -1,12 +1,66 @@
-"""How long one step of the engine takes."""
+"""How long one step of the engine takes: what every model answers, and the linear one."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from scheduler_core.errors import InputError
-from scheduler_core.plan import StepPlan
+from scheduler_core.plan import PrefillChunk
+from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What one step does, as far as its duration may depend on it.
+
+    Attributes:
+        prefills: Chunks of prompts that are processed.
+        contexts: Of every request that generates a token: tokens of it in the KV cache before the step.
+        num_swapped_tokens: Tokens copied between the KV cache and the host's memory.
+    """
+
+    prefills: Sequence[PrefillChunk] = ()
+    contexts: Sequence[int] = ()
+    num_swapped_tokens: int = 0
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Prompt tokens processed."""
+        return sum([chunk.num_tokens for chunk in self.prefills])
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens processed: those of the prompts and one per decode."""
+        return self.num_prefill_tokens + len(self.contexts)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens read from the KV cache, for prompts and decodes together."""
+        return sum([chunk.start_token for chunk in self.prefills]) + sum(self.contexts)
+
+
+class StepTime(Protocol):
+    """A model of the engine's speed. It never clamps: what it does not know is an `InputError`."""
+
+    def step_s(self, work: StepWork) -> float:
+        """Duration of a step in seconds, > 0.
+
+        Raises:
+            InputError: The model does not reach so far.
+        """
+        ...
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """Consecutive steps in which the same requests generate one token each, and nothing else is done.
+
+        Args:
+            contexts: Of every request: tokens in the KV cache before the first step.
+            start_s: When the first step begins.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,64 +103,18 @@ class LinearStepTime:
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) <= 0:
             raise InputError("base_s", self.base_s, "seconds > 0, if the time per token is 0")
 
-    def step_s(self, plan: StepPlan) -> float:
-        """Duration of the step in seconds."""
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`."""
         return (
             self.base_s
-            + self.per_prefill_token_s * plan.num_prefill_tokens
-            + self.per_decode_s * len(plan.decodes)
-            + self.per_context_token_s * plan.num_context_tokens
-            + self.per_swapped_token_s * plan.num_swapped_tokens
+            + self.per_prefill_token_s * work.num_prefill_tokens
+            + self.per_decode_s * len(work.contexts)
+            + self.per_context_token_s * work.num_context_tokens
+            + self.per_swapped_token_s * work.num_swapped_tokens
         )
 
-    def run_s(self, num_decodes: int, num_context_tokens: int, num_steps: int) -> float:
-        """Duration of `num_steps` decode steps of the same requests, whose context grows by one token each per step.
-
-        k (base + D per_decode + C per_context) + D per_context k (k-1) / 2.
-        """
-        first = self.base_s + self.per_decode_s * num_decodes + self.per_context_token_s * num_context_tokens
-        growth = self.per_context_token_s * num_decodes
-        return num_steps * first + growth * (num_steps * (num_steps - 1) // 2)
-
-
-class DecodeRun:
-    """Consecutive decode steps of the same requests, timed from their start.
-
-    The end of the k-th step is a function of the start and k alone, so that taking the steps one by one or many at
-    once gives the same times to the last bit.
-
-    Args:
-        step_time: Durations.
-        start_s: Start of the first step.
-        decodes: The requests.
-        num_context_tokens: Tokens in their caches at the start.
-    """
-
-    __slots__ = ("_context", "_start_s", "_step_time", "decodes", "num_done")
-
-    def __init__(
-        self, step_time: LinearStepTime, start_s: float, decodes: tuple[str, ...], num_context_tokens: int
-    ) -> None:
-        self._step_time = step_time
-        self._start_s = start_s
-        self._context = num_context_tokens
-        self.decodes = decodes
-        self.num_done = 0
-
-    def end_s(self, more_steps: int) -> float:
-        """When the run will have taken `more_steps` steps more."""
-        steps = self.num_done + more_steps
-        return self._start_s + self._step_time.run_s(len(self.decodes), self._context, steps)
-
-    def steps_to_reach(self, time_s: float, limit: int) -> int:
-        """The fewest steps more, from 1 to `limit`, that end at or after `time_s`; `limit` if none does."""
-        if self.end_s(limit) < time_s:
-            return limit
-        low, high = 0, limit  # end_s(low) < time_s <= end_s(high), or low = 0
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.end_s(middle) < time_s:
-                low = middle
-            else:
-                high = middle
-        return high
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """k steps take k (base + D per_decode + C per_context) + D per_context k (k-1) / 2."""
+        num = len(contexts)
+        first = self.base_s + self.per_decode_s * num + self.per_context_token_s * sum(contexts)
+        return PolynomialRun(start_s, first, self.per_context_token_s * num)

@@ -16,7 +16,7 @@ from data_gen.prompts import prompt_id_of
 from data_gen.samples import read_samples
 from data_gen.trace import read_trace
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace import load_trace
+from scheduler_core.simulator.trace_file import load_trace
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -24,7 +24,7 @@ from data_gen.trace import (
     write_trace,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace import load_trace
+from scheduler_core.simulator.trace_file import load_trace
 
 
 def trace(times: list[float]) -> pa.Table:

@@ -59,6 +59,7 @@ def test_a_bundle_replaces_only_what_it_contains() -> None:
     ("field", "value"),
     [
         ("tier", MAX_TIERS),
+        ("tier", 1.5),
         ("tier", -1),
         ("tier", 1.0),
         ("priority", 0.5),

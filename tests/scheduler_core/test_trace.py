@@ -16,7 +16,8 @@ from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import LinearStepTime, load_trace
-from scheduler_core.simulator.arrivals import poisson_arrivals, saturation_rate_rps
+from scheduler_core.simulator.arrivals import poisson_arrivals
+from scheduler_core.simulator.service_time import saturation_rate_rps
 from tests.scheduler_core.helpers import random_trace
 
 GOOD: list[dict[str, Any]] = [

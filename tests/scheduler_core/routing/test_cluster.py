@@ -18,17 +18,22 @@ from scheduler_core.routing import (
     MigrationPlanner,
     ReplicaRole,
     Router,
+    RoutingRequest,
     ScaleIn,
     ScaleOut,
+    make_router,
 )
 from scheduler_core.routing.disaggregated import Disaggregated
+from scheduler_core.routing.scheduler_port import SchedulerPort
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, Trace
+from scheduler_core.simulator import LinearStepTime, Trace, TraceRequest
 from scheduler_core.simulator.cluster import ClusterSimulation
 from scheduler_core.simulator.cluster_outcome import ClusterOutcome, ReplicaChange
-from scheduler_core.simulator.fetch import trace_predictions
+from scheduler_core.simulator.failures import random_failures
+from scheduler_core.simulator.fetch import no_predictions, trace_predictions
 from scheduler_core.simulator.kv_link import KvLink
-from scheduler_core.simulator.loop import Simulation, request_of
+from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.sources import ClosedLoop
 from tests.scheduler_core.helpers import random_trace
 from tests.scheduler_core.routing.helpers import router
 
@@ -65,6 +70,9 @@ def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, e
     )
     expected = alone.run()
     found = simulate(trace, router("jsq"), 1, policy, exact_steps=exact_steps).total
+    for name in ("request_seconds", "waiting_seconds"):  # sums of the same stretches, cut elsewhere
+        assert getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+        setattr(found, name, getattr(expected, name))
     assert found == expected
 
 
@@ -176,7 +184,7 @@ def test_tiers_reach_the_router_and_the_replicas() -> None:
     """With strict tiers at the replica and headroom at the router, tier 0 waits least of all on a busy cluster."""
     trace = random_trace(80, seed=9, rate_rps=30.0)
     tiered = {
-        row.request_id: replace(request_of(row), tier=0 if index % 5 == 0 else 4)
+        row.request_id: replace(row.request(), tier=0 if index % 5 == 0 else 4)
         for index, row in enumerate(trace.requests)
     }
     out = simulate(trace, router("llumnix"), 2, policy="hpjf", requests=tiered, planner=MigrationPlanner())
@@ -279,3 +287,156 @@ def test_what_cannot_run_is_refused() -> None:
         ClusterSimulation(trace, {}, router("jsq"), LinearStepTime(), trace_predictions(trace))
     with pytest.raises(InputError, match="roles"):
         simulate(trace, Disaggregated(), 1, roles={"n0": ReplicaRole.DECODE})
+
+
+def test_a_slower_replica_takes_longer_and_jsq_gives_it_less() -> None:
+    trace = random_trace(60, seed=5, rate_rps=6.0)
+    quick, slow = LinearStepTime(), LinearStepTime(base_s=0.1)
+    out = simulate(trace, router("jsq"), 2, step_times={"n1": slow})
+    assert quick.base_s < slow.base_s
+    served = list(out.replica_of.values())
+    assert served.count("n1") < served.count("n0")
+    gaps = {
+        name: np.mean(
+            [r.tpot_s for r in out.total.records if out.replica_of[r.request_id] == name and r.tpot_s]
+        )
+        for name in ("n0", "n1")
+    }
+    assert gaps["n1"] > 3 * gaps["n0"]
+    with pytest.raises(InputError, match="step_times"):
+        simulate(trace, router("jsq"), 2, step_times={"n7": slow})
+
+
+def test_a_replica_that_the_scaler_asks_for_takes_time_to_start() -> None:
+    trace = random_trace(120, seed=6, rate_rps=25.0)
+    outcomes = []
+    for startup_s in (0.0, 2.0):
+        scaler = AutoScaler(out_below=8.0, in_above=1e9, max_replicas=3, interval_s=0.5)
+        names = frozenset({"n1", "n2"})
+        out = simulate(
+            trace, router("least_kv"), 3, "fcfs", scaler=scaler, standby=names, startup_s=startup_s
+        )
+        first_asked_s = min(time_s for time_s, signal in out.scaling if isinstance(signal, ScaleOut))
+        first_work_s = min(
+            record.first_scheduled_s
+            for record in out.total.records
+            if out.replica_of[record.request_id] != "n0"
+        )
+        assert first_work_s >= first_asked_s + startup_s
+        assert sum(isinstance(signal, ScaleOut) for _, signal in out.scaling) == 2
+        outcomes.append(float(np.mean([record.ttlt_s for record in out.total.records])))
+    assert outcomes[0] < outcomes[1]
+
+
+def test_replicas_that_fail_and_are_repaired_lose_nothing() -> None:
+    trace = random_trace(150, seed=7, rate_rps=10.0)
+    changes = random_failures(
+        ["n0", "n1", "n2"], 3.0, trace.requests[-1].arrival_s, np.random.default_rng(1), repair_s=1.0
+    )
+    assert sum(change.kind == "fail" for change in changes) > 4
+    cores = {name: core("tie") for name in ("n0", "n1", "n2")}
+    made: list[Scheduler] = []
+
+    def rebuild(_: str) -> Scheduler:
+        made.append(core("tie"))
+        return made[-1]
+
+    def run(**more: object) -> ClusterOutcome:
+        return ClusterSimulation(
+            trace,
+            {name: core("tie") for name in cores},
+            router("jsq"),
+            LinearStepTime(),
+            trace_predictions(trace),
+            changes=changes,
+            **more,  # type: ignore[arg-type]
+        ).run()
+
+    out = run(rebuild=rebuild)
+    assert sorted(r.request_id for r in out.total.records) == sorted(r.request_id for r in trace.requests)
+    assert out.num_restarts > 10
+    for one in made:
+        one.validate()
+    with pytest.raises(InputError, match="rebuild"):
+        run()
+
+
+def test_a_cluster_waits_for_a_replica_that_is_being_repaired() -> None:
+    trace = random_trace(10, seed=8, rate_rps=20.0)
+    changes = [ReplicaChange(0.2, "a", "fail"), ReplicaChange(5.0, "a", "join")]
+    out = ClusterSimulation(
+        trace,
+        {"a": core()},
+        router("jsq"),
+        LinearStepTime(),
+        trace_predictions(trace),
+        changes=changes,
+        rebuild=lambda _: core(),
+    ).run()
+    assert len(out.total.records) == 10
+    assert sum(record.finish_s > 5.0 for record in out.total.records) >= 8
+
+
+def conversations(num: int) -> Trace:
+    """Conversations of four turns, each with the ones before as its prefix."""
+    rows = []
+    for number in range(num):
+        known = 0
+        for place in range(4):
+            prompt = known + 60
+            rows.append(
+                TraceRequest(
+                    request_id=f"s{number}t{place}",
+                    arrival_s=number * 0.05,
+                    prompt_tokens=prompt,
+                    output_tokens=20,
+                    max_tokens=40,
+                    session_id=f"s{number}",
+                    turn=place,
+                    think_time_s=None if place == 0 else 0.5,
+                    prefix_tokens=known,
+                )
+            )
+            known = prompt + 20
+    return Trace(tuple(rows))
+
+
+def test_prefix_affine_routing_finds_what_earlier_turns_have_left() -> None:
+    trace = conversations(20)
+
+    def mean_ttft_s(name: str, kept: int) -> float:
+        cores = {f"n{number}": core() for number in range(3)}
+        found = ClusterSimulation(
+            trace, cores, router(name), LinearStepTime(), no_predictions(), prefix_cache_tokens=kept
+        ).run()
+        records = {record.request_id: record for record in found.total.records}
+        assert len(records) == 80
+        for number in range(20):
+            for place in range(1, 4):
+                now, before = records[f"s{number}t{place}"], records[f"s{number}t{place - 1}"]
+                assert now.arrival_s == before.finish_s + 0.5
+        return float(np.mean([record.ttft_s for record in records.values()]))
+
+    without, kept = mean_ttft_s("prefix_affine", 0), mean_ttft_s("prefix_affine", 100_000)
+    assert kept < 0.95 * without
+    assert kept < mean_ttft_s("round_robin", 100_000), "a turn elsewhere finds nothing"
+
+
+def test_a_closed_loop_of_clients_keeps_a_cluster_at_its_number() -> None:
+    trace = random_trace(60, seed=9, rate_rps=1000.0)
+    done: list[int] = []
+    out = simulate(
+        trace, router("jsq"), 2, clients=ClosedLoop(num_clients=6, think_time_s=0.0), progress=done.append
+    )
+    assert sum(done) == 60
+    edges = [(record.finish_s, -1) for record in out.total.records]
+    edges += [(record.arrival_s, 1) for record in out.total.records]
+    assert np.cumsum([change for _, change in sorted(edges)]).max() == 6
+
+
+def test_waiting_requests_alone_count_for_vidurs_least_outstanding() -> None:
+    pictures = {name: SchedulerPort(core()).snapshot(name, keep_requests=False) for name in ("a", "b")}
+    offered = [replace(pictures["a"], num_running=7, num_waiting=1), replace(pictures["b"], num_waiting=2)]
+    item = RoutingRequest(request=random_trace(1).requests[0].request(), tier=2)
+    assert make_router("jsq", {"waiting_only": True}).choose(item, offered, 0.0) == "a"
+    assert make_router("jsq").choose(item, offered, 0.0) == "b"

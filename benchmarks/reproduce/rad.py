@@ -1,0 +1,138 @@
+"""RAD (Bari et al.): stable below the bound of theorem 1, and nobody stable above it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.reproduce.simulate import System, over_seeds, simulate
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from scheduler_core.plan import PrefillChunk
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
+from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Workload
+
+#: Tiles: a small t_col, so that cycles and runs are short; t_lcm = 32.
+T_ROW, T_COL, T_RED, CYCLE = 32, 32, 32, 256
+#: Prompts are whole tiles, so that nobody gains by filling one up.
+LENGTHS = Lengths(prompt=Law(law="fixed", low=256, high=256), output=Law(law="uniform", low=8, high=128))
+
+
+@dataclass(frozen=True, slots=True)
+class Staircase:
+    """The first two terms of Eq. 7: ceil(tau / t_col) tile_s + tau token_s, tau the tokens of the step; without attention,
+    so that T_R is exact.
+
+    Attributes:
+        tile_s: Seconds per tile of t_col tokens.
+        token_s: Seconds per token.
+    """
+
+    tile_s: float = 0.02
+    token_s: float = 5e-5
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`."""
+        return -(-work.num_tokens // T_COL) * self.tile_s + work.num_tokens * self.token_s
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """See `StepTime`."""
+        return PolynomialRun(start_s, self.step_s(StepWork((), contexts)), 0.0)
+
+
+STEP_TIME = Staircase()
+
+
+def expected_time_s(trace: Trace, step_time: StepTime) -> float:
+    """T_R of theorem 1: mean time of a request at optimal tiling.
+
+    Its prompt alone in chunks of t_lcm tokens (the last one padded to a whole one), and its share of decode steps of
+    t_col requests.
+    """
+    chunk_s = step_time.step_s(StepWork((PrefillChunk("", 0, T_ROW, True),)))
+    decode_s = step_time.step_s(StepWork((), (1,) * T_COL))
+    chunks = np.mean([-(-row.prompt_tokens // T_ROW) for row in trace.requests])
+    decodes = np.mean([row.output_tokens - 1 for row in trace.requests])
+    return float(chunks * chunk_s + decodes * decode_s / T_COL)
+
+
+SYSTEMS = {
+    "RAD": SchedulerConfig(
+        batching="rad",
+        batching_parameters={"n": CYCLE, "t_row": T_ROW, "t_red": T_RED},
+        max_num_seqs=T_COL,
+        max_num_batched_tokens=T_ROW,
+        num_kv_blocks=100_000,
+    ),
+    "Sarathi, 64 tokens": SchedulerConfig(
+        max_num_seqs=T_COL, max_num_batched_tokens=64, num_kv_blocks=100_000
+    ),
+}
+
+
+def stability(effort: Effort) -> Findings:
+    """Waiting over time at loads 0.9 and 1.1 of the bound."""
+    findings, num = Findings(), 2500 if effort.quick else 20_000
+    late: dict[tuple[str, float], float] = {}
+    for name, limits in SYSTEMS.items():
+        for load in (0.9, 1.1):
+
+            def one(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
+                workload = Workload(num_requests=num, lengths=LENGTHS)
+                bound = 1.0 / expected_time_s(workload.trace(seed), STEP_TIME)
+                drawn = Workload(
+                    num_requests=num, lengths=LENGTHS, arrivals=Arrivals(rate_rps=load * bound)
+                ).trace(seed)
+                outcome = simulate(System(scheduler=limits, step_time=STEP_TIME), drawn, seed=seed)
+                rows = sorted(outcome.records, key=lambda record: record.arrival_s)
+                quarters = [
+                    float(
+                        np.mean(
+                            [
+                                row.queueing_delay_s
+                                for row in rows[len(rows) * k // 4 : len(rows) * (k + 1) // 4]
+                            ]
+                        )
+                    )
+                    for k in range(4)
+                ]
+                return {"first": quarters[0], "third": quarters[2], "last": quarters[3]}
+
+            got = over_seeds(effort.seeds, one)
+            late[name, load] = got["last"] / got["first"]
+            findings.rows.append(
+                Row(
+                    where=f"theorems 1 and 2, load {load}",
+                    what=f"{name}, mean wait of the last quarter / of the first",
+                    paper=None,
+                    ours=late[name, load],
+                    more={"first quarter, s": got["first"], "last quarter, s": got["last"]},
+                )
+            )
+    findings.claims += [
+        Claim("theorem 2", "RAD is stable at load 0.9: waiting does not grow", late["RAD", 0.9] < 3,
+              f"last quarter / first: {late['RAD', 0.9]:.2f}"),
+        Claim("theorem 1", "above the bound waiting grows without end, whatever the scheduler",
+              all(late[name, 1.1] > 3 for name in SYSTEMS), ", ".join(f"{name} {late[name, 1.1]:.2f}" for name in SYSTEMS)),
+    ]  # fmt: skip
+    return findings
+
+
+STUDIES = (
+    Study(
+        name="rad-stability",
+        paper="RAD and SLAI",
+        title="Theorems 1 and 2: stability at 0.9 and 1.1 of the bound",
+        why=(
+            "The paper proves this and shows no run of RAD. Step times are the first two terms of its Eq. 7, prompts are whole "
+            "tiles; under a line without steps, a step of prompts and decodes together saves the time of one tile, and a "
+            "mixing scheduler carries more than this bound."
+        ),
+        cost_s=(10, 250),
+        run=stability,
+    ),
+)

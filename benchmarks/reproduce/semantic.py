@@ -1,0 +1,372 @@
+"""Semantic scheduling (Hua et al.): figures 2 and 3, tables 1 and 2."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from scheduler_core.kv_cost import KVCost
+from scheduler_core.predictions import BucketPrediction, LengthPrediction, Prediction
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
+from scheduler_core.simulator.fetch import Predictions
+from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Tiers, Workload
+
+LEVELS = 5
+#: Released code: lengths U{1..499}, buckets of 50 tokens, batches of 16, 20 spikes.
+LONGEST, BUCKET, SEATS, SPIKES = 499, 50, 16, 20
+#: Released code: room for keys and values, A100 with Qwen1.5-4B, in blocks of 32 tokens.
+KV_TOKENS, BLOCK = 37_748, 32
+
+
+@dataclass(frozen=True, slots=True)
+class QuadraticStepTime:
+    """The paper's cost of one request, and its code's of a batch: the largest of its members' (no cost of batching).
+
+    Attributes:
+        cost: alpha_1, alpha_2, gamma_1, gamma_2 and the time to copy a token.
+    """
+
+    cost: KVCost
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`."""
+        cost = self.cost
+        members = [cost.gamma_1 * context + cost.gamma_2 for context in work.contexts]
+        members += [
+            cost.prefill_s(chunk.start_token + chunk.num_tokens) - cost.prefill_s(chunk.start_token)
+            for chunk in work.prefills
+        ]
+        return max(members, default=0.0) + cost.beta * work.num_swapped_tokens
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """See `StepTime`."""
+        first = self.cost.gamma_1 * max(contexts) + self.cost.gamma_2
+        return PolynomialRun(start_s, first, self.cost.gamma_1)
+
+
+#: Policy and batch former of each system; all have the same memory and batch.
+SYSTEMS = {
+    "semantic": ("semantic", "stage_aware"),
+    "HPJF": ("hpjf", "vllm"),
+    "SJF": ("ssjf", "vllm"),
+    "FCFS": ("fcfs", "vllm"),
+}
+
+
+def system(name: str) -> System:
+    """One of `SYSTEMS` on an A100 with Qwen1.5-4B."""
+    policy, batching = SYSTEMS[name]
+    limits = SchedulerConfig(
+        batching=batching,
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=SEATS * (LONGEST + 1) * 2,
+        num_kv_blocks=KV_TOKENS // BLOCK,
+        kv_block_tokens=BLOCK,
+        preemption="swap",
+    )
+    return System(policy=policy, scheduler=limits, step_time=QuadraticStepTime(KVCost()))
+
+
+def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
+    """20 spikes of 0 to `most` requests; with a scale below 1 fewer spikes. category: the true level."""
+    num = max(most, round(scale * SPIKES * most / 2))
+    workload = Workload(
+        num_requests=num,
+        arrivals=Arrivals(process="spikes", gap_s=gap_s, max_burst=most),
+        lengths=Lengths(
+            prompt=Law(law="uniform", low=1, high=LONGEST), output=Law(law="uniform", low=1, high=LONGEST),
+            max_tokens=LONGEST + 1,
+        ),
+        tiers=Tiers(num_tiers=LEVELS),
+    )  # fmt: skip
+    trace = workload.trace(seed)
+    return replace(trace, requests=tuple(replace(row, category=str(row.tier)) for row in trace.requests))
+
+
+def bucket_predictions(trace: Trace, seed: int, error_rate: float = 0.0) -> Predictions:
+    """The true bucket of 50 tokens (SJF gets its middle as a length), of a share of the requests another one.
+
+    A wrong bucket is off by `error_rate` of all buckets on average, the paper's "unified" error.
+    """
+    rng = np.random.default_rng([seed, 7])
+    edges = tuple(float(edge) for edge in range(BUCKET, LONGEST + 1, BUCKET))
+    answers: dict[str, Prediction] = {}
+    for row in trace.requests:
+        index = min(row.output_tokens // BUCKET, len(edges))
+        if rng.random() < error_rate:
+            index = _off(index, len(edges) + 1, error_rate, rng)
+        share = [0.0] * (len(edges) + 1)
+        share[index] = 1.0
+        answers[row.request_id] = Prediction(bucket=BucketPrediction(tuple(share), edges))
+    return Predictions("buckets", answers)
+
+
+def wrong_levels(trace: Trace, error_rate: float, seed: int) -> Trace:
+    """The same requests as a classifier with this error rate would declare them; category keeps the true level."""
+    rng = np.random.default_rng([seed, 8])
+    rows = [
+        replace(row, tier=_off(row.tier, LEVELS, error_rate, rng)) if rng.random() < error_rate else row
+        for row in trace.requests
+    ]
+    return replace(trace, requests=tuple(rows))
+
+
+def _off(index: int, num: int, error_rate: float, rng: np.random.Generator) -> int:
+    """Another index, about error_rate * num away, in a direction that exists."""
+    distance = max(1, round(error_rate * num * rng.uniform(0.5, 1.5)))
+    choices = [other for other in (index - distance, index + distance) if 0 <= other < num]
+    if choices:
+        return int(rng.choice(choices))
+    return 0 if index > num - 1 - index else num - 1
+
+
+def waits(outcome: Outcome) -> dict[str, float]:
+    """Waiting time per generated token by true level: sum of delays to admission over sum of tokens; and of all."""
+    values: dict[str, float] = {}
+    for level in (*map(str, range(LEVELS)), "all"):
+        rows = [one for one in outcome.records if level in (one.category, "all")]
+        tokens = sum(one.output_tokens for one in rows)
+        values[level] = sum(one.queueing_delay_s for one in rows) / tokens if tokens else 0.0
+    return values
+
+
+def _run(name: str, trace: Trace, seed: int, error_rate: float = 0.0) -> dict[str, float]:
+    predictions = bucket_predictions(trace, seed, error_rate) if name in ("semantic", "SJF") else None
+    if name == "SJF" and predictions is not None:
+        predictions = as_lengths(predictions, trace)
+    return waits(simulate(system(name), trace, predictions, seed=seed))
+
+
+def as_lengths(predictions: Predictions, trace: Trace) -> Predictions:
+    """Buckets as lengths: their middles, for policies that order by a length."""
+    answers: dict[str, LengthPrediction] = {}
+    for row in trace.requests:
+        answer = predictions.answers[row.request_id]
+        assert isinstance(answer, Prediction)
+        assert answer.bucket is not None
+        answers[row.request_id] = LengthPrediction(math.log((answer.bucket.bucket + 0.5) * BUCKET), 0.1, 3.5)
+    return Predictions("buckets", answers)
+
+
+#: Section 4.1: speed-ups of semantic for level 0 at a gap of 0.1 s and up to 100 concurrent requests.
+PRINTED_SPIKES = {"HPJF": 1.7, "SJF": 6.1, "FCFS": 8.7}
+
+
+def spike_response(effort: Effort) -> Findings:
+    """Figure 2 (c) and (d): waiting of level 0 in spikes."""
+    findings = Findings()
+    settings = (
+        [(0.1, 100)] if effort.quick else [(gap, most) for gap in (0.1, 1.0) for most in (5, 10, 50, 100)]
+    )
+    for gap_s, most in settings:
+
+        def one(seed: int, gap_s: float = gap_s, most: int = most) -> dict[str, float]:
+            trace = spikes(gap_s, most, seed, 0.5 if effort.quick else 1.0)
+            found = {name: _run(name, trace, seed) for name in SYSTEMS}
+            return {
+                f"{name} {level}": value for name, values in found.items() for level, value in values.items()
+            }
+
+        got = over_seeds(effort.seeds, one)
+        where = f"figure 2 ({'c' if gap_s < 1 else 'd'}), gap {gap_s} s, up to {most}"
+        exact = (gap_s, most) == (0.1, 100)
+        findings.rows.append(
+            Row(
+                where=where,
+                what="semantic, level 0, s per token",
+                paper=0.08 if exact else None,
+                ours=got["semantic 0"],
+            )
+        )
+        findings.rows += [
+            Row(
+                where=where,
+                what=f"{name} / semantic, level 0",
+                paper=PRINTED_SPIKES[name] if exact else None,
+                ours=got[f"{name} 0"] / got["semantic 0"] if got["semantic 0"] > 0 else None,
+                neutral=1.0,
+                more={
+                    "all levels": got[f"{name} all"] / got["semantic all"]
+                    if got["semantic all"] > 0
+                    else None
+                },
+            )
+            for name in PRINTED_SPIKES
+        ]
+    return findings
+
+
+#: Section 4.1: (at error rate 0.1, at 0.9) in s per token by level.
+PRINTED_LEVEL_ERRORS = {"0": (0.02, 0.07), "1": (0.03, 0.22), "all": (0.13, 0.12)}
+PRINTED_BUCKET_ERRORS = {
+    "0": (0.01, 0.01),
+    "1": (0.03, 0.04),
+    "2": (0.08, 0.11),
+    "3": (0.18, 0.21),
+    "4": (0.30, 0.33),
+}
+
+
+def predictor_errors(effort: Effort) -> Findings:
+    """Figure 2 (a) and (b): what wrong levels and wrong buckets cost."""
+    findings = Findings()
+    rates = (0.1, 0.9) if effort.quick else (0.1, 0.3, 0.5, 0.7, 0.9)
+    most = 50
+
+    def one(seed: int) -> dict[str, float]:
+        trace = spikes(0.1, most, seed, 0.5 if effort.quick else 1.0)
+        found: dict[str, Mapping[str, float]] = {}
+        for rate in rates:
+            found[f"level {rate}"] = _run("semantic", wrong_levels(trace, rate, seed), seed)
+            found[f"bucket {rate}"] = _run("semantic", trace, seed, rate)
+        return {f"{kind} {level}": value for kind, values in found.items() for level, value in values.items()}
+
+    got = over_seeds(effort.seeds, one)
+    for kind, figure, printed in (
+        ("level", "figure 2 (a)", PRINTED_LEVEL_ERRORS),
+        ("bucket", "figure 2 (b)", PRINTED_BUCKET_ERRORS),
+    ):
+        for level, (low, high) in printed.items():
+            first, last = got[f"{kind} {rates[0]} {level}"], got[f"{kind} {rates[-1]} {level}"]
+            findings.rows.append(
+                Row(
+                    where=f"{figure}, {'all levels' if level == 'all' else 'level ' + level}",
+                    what="wait per token, error rate 0.9 / 0.1",
+                    paper=high / low,
+                    ours=last / first if first > 0 else None,
+                    neutral=1.0,
+                    more={f"s per token at {rate}": got[f"{kind} {rate} {level}"] for rate in rates},
+                )
+            )
+    return findings
+
+
+#: Tables 1 and 2: mean wait per token over all levels by (batching, latency or batch size).
+PRINTED_LATENCY: dict[str, dict[float, float]] = {
+    "full batching": {0.001: 0.21, 0.01: 0.61, 0.1: 1.23, 1.0: 2.46},
+    "immediate": {0.001: 0.04, 0.01: 0.61, 0.1: 1.25, 1.0: 2.56},
+}
+PRINTED_BATCH: dict[str, dict[float, float]] = {
+    "full batching": {4: 0.58, 16: 0.59, 32: 0.60, 64: 0.60},
+    "immediate": {4: 0.58, 16: 0.58, 32: 0.59, 64: 0.58},
+}
+
+
+def delays(trace: Trace, latency_s: float, batch: int, full: bool) -> dict[str, float]:
+    """When each prediction comes, from a predictor that handles one batch at a time.
+
+    Full batching waits until `batch` requests are there (the last batch takes what is left); immediate processing takes
+    whatever waits, up to `batch`, as soon as it is free.
+    """
+    rows, free_s, place = list(trace.requests), 0.0, 0
+    delay: dict[str, float] = {}
+    while place < len(rows):
+        if full:
+            group = rows[place : place + batch]
+            start_s = max(free_s, group[-1].arrival_s)
+        else:
+            start_s = max(free_s, rows[place].arrival_s)
+            group = [row for row in rows[place : place + batch] if row.arrival_s <= start_s]
+        free_s = start_s + latency_s
+        delay |= {row.request_id: free_s - row.arrival_s for row in group}
+        place += len(group)
+    return delay
+
+
+def _late_wait(effort: Effort, latency_s: float, batch: int, full: bool) -> float:
+    """Wait per token when a request can be served once its prediction is there."""
+
+    def one(seed: int) -> dict[str, float]:
+        trace = spikes(1.0, 5, seed, 1.0 if effort.quick else 4.0)
+        late = delays(trace, latency_s, batch, full)
+        rows = [replace(row, arrival_s=row.arrival_s + late[row.request_id]) for row in trace.requests]
+        held = replace(trace, requests=tuple(sorted(rows, key=lambda row: row.arrival_s)))
+        outcome = simulate(system("semantic"), held, bucket_predictions(held, seed), seed=seed)
+        waited = sum(late[done.request_id] + done.queueing_delay_s for done in outcome.records)
+        return {"all": waited / sum(done.output_tokens for done in outcome.records)}
+
+    return over_seeds(effort.seeds, one)["all"]
+
+
+#: (heading, printed values, cells of (latency in s, batch size, value of the varied one)).
+_GRIDS: tuple[tuple[str, Mapping[str, Mapping[float, float]], tuple[tuple[float, int, float], ...]], ...] = (
+    ("table 1, latency {} s", PRINTED_LATENCY, tuple((x, 64, x) for x in (0.001, 0.01, 0.1, 1.0))),
+    ("table 2, batch {:.0f}", PRINTED_BATCH, tuple((0.01, batch, float(batch)) for batch in (4, 16, 32, 64))),
+)
+
+
+def predictor_speed(effort: Effort) -> Findings:
+    """Tables 1 and 2: what a slow predictor costs, by its latency and batches."""
+    findings = Findings()
+    mean: dict[tuple[str, str, float], float] = {}
+    for where, printed, cells in _GRIDS:
+        for latency_s, batch, varied in cells:
+            for kind in ("full batching", "immediate"):
+                got = mean[where, kind, varied] = _late_wait(
+                    effort, latency_s, batch, kind == "full batching"
+                )
+                findings.rows.append(
+                    Row(
+                        where=where.format(varied),
+                        what=f"{kind}, all levels, s per token",
+                        paper=printed[kind][varied],
+                        ours=got,
+                    )
+                )
+    one, two = (where for where, _, _ in _GRIDS)
+    fast = mean[one, "immediate", 0.001] < mean[one, "full batching", 0.001]
+    grows = mean[two, "full batching", 4] < mean[two, "full batching", 64]
+    flat = abs(mean[two, "immediate", 64] / mean[two, "immediate", 4] - 1)
+    findings.claims += [
+        Claim("table 1", "a fast predictor is better used at once than in full batches", fast,
+              f"{mean[one, 'immediate', 0.001]:.3g} and {mean[one, 'full batching', 0.001]:.3g} s per token"),
+        Claim("table 2", "full batching waits longer with larger batches", grows,
+              f"{mean[two, 'full batching', 4]:.3g} to {mean[two, 'full batching', 64]:.3g} s per token"),
+        Claim("table 2", "immediate processing hardly depends on the batch size", flat < 0.1, f"{100 * flat:.1f} %"),
+    ]  # fmt: skip
+    return findings
+
+
+STUDIES = (
+    Study(
+        name="semantic-spikes",
+        paper="Semantic scheduling",
+        title="Figure 2 (c), (d) and figure 3: level 0 in spikes of requests",
+        why=(
+            "The released simulator sleeps in real time, gives semantic scheduling a batch of 16 and every baseline 12 by "
+            "default, and charges evicted tokens twice; here all have 16 and the same memory. Its batch costs what its largest "
+            "member costs, as here. Waiting is the delay to admission per generated token. The emergency conversations of "
+            "figure 3 are not public, so its rows are those of figure 2."
+        ),
+        cost_s=(8, 150),
+        run=spike_response,
+    ),
+    Study(
+        name="semantic-errors",
+        paper="Semantic scheduling",
+        title="Figure 2 (a), (b): wrong levels and wrong length buckets",
+        why="The paper does not say at which load it swept error rates; spikes of up to 50 requests every 0.1 s here.",
+        cost_s=(6, 90),
+        run=predictor_errors,
+    ),
+    Study(
+        name="semantic-predictor",
+        paper="Semantic scheduling",
+        title="Tables 1 and 2: speed and batching of the predictor",
+        why=(
+            "Here a request waits for its prediction, which one predictor makes batch by batch. The paper's values at 0.01 s "
+            "and above grow with the level, up to 4.7 s per token at level 4: as if every request waited for the "
+            "predictor and the engine in turn; ours shows the cost of the predictor alone."
+        ),
+        cost_s=(8, 60),
+        run=predictor_speed,
+    ),
+)

@@ -1,0 +1,107 @@
+"""Simulations as the studies need them: systems with a step-time model of their own, and means over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler_core.policies import make_policy
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.cluster import ClusterSimulation
+from scheduler_core.simulator.cluster_config import ClusterConfig
+from scheduler_core.simulator.fetch import Predictions, no_predictions
+from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.step_time import LinearStepTime, StepTime
+from scheduler_core.simulator.token_gaps import GapHistogram
+from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.watch import RunWatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A scheduler on an engine.
+
+    Attributes:
+        policy: Order of the requests.
+        parameters: Of the policy.
+        scheduler: Limits and batch former.
+        step_time: Durations of steps.
+        cluster: Replicas and router.
+    """
+
+    policy: str = "fcfs"
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    step_time: StepTime = field(default_factory=LinearStepTime)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one simulation yields.
+
+    Attributes:
+        records: Of all finished requests.
+        watch: Gaps between tokens, load over time.
+        num_refused: Requests that never fitted.
+        num_migrations: Requests that changed their replica.
+        most_resident_tokens: Most tokens held at the same time on one replica, as blocks.
+        end_s: End of the last step.
+    """
+
+    records: list[RequestRecord]
+    watch: RunWatch
+    num_refused: int
+    num_migrations: int
+    most_resident_tokens: int
+    end_s: float
+
+    def gaps(self, tenant: str | None = None) -> GapHistogram:
+        """Times between tokens, of one tenant or of all."""
+        assert self.watch.gaps is not None
+        return GapHistogram.merged(
+            part for kind, part in self.watch.gaps.by_class.items() if tenant is None or kind[1] == tenant
+        )
+
+
+def simulate(
+    system: System,
+    trace: Trace,
+    predictions: Predictions | None = None,
+    delays_s: dict[str, float] | None = None,
+    seed: int = 0,
+) -> Outcome:
+    """Runs a trace to its end."""
+    watch, answers = RunWatch(), predictions or no_predictions()
+    schedulers: dict[str, Scheduler] = {
+        name: watch.scheduler(system.scheduler, make_policy(system.policy, system.parameters), None, name)
+        for name in system.cluster.replica_ids
+    }
+    migrations = 0
+    if system.cluster.is_single:
+        (core,) = schedulers.values()
+        done = Simulation(trace, core, system.step_time, answers, delays_s=delays_s).run()
+    else:
+        arguments: Mapping[str, Any] = system.cluster.arguments(seed, None)
+        cluster = ClusterSimulation(
+            trace, schedulers, step_time=system.step_time, predictions=answers, delays_s=delays_s, **arguments
+        ).run()
+        done, migrations = cluster.total, cluster.num_migrations
+    block = system.scheduler.kv_block_tokens
+    resident = max(core.peak_kv_blocks for core in schedulers.values()) * block
+    return Outcome(done.records, watch, len(done.refused), migrations, resident, done.end_s)
+
+
+def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:
+    """Mean over seeds of every number that `compute` gives for a seed."""
+    found = [compute(seed) for seed in seeds]
+    return {name: float(np.mean([one[name] for one in found])) for name in found[0]}
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linearly interpolated, share in percent."""
+    return float(np.percentile(np.asarray(values, float), share))

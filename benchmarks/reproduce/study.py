@@ -1,0 +1,141 @@
+"""What a paper says, what we get, and whether it points the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Effects within this factor of none are none.
+NO_EFFECT = 1.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much a study may cost, and what it may read.
+
+    Attributes:
+        quick: Few requests and settings, one seed.
+        num_seeds: Seeds of each simulation.
+        data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None: laws with the
+            statistics that the papers print.
+        predictions: Trace with real requests (columns of simulate's traces, with mu, sigma, nu of a trained artifact) for
+            TIE; None: predictions with a set error.
+    """
+
+    quick: bool = False
+    num_seeds: int = 3
+    data: Path | None = None
+    predictions: Path | None = None
+
+    @property
+    def seeds(self) -> range:
+        """Seeds of each simulation."""
+        return range(1 if self.quick else self.num_seeds)
+
+    def file(self, name: str) -> Path | None:
+        """A file of `data`, if it is there."""
+        path = None if self.data is None else self.data / name
+        return path if path is not None and path.exists() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One value of a paper beside ours.
+
+    Attributes:
+        where: Table or figure, and which cell of it.
+        what: What is measured.
+        paper: The paper's value; None: the paper shows it in a figure without a number.
+        ours: Ours; None: it could not be computed, the note says why.
+        neutral: Value that means no effect, 1 for a ratio, 0 for a change; None: the value has no direction.
+        more: Other columns of ours, by heading.
+        note: Why they differ, where it is particular to this row.
+    """
+
+    where: str
+    what: str
+    paper: float | None
+    ours: float | None
+    neutral: float | None = None
+    more: Mapping[str, float | None] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """ours / paper."""
+        if self.paper is None or self.ours is None or self.paper == 0:
+            return None
+        return self.ours / self.paper
+
+    @property
+    def verdict(self) -> str:
+        """Whether ours points where the paper's does."""
+        if self.neutral is None or self.ours is None or self.paper is None:
+            return "-"
+        ours, paper = (_direction(value, self.neutral) for value in (self.ours, self.paper))
+        if ours == 0:
+            return "same: no effect" if paper == 0 else "no effect"
+        return "same" if ours == paper else "opposite" if paper else "paper: no effect"
+
+
+def _direction(value: float, neutral: float) -> int:
+    """1 above, -1 below, 0 within 3 % of the value of no effect (for a change in percent: within 3 points)."""
+    if neutral == 0:
+        return 0 if abs(value) <= 100 * (NO_EFFECT - 1) else int(math.copysign(1, value))
+    ratio = value / neutral
+    return 0 if 1 / NO_EFFECT <= ratio <= NO_EFFECT else 1 if ratio > 1 else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """An ordering or a statement in words.
+
+    Attributes:
+        where: Where the paper says so.
+        text: What it says.
+        holds: Whether it holds here.
+        evidence: The numbers that say so.
+    """
+
+    where: str
+    text: str
+    holds: bool
+    evidence: str
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a study yields.
+
+    Attributes:
+        rows: Values.
+        claims: Statements.
+        notes: Paragraphs above the tables, about this run.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    claims: list[Claim] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Study:
+    """One table or figure, or several that come from the same simulations.
+
+    Attributes:
+        name: Short name, for the command line.
+        paper: Short name of the paper.
+        title: Heading.
+        why: Why ours and the paper's differ, a paragraph.
+        cost_s: Expected CPU seconds, quick and full.
+        run: Does it.
+    """
+
+    name: str
+    paper: str
+    title: str
+    why: str
+    cost_s: tuple[float, float]
+    run: Callable[[Effort], Findings]

@@ -1,0 +1,271 @@
+"""The simulator against Vidur, request by request: same arrivals, lengths, scheduler and step times.
+
+    python benchmarks/vidur_validation.py DIR [--case NAME ...]
+    python benchmarks/vidur_validation.py DIR --case NAME --cut 60 FOLDER
+
+DIR holds a folder per case (input.parquet, output.parquet, summary.json with the arguments of Vidur's run) and
+cost_tables/ with a folder per profile. Prints, per case, the largest difference of a first-token and of a completion time,
+and of the number of iterations and restarts. Rules: microsoft/vidur @ 7d47513. With --cut, writes the first requests of a
+case and the rows of the cost tables that they need, for a test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+
+from scheduler_core.policies import make_policy
+from scheduler_core.routing import make_router
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator import ClusterSimulation, Trace, TraceRequest
+from scheduler_core.simulator.fetch import no_predictions
+from scheduler_core.simulator.loop import Outcome, Simulation
+from scheduler_core.simulator.operator_profile import read_operator_table
+from scheduler_core.simulator.operator_table import TOKEN_OPERATORS, OperatorTable
+
+#: By model: layers, and whether its attention has grouped queries (then batches cost 10 % more).
+MODELS = {
+    "meta-llama/Llama-2-7b-hf": (32, False),
+    "meta-llama/Llama-2-70b-hf": (80, True),
+    "meta-llama/Meta-Llama-3-8B": (32, True),
+}
+BATCHING_OVERHEAD = 0.1
+
+
+#: Vidur's arguments for Sarathi with chunks of 512, as in its examples.
+SARATHI = {
+    "replica_scheduler_config_type": "sarathi",
+    "sarathi_scheduler_config_batch_size_cap": "128",
+    "sarathi_scheduler_config_chunk_size": "512",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of Vidur.
+
+    Attributes:
+        name: Its name.
+        trace: What arrived.
+        limits: Of each replica.
+        num_replicas: Replicas, behind "least outstanding requests" if there are several.
+        model: Name of the model.
+        tensor_parallel: Devices per replica.
+        profile: Folder of cost tables.
+        rows: What Vidur says about each request.
+        num_iterations: Iterations it took.
+    """
+
+    name: str
+    trace: Trace
+    limits: SchedulerConfig
+    num_replicas: int
+    model: str
+    tensor_parallel: int
+    profile: str
+    rows: list[dict[str, Any]]
+    num_iterations: int
+
+
+def read_case(folder: Path) -> Case:
+    """Reads input, output and arguments of a run."""
+    summary = json.loads((folder / "summary.json").read_text())
+    names = [name.removeprefix("--") for name in summary["args"][::2]]
+    given = dict(zip(names, summary["args"][1::2], strict=True))
+    rows = pq.read_table(folder / "input.parquet").to_pylist()
+    return Case(
+        name=folder.name,
+        trace=trace_of(rows),
+        limits=limits_of(given, int(summary["num_blocks"])),
+        num_replicas=int(given["cluster_config_num_replicas"]),
+        model=given["replica_config_model_name"],
+        tensor_parallel=int(given.get("replica_config_tensor_parallel_size", 1)),
+        profile=given["metrics_config_cache_dir"],
+        rows=pq.read_table(folder / "output.parquet").to_pylist(),
+        num_iterations=summary["batches"],
+    )
+
+
+def trace_of(rows: Sequence[dict[str, Any]]) -> Trace:
+    """A trace from rows with id, arrived_at, prompt_tokens and output_tokens."""
+    return Trace(
+        tuple(
+            TraceRequest(
+                request_id=str(row["id"]),
+                arrival_s=float(row["arrived_at"]),
+                prompt_tokens=int(row["prompt_tokens"]),
+                output_tokens=int(row["output_tokens"]),
+                max_tokens=int(row["output_tokens"]),
+            )
+            for row in rows
+        )
+    )
+
+
+def limits_of(given: dict[str, str], num_blocks: int) -> SchedulerConfig:
+    """The same limits and rules for our scheduler."""
+    parameters: dict[str, bool | int | float | str] = {"spare_block": True}
+    kind = given["replica_scheduler_config_type"]
+    cap = int(given[f"{kind}_scheduler_config_batch_size_cap"])
+    if kind == "vllm":
+        budget = int(given["vllm_scheduler_config_max_tokens_in_batch"])
+        batching = "vllm"
+        parameters["padded"] = True
+    else:
+        chunk = int(given["sarathi_scheduler_config_chunk_size"])
+        budget = cap + chunk
+        batching = "chunked_prefill"
+        parameters["chunk_tokens"] = chunk
+    return SchedulerConfig(
+        max_num_seqs=cap,
+        max_num_batched_tokens=budget,
+        num_kv_blocks=num_blocks,
+        batching=batching,
+        batching_parameters=parameters,
+    )
+
+
+def table_of(case: Case, tables: Path) -> OperatorTable:
+    """The case's step times."""
+    layers, grouped = MODELS[case.model]
+    return read_operator_table(
+        tables / case.profile,
+        num_layers=layers,
+        tensor_parallel=case.tensor_parallel,
+        batching_overhead=BATCHING_OVERHEAD if grouped else 0.0,
+    )
+
+
+def simulate(case: Case, table: OperatorTable, *, exact_steps: bool = False) -> Outcome:
+    """Runs the case."""
+    cores = [Scheduler(case.limits, make_policy("fcfs")) for _ in range(case.num_replicas)]
+    if len(cores) == 1:
+        return Simulation(case.trace, cores[0], table, no_predictions(), exact_steps=exact_steps).run()
+    named = {str(index): core for index, core in enumerate(cores)}
+    route = make_router("jsq", {"waiting_only": True})
+    cluster = ClusterSimulation(case.trace, named, route, table, no_predictions(), exact_steps=exact_steps)
+    return cluster.run().total
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Largest differences from Vidur.
+
+    Attributes:
+        first_token_s: Of a first-token time, in seconds.
+        finish_s: Of a completion time, in seconds.
+        num_iterations: Of the number of iterations.
+        num_restarts: Of the number of restarts of a request.
+    """
+
+    first_token_s: float
+    finish_s: float
+    num_iterations: int
+    num_restarts: int
+
+
+def errors(case: Case, out: Outcome) -> Errors:
+    """Compares a run with Vidur's; every request of the case must be in it."""
+    expected = {str(row["id"]): row for row in case.rows}
+    found = {record.request_id: record for record in out.records}
+    assert found.keys() == expected.keys(), "requests are missing"
+    pairs = [(found[name], row) for name, row in expected.items()]
+    return Errors(
+        max(abs(record.first_token_s - row["prefill_completed_at"]) for record, row in pairs),
+        max(abs(record.finish_s - row["completed_at"]) for record, row in pairs),
+        out.num_steps - case.num_iterations,
+        max(abs(record.num_preemptions - row["num_restarts"]) for record, row in pairs),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WatchedTable(OperatorTable):
+    """Remembers what was looked up.
+
+    Attributes:
+        used: By table: places.
+    """
+
+    used: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
+
+    def _tokens(self, num_tokens: int) -> float:
+        self.used.setdefault("tokens", set()).add((num_tokens, 0))
+        return OperatorTable._tokens(self, num_tokens)
+
+    def _decode(self, num_decodes: int, mean_context: int) -> float:
+        self.used.setdefault("decode", set()).add((num_decodes, -(-mean_context // 64)))
+        return OperatorTable._decode(self, num_decodes, mean_context)
+
+    def _prefill(self, row: int, size: int, num_chunks: int) -> float:
+        self.used.setdefault("prefill", set()).add((row, size))
+        return OperatorTable._prefill(self, row, size, num_chunks)
+
+
+def cut(case: Case, tables: Path, num: int, folder: Path) -> None:
+    """Writes the first requests of a case, and the rows of the cost tables that they need."""
+    whole = table_of(case, tables)
+    table = WatchedTable(**{item.name: getattr(whole, item.name) for item in fields(OperatorTable)})
+    head = Trace(case.trace.requests[:num])
+    core = Scheduler(case.limits, make_policy("fcfs"))
+    Simulation(head, core, table, no_predictions(), exact_steps=True).run()
+    folder.mkdir(parents=True, exist_ok=True)
+    names = ("id", "arrived_at", "prompt_tokens", "output_tokens", "prefill_completed_at", "completed_at")
+    _write(folder / "requests.csv", names, [[row[name] for name in names] for row in case.rows[: num + 1]])
+    used = {name: sorted(places) for name, places in table.used.items()}
+    exact = {tokens for tokens, _ in used["tokens"]}
+    rounded = {-(-tokens // 8) * 8 for tokens in exact}
+    source = tables / case.profile
+    for operator in (*TOKEN_OPERATORS, "attn_kv_cache_save"):
+        keys = exact if operator == "attn_kv_cache_save" else rounded
+        _copy(source, folder, operator, {(str(key),) for key in keys | {max(rounded)}})
+    _copy(source, folder, "attn_decode", {(str(num), str(column * 64)) for num, column in used["decode"]})
+    _copy(source, folder, "attn_prefill", {(str(row * 64), str(size**2)) for row, size in used["prefill"]})
+
+
+def _copy(source: Path, folder: Path, operator: str, keys: set[tuple[str, ...]]) -> None:
+    with gzip.open(source / f"{operator}.csv.gz", "rt", newline="") as stream:
+        head, *rows = list(csv.reader(stream))
+    _write(folder / f"{operator}.csv", head, [row for row in rows if tuple(row[:-1]) in keys])
+
+
+def _write(path: Path, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        writer.writerow(head)
+        writer.writerows(rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--case", nargs="*", default=None)
+    parser.add_argument("--cut", nargs=2, metavar=("NUM", "FOLDER"))
+    options = parser.parse_args(argv)
+    folders = sorted(path.parent for path in options.directory.glob("*/summary.json"))
+    cases = [read_case(path) for path in folders if options.case is None or path.name in options.case]
+    tables = options.directory / "cost_tables"
+    if options.cut:
+        cut(cases[0], tables, int(options.cut[0]), Path(options.cut[1]))
+        return
+    print("| case | requests | first token, s | completion, s | iterations | restarts |")
+    print("|---|---|---|---|---|---|")
+    for case in cases:
+        found = errors(case, simulate(case, table_of(case, tables)))
+        print(
+            f"| {case.name} | {len(case.trace)} | {found.first_token_s:.1e} | {found.finish_s:.1e} "
+            f"| {found.num_iterations:+d} of {case.num_iterations} | {found.num_restarts:+d} |"
+        )
+
+
+if __name__ == "__main__":
+    np.seterr(all="raise")
+    main()

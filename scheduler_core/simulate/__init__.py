@@ -1,0 +1,1 @@
+"""What the sub-commands of `simulate` do; each module is one of them."""

@@ -1,0 +1,1 @@
+"""What a person looks at: figures, HTML pages, timelines for a trace viewer. Needs matplotlib, imported when drawing."""

@@ -1,0 +1,129 @@
+"""When requests arrive: Poisson, Gamma (bursty), with the hour of day, in spikes, all at once, or as a trace had it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+
+FloatArray = NDArray[np.float64]
+
+PROCESSES = ("poisson", "gamma", "diurnal", "spikes", "at_once", "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrivals:
+    """When requests arrive. The same seed at another rate gives the same arrivals faster or slower.
+
+    Raises:
+        InputError: A value is outside its range.
+    """
+
+    process: Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"] = "poisson"
+    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal
+    (Poisson whose rate swings with a period); spikes (every gap_s a random number of requests at the same time);
+    at_once (all at time 0: offline work); trace (those of the file that the lengths come from, faster or slower if
+    a rate is given)."""
+    rate_rps: float | None = None
+    """Mean arrivals per second. Unset: 1 for the drawn processes, the trace's own rate for trace, what gap_s and
+    max_burst give for spikes."""
+    cv: float = 3.0
+    """gamma: coefficient of variation of the gaps; 1 is Poisson."""
+    period_s: float = 86_400.0
+    """diurnal: length of a day in seconds."""
+    swing: float = 0.8
+    """diurnal: the rate moves between (1 - swing) and (1 + swing) times its mean, from 0 to 1; it starts at the mean
+    and rises."""
+    gap_s: float = 0.1
+    """spikes: seconds between two of them (Semantic Scheduling, section 4.1: 0.1 or 1.0)."""
+    max_burst: int = 10
+    """spikes: each brings 0 to this many requests, every number equally likely."""
+    max_gap_ratio: float | None = None
+    """poisson, gamma: no gap is longer than this many mean gaps (Vidur cuts its Poisson gaps at 3, which makes the rate
+    1 / (1 - exp(-3)) = 1.052 times the wanted one). Unset: never cut."""
+
+    def __post_init__(self) -> None:
+        if self.process not in PROCESSES:
+            raise InputError("process", self.process, ", ".join(PROCESSES))
+        if self.rate_rps is not None and not 0 < self.rate_rps < math.inf:
+            raise InputError("rate_rps", self.rate_rps, "numbers > 0")
+        for name in ("cv", "period_s", "gap_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InputError(name, getattr(self, name), "numbers > 0")
+        if not 0 <= self.swing <= 1:
+            raise InputError("swing", self.swing, "numbers from 0 to 1")
+        if self.max_burst < 1:
+            raise InputError("max_burst", self.max_burst, "integers > 0")
+        if self.max_gap_ratio is not None and not self.max_gap_ratio > 0:
+            raise InputError("max_gap_ratio", self.max_gap_ratio, "numbers > 0, or unset")
+
+    def times(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Arrival times in seconds, ascending; shape [num].
+
+        Raises:
+            InputError: The process is trace: its times stand in a file.
+        """
+        rate = 1.0 if self.rate_rps is None else self.rate_rps
+        if self.process == "at_once":
+            return np.zeros(num)
+        if self.process == "trace":
+            raise InputError(
+                "process", self.process, "a workload with lengths.file, whose arrivals are taken"
+            )
+        if self.process == "spikes":
+            return self._spikes(num, rng)
+        if self.process == "diurnal":
+            return self._diurnal(np.cumsum(rng.exponential(1.0, num)) / rate)
+        gaps = rng.exponential(1.0, num) if self.process == "poisson" else self._gamma_gaps(num, rng)
+        if self.max_gap_ratio is not None:
+            gaps = np.minimum(gaps, self.max_gap_ratio)
+        return np.asarray(np.cumsum(gaps) / rate)
+
+    def _gamma_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
+        """Gaps of mean 1: Gamma with shape 1/cv^2."""
+        shape = self.cv**-2
+        return rng.gamma(shape, 1.0 / shape, num)
+
+    def _spikes(self, num: int, rng: np.random.Generator) -> FloatArray:
+        gap_s = self.gap_s if self.rate_rps is None else self.max_burst / 2 / self.rate_rps
+        sizes: list[int] = []
+        total = 0
+        while total < num:
+            sizes.append(int(rng.integers(0, self.max_burst, endpoint=True)))
+            total += sizes[-1]
+        return np.repeat(np.arange(len(sizes)) * gap_s, sizes)[:num]
+
+    def _diurnal(self, operational: FloatArray) -> FloatArray:
+        """Arrivals of a constant rate moved to where the swinging rate has had as many in expectation.
+
+        Solves t + swing P/(2 pi) (1 - cos(2 pi t / P)) = u by interpolation on 10,000 points per period.
+        """
+        period, turn = self.period_s, 2 * math.pi
+        end = float(operational[-1]) if len(operational) else 0.0
+        cycles = math.ceil(end / period) + 1
+        grid = np.linspace(0.0, 1.0, 10_001)
+        mass = grid + self.swing / turn * (1 - np.cos(turn * grid))
+        whole = np.floor(operational / period)
+        assert whole.size == 0 or whole.max() <= cycles
+        return np.asarray((whole + np.interp(operational / period - whole, mass, grid)) * period)
+
+
+def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
+    """Real arrivals, faster or slower: all gaps times one factor, so that bursts stay bursts.
+
+    Args:
+        times: Ascending arrival times in seconds; shape [N].
+        rate_rps: Wanted arrivals per second from the first to the last.
+
+    Raises:
+        InputError: The arrivals are all at the same time.
+    """
+    span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
+    if span <= 0:
+        raise InputError("rate_rps", rate_rps, "unset: the trace's requests arrive all at the same time")
+    return np.asarray((times - times[0]) * ((len(times) - 1) / span / rate_rps))

@@ -1,0 +1,272 @@
+"""Models of step times: numbers worked out by hand, and a run of steps against its steps one by one."""
+
+from __future__ import annotations
+
+import csv
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler_core.errors import InputError
+from scheduler_core.plan import PrefillChunk
+from scheduler_core.simulator.data_sheets import GPUS, MODELS
+from scheduler_core.simulator.decode_run import SteppedRun
+from scheduler_core.simulator.operator_profile import read_operator_table
+from scheduler_core.simulator.operator_table import TOKEN_OPERATORS, OperatorTable
+from scheduler_core.simulator.quadratic_time import PRESETS, QuadraticStepTime
+from scheduler_core.simulator.roofline_time import RooflineStepTime
+from scheduler_core.simulator.staircase_time import StaircaseStepTime
+from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWork
+from scheduler_core.simulator.step_times import STEP_TIMES, make_step_time
+
+TABLE = OperatorTable(
+    num_layers=2,
+    tokens_s=1e-4 + 1e-6 * np.arange(129),
+    decode_s=1e-6 * np.arange(65)[:, None] * (1 + np.sqrt(np.arange(129)))[None, :],
+    prefill_s=1e-7 * (1 + np.arange(33)[:, None] * 64) * np.arange(1025)[None, :],
+    batching_overhead=0.1,
+)
+ALL: list[StepTime] = [
+    LinearStepTime(),
+    QuadraticStepTime(),
+    QuadraticStepTime(batching="sum"),
+    StaircaseStepTime(),
+    StaircaseStepTime(t_row=16, t_col=8, d=64),
+    RooflineStepTime(),
+    RooflineStepTime(model="llama-2-70b", gpu="h100-80gb", tensor_parallel=4),
+    TABLE,
+]
+
+
+def chunk(start: int, num: int, is_last: bool = False) -> PrefillChunk:
+    return PrefillChunk("p", start, num, is_last)
+
+
+@pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
+@given(
+    st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    st.floats(0.0, 3.0),
+    st.integers(1, 300),
+    st.integers(0, 40),
+)
+@settings(max_examples=15, deadline=None)
+def test_a_run_is_its_steps_one_by_one(
+    model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int
+) -> None:
+    run = model.run(contexts, 7.0)
+    single = SteppedRun(7.0, lambda step: model.step_s(StepWork((), [one + step for one in contexts])))
+    for steps in (1, 2, 3, 63, 64, 65, 200):
+        assert run.end_s(steps) == pytest.approx(single.end_s(steps), rel=1e-12)
+    run.num_done = done
+    found = run.steps_to_reach(7.0 + wait_s, limit)
+    assert 1 <= found <= limit
+    assert found == 1 or run.end_s(found - 1) < 7.0 + wait_s
+    assert found == limit or run.end_s(found) >= 7.0 + wait_s
+    again = model.run(contexts, 7.0)
+    again.num_done = done + 5
+    assert again.end_s(7) == run.end_s(12), "the k-th end depends on k alone"
+
+
+@pytest.mark.parametrize("model", ALL, ids=lambda model: type(model).__name__)
+def test_more_work_never_takes_less(model: StepTime) -> None:
+    works = [
+        StepWork((), [100]),
+        StepWork((), [100, 100]),
+        StepWork((chunk(0, 32),), [100, 100]),
+        StepWork((chunk(0, 120),), [100, 100]),
+        StepWork((chunk(640, 120),), [100, 100]),
+    ]
+    times = [model.step_s(work) for work in works]
+    assert all(later >= earlier > 0 for earlier, later in pairwise(times))
+    assert times[-1] > times[0]
+
+
+def test_linear_times_by_hand() -> None:
+    model = LinearStepTime(
+        base_s=1.0,
+        per_prefill_token_s=0.1,
+        per_decode_s=0.01,
+        per_context_token_s=0.001,
+        per_swapped_token_s=5.0,
+    )
+    work = StepWork((chunk(20, 10), chunk(0, 3)), [100, 50], num_swapped_tokens=2)
+    assert model.step_s(work) == pytest.approx(1 + 1.3 + 0.02 + 0.17 + 10)
+
+
+def test_quadratic_times_by_hand() -> None:
+    model = QuadraticStepTime(alpha_1=0.001, alpha_2=0.1, gamma_1=0.01, gamma_2=1.0, beta=2.0)
+    chunked = [model.step_s(StepWork((chunk(start, 10),))) for start in (0, 10, 20)]
+    assert sum(chunked) == pytest.approx(0.001 * 30**2 + 0.1 * 30), "chunks add up to the prompt"
+    assert model.step_s(StepWork((chunk(0, 10),), [40, 300])) == pytest.approx(4.0), "the longest member"
+    both = QuadraticStepTime(**{**vars(model), "batching": "sum"})
+    assert both.step_s(StepWork((chunk(0, 10),), [40, 300])) == pytest.approx(1.1 + 1.4 + 4.0)
+    assert model.step_s(StepWork((), [300], 3)) == pytest.approx(4.0 + 6.0)
+    # m tokens after a prompt of n: gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m, where the paper counts the token itself.
+    n, m = 50, 20
+    expected = 0.01 * (m * m / 2 + n * m + m / 2) + m
+    assert model.run([n + 1], 0.0).end_s(m) == pytest.approx(expected)
+
+
+def test_the_settings_of_the_semantic_paper() -> None:
+    assert PRESETS["a100-4b"].alpha_1 == 1.46584975e-09
+    assert PRESETS["a5000-7b"].gamma_2 == 2.72656264e-02
+    assert {name: model.beta for name, model in PRESETS.items()} == {
+        "a100-4b": 1e-4,
+        "a100-7b": 1e-4,
+        "a5000-4b": 3e-4,
+        "a5000-7b": 3e-4,
+    }
+
+
+def test_the_staircase_rises_where_a_tile_begins_and_by_hand_only_there() -> None:
+    model = StaircaseStepTime(
+        base_s=0.0, linear_tile_s=1.0, per_token_s=0.0, decode_tile_s=0.0, prefill_tile_s=0.0
+    )
+    times = [model.step_s(StepWork((chunk(0, num),))) for num in (1, 256, 257, 512, 513)]
+    assert times == [1.0, 1.0, 2.0, 2.0, 3.0]
+    attention = StaircaseStepTime(
+        base_s=0.0, linear_tile_s=0.0, per_token_s=1e-9, decode_tile_s=1.0, prefill_tile_s=1.0
+    )
+    # A decode at position 129: 2 rows of 128, 1 column of 256: 128/256 * 2 + 128/128 * 1.
+    assert attention.step_s(StepWork((), [128])) == pytest.approx(2.0)
+    assert attention.step_s(StepWork((), [127])) == pytest.approx(1.5)
+    # 300 tokens after 100: 2 columns; last position 400: 4 rows, 13 of 32: 2 (128/32 * 4 + 128/128 * 13).
+    assert attention.step_s(StepWork((chunk(100, 300),))) == pytest.approx(58.0, rel=1e-6)
+
+
+def test_staircase_defaults_are_near_slais_timings() -> None:
+    model = StaircaseStepTime(prefill_tile_s=0.0)
+    timings = {64: 22.7, 128: 24.1, 256: 28.8, 384: 37.8, 512: 46.5, 768: 57.1, 1024: 74.7}
+    for tokens, milliseconds in timings.items():
+        assert model.step_s(StepWork((chunk(0, tokens),))) == pytest.approx(milliseconds / 1e3, rel=0.05)
+
+
+def test_sizes_of_models_are_the_published_ones() -> None:
+    published = {
+        "llama-2-7b": 6.74,
+        "llama-2-13b": 13.0,
+        "llama-2-70b": 69.0,
+        "llama-3-8b": 8.03,
+        "llama-3-70b": 70.6,
+        "mistral-7b": 7.24,
+        "qwen1.5-4b": 3.95,
+        "qwen2.5-7b": 7.62,
+        "qwen2.5-72b": 72.7,
+    }
+    for name, billions in published.items():
+        assert MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.005), name
+    assert MODELS["mistral-7b"].kv_bytes_per_token == 131_072
+    assert all(one.source for one in (*MODELS.values(), *GPUS.values()))
+
+
+def test_a_roofline_is_near_a_profile() -> None:
+    """Layers of Llama-3-8B on an A100 in Vidur's profile, in ms: decodes after 500 tokens, prompts in one chunk."""
+    model = RooflineStepTime()
+    decodes = {1: 10.72, 16: 11.94, 32: 12.65, 64: 14.91, 128: 19.37}
+    prompts = {256: 21.07, 512: 37.32, 1024: 81.94, 2048: 165.73, 4096: 347.23}
+    for num, milliseconds in decodes.items():
+        assert model.step_s(StepWork((), [500] * num)) == pytest.approx(milliseconds / 1e3, rel=0.2)
+    for num, milliseconds in prompts.items():
+        assert model.step_s(StepWork((chunk(0, num),))) == pytest.approx(milliseconds / 1e3, rel=0.2)
+
+
+def test_a_roofline_reads_weights_at_least_once_and_knows_its_room() -> None:
+    model = RooflineStepTime(overhead_s=0.0, memory_efficiency=1.0)
+    size, gpu = MODELS["llama-3-8b"], GPUS["a100-80gb"]
+    floor_s = 2 * (size.layer_parameters + size.vocabulary * size.hidden) / gpu.bytes_per_s
+    assert model.step_s(StepWork((), [0])) == pytest.approx(floor_s, rel=1e-3)
+    room = 0.9 * 80e9 - 2 * size.num_parameters
+    assert model.num_kv_blocks() == int(room // (131_072 * 16))
+    with pytest.raises(InputError, match="tensor_parallel"):
+        RooflineStepTime(model="llama-2-70b").num_kv_blocks()
+
+
+def test_table_times_by_hand() -> None:
+    # 40 tokens of chunks, 3 decodes of mean context (99 + 200 + 130) / 3 = 143, and the new token: 3 columns of 64.
+    work = StepWork((chunk(65, 30), chunk(0, 10)), [99, 200, 130])
+    prefill = 1e-7 * (1 + 2 * 64) * round(math.sqrt(30**2 + 10**2)) * 1.1
+    decode = 1e-6 * 3 * (1 + math.sqrt(3)) * 1.1
+    assert TABLE.step_s(work) == pytest.approx(2 * (1e-4 + 43e-6 + prefill + decode))
+    with pytest.raises(InputError, match="num_swapped_tokens"):
+        TABLE.step_s(StepWork((), [5], 1))
+    with pytest.raises(InputError, match="tokens"):
+        TABLE.step_s(StepWork((chunk(0, 1024),), [5]))
+
+
+def write_profile(folder: Path, suffix: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    def write(name: str, columns: dict[str, list[float]]) -> None:
+        if suffix == ".parquet":
+            pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+            return
+        with (folder / f"{name}.csv").open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
+
+    tokens = list(range(1, 33))
+    for name in (*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"):
+        write(name, {"num_tokens": tokens, "prediction": [0.001 * one for one in tokens]})
+    pairs = [(num, size) for num in (1, 2) for size in (0, 64, 128)]
+    write(
+        "attn_decode",
+        {
+            "batch_size": [num for num, _ in pairs],
+            "kv_cache_size": [size for _, size in pairs],
+            "prediction": [num + size / 1000 for num, size in pairs],
+        },
+    )
+    write(
+        "attn_prefill",
+        {"kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0]},
+    )
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_profile_is_read_and_rounded(tmp_path: Path, suffix: str) -> None:
+    write_profile(tmp_path, suffix)
+    model = read_operator_table(tmp_path, num_layers=10, tensor_parallel=2)
+    # 9 tokens are 16 for nine operators and two collectives (0.02 ms more each), 9 for the cache: ms per layer.
+    tokens_ms = 9 * 0.016 + 0.009 + 2 * (0.016 + 0.02)
+    work = StepWork((chunk(1, 8),), [70])
+    assert model.step_s(work) == pytest.approx(10 * 1e-3 * (tokens_ms + 6.0 + 1.128))
+    with pytest.raises(InputError, match="profiled"):
+        model.step_s(StepWork((chunk(0, 7),)))  # no row of 49
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "field"),
+    [
+        ("cubic", {}, "step time"),
+        ("linear", {"alpha": 1.0}, "parameter of step time linear"),
+        ("linear", {"base_s": -1.0}, "base_s"),
+        ("quadratic", {"preset": "b200"}, "preset"),
+        ("quadratic", {"preset": "a100-4b", "beta": 1.0}, "preset"),
+        ("quadratic", {"batching": "mean"}, "batching"),
+        ("staircase", {"t_row": 0}, "t_row"),
+        ("roofline", {"gpu": "abacus"}, "gpu"),
+        ("roofline", {"model": "gpt-2"}, "model"),
+        ("roofline", {"memory_efficiency": 1.5}, "memory_efficiency"),
+        ("table", {"directory": "nowhere", "num_layers": 2}, "directory of a profile"),
+        ("table", {"directory": "."}, "parameter of step time table"),
+    ],
+)
+def test_what_makes_no_model_is_told(name: str, parameters: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=field):
+        make_step_time(name, parameters)
+
+
+def test_models_are_made_by_name() -> None:
+    assert set(STEP_TIMES) == {"linear", "quadratic", "staircase", "roofline", "table"}
+    assert make_step_time("linear") == LinearStepTime()
+    assert make_step_time("quadratic", {"preset": "a5000-4b"}) == PRESETS["a5000-4b"]
+    assert make_step_time("quadratic", {"batching": "sum"}) == QuadraticStepTime(batching="sum")
+    assert make_step_time("roofline", {"gpu": "h200-141gb"}) == RooflineStepTime(gpu="h200-141gb")

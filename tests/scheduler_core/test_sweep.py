@@ -1,0 +1,231 @@
+"""Sweeps: cells and their keys, what is kept and what is done again, capacity, and search."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from scheduler_core.errors import InputError
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.sweep import execute
+from scheduler_core.simulator.sweep.capacity import CapacitySearch, Target
+from scheduler_core.simulator.sweep.cells import Cell, grid, with_setting
+from scheduler_core.simulator.sweep.execute import Workers, run_cells
+from scheduler_core.simulator.sweep.halving import rungs, successive_halving
+from scheduler_core.simulator.sweep.store import CellStore
+from scheduler_core.simulator.sweep.tables import cell_rows, metric, point_rows, write_rows
+from scheduler_core.simulator.workloads import Law, Lengths, Workload
+
+WORKLOAD = Workload(num_requests=25, lengths=Lengths(prompt=Law(high=60), output=Law(high=30)))
+BASE = SimulationConfig(policy="fcfs", workload=WORKLOAD, scheduler=SchedulerConfig(max_num_seqs=8))
+VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
+
+
+def test_a_grid_has_every_combination_with_every_seed() -> None:
+    cells = grid(BASE, VARY | {"batching": ["chunked_prefill", "vllm"]}, range(3))
+    assert len(cells) == 2 * 2 * 2 * 3
+    assert len({cell.key() for cell in cells}) == len(cells)
+    first = cells[-1]
+    assert first.config.policy == "sjf"
+    assert (first.config.scheduler.batching, first.config.load, first.config.seed) == ("vllm", 1.0, 2)
+    assert first.settings == {"policy": "sjf", "load": 1.0, "scheduler.batching": "vllm", "seed": 2}
+    assert len({cell.point for cell in cells}) == 8
+
+
+def test_impossible_combinations_are_refused_or_left_out() -> None:
+    vary = {"policy": ["fcfs", "srpt"], "batching": ["chunked_prefill", "orca"]}
+    with pytest.raises(InputError):
+        grid(BASE, vary, range(1))
+    assert len(grid(BASE, vary, range(1), skip_impossible=True)) == 3
+
+
+@pytest.mark.parametrize(
+    ("vary", "named"),
+    [
+        ({"polcy": ["fcfs"]}, "setting polcy"),
+        ({"policy": []}, "values of policy"),
+        ({"seed": [1]}, "vary"),
+        ({"load": [0.5], "scheduler.max_num_seqs": [4, 8]}, "load"),
+        ({"policy.x": [1]}, "setting policy.x"),
+    ],
+)
+def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) -> None:
+    with pytest.raises(InputError) as caught:
+        grid(BASE, vary, range(1))
+    assert caught.value.field == named
+
+
+def test_settings_reach_into_parts_and_mappings() -> None:
+    changed = with_setting(BASE, "workload.lengths.output.high", 7)
+    assert changed.workload.lengths.output.high == 7
+    tie = with_setting(BASE, "policy", "tie")
+    assert with_setting(tie, "policy_parameters.gamma", 0.5).policy_parameters == {"gamma": 0.5}
+    assert BASE.workload is WORKLOAD, "the base is as it was"
+
+
+def test_the_key_changes_with_configuration_and_with_files(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.jsonl"
+    file.write_text('{"prompt_tokens": 3, "output_tokens": 4}\n')
+    cell = Cell(with_setting(BASE, "workload", Workload(lengths=Lengths(file=str(file)))), {})
+    before = cell.key()
+    assert before == Cell(cell.config, {"other": 1}).key(), "how a sweep calls it is not what it is"
+    assert before != Cell(with_setting(cell.config, "seed", 1), {}).key()
+    file.write_text('{"prompt_tokens": 3, "output_tokens": 5}\n')
+    assert cell.key() != before
+
+
+def test_a_killed_sweep_goes_on_and_does_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells, store = grid(BASE, VARY, range(2)), CellStore(tmp_path)
+    done: list[str] = []
+    real = execute.simulate_cell
+
+    def killed(cell: Cell) -> Any:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append(cell.key())
+        return real(cell)
+
+    monkeypatch.setattr(execute, "simulate_cell", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_cells(cells, store)
+    assert len(list(tmp_path.iterdir())) == 3, "whole files only"
+    told: list[int] = []
+    monkeypatch.setattr(execute, "simulate_cell", lambda cell: (done.append(cell.key()), real(cell))[1])
+    results = run_cells(cells, store, progress=told.append)
+    assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
+    assert sum(told) == len(cells)
+    assert told[0] == 3
+    assert [one["settings"] for one in results] == [dict(cell.settings) for cell in cells]
+    again = run_cells(cells, store)
+    assert again == results
+    assert len(done) == len(cells)
+
+
+@pytest.mark.slow
+def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
+    cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
+    alone = run_cells(cells, CellStore(tmp_path / "a"))
+    together = run_cells(cells, CellStore(tmp_path / "b"), Workers(num_processes=2))
+    assert alone == together
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_gives_what_one_process_gives(tmp_path: Path) -> None:
+    cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(2))
+    alone = run_cells(cells, CellStore(tmp_path / "a"))
+    assert run_cells(cells, CellStore(tmp_path / "b"), Workers(ray=True)) == alone
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])
+def test_a_foreign_file_is_refused(content: str, tmp_path: Path) -> None:
+    (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))
+    store = CellStore(tmp_path)
+    store.path(cell.key()).write_text(content)
+    with pytest.raises(InputError) as caught:
+        run_cells([cell], store)
+    assert caught.value.field == "out"
+
+
+def test_tables_are_tidy(tmp_path: Path) -> None:
+    results = run_cells(grid(BASE, VARY, range(2)), CellStore(tmp_path / "cells"))
+    rows = cell_rows(results)
+    assert len(rows) == 8
+    assert rows[0]["ttft_s.mean"] == results[0]["metrics"]["ttft_s"]["mean"]
+    points = point_rows(results)
+    one = next(
+        row
+        for row in points
+        if row["metric"] == "ttlt_s.mean" and row["policy"] == "sjf" and row["load"] == 1.0
+    )
+    values = [row["ttlt_s.mean"] for row in rows if row["policy"] == "sjf" and row["load"] == 1.0]
+    assert one["mean"] == pytest.approx(np.mean(values))
+    assert one["low"] <= one["mean"] <= one["high"]
+    for suffix in (".parquet", ".csv"):
+        write_rows(rows, tmp_path / f"t{suffix}")
+    table = pq.read_table(tmp_path / "t.parquet").to_pylist()
+    assert [row["policy"] for row in table] == [row["policy"] for row in rows]
+    with pytest.raises(InputError, match="table"):
+        write_rows(rows, tmp_path / "t.txt")
+
+
+def test_a_metric_that_is_not_there_says_what_is() -> None:
+    tree = {"ttft_s": {"mean": 1.0, "p99": 2.0}, "num": 3}
+    assert metric(tree, "ttft_s.p99") == 2.0
+    assert metric(tree, "num") == 3.0
+    for name, told in (("ttft_s.p98", "p99"), ("ttft_s", "ttft_s.mean"), ("nothing", "ttft_s")):
+        with pytest.raises(InputError) as caught:
+            metric(tree, name)
+        assert told in caught.value.allowed
+
+
+def mm1(cells: Sequence[Cell], noise: float) -> list[dict[str, Any]]:
+    """Mean time in an M/M/1 queue of mean service 1 at the cell's rate, off by noise of the seed."""
+    found = []
+    for cell in cells:
+        rate = cell.config.rate
+        assert rate is not None
+        wait = math.inf if rate >= 1 else 1 / (1 - rate)
+        error = np.random.default_rng(cell.config.seed).normal(0, noise)
+        found.append({"metrics": {"ttlt_s": {"mean": min(wait, 1e6) * (1 + error)}}})
+    return found
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.011), (0.02, 0.03)])
+def test_capacity_of_a_queue_with_a_known_answer(noise: float, tolerance: float) -> None:
+    """1 / (1 - rate) <= 5 up to a rate of 0.8."""
+    search = CapacitySearch(low=0.1, high=2.0, unit="rate", tolerance=0.01, max_seeds=12)
+    found = search.find(BASE, [Target("ttlt_s.mean", 5.0)], lambda cells: mm1(cells, noise))
+    assert found.level == pytest.approx(0.8, rel=tolerance)
+    assert found.level < found.failing <= found.level * 1.0101
+    if noise:
+        assert any(not probe.clear for probe in found.probes), "near the bound the seeds do not tell"
+        assert found.probes[0].clear
+
+
+def test_a_capacity_search_says_which_end_is_wrong() -> None:
+    target = [Target("ttlt_s.mean", 5.0)]
+    for low, high, named in ((0.85, 2.0, "low"), (0.1, 0.7, "high")):
+        with pytest.raises(InputError) as caught:
+            CapacitySearch(low=low, high=high, unit="rate").find(BASE, target, lambda cells: mm1(cells, 0.0))
+        assert caught.value.field == named
+
+
+def test_halving_spends_more_on_the_better_half() -> None:
+    """Candidates x = 0..8, objective (x - 5)^2 with noise that falls with the requests; x = 4 and above miss a target."""
+    schedule = rungs(9, 900, 3, 100)
+    assert schedule == [(9, 100), (3, 300), (1, 900)]
+    spent: list[tuple[int, int]] = []
+
+    def evaluate(candidates: Sequence[Mapping[str, Any]], num: int) -> list[list[dict[str, Any]]]:
+        spent.append((len(candidates), num))
+        return [[{"metrics": {"cost": (one["x"] - 5) ** 2, "risk": float(one["x"])}}] for one in candidates]
+
+    ranking = successive_halving(
+        [{"x": x} for x in range(9)], schedule, evaluate, "cost", [Target("risk", 3.0)], maximise=False
+    )
+    assert spent == schedule
+    assert ranking[0].settings == {"x": 3}
+    assert ranking[0].excess == 0
+    assert len(ranking) == 9
+    assert rungs(4, 50, 3, 100 // 2) == [(4, 50)]
+    with pytest.raises(InputError, match="eta"):
+        rungs(4, 50, 1, 10)
+
+
+def test_the_real_simulator_has_a_capacity(tmp_path: Path) -> None:
+    store = CellStore(tmp_path)
+    search = CapacitySearch(low=0.2, high=3.0, tolerance=0.3, max_seeds=2)
+    found = search.find(BASE, [Target("ttft_s.p50", 0.1)], lambda cells: run_cells(cells, store))
+    assert 0.2 <= found.level < found.failing <= 3.0
+    kept = json.loads(next(tmp_path.iterdir()).read_text())
+    assert kept["metrics"]["num_finished"] == 25
