@@ -15,7 +15,7 @@ class ImportLengthsConfig:
     """Import a public set of answer lengths, a serving trace or a production log."""
 
     kind: str
-    """What it is: castillo, tot-gpt4, oasst, alpaca-eval, zeroeval, alpaca-52k, alpaca-52k-vicuna, azure, burstgpt, mooncake, vidur, apex, lengths, openai-log or log."""
+    """What it is: castillo, tot-gpt4, oasst, alpaca-eval, zeroeval, alpaca-52k, alpaca-52k-vicuna, azure, burstgpt, mooncake, vidur, apex, lengths, feedback, openai-log or log."""
     file: str
     """The file to import, as its publisher ships it."""
     out: str

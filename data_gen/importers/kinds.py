@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from data_gen.importers import logs, sets, traces
+from data_gen.importers import feedback, logs, sets, traces
 from data_gen.importers.batch import Batch
 
 SchemaName = Literal["samples", "trace"]
@@ -41,5 +41,6 @@ KINDS: Mapping[str, Kind] = {
     "apex": Kind(partial(traces.trace_batches, kind="apex"), "the tokenizer named as model", ("trace",)),
     "lengths": Kind(partial(traces.trace_batches, kind="lengths"), "unknown", ("trace",)),
     "openai-log": Kind(logs.openai_batches, _MODEL, ("samples", "trace")),
+    "feedback": Kind(feedback.feedback_batches, _MODEL, ("samples", "trace")),
     "log": Kind(partial(logs.log_batches, mapping={}), _MODEL, ("samples", "trace")),
 }

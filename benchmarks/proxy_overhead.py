@@ -1,0 +1,222 @@
+"""What tailcast-proxy adds to a request beside its prediction: latency and CPU.
+
+An engine that answers at once streams some events. A client asks it directly, and through proxies, in turn, one
+request after the other, round after round, so that all sides see the same machine. No predictor is asked: what one
+costs is `benchmarks/service.py`'s subject; `policy_unpredicted` hints are computed and added all the same.
+
+    python benchmarks/proxy_overhead.py
+    python benchmarks/proxy_overhead.py --requests 5000 --events 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+CHAT = "/v1/chat/completions"
+CONTENT = {"model": "m", "stream": True, "max_tokens": 500, "messages": [{"role": "user", "content": "name three rivers " * 30}]}  # fmt: skip
+VARIANTS: dict[str, list[str] | None] = {
+    "direct": None,
+    "proxy, vllm hints": ["--engine", "vllm"],
+    "proxy, held queue": ["--engine", "none", "--release", "64"],
+    "proxy, vllm hints and feedback": ["--engine", "vllm", "--feedback", "FOLDER"],
+}
+
+
+@dataclass
+class Variant:
+    """One way to the engine.
+
+    Attributes:
+        url: Where the client asks.
+        pid: Of the proxy; None: there is none.
+        admin: Its port for metrics.
+        first_ms, total_ms: To the first byte of the body, and to its end; one entry for each request.
+        cpu_s: CPU seconds of the proxy.
+        own_share: Share of requests that the proxy itself, by its own clock, kept for less than a millisecond.
+    """
+
+    url: str
+    pid: int | None
+    admin: str = ""
+    first_ms: list[float] = field(default_factory=list)
+    total_ms: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+    own_share: float | None = None
+
+
+def cpu_s(pid: int | None) -> float:
+    """CPU seconds that a process has used."""
+    if pid is None:
+        return 0.0
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def engine(num_events: int) -> None:
+    """Serves until killed, after writing the port to stdout."""
+    delta = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    word = {**delta, "choices": [{"index": 0, "delta": {"content": " word"}, "finish_reason": None}]}
+    last = {**delta, "choices": [], "usage": {"prompt_tokens": 90, "completion_tokens": num_events}}
+    events = [b"data: " + json.dumps(word).encode() + b"\n\n"] * num_events
+    counts = b"data: " + json.dumps(last).encode() + b"\n\n"
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        wants = b"include_usage" in await request.read()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in [*events, *([counts] if wants else []), b"data: [DONE]\n\n"]:
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    application = web.Application()
+    application.router.add_post(CHAT, answer)
+    runner = web.AppRunner(application, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    sys.stdout.write(f"{runner.addresses[0][1]}\n")
+    sys.stdout.flush()
+    await asyncio.Event().wait()
+
+
+async def ask(client: aiohttp.ClientSession, variant: Variant) -> None:
+    """One request."""
+    start = time.perf_counter()
+    async with client.post(variant.url + CHAT, json=CONTENT) as response:
+        await response.content.readany()
+        first = time.perf_counter()
+        await response.content.read()
+    variant.first_ms.append(1e3 * (first - start))
+    variant.total_ms.append(1e3 * (time.perf_counter() - start))
+
+
+async def measure(variants: dict[str, Variant], num_requests: int, block: int) -> None:
+    """All variants in turn, `block` requests at a time: CPU clocks of processes tick too slowly for single ones."""
+    async with aiohttp.ClientSession() as client:
+        for variant in variants.values():
+            for _ in range(100):
+                await ask(client, variant)
+            variant.first_ms, variant.total_ms = [], []
+        for _ in range(max(1, num_requests // block)):
+            for variant in variants.values():
+                before = cpu_s(variant.pid)
+                for _ in range(block):
+                    await ask(client, variant)
+                variant.cpu_s += cpu_s(variant.pid) - before
+        for variant in variants.values():
+            if variant.admin:
+                async with client.get(variant.admin + "/metrics") as response:
+                    variant.own_share = share_within(await response.text())
+
+
+def share_within(metrics: str) -> float:
+    """Share of requests in the buckets up to a millisecond of tailcast_proxy_overhead_seconds."""
+    rows = dict(
+        line.rsplit(" ", 1)
+        for line in metrics.splitlines()
+        if line.startswith("tailcast_proxy_overhead_seconds")
+    )
+    within = float(rows['tailcast_proxy_overhead_seconds_bucket{le="0.001"}'])
+    return within / float(rows["tailcast_proxy_overhead_seconds_count"])
+
+
+def table(variants: dict[str, Variant], num_events: int) -> str:
+    """Percentiles of each variant, and what is more than direct."""
+    direct = variants["direct"]
+    lines = [
+        f"{len(direct.total_ms)} requests of each variant, {num_events} events each; ms; + is more than direct",
+        "| way | first byte p50 | p99 | whole answer p50 | p99 | + p50, first byte | + p99, first byte | CPU per request | own work before the engine < 1 ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, variant in variants.items():
+        numbers = [np.percentile(values, level) for values in (variant.first_ms, variant.total_ms) for level in (50, 99)]  # fmt: skip
+        more = [np.percentile(variant.first_ms, level) - np.percentile(direct.first_ms, level) for level in (50, 99)]  # fmt: skip
+        cells = [f"{number:.2f}" for number in [*numbers, *more]]
+        cpu = "" if variant.pid is None else f"{1e3 * variant.cpu_s / len(variant.total_ms):.2f}"
+        own = "" if variant.own_share is None else f"{100 * variant.own_share:.2f} %"
+        lines.append(f"| {name} | {' | '.join(cells)} | {cpu} | {own} |")
+    return "\n".join(lines)
+
+
+def start(command: list[str], port_file: Path | None = None) -> tuple[subprocess.Popen[str], int]:
+    """A process that says its port on stdout, or in a file."""
+    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    if port_file is None:
+        return process, int(process.stdout.readline())
+    while not port_file.exists():
+        if process.poll() is not None:
+            raise SystemExit(f"{command} ended with {process.returncode}")
+        time.sleep(0.05)
+    return process, int(port_file.read_text().split()[0])
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--requests", type=int, default=1000, help="requests of each variant")
+    parser.add_argument(
+        "--block", type=int, default=50, help="requests of a variant before the next one's turn"
+    )
+    parser.add_argument("--events", type=int, default=20, help="events of an answer")
+    parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.engine:
+        asyncio.run(engine(options.events))
+        return
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            process, port = start([__file__, "--engine", "--events", str(options.events)])
+            processes.append(process)
+            target = f"http://127.0.0.1:{port}"
+            variants = {}
+            for number, (name, flags) in enumerate(VARIANTS.items()):
+                if flags is None:
+                    variants[name] = Variant(target, None)
+                    continue
+                port_file = Path(folder) / f"port{number}"
+                words = [word.replace("FOLDER", f"{folder}/feedback") for word in flags]
+                command = [
+                    "-m",
+                    "predictors.cli_proxy",
+                    target,
+                    "--port",
+                    "0",
+                    "--admin_port",
+                    "0",
+                    "--port_file",
+                    str(port_file),
+                    *words,
+                ]
+                process, port = start(command, port_file)
+                processes.append(process)
+                admin = f"http://127.0.0.1:{port_file.read_text().split()[1]}"
+                variants[name] = Variant(f"http://127.0.0.1:{port}", process.pid, admin)
+            asyncio.run(measure(variants, options.requests, options.block))
+            print(table(variants, options.events))
+            for process in processes:
+                process.terminate()
+                process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+if __name__ == "__main__":
+    main()

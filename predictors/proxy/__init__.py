@@ -1,0 +1,15 @@
+"""A proxy before any engine that speaks the OpenAI API: it predicts, tells the engine, and keeps what came of it.
+
+| module | what it is |
+|---|---|
+| `asked.py`, `members.py` | what a request asks for; adding members to its body without touching the rest |
+| `forecast.py` | asking a predictor within a deadline; without an answer the request goes on |
+| `order.py`, `aged.py` | the policy's key of a request; ageing added to it |
+| `engines/` | one file for each engine: how a key and a prediction become its hints |
+| `holding.py` | the queue itself, for engines without hints |
+| `tenants.py` | limits of concurrency and rate |
+| `headers.py`, `relay.py` | request and stream to and from the engine |
+| `answers.py`, `lengths.py` | the true length of an answer that passes by |
+| `feedback_log.py` | finished requests in segments of JSON lines |
+| `handling.py`, `server.py` | one completion from end to end; the ports |
+"""

@@ -1,0 +1,67 @@
+"""What the proxy counts, in Prometheus' format; one registry for each proxy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from predictors.service.metrics import SECONDS
+from scheduler_core.errors import MissingExtraError
+
+#: Up to answers of minutes.
+LONG_SECONDS = (*SECONDS, 25.0, 50.0, 100.0, 250.0, 500.0)
+#: What the proxy itself costs.
+SHORT_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
+
+
+class ProxyMetrics:
+    """Counters, gauges and histograms; all names begin with tailcast_proxy_."""
+
+    def __init__(self) -> None:
+        try:
+            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+        except ImportError as error:
+            raise MissingExtraError("prometheus-client", "serve") from error
+        self.registry = registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tailcast_proxy_{name}", text, labels, registry=registry)
+
+        def seconds(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(f"tailcast_proxy_{name}_seconds", text, buckets=buckets, registry=registry)
+
+        self.requests = counter("requests", "Requests, by kind and HTTP status sent.", "kind", "code")
+        self.refused = counter("refused", "Requests the proxy itself refused.", "code")
+        self.predictions = counter("predictions", "Predictions asked for, by what came of it.", "outcome")
+        self.shadows = counter("shadow_predictions", "Predictions of the second predictor.", "outcome")
+        self.hints = counter("hints", "Completions sent on, by what they carry.", "outcome")
+        self.ends = counter("ends", "How answers ended.", "end")
+        self.retries = counter("engine_retries", "Requests sent again because a kept connection had ended.")
+        self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
+        self.counts = counter("feedback_counts", "Lengths in the feedback log, by who counted.", "by")
+        self.overhead = seconds(
+            "overhead",
+            "From a completion's arrival to the engine, without prediction and queue.",
+            SHORT_SECONDS,
+        )
+        self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
+        self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
+        self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)
+        self._gauges = {
+            name: Gauge(f"tailcast_proxy_{name}", text, registry=registry)
+            for name, text in (
+                ("inside", "Requests inside the proxy."),
+                ("waiting", "Requests in the proxy's own queue."),
+                ("released", "Requests the queue has let through."),
+            )
+        }
+
+    def watch(self, name: str, value: Callable[[], float]) -> None:
+        """The gauge `inside`, `waiting` or `released` shows what `value` returns."""
+        self._gauges[name].set_function(value)
+
+    def exposition(self) -> bytes:
+        """All numbers in Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        found: bytes = generate_latest(self.registry)
+        return found

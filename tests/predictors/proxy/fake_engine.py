@@ -1,0 +1,159 @@
+"""An engine of the OpenAI API that does what a script says, and a proxy before it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from io import BytesIO
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from predictors.cli_proxy import ProxyConfig, build_proxy
+from predictors.proxy.server import ProxyServer
+
+Script = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
+CHAT = "/v1/chat/completions"
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event as engines write it."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
+
+
+def stream_events(words: Iterable[str], usage: int | None, *, null_usage: bool = False) -> list[bytes]:
+    """A streamed answer; with `usage` its last event has the counts, with `null_usage` all others say null."""
+    null: dict[str, Any] = {"usage": None} if null_usage else {}
+    found = [event({"id": "c", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}], **null}) for word in words]  # fmt: skip
+    found.append(event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **null}))
+    if usage is not None:
+        found.append(
+            event({"id": "c", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": usage}})
+        )
+    return [*found, b"data: [DONE]\n\n"]
+
+
+def whole_answer(usage: int, reason: str = "stop") -> dict[str, Any]:
+    """An answer that is not streamed."""
+    choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": reason}
+    return {
+        "id": "c",
+        "model": "tiny-llm",
+        "choices": [choice],
+        "usage": {"prompt_tokens": 3, "completion_tokens": usage},
+    }
+
+
+@dataclass
+class FakeEngine:
+    """Records what reaches it and answers by `script`."""
+
+    script: Script
+    url: str = ""
+    requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
+    num_gone: int = 0
+    num_inside: int = 0
+    most_inside: int = 0
+
+    @property
+    def bodies(self) -> list[dict[str, Any]]:
+        """The parsed bodies in the order of their arrival."""
+        return [json.loads(body) for _, _, _, body in self.requests]
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.requests.append((request.method, request.raw_path, dict(request.headers), body))
+        self.num_inside += 1
+        self.most_inside = max(self.most_inside, self.num_inside)
+        try:
+            return await self.script(request, body)
+        except asyncio.CancelledError:
+            self.num_gone += 1
+            raise
+        finally:
+            self.num_inside -= 1
+
+
+async def plain(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Seven tokens, streamed where that is asked for, with counts where those are asked for."""
+    asked = json.loads(body)
+    if not asked.get("stream"):
+        return web.json_response(whole_answer(7))
+    wants = (asked.get("stream_options") or {}).get("include_usage") is True
+    return await streamed(request, stream_events(["a", "b", "c"], 7 if wants else None))
+
+
+async def streamed(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
+    """Each piece is a chunk of its own."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+    await response.prepare(request)
+    for piece in pieces:
+        await response.write(piece)
+        await asyncio.sleep(0)
+    await response.write_eof()
+    return response
+
+
+@asynccontextmanager
+async def running_engine(script: Script = plain) -> AsyncIterator[FakeEngine]:
+    """The engine on a free port."""
+    engine = FakeEngine(script)
+    application = web.Application(client_max_size=2**26)
+    application.router.add_route("*", "/{path:.*}", engine.handle)
+    runner = web.AppRunner(
+        application, access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=0.1
+    )
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    try:
+        yield engine
+    finally:
+        await runner.cleanup()
+
+
+@dataclass
+class RunningProxy:
+    """A proxy and a client of it."""
+
+    server: ProxyServer
+    url: str
+    admin: str
+    client: aiohttp.ClientSession
+
+    async def post(self, content: Any, headers: dict[str, str] | None = None, path: str = CHAT) -> tuple[int, bytes]:  # fmt: skip
+        """Status and body of the answer; bytes are sent as they are."""
+        data = content if isinstance(content, bytes | BytesIO) else json.dumps(content).encode()
+        sent = {"Content-Type": "application/json"} | (headers or {})
+        async with self.client.post(self.url + path, data=data, headers=sent) as response:
+            return response.status, await response.read()
+
+    async def metric(self, line: str) -> float:
+        """The number of a line of /metrics; 0 where there is none."""
+        async with self.client.get(self.admin + "/metrics") as response:
+            text = await response.text()
+        return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
+
+
+@asynccontextmanager
+async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[RunningProxy]:
+    """A proxy on free ports with these options of `tailcast-proxy`."""
+    defaults: dict[str, Any] = {"deadline_s": 20.0, "served_model": ""}
+    config = ProxyConfig(engine_url=engine_url, port=0, admin_port=0, **(defaults | options))
+    server = build_proxy(config)
+    port, admin = await server.start(config.warm_up_s)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        async with aiohttp.ClientSession(auto_decompress=False) as client:
+            yield RunningProxy(server, url, f"http://127.0.0.1:{admin}", client)
+    finally:
+        await server.stop()
+
+
+def asks(text: str, **more: Any) -> dict[str, Any]:
+    """A chat request."""
+    return {"model": "tiny-llm", "messages": [{"role": "user", "content": text}], "max_tokens": 500} | more

@@ -1,0 +1,108 @@
+"""Streams pass byte for byte, whatever pieces they come in."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from predictors.proxy.answers import StreamReader, WholeReader
+from predictors.proxy.members import with_members
+from tests.predictors.proxy.fake_engine import event, stream_events, whole_answer
+
+WORDS = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(
+            ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
+        ),
+    ),
+    max_size=8,
+)
+SPACES = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"])
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """The bytes in pieces."""
+    ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
+    return [data[one:two] for one, two in itertools.pairwise(ends)]
+
+
+def passed(reader: StreamReader, pieces: list[bytes]) -> bytes:
+    return b"".join([reader.feed(piece) for piece in pieces]) + reader.end()
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12), st.booleans())
+def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int], hides: bool) -> None:
+    reader = StreamReader(hides_usage=hides, keeps_text=True)
+    if not hides:
+        for piece in cut(data, places):
+            assert reader.feed(piece) == piece
+        return
+    assert passed(reader, cut(data, places)) == data
+
+
+@settings(max_examples=30)
+@given(WORDS, st.lists(st.integers(0, 4000), max_size=12), st.booleans(), st.integers(1, 999), SPACES)
+def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
+    words: list[str], places: list[int], null_usage: bool, usage: int, ends: bytes
+) -> None:
+    wanted = b"".join(stream_events(words, None)).replace(b"\n\n", ends)
+    told = b"".join(stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
+    reader = StreamReader(hides_usage=True, keeps_text=True)
+    assert passed(reader, cut(told, places)) == wanted
+    seen = reader.seen
+    assert (seen.output_tokens, seen.prompt_tokens, seen.finish_reason) == (usage, 3, "stop")
+    assert "".join(seen.text or []) == "".join(words)
+    assert seen.num_deltas == sum(map(bool, words))
+    assert (seen.first_s is None) is (seen.num_deltas == 0)
+
+
+def test_a_null_usage_of_an_inner_object_stays() -> None:
+    inner = event({"choices": [{"delta": {"x": 1, "usage": None}}]})
+    assert passed(StreamReader(hides_usage=True), [inner]) == inner
+    both = event({"choices": [{"delta": {"x": 1, "usage": None}}], "usage": None})
+    assert passed(StreamReader(hides_usage=True), [both]) == inner
+
+
+def test_an_error_event_is_not_hidden() -> None:
+    told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
+    assert passed(StreamReader(hides_usage=True), [told]) == told
+
+
+def test_a_whole_answer_is_read() -> None:
+    reader = WholeReader()
+    data = json.dumps(whole_answer(9, "length")).encode()
+    assert b"".join(reader.feed(piece) for piece in cut(data, [3, 70])) + reader.end() == data
+    assert (reader.seen.output_tokens, reader.seen.finish_reason) == (9, "length")
+    for odd in (b"", b"[]", b'{"choices": 3}', b'{"choices":[{}],"usage":{"completion_tokens":true}}'):
+        reader = WholeReader()
+        reader.feed(odd)
+        assert reader.end() == b""
+        assert reader.seen.output_tokens is None
+
+
+JSON: Any = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(
+    st.dictionaries(st.text(max_size=9), JSON, max_size=4), st.integers(), st.sampled_from(["", " ", "\n\t"])
+)
+def test_added_members_change_nothing_else(content: dict[str, Any], number: int, space: str) -> None:
+    body = (space + json.dumps(content)).encode()
+    found = with_members(body, content, {"priority": number})
+    assert json.loads(found) == {**content, "priority": number}
+    if "priority" not in content:
+        added = b'"priority":%d' % number + (b"," if content else b"")
+        assert found.replace(added, b"", 1) == body

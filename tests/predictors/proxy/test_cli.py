@@ -1,0 +1,140 @@
+"""The command, and the page about it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from predictors.cli_proxy import ProxyConfig, RunningClock, build_proxy, main
+from scheduler_core.command import run_command
+from tests.predictors.proxy.fake_engine import CHAT, asks, running_engine, stream_events
+from tests.predictors.proxy.test_relay import until
+
+ROOT = Path(__file__).parents[3]
+URL = "http://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "ENGINE_URL: missing"),
+        (["ftp://x"], "engine_url: got 'ftp://x'; allowed: http://HOST:PORT"),
+        ([URL, "--policy", "best"], "policy: got 'best'"),
+        (
+            [URL, "--policy", "hrrn", "--engine", "vllm"],
+            "policy for an engine that orders by itself: got 'hrrn'",
+        ),
+        ([URL, "--policy_parameters", "{gamma: 2}"], "gamma: got 2"),
+        ([URL, "--aging_per_s", "-1"], "aging_per_s: got -1"),
+        ([URL, "--resolution", "0", "--engine", "vllm"], "resolution: got 0"),
+        ([URL, "--release", "0"], "release: got 0"),
+        (
+            [URL, "--predictor", "http://x"],
+            "predictor: got 'http://x'; allowed: grpc://HOST:PORT, or an artifact",
+        ),
+        ([URL, "--predictor", "no/such/folder"], "predictor: got 'no/such/folder'"),
+        ([URL, "--shadow_predictor", "x"], "shadow_predictor: got 'x'; allowed: only together with feedback"),
+        ([URL, "--slo_ttft_ms", "[1, 2]"], "slo_ttft_ms: got (1, 2)"),
+        ([URL, "--deadline_s", "0"], "deadline_s: got 0"),
+        ([URL, "--tenant_rate_per_s", "0"], "tenant_rate_per_s: got 0"),
+        ([URL, "--lowest_priority", "3", "--highest_priority", "1"], "lowest_priority: got 3"),
+        ([URL, "--max_body_mib", "0"], "max_body_mib: got 0"),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_every_command_of_the_page_is_accepted() -> None:
+    found: list[ProxyConfig] = []
+    text = (ROOT / "docs" / "proxy.md").read_text()
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("tailcast-proxy http")]
+    assert len(lines) == 5
+    for line in lines:
+        words = shlex.split(line.replace("path/to/artifact", str(ROOT)).replace("GATEWAY", "gateway"))[1:]
+        code = run_command("tailcast-proxy", ProxyConfig, found.append, positionals=("engine_url",), extra="serve", args=words)  # fmt: skip
+        assert code == 0
+        build_proxy(found[-1])
+    assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", "none"]
+
+
+def test_clocks_of_all_proxies_agree() -> None:
+    one, other = RunningClock(), RunningClock()
+    assert one() == pytest.approx(other(), abs=5.0)
+
+
+async def test_sigterm_answers_what_is_inside_and_ends_with_0(artifact_folder: Path, tmp_path: Path) -> None:
+    go = asyncio.Event()
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        events = stream_events(["a", "b"], 2)
+        await response.write(events[0])
+        await go.wait()
+        await response.write(b"".join(events[1:]))
+        await response.write_eof()
+        return response
+
+    ports, log = tmp_path / "ports", tmp_path / "log"
+    async with running_engine(script) as fake:
+        words = [
+            fake.url,
+            "--engine",
+            "vllm",
+            "--predictor",
+            str(artifact_folder),
+            "--port",
+            "0",
+            "--admin_port",
+            "0",
+        ]
+        words += [
+            "--port_file",
+            str(ports),
+            "--feedback",
+            str(log),
+            "--feedback_usage",
+            "true",
+            "--log_format",
+            "json",
+            "--access_log",
+            "true",
+        ]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "predictors.cli_proxy", *words, cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(120):
+            while not ports.exists():
+                assert process.returncode is None
+                await asyncio.sleep(0.05)
+            port, admin = ports.read_text().split()
+            async with aiohttp.ClientSession() as client:
+                async with client.get(f"http://127.0.0.1:{admin}/readyz") as response:
+                    assert response.status == 200
+                body = asks("name sea", stream=True)
+                async with client.post(f"http://127.0.0.1:{port}{CHAT}", json=body) as response:
+                    assert await response.content.readany()
+                    process.send_signal(signal.SIGTERM)
+                    await until(lambda: not ports.exists() or process.returncode is not None)
+                    go.set()
+                    rest = await response.read()
+            _, errors = await process.communicate()
+    assert process.returncode == 0
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert b'"usage"' not in rest
+    lines = [json.loads(line) for line in errors.decode().splitlines()]
+    assert [line["code"] for line in lines if "code" in line] == ["200"]
+    [segment] = log.iterdir()
+    record = json.loads(segment.read_text())
+    assert (record["output_tokens"], record["finish_reason"]) == (2, "stop")

@@ -1,0 +1,267 @@
+"""Finished requests come back: to the log, to training, to the drift alarm, and to the comparison of two artifacts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from data_gen.importers import ImportOptions, import_lengths
+from data_gen.importers.feedback import feedback_records
+from predictors.proxy.feedback_log import FeedbackLog
+from predictors.proxy.lengths import LengthCounter
+from scheduler_core.errors import InputError
+from tests.predictors.fakes import expected, write_artifact
+from tests.predictors.proxy.fake_engine import (
+    CHAT,
+    asks,
+    running_engine,
+    running_proxy,
+    stream_events,
+    streamed,
+    whole_answer,
+)
+from tests.predictors.proxy.test_relay import until
+from training.feedback import cli
+
+SHORT = "name three rivers"
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [record for _, record in feedback_records(folder)]
+
+
+async def test_lengths_come_back_and_the_client_sees_no_difference(
+    artifact_folder: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "engine": "vllm",
+        "predictor": str(artifact_folder),
+        "feedback": str(tmp_path),
+        "feedback_usage": True,
+    }
+    plain_stream = b"".join(stream_events(["a", "b", "c"], None))
+    full_stream = b"".join(stream_events(["a", "b", "c"], 7))
+    async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
+        assert await proxy.post(asks(SHORT, stream=True)) == (200, plain_stream)
+        wants = asks(SHORT, stream=True, stream_options={"include_usage": True})
+        assert await proxy.post(wants) == (200, full_stream)
+        assert json.loads((await proxy.post(asks(SHORT, temperature=0.5)))[1]) == whole_answer(7)
+        assert (await proxy.post(asks(SHORT, n=2)))[0] == 200
+        assert [body.get("stream_options") for body in fake.bodies] == [{"include_usage": True}] * 2 + [
+            None
+        ] * 2
+    found = records(tmp_path)
+    assert len(found) == 3  # of two answers at once nobody knows the lengths
+    mu, sigma = expected(SHORT)
+    for record in found:
+        assert (record["output_tokens"], record["counted_by"], record["finish_reason"]) == (
+            7,
+            "usage",
+            "stop",
+        )
+        assert (record["finished"], record["max_tokens"], record["served_model"]) == (True, 500, "tiny-llm")
+        assert (record["mu"], record["sigma"]) == (
+            pytest.approx(mu, rel=1e-5),
+            pytest.approx(sigma, rel=1e-5),
+        )
+        assert "prompt" not in record
+        assert len(record["prompt_sha256"]) == 64
+        assert SHORT not in json.dumps(record)
+    assert found[2]["temperature"] == 0.5
+
+
+async def test_without_counts_events_or_a_tokenizer_count(artifact_folder: Path, tmp_path: Path) -> None:
+    words = ["name ", "three ", "rivers ", "sea"]
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        return await streamed(request, stream_events(words, None))
+
+    tokenizer = str(artifact_folder / "tokenizer.json")
+    for folder, given, by in ((tmp_path / "a", None, "deltas"), (tmp_path / "b", tokenizer, "tokenizer")):
+        options: dict[str, Any] = {
+            "feedback": str(folder),
+            "feedback_usage": False,
+            "served_tokenizer": given,
+        }
+        async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
+            assert (await proxy.post(asks("x", stream=True)))[0] == 200
+            assert "stream_options" not in fake.bodies[0]
+        [record] = records(folder)
+        assert (record["counted_by"], record["output_tokens"]) == (by, 4 if given is None else 5)
+    with pytest.raises(InputError, match="served_tokenizer"):
+        LengthCounter(artifact_folder / "manifest.json")
+
+
+async def test_who_hangs_up_is_an_answer_that_was_cut(tmp_path: Path) -> None:
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"".join(stream_events(["a", "b"], None)[:2]))
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with running_engine(script) as fake, running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
+        response = await proxy.client.post(proxy.url + CHAT, json=asks("x", stream=True))
+        await response.content.readany()
+        response.close()
+        await until(lambda: proxy.server.num_inside == 0)
+    [record] = records(tmp_path)
+    assert (record["finish_reason"], record["finished"], record["counted_by"]) == ("abort", False, "deltas")
+
+
+async def test_errors_and_broken_answers_are_no_lengths(tmp_path: Path) -> None:
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        if len(fake.requests) == 1:
+            return web.json_response({"error": {}}, status=500)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(stream_events(["a"], None)[0])
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with running_engine(script) as fake, running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
+        assert (await proxy.post(asks("x")))[0] == 500
+        response = await proxy.client.post(proxy.url + CHAT, json=asks("x", stream=True))
+        assert response.status == 200
+        response.close()
+    assert records(tmp_path) == []
+
+
+async def test_from_live_traffic_to_training_drift_and_comparison(
+    artifact_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(5)
+    mu, sigma = expected(SHORT)
+    lengths = np.maximum(1, np.exp(mu + sigma * rng.standard_t(3.5, 30))).astype(int)
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        tokens = min(int(lengths[len(fake.requests) - 1]), 500)
+        return web.json_response(whole_answer(tokens, "length" if tokens == 500 else "stop"))
+
+    wrong = write_artifact(tmp_path / "rival", artifact_id="rival")
+    options: dict[str, Any] = {
+        "engine": "vllm",
+        "predictor": str(artifact_folder),
+        "shadow_predictor": str(wrong),
+        "feedback": str(tmp_path / "log"),
+        "feedback_prompts": "stored",
+        "feedback_segment_mib": 1,
+    }
+    async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
+        for _ in range(30):
+            assert (await proxy.post(asks(SHORT)))[0] == 200
+        answered = 'tailcast_proxy_shadow_predictions_total{outcome="answered"}'
+        async with asyncio.timeout(60):
+            while await proxy.metric(answered) < 30:
+                await asyncio.sleep(0.01)
+    log = tmp_path / "log"
+    with open(sorted(log.iterdir())[0], "ab") as torn:
+        torn.write(b'{"format": "tailcast-fee')
+    assert len(records(log)) == 30
+
+    assert cli.main([str(log), "--json", str(tmp_path / "c.json")]) == 0
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert json.loads(capsys.readouterr().out) == found
+    assert (found["num_records"], found["num_compared"]) == (30, 30)
+    assert found["main"]["crps_tokens"] == pytest.approx(found["shadow"]["crps_tokens"])
+    assert found["main"]["artifacts"] != found["shadow"]["artifacts"]
+    assert found["crps_difference_tokens"]["low"] <= 0 <= found["crps_difference_tokens"]["high"]
+    assert found["main"]["coverage"]["p50"]["estimate"] == pytest.approx(0.5, abs=0.3)
+
+    assert cli.main([str(log), "--pairs", str(tmp_path / "pairs.jsonl")]) == 0
+    from training.drift.cli import main as evaluate_stream
+
+    assert (
+        evaluate_stream(["--stream", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "e.jsonl")]) == 0
+    )
+    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+    assert (last["num_outcomes"], last["num_bad_lines"], last["num_alarms"]) == (30, 0, 0)
+    # The segments themselves are such a stream too: a torn line is one bad line.
+    segment = sorted(log.iterdir())[0]
+    assert evaluate_stream(["--stream", str(segment), "--out", str(tmp_path / "e.jsonl")]) == 0
+    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+    assert (last["num_outcomes"], last["num_bad_lines"]) == (30, 1)
+
+    assert cli.main([str(log), "--records", str(tmp_path / "all.jsonl")]) == 0
+    report = import_lengths("feedback", tmp_path / "all.jsonl", tmp_path / "samples.parquet")
+    assert (report.num_written, sum(report.finish_reasons.values())) == (30, 30)
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
+    assert [row["output_tokens"] for row in rows] == [min(int(length), 500) for length in lengths]
+    assert {(row["prompt"], row["model"], row["max_tokens"]) for row in rows} == {(SHORT, "tiny-llm", 500)}
+    trace = import_lengths(
+        "feedback", tmp_path / "all.jsonl", tmp_path / "trace.parquet", ImportOptions(schema="trace")
+    )
+    assert trace.num_without_arrival == 0
+
+
+def test_drift_is_seen_through_the_log(tmp_path: Path) -> None:
+    from training.drift.stream import DriftStream
+    from training.feedback.pairs import pairs
+
+    rng = np.random.default_rng(1)
+    log = FeedbackLog(tmp_path, fsync="never")
+    for length in np.exp(5.0 + rng.standard_t(3.5, 400) * 0.3):  # predicted a third as long
+        log.put(record(output_tokens=max(1, int(length)), mu=3.9, sigma=0.3, nu=3.5))
+    log.close()
+    lines = (json.dumps(found) for found in pairs(feedback_records(tmp_path), "main"))
+    alarms = [found for found in DriftStream(window=100, arl=1000).feed(lines) if found["event"] == "alarm"]
+    assert alarms
+    assert alarms[0]["reason"] in ("longer", "wider", "more_tail")
+
+
+def record(**more: Any) -> dict[str, Any]:
+    found = {"format": "tailcast-feedback/1", "time": 1.0, "output_tokens": 5, "counted_by": "usage"}
+    return found | {"finish_reason": "stop", "finished": True, "served_model": "m", "prompt": "p"} | more
+
+
+def test_segments_rotate_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
+    outcomes: list[str] = []
+    log = FeedbackLog(tmp_path, segment_bytes=500, fsync="always", counted=outcomes.append)
+    for number in range(20):
+        log.put(record(output_tokens=number + 1))
+    log.close()
+    segments = sorted(tmp_path.iterdir())
+    assert len(segments) > 2
+    assert all(len(segment.read_bytes()) < 900 for segment in segments)
+    assert [found["output_tokens"] for found in records(tmp_path)] == list(range(1, 21))
+    assert outcomes == ["written"] * 20
+    os.truncate(segments[0], segments[0].stat().st_size - 3)
+    kept = [found["output_tokens"] for found in records(tmp_path)]
+    assert len(kept) == 19
+    segments[1].write_bytes(b"no record\n")
+    with pytest.raises(InputError, match="a JSON object"):
+        records(tmp_path)
+    with pytest.raises(InputError, match="feedback log"):
+        records(tmp_path / "nothing")
+
+
+def test_a_disk_that_refuses_costs_records_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes: list[str] = []
+    log = FeedbackLog(tmp_path, fsync="always", counted=outcomes.append)
+    real = os.fsync
+
+    def refused(number: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", refused)
+    monkeypatch.setattr(log, "_begin", lambda: refused(0))
+    log._size = log._segment_bytes  # the next record needs a new segment
+    log.put(record())
+    monkeypatch.setattr(os, "fsync", real)
+    log.close()
+    assert outcomes == ["failed"]
+    with pytest.raises(InputError, match="a folder to write to"):
+        (tmp_path / "file").write_text("x")
+        FeedbackLog(tmp_path / "file" / "log")
