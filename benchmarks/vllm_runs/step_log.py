@@ -1,0 +1,65 @@
+"""vLLM's scheduler and ours, each with the same log of steps; imported by vLLM's Python alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from scheduler_core.adapters.vllm import scheduler_class
+
+#: Environment variable that names the file.
+VARIABLE = "TAILCAST_STEP_LOG"
+
+
+class StepLog:
+    """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._log = open(os.environ[VARIABLE], "a", encoding="utf-8")  # noqa: SIM115
+        self._open_steps: deque[tuple[float, int, int, int]] = deque()
+        self._ended_s = 0.0
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        begin = time.monotonic()
+        before = {name: request.num_computed_tokens for name, request in self.requests.items()}  # type: ignore[attr-defined]
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        prefill = decodes = context = 0
+        for name, num_tokens in output.num_scheduled_tokens.items():
+            done = before.get(name, 0)
+            if num_tokens == 1 and done >= self.requests[name].num_prompt_tokens:  # type: ignore[attr-defined]
+                decodes += 1
+                context += done
+            else:
+                prefill += num_tokens
+        self._open_steps.append((begin, prefill, decodes, context))
+        return output
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
+        begin, *work = self._open_steps.popleft()
+        now = time.monotonic()
+        if any(work):
+            self._log.write(json.dumps([now, now - max(begin, self._ended_s), *work]) + "\n")
+        self._ended_s = now
+        if not self.running:  # type: ignore[attr-defined]
+            self._log.flush()
+        return result
+
+
+class LoggedScheduler(StepLog, Scheduler):  # type: ignore[misc]
+    """vLLM's, where it schedules synchronously."""
+
+
+class LoggedAsyncScheduler(StepLog, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's, where it schedules asynchronously."""
+
+
+class LoggedTailcastScheduler(StepLog, scheduler_class()):  # type: ignore[misc]
+    """Ours."""

@@ -1,0 +1,202 @@
+"""What the adapter uses of vLLM, in a few lines: a request, its queue's interface and a scheduler that calls back as vLLM's.
+
+The real thing is run by test_vllm_engine.py; this is for what one wants to see step by step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class RequestQueue(ABC):
+    """The methods of vLLM 0.32's v1/core/sched/request_queue.py."""
+
+    @abstractmethod
+    def add_request(self, request: Any) -> None: ...
+    @abstractmethod
+    def pop_request(self) -> Any: ...
+    @abstractmethod
+    def peek_request(self) -> Any: ...
+    @abstractmethod
+    def prepend_request(self, request: Any) -> None: ...
+    @abstractmethod
+    def prepend_requests(self, requests: Iterable[Any]) -> None: ...
+    @abstractmethod
+    def remove_request(self, request: Any) -> None: ...
+    @abstractmethod
+    def remove_requests(self, requests: Iterable[Any]) -> None: ...
+    @abstractmethod
+    def __bool__(self) -> bool: ...
+    @abstractmethod
+    def __len__(self) -> int: ...
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class SchedulingPolicy(Enum):
+    FCFS = "fcfs"
+    PRIORITY = "priority"
+
+
+@dataclass(eq=False)
+class FakeRequest:
+    """A request of vLLM, as far as the adapter looks at it; `length` tokens end it."""
+
+    request_id: str
+    length: int
+    priority: int = 0
+    extra_args: dict[str, Any] | None = None
+    num_prompt_tokens: int = 4
+    max_tokens: int = 64
+    status: str = "waiting"
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+    prompt_token_ids: list[int] = field(init=False)
+    sampling_params: SimpleNamespace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_token_ids = [self.length] * self.num_prompt_tokens
+        self.sampling_params = SimpleNamespace(extra_args=self.extra_args, temperature=0.5)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    def get_finished_reason(self) -> str:
+        return "stop" if self.num_output_tokens >= self.length else "abort"
+
+
+class AsyncScheduler:
+    """A scheduler with seats, no memory, and the calls among its own methods that vLLM's makes."""
+
+    requires_kv_delivery = False
+    pause_state = SimpleNamespace(name="UNPAUSED")
+
+    def __init__(self, *, vllm_config: Any) -> None:
+        self.max_num_active_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.num_waiting_for_streaming_input = 0
+        self.policy = SchedulingPolicy(vllm_config.scheduler_config.policy)
+        self.requests: dict[str, FakeRequest] = {}
+        self.running: list[FakeRequest] = []
+        self.waiting: Any = deque()
+        self.prev_step_scheduled_req_ids: set[str] = set()
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[None])
+        self.block_size = 16
+        self.is_shut_down = False
+        self.kv_cache_manager = SimpleNamespace(
+            block_pool=SimpleNamespace(get_num_free_blocks=lambda: 1000),
+            get_blocks=lambda request_id: SimpleNamespace(blocks=([None],)),
+        )
+
+    @staticmethod
+    def _is_blocked_waiting_status(status: str) -> bool:
+        return status == "blocked"
+
+    def _request_blocks_can_be_freed(self, request: FakeRequest) -> bool:
+        return True
+
+    def add_request(self, request: FakeRequest) -> None:
+        self.waiting.add_request(request)
+        self.requests[request.request_id] = request
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        scheduled = {request.request_id: 1 for request in self.running}
+        skipped: deque[FakeRequest] = deque()
+        while self.waiting and len(self.running) < self.max_num_active_reqs:
+            request = self.waiting.peek_request()
+            if request.status == "blocked":
+                skipped.appendleft(self.waiting.pop_request())
+                continue
+            assert self.waiting.pop_request() is request
+            self.running.append(request)
+            request.status = "running"
+            scheduled[request.request_id] = request.num_tokens
+        self.waiting.prepend_requests(skipped)
+        self.prev_step_scheduled_req_ids = set(scheduled)
+        for request_id in scheduled:
+            self.requests[request_id].num_computed_tokens = self.requests[request_id].num_tokens
+        return SimpleNamespace(num_scheduled_tokens=scheduled)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> list[str]:
+        finished = []
+        for request_id in scheduler_output.num_scheduled_tokens:
+            request = self.requests.get(request_id)
+            if request is None or request.status != "running":
+                continue
+            request.num_output_tokens += 1
+            if request.num_output_tokens >= request.length:
+                self.running.remove(request)
+                self._free_request(request)
+                finished.append(request_id)
+        return finished
+
+    def finish_requests(self, request_id: str) -> None:
+        request = self.requests[request_id]
+        if request in self.running:
+            self.running.remove(request)
+        else:
+            self.waiting.remove_requests([request])
+        self._free_request(request)
+
+    def _preempt_request(
+        self, request: FakeRequest, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        assert request not in self.running
+        request.status = "preempted"
+        request.num_computed_tokens = 0
+        self.waiting.prepend_request(request)
+
+    def _free_request(self, request: FakeRequest, delay_free_blocks: bool = False) -> None:
+        del self.requests[request.request_id]
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class Tokenizer:
+    """Ids are words w<id>; a chat template puts a word before and one behind the message."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(f"w{number}" for number in ids)
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "".join(f"w1 {message['content']}" for message in messages) + " w2"
+
+
+def modules(version: str = "0.32.0") -> dict[str, ModuleType]:
+    """Modules by name, to be put into sys.modules."""
+    names = (
+        "vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.core.sched.async_scheduler",
+        "vllm.v1.core.sched.request_queue", "vllm.tokenizers",
+    )  # fmt: skip
+    made: dict[str, Any] = {name: ModuleType(name) for name in names}
+    made["vllm"].__version__ = version
+    made["vllm.v1.core.sched.async_scheduler"].AsyncScheduler = AsyncScheduler
+    made["vllm.v1.core.sched.request_queue"].RequestQueue = RequestQueue
+    made["vllm.tokenizers"].cached_tokenizer_from_config = lambda config: config.tokenizer
+    return made
+
+
+def vllm_config(tailcast: Any, *, max_num_seqs: int = 2, policy: str = "fcfs", tokenizer: Any = None) -> Any:
+    """A VllmConfig, as far as the adapter looks at it."""
+    return SimpleNamespace(
+        additional_config={} if tailcast is None else {"tailcast": tailcast},
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, policy=policy),
+        model_config=SimpleNamespace(tokenizer=tokenizer or Tokenizer()),
+    )
+
+
+def run_step(scheduler: Any) -> tuple[dict[str, int], list[str]]:
+    """One step: (tokens scheduled by id, ids that finished)."""
+    output = scheduler.schedule()
+    ids = list(output.num_scheduled_tokens)
+    result = SimpleNamespace(
+        sampled_token_ids=[[0] for _ in ids], req_id_to_index={name: i for i, name in enumerate(ids)}
+    )
+    return output.num_scheduled_tokens, scheduler.update_from_output(output, result)

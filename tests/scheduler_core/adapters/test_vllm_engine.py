@@ -1,0 +1,206 @@
+"""The scheduler inside a real vLLM, in vLLM's own environment (see tests/data_gen/conftest.py): minutes each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vllm_python  # noqa: F401
+
+pytestmark = pytest.mark.slow
+
+LENGTHS = [55, 50, 45, 40, 35, 30, 25, 20, 15, 10, 5, 3, 50, 8, 44, 2, 33, 21, 9, 4]
+
+ENTRY_POINTS = """[tailcast.predictors]
+prompted = tests.scheduler_core.adapters.length_reader:connect
+grpc = predictors.client:connect
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Attention kernels want heads of at least 32."""
+    return save_tiny_llama(tmp_path_factory.mktemp("tiny"), hidden_size=128, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """That of a process with vLLM, in which our modules and the tests' predictor are found as if installed."""
+    folder = tmp_path_factory.mktemp("plugins")
+    info = folder / "tailcast_tests-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tailcast-tests\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    return {**vllm_environment(), "PYTHONPATH": f"{ROOT}:{folder}"}
+
+
+@pytest.fixture
+def served(vllm_python: Path, model: Path, environment: dict[str, str]) -> Any:  # noqa: F811
+    """Runs engine_script.py with a task; what it printed."""
+
+    def serve(tailcast: dict[str, Any] | None, **task: Any) -> Any:
+        told = {"model": str(model), "tailcast": tailcast, "max_num_seqs": 3, "lengths": LENGTHS, **task}
+        done = subprocess.run(
+            [str(vllm_python), "-m", "tests.scheduler_core.adapters.engine_script", json.dumps(told)],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900,
+        )  # fmt: skip
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        return json.loads(lines[0][7:]) if lines else done.stdout + done.stderr
+
+    return serve
+
+
+def test_preemption_order_and_answers(served: Any) -> None:
+    """Little memory, a policy that takes places: the order is another, the answers are the same."""
+    stock = served(None, blocks=5, at_once=4)
+    ours = served({"policy": "srpt", "predictor": "prompted://answers"}, blocks=5, at_once=4, wait=True)
+    assert ours["scheduler"] == ["TailcastScheduler", "PolicyScheduling", "AsyncScheduler"]
+    assert ours["finished"] == stock["finished"], "greedy answers do not depend on the order"
+    assert len(ours["finished"]) == len(LENGTHS)
+    assert ours["order"] != stock["order"]
+    assert ours["order"].index("r11") < ours["order"].index("r1")
+    assert ours["order"][-1] == "r0", "the longest is the last"
+    assert ours["preemptions"] > 0
+    assert ours["metrics"]["tailcast_displacements_total[]"] > 0
+    assert ours["scores_kept"]
+    assert set(ours["left"].values()) == {0}
+
+
+def test_the_predictor_dies_and_requests_are_aborted(served: Any) -> None:
+    abort = ["r0", "r2", "r5", "r9", "r13", "r15", "r19"]
+    found = served({"policy": "tie", "predictor": "prompted://breaks:7"}, blocks=5, at_once=12, abort=abort)
+    assert {f"r{number}" for number in range(len(LENGTHS))} - set(found["finished"]) <= set(abort)
+    assert all(len(ids) == LENGTHS[int(name[1:])] for name, ids in found["finished"].items())
+    assert found["metrics"]["tailcast_predictions_total['failed']"] > 0
+    assert 0 < found["metrics"]["tailcast_predictions_total['answered']"] <= 7
+    assert found["scores_kept"]
+    assert set(found["left"].values()) == {0}
+
+
+def test_a_bad_configuration_stops_the_engine_with_its_reason(served: Any) -> None:
+    told = served({"policy": "tyre"}, at_once=1)
+    assert isinstance(told, str)
+    assert "InputError: policy: got 'tyre'; allowed: fcfs, " in told
+
+
+class Server:
+    """`serve-predictor` or vLLM's OpenAI server, in a process group of its own."""
+
+    def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
+        self.log = log
+        with open(log, "ab") as stream:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            )
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, condition: Any, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while not condition():
+            assert self._process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, self.log.read_text()[-3000:]
+            time.sleep(0.2)
+
+
+def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
+    vllm_python: Path,  # noqa: F811
+    model: Path,
+    environment: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    """The real service is killed while requests are under way: all are answered, and /metrics tells."""
+    from tests.predictors.fakes import write_artifact
+
+    port_file, artifact = tmp_path / "port", write_artifact(tmp_path / "artifact")
+    service = Server(
+        [sys.executable, "-m", "predictors.cli", str(artifact), "--port", "0", "--port_file", str(port_file)],
+        dict(os.environ), tmp_path / "service.log",
+    )  # fmt: skip
+    engine = None
+    try:
+        service.wait(port_file.exists, 120)
+        config = tmp_path / "tailcast.yaml"
+        config.write_text(
+            f"policy: tie\npredictor: grpc://127.0.0.1:{port_file.read_text().strip()}\ntimeout_s: 2\n"
+        )
+        (tmp_path / "metrics").mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = int(free.getsockname()[1])
+        url = f"http://127.0.0.1:{port}"
+        command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += [
+            "--served-model-name",
+            "tiny",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+        ]
+        command += ["--max-model-len", "96", "--enforce-eager", "--max-num-seqs", "2"]
+        command += ["--scheduler-cls", "scheduler_core.adapters.vllm.TailcastScheduler"]
+        variables = {"TAILCAST_CONFIG": str(config), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
+        engine = Server(command, environment | variables, tmp_path / "engine.log")
+        engine.wait(lambda: answers(f"{url}/health"), 600)
+
+        def ask(number: int) -> int:
+            body = {
+                "model": "tiny", "prompt": f"w{number} w2 w3", "max_tokens": 40, "ignore_eos": True, "temperature": 0,
+                "vllm_xargs": {"tailcast_tier": 7 if number == 0 else 1},
+            }  # fmt: skip
+            request = urllib.request.Request(
+                f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urllib.request.urlopen(request, timeout=300) as response:
+                return int(json.load(response)["usage"]["completion_tokens"])
+
+        with ThreadPoolExecutor(24) as threads:
+            first = [threads.submit(ask, number) for number in range(24)]
+            engine.wait(lambda: metric(url, 'tailcast_predictions_total{status="answered"}') > 0, 120)
+            service.kill()
+            rest = [threads.submit(ask, number) for number in range(24, 48)]
+            assert [found.result() for found in (*first, *rest)] == [40] * 48
+        assert metric(url, 'tailcast_predictions_total{status="failed"}') > 0
+        assert metric(url, 'tailcast_bad_hints_total{hint="tailcast_tier"}') == 1
+        assert 'policy="tie"' in page(url)
+        assert "vllm:num_requests_running" in page(url), "vLLM's own are there, too"
+    finally:
+        service.kill()
+        if engine is not None:
+            engine.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+def page(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
+        return str(response.read().decode())
+
+
+def metric(url: str, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)$", page(url), re.MULTILINE)
+    return float(found[1]) if found else 0.0
