@@ -41,10 +41,6 @@ HEADS = {
 }
 
 
-#: All heads; another optimizer and a decoder; the paper's own. That the others resume too is looked at by `make test-all`.
-RESUMED = ("multitask", "ltr-opt125m-listmle", "tie-deberta")
-
-
 def content_of(stem):
     return yaml.safe_load((FOLDER / f"{stem}.yaml").read_text())
 
@@ -107,22 +103,7 @@ def assert_holds(found, wanted):
             assert found[name] == value, name
 
 
-@pytest.mark.parametrize("stem", [path.stem for path in CONFIGS if path.stem not in RESUMED])
-def test_every_shipped_config_trains(stem, encoders, files, tmp_path):
-    args = arguments(stem, files, tmp_path / "out")
-    assert main([*args, "--encoder", encoders[architecture(stem)], "--progress", "false"]) == 0
-    checkpoint = load_checkpoint(tmp_path / "out")
-    assert checkpoint.config.heads.names == HEADS[stem]
-    assert checkpoint.training_info["metrics"]
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[] if path.stem in RESUMED else pytest.mark.slow, id=path.stem)
-        for path in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_trains_and_resumes_bit_exactly(path, encoders, files, tmp_path, monkeypatch):
     encoder = encoders[architecture(path.stem)]
 
