@@ -40,7 +40,7 @@ from benchmarks.vllm_runs.results import METRICS, fit_step_time, interval, run_m
 from benchmarks.vllm_runs.worker import EngineWorker
 from data_gen.prompts import read_prompts
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.fetch import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from training.markdown_section import markdown_table, put_section
@@ -145,7 +145,10 @@ class Bench:
             for number, prompt in enumerate(self.prompts)
         )  # fmt: skip
         found = fetch_predictions(Trace(rows), f"grpc://{self.address}", timeout_s=60.0)
-        self.predictions = {name: answer for name, answer in found.answers.items() if answer is not None}
+        for name, answer in found.answers.items():
+            length = answer.length if isinstance(answer, Prediction) else answer
+            if length is not None:
+                self.predictions[name] = length
         if len(self.predictions) < len(rows):
             raise InputError(
                 "artifact", str(self.options.artifact), f"one that predicts every prompt ({found.errors})"
