@@ -231,7 +231,7 @@ def test_a_predictor_that_listens_to_shouting_fails_and_is_described() -> None:
     pairs = read_pairs()
     found = check_claims(loud, pairs, threshold=0.0, max_promotion=1)
     assert not found.passed
-    assert (found.predicted.jumped.value or 0) > 0.5
+    assert (found.predicted.jumped.value or 0) > 0.4
     assert found.decided.levels.keys() == {3}
     assert found.neutral.jumped.value == 0
     assert found.scheduled_max_levels == 1, "promotion is limited"
