@@ -111,7 +111,12 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     async def _keep(self, worker: _Worker, environment: dict[str, str]) -> int:
-        """Starts a worker again whenever it ends; returns its last exit code."""
+        """Starts a worker again whenever it ends.
+
+        Returns:
+            The exit code of the one that was there when all were stopped; 0 where it was not ready yet, or still to be
+            started: nothing was left to drain.
+        """
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -123,7 +128,7 @@ class Supervisor:
             code = await self._until_end(worker)
             _forget_metrics(environment, worker.process.pid)
             if self._stopping.is_set():
-                return code
+                return code if worker.ready_file.exists() else 0
             if self._is_hopeless(code):
                 self._failed = code if code > 0 else 1
                 self.stop()
@@ -135,7 +140,7 @@ class Supervisor:
             try:
                 async with asyncio.timeout(backoff_s):
                     await self._stopping.wait()
-                return code
+                return 0
             except TimeoutError:
                 continue
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,11 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from predictors.cli import main
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from predictors.service.supervisor import Supervisor
 from tests.predictors.fakes import write_artifact
 
 PATIENCE_S = 150.0
@@ -154,6 +157,27 @@ def _lives(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
+
+
+async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_path: Path) -> None:
+    # Ready in its first life alone; then it takes for ever to start, without a handler for SIGTERM.
+    first = tmp_path / "first"
+    script = (
+        "import pathlib, sys, time; first = pathlib.Path(sys.argv[1])\n"
+        "if not first.exists(): first.touch(); pathlib.Path(sys.argv[2]).touch()\n"
+        "print(flush=True); time.sleep(600)"
+    )
+    supervisor = Supervisor([sys.executable, "-c", script, str(first)], count=1)
+    ready = asyncio.Event()
+    running = asyncio.create_task(supervisor.run(ready.set))
+    async with asyncio.timeout(PATIENCE_S):
+        await ready.wait()
+        [worker] = psutil.Process().children()
+        worker.kill()
+        while worker.is_running() or not psutil.Process().children():
+            await asyncio.sleep(0.01)
+        supervisor.stop()
+        assert await running == 0
 
 
 def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
