@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 
 from predictors.cli import main
@@ -161,20 +160,20 @@ def _lives(pid: int) -> bool:
 
 async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_path: Path) -> None:
     # Ready in its first life alone; then it takes for ever to start, without a handler for SIGTERM.
-    first = tmp_path / "first"
+    first, second = tmp_path / "first", tmp_path / "second"
     script = (
-        "import pathlib, sys, time; first = pathlib.Path(sys.argv[1])\n"
-        "if not first.exists(): first.touch(); pathlib.Path(sys.argv[2]).touch()\n"
-        "print(flush=True); time.sleep(600)"
+        "import os, pathlib, sys, time; first, second, ready = map(pathlib.Path, sys.argv[1:])\n"
+        "again = first.exists(); (second if again else first).write_text(str(os.getpid()))\n"
+        "if not again: ready.touch()\n"
+        "time.sleep(600)"
     )
-    supervisor = Supervisor([sys.executable, "-c", script, str(first)], count=1)
+    supervisor = Supervisor([sys.executable, "-c", script, str(first), str(second)], count=1)
     ready = asyncio.Event()
     running = asyncio.create_task(supervisor.run(ready.set))
     async with asyncio.timeout(PATIENCE_S):
         await ready.wait()
-        [worker] = psutil.Process().children()
-        worker.kill()
-        while worker.is_running() or not psutil.Process().children():
+        os.kill(int(first.read_text()), signal.SIGKILL)
+        while not second.exists():
             await asyncio.sleep(0.01)
         supervisor.stop()
         assert await running == 0
