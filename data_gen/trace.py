@@ -14,8 +14,8 @@
 | model | string or null | who answered |
 | category | string or null | kind of request |
 
-The simulator (`scheduler_core.simulator.trace.load_trace`) reads the first five, prompt and prompt_id, and needs them
-known: arrival_s may be null only where it draws arrivals itself. The tokens' unit is in the file's metadata under
+The simulator (`scheduler_core.simulator.trace_file.load_trace`) reads all but model, and needs the first five known:
+arrival_s may be null only where it draws arrivals itself. The tokens' unit is in the file's metadata under
 `tailcast.tokens`.
 """
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
-from scheduler_core.kv_cost import KVCost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
 from scheduler_core.simulator.fetch import Predictions
-from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.quadratic_time import PRESETS
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Tiers, Workload
 
@@ -24,32 +22,6 @@ LEVELS = 5
 LONGEST, BUCKET, SEATS, SPIKES = 499, 50, 16, 20
 #: Released code: room for keys and values, A100 with Qwen1.5-4B, in blocks of 32 tokens.
 KV_TOKENS, BLOCK = 37_748, 32
-
-
-@dataclass(frozen=True, slots=True)
-class QuadraticStepTime:
-    """The paper's cost of one request, and its code's of a batch: the largest of its members' (no cost of batching).
-
-    Attributes:
-        cost: alpha_1, alpha_2, gamma_1, gamma_2 and the time to copy a token.
-    """
-
-    cost: KVCost
-
-    def step_s(self, work: StepWork) -> float:
-        """See `StepTime`."""
-        cost = self.cost
-        members = [cost.gamma_1 * context + cost.gamma_2 for context in work.contexts]
-        members += [
-            cost.prefill_s(chunk.start_token + chunk.num_tokens) - cost.prefill_s(chunk.start_token)
-            for chunk in work.prefills
-        ]
-        return max(members, default=0.0) + cost.beta * work.num_swapped_tokens
-
-    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """See `StepTime`."""
-        first = self.cost.gamma_1 * max(contexts) + self.cost.gamma_2
-        return PolynomialRun(start_s, first, self.cost.gamma_1)
 
 
 #: Policy and batch former of each system; all have the same memory and batch.
@@ -72,7 +44,7 @@ def system(name: str) -> System:
         kv_block_tokens=BLOCK,
         preemption="swap",
     )
-    return System(policy=policy, scheduler=limits, step_time=QuadraticStepTime(KVCost()))
+    return System(policy=policy, scheduler=limits, step_time=PRESETS["a100-4b"])
 
 
 def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:

@@ -67,7 +67,7 @@ class EngineWorker:
             self._process.stdin.write((json.dumps(run) + "\n").encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass
+            pass  # it has ended: the loop below says why
         while not out.exists():
             if self._process.poll() is not None:
                 tail = self._log.read_text(errors="replace")[-3000:]

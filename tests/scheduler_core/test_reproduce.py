@@ -106,7 +106,7 @@ def test_both_systems_of_the_tables_have_the_same_engine() -> None:
 
 def test_a_batch_of_the_semantic_paper_costs_its_largest_member() -> None:
     cost = KVCost()
-    model = semantic.QuadraticStepTime(cost)
+    model = semantic.system("semantic").step_time
     chunks = (PrefillChunk("a", 0, 100, True), PrefillChunk("b", 0, 400, True))
     assert model.step_s(StepWork(chunks)) == pytest.approx(cost.prefill_s(400))
     assert model.step_s(StepWork((), (10, 50))) == pytest.approx(cost.gamma_1 * 50 + cost.gamma_2)

@@ -148,6 +148,7 @@ async def test_ageing_overtakes_a_shorter_newcomer() -> None:
     await until(lambda: passed == ["r1"])
     queue.leave(long)
     await asyncio.gather(*tasks)
+    assert passed == ["r1", "r2"]
 
 
 @settings(max_examples=40)
