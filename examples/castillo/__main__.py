@@ -24,7 +24,7 @@ class CastilloConfig:
     alpaca_share: float = 0.5
     """Share of the 52,000 Alpaca prompts to train on, by a hash of the prompt: most of the time goes into them."""
     epochs: int | None = None
-    """Passes over all parameters of minilm-cpu, if they differ from its YAML file."""
+    """First passes over all parameters of MiniLM, if they differ from the YAML file of minilm-cpu."""
     markdown: str = "docs/evaluation.md"
     """Where the table is written."""
 

@@ -17,6 +17,15 @@ CONFIGS = Path(training.__file__).parent / "configs"
 WEIGHTS = {"alpaca_eval": 0.3, "oasst": 0.5, "alpaca_52k": 0.5, "alpaca_52k_vicuna": 0.5}
 #: Short mathematical questions, far from what the report asks.
 LEFT_OUT = ("zeroeval",)
+#: Many prompts of one served model each: learnt from first, and not again.
+FIRST_PASS_ONLY = ("alpaca_52k", "alpaca_52k_vicuna")
+#: Of the second pass, which starts from a trained predictor.
+SECOND_PASS = [
+    "--stage1.epochs", "4",
+    "--stage1.patience", "1",
+    "--stage1.learning_rate", "1e-4",
+    "--stage1.heads_learning_rate", "5e-4",
+]  # fmt: skip
 #: Predictors of other papers, their heads trained on the same encoder, which is kept as minilm-cpu left it.
 BASELINES = {
     "ssjf": "ssjf-bert.yaml",
@@ -56,14 +65,19 @@ class Castillo:
         self._evaluate(markdown)
 
     def _minilm(self, files: list[Path]) -> None:
-        words: list[str] = [
+        """All sets first, then on from there with those that have several served models to a prompt."""
+        epochs = [] if self.epochs is None else ["--stage1.epochs", str(self.epochs)]
+        self._train("b", "minilm-first", "minilm-cpu.yaml", [*self._lengths(files), *epochs])
+        again = [file for file in files if _set(file) not in FIRST_PASS_ONLY]
+        start = ["--init", str(self.out / "minilm-first")]
+        self._train("b", "minilm-cpu", "minilm-cpu.yaml", [*self._lengths(again), *start, *SECOND_PASS])
+
+    def _lengths(self, files: list[Path]) -> list[str]:
+        return [
             "--data", json.dumps([str(file) for file in files]),
             "--data_weights", json.dumps([WEIGHTS.get(_set(file), 1.0) for file in files]),
             "--validation", str(self._file("calibration")),
         ]  # fmt: skip
-        if self.epochs is not None:
-            words += ["--stage1.epochs", str(self.epochs)]
-        self._train("b", "minilm-cpu", "minilm-cpu.yaml", words)
 
     def _multitask(self, files: list[Path]) -> None:
         own = [file for file in files if _set(file) in ("tune", "castillo")]
