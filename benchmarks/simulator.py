@@ -1,6 +1,6 @@
 """Speed, start-up and memory of the simulator, beside a plain loop that does the same.
 
-    python benchmarks/simulator.py [--runs DIR] [--repeats 5] [--largest 1000000]
+    python benchmarks/simulator.py [--runs DIR] [--repeats 5] [--largest 1000000] [--markdown FILE]
 
 1. Requests per CPU second, every side in turn in one process, median of the repeats:
    plain      `plain_vidur_loop.py`: about 100 lines, a round of a loop per iteration, no scheduler.
@@ -11,7 +11,8 @@
    Inputs: DIR/c1... (Vidur's, with the reference runs, see vidur_validation.py), or without DIR requests of the same mean
    lengths and a cost table made from a data sheet; and long answers, 60 times as much time between requests.
 2. CPU seconds of start-up: a new process that imports the simulator and reads the cost tables.
-3. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests.
+3. Peak memory of new processes that read the cost tables and simulate an input of Vidur's.
+4. Peak memory and CPU time of new processes that simulate 10,000, 100,000, ... requests (linear).
 
 Vidur itself needs profiles that are not public; its figures are in the reference: 101 to 215 requests per CPU second and
 970 MB for these inputs, on a machine on which the plain loop, written independently, made about 1,000.
@@ -21,23 +22,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 
 from benchmarks import plain_vidur_loop
-from benchmarks.vidur_validation import SARATHI, Case, limits_of, read_case, table_of
+from benchmarks.vidur_validation import SARATHI, Case, limits_of, read_case, table_of, trace_of
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
-from scheduler_core.scheduler import Scheduler
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.fetch import no_predictions
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.operator_table import OperatorTable
@@ -46,6 +50,17 @@ from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWor
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 CHUNK = 512
+EMPTY = Case("", Trace(()), limits_of(SARATHI, 30_208), 1, "", 1, "", [], 0)
+#: Requests per CPU second that Vidur (microsoft/vidur @ 7d47513) made of these inputs: lowest, highest measurement.
+VIDUR = {
+    "c1_L3_sarathi512_conv_q4": (215, 101),
+    "c2_L3_vllm_conv_q4": (143,),
+    "c6_L70tp2_sarathi512_conv_q1": (164,),
+    "c7_L70tp2_vllm_conv_q1": (203,),
+}
+#: What a plain loop made on the machine of those measurements.
+VIDUR_PLAIN = 1000
+VIDUR_PEAK_MB = 970
 
 
 def synthetic_trace(num: int, rate_rps: float, seed: int = 0) -> Trace:
@@ -122,8 +137,39 @@ def plain(case: Case, table: OperatorTable) -> Callable[[], int]:
     return run
 
 
-def speed(case: Case, table: OperatorTable, repeats: int) -> None:
-    """Prints one row per side."""
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Median speed of one side on one input.
+
+    Attributes:
+        case: Name of the input.
+        side: Which side.
+        requests: Requests per CPU second.
+        iterations: Iterations per CPU second.
+        over_plain: Times the plain loop's requests per CPU second.
+    """
+
+    case: str
+    side: str
+    requests: float
+    iterations: float
+    over_plain: float
+
+    def row(self) -> str:
+        """A row of the table."""
+        known = VIDUR.get(self.case)
+        here = there = ""
+        if known is not None and self.side != "plain":
+            here = " to ".join(f"{self.requests / one:,.0f}" for one in known)
+            there = " to ".join(f"{self.over_plain * VIDUR_PLAIN / one:,.1f}" for one in known)
+        return (
+            f"| {self.case} | {self.side} | {self.requests:,.0f} | {self.iterations:,.0f} "
+            f"| {self.over_plain:.2f} | {there} | {here} |"
+        )
+
+
+def speed(case: Case, table: OperatorTable, repeats: int) -> list[Speed]:
+    """Every side."""
     sides = {
         "plain": plain(case, table),
         "exact": ours(case, table, exact_steps=True),
@@ -138,13 +184,17 @@ def speed(case: Case, table: OperatorTable, repeats: int) -> None:
             iterations[name] = run()
             seconds[name].append(time.process_time() - start)
     iterations["plain"] = iterations["exact"]
-    base = median(seconds["plain"])
-    for name in sides:
-        took = median(seconds[name])
-        print(
-            f"| {case.name} | {name} | {len(case.trace) / took:,.0f} | {iterations[name] / took:,.0f} "
-            f"| {base / took:.1f} |"
+    took = {name: median(values) for name, values in seconds.items()}
+    return [
+        Speed(
+            case.name,
+            name,
+            len(case.trace) / took[name],
+            iterations[name] / took[name],
+            took["plain"] / took[name],
         )
+        for name in sides
+    ]
 
 
 START_UP = """
@@ -155,35 +205,104 @@ from scheduler_core.simulator.operator_profile import read_operator_table
 imported = time.process_time()
 if {folder!r}:
     read_operator_table({folder!r}, num_layers=32)
-print(imported, time.process_time() - imported)
+print(imported - start, time.process_time() - imported)
+"""
+
+PEAK = """
+import json, sys
+from pathlib import Path
+from benchmarks.simulator import peak_run
+print(peak_run(Path({folder!r}), json.loads(sys.stdin.read())))
 """
 
 GROWTH = """
-import json, resource, time
+import json
 from benchmarks.simulator import growth_run
 print(json.dumps(growth_run({num})))
 """
 
 
+def peak_mb() -> float:
+    """Most memory that this process has had so far, without what its parent had before (which getrusage may count)."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        return int(fields["VmHWM"].split()[0]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def peak_run(tables: Path, given: dict[str, Any]) -> float:
+    """Simulates a case with its cost tables; the peak memory of this process in MB."""
+    limits = SchedulerConfig(**given["limits"])
+    case = replace(EMPTY, trace=trace_of(given["rows"]), limits=limits)
+    case = replace(case, profile=given["profile"], model=given["model"], tensor_parallel=given["tp"])
+    ours(case, table_of(case, tables))()
+    return peak_mb()
+
+
 def growth_run(num: int) -> dict[str, float]:
-    """Simulates so many requests in this process: peak memory in bytes per request, CPU seconds per request."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Simulates so many requests in this process: peak memory in MB, CPU seconds to make them and to simulate them."""
     start = time.process_time()
-    case = Case("", synthetic_trace(num, 4.0), limits_of(SARATHI, 30_208), 1, "", 1, "", [], 0)
+    case = replace(EMPTY, trace=synthetic_trace(num, 4.0))
     made = time.process_time()
     ours(case, LinearStepTime())()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {
-        "peak_mb": peak / 1024,
-        "bytes_per_request": (peak - before) * 1024 / num,
-        "run_s": time.process_time() - made,
-        "make_s": made - start,
-    }
+    return {"peak_mb": peak_mb(), "run_s": time.process_time() - made, "make_s": made - start}
 
 
-def child(code: str) -> str:
+def child(code: str, given: str = "") -> str:
     """What a new interpreter prints."""
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, input=given
+    )
+    return done.stdout
+
+
+def peaks(cases: Sequence[Case], tables: Path) -> list[str]:
+    """A row per case: what a new process needs that reads the tables and simulates the case."""
+    rows = []
+    for case in cases:
+        requests = [
+            {
+                "id": row.request_id,
+                "arrived_at": row.arrival_s,
+                "prompt_tokens": row.prompt_tokens,
+                "output_tokens": row.output_tokens,
+            }
+            for row in case.trace.requests
+        ]
+        given = {
+            "rows": requests,
+            "limits": asdict(case.limits),
+            "profile": case.profile,
+            "model": case.model,
+            "tp": case.tensor_parallel,
+        }
+        mb = float(child(PEAK.format(folder=str(tables)), json.dumps(given)))
+        rows.append(f"| {case.name} | {mb:.0f} | {mb / VIDUR_PEAK_MB:.1%} |")
+    return rows
+
+
+def growth(largest: int) -> list[str]:
+    """A row per number of requests, from 10,000 on."""
+    rows = []
+    before: tuple[int, float] | None = None
+    num = 10_000
+    while num <= largest:
+        found = json.loads(child(GROWTH.format(num=num)))
+        each = "" if before is None else f"{(found['peak_mb'] - before[1]) * 2**20 / (num - before[0]):,.0f}"
+        rows.append(f"| {num:,} | {found['peak_mb']:,.0f} | {each} | {found['run_s'] / num * 1e6:.0f} |")
+        before = (num, found["peak_mb"])
+        num *= 10
+    return rows
+
+
+def sides(runs: Path | None) -> tuple[list[tuple[Case, OperatorTable]], Path | None]:
+    """The inputs with their cost tables, and where those are."""
+    if runs is None:
+        return [(replace(EMPTY, name="synthetic", trace=synthetic_trace(1024, 4.0)), synthetic_table())], None
+    tables = runs / "cost_tables"
+    cases = [read_case(path.parent) for path in sorted(runs.glob("*/summary.json"))]
+    return [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1], tables
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -191,37 +310,79 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=None)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--largest", type=int, default=1_000_000)
+    parser.add_argument("--markdown", type=Path, default=None, help="write the tables to this file too")
     options = parser.parse_args(argv)
-    print(f"Python {platform.python_version()}, {platform.processor() or platform.machine()}")
-    print(
-        "\n| input | side | requests / CPU s | iterations / CPU s | times the plain loop |\n|---|---|---|---|---|"
-    )
-    folder = ""
-    if options.runs is None:
-        limits = limits_of(SARATHI, 30_208)
-        case = Case("synthetic", synthetic_trace(1024, 4.0), limits, 1, "", 1, "", [], 0)
-        pairs = [(case, synthetic_table())]
-    else:
-        tables = options.runs / "cost_tables"
-        cases = [read_case(path.parent) for path in sorted(options.runs.glob("*/summary.json"))]
-        pairs = [(case, table_of(case, tables)) for case in cases if case.num_replicas == 1]
-        folder = str(tables / cases[0].profile)
+    page: list[str] = []
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            print(line, flush=True)
+        page.extend(lines)
+
+    pairs, tables = sides(options.runs)
+    say(HEAD)
     for case, table in pairs:
-        speed(case, table, options.repeats)
+        say(*[one.row() for one in speed(case, table, options.repeats)])
     case, table = pairs[0]
     long = replace(case, name="long answers", trace=stretched(case.trace, 60.0))
-    speed(long, table, max(1, options.repeats // 2))
-    imported, read = (float(one) for one in child(START_UP.format(folder=folder)).split())
-    print(f"\nstart-up: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s")
-    print("\n| requests | peak MB | bytes per request | us per request |\n|---|---|---|---|")
-    num = 10_000
-    while num <= options.largest:
-        found = json.loads(child(GROWTH.format(num=num)))
-        print(
-            f"| {num:,} | {found['peak_mb']:.0f} | {found['bytes_per_request']:.0f} "
-            f"| {found['run_s'] / num * 1e6:.0f} |"
-        )
-        num *= 10
+    say(*[one.row() for one in speed(long, table, max(1, options.repeats // 2))])
+    folder = "" if tables is None else str(tables / case.profile)
+    starts = [[float(one) for one in child(START_UP.format(folder=folder)).split()] for _ in range(3)]
+    imported, read = min(starts, key=sum)
+    say(f"\nStart-up, the least of 3: import {imported:.2f} CPU s, cost tables {read:.2f} CPU s.")
+    if tables is not None:
+        say(f"\n| input | peak MB | of Vidur's {VIDUR_PEAK_MB} MB |\n|---|---|---|")
+        say(*peaks([case for case, _ in pairs], tables))
+    say("\n| requests | peak MB | bytes per request more | us per request |\n|---|---|---|---|")
+    say(*growth(options.largest))
+    if options.markdown is not None:
+        options.markdown.write_text(_page(options, page), encoding="utf-8")
+
+
+def _page(options: argparse.Namespace, lines: list[str]) -> str:
+    given = f"--repeats {options.repeats} --largest {options.largest}"
+    runs = "" if options.runs is None else "--runs DIR "
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    return (
+        f"""# benchmarks/simulator.py on a CPU
+
+{today}, version {metadata.version("tailcast")}, Python {platform.python_version()}, {processor()}, load {os.getloadavg()[0]:.0f}: medians of CPU time, all sides in turn in one process.
+
+    python benchmarks/simulator.py {runs}{given} --markdown FILE
+
+{NOTES}
+
+"""
+        + "\n".join(lines).replace("\n\n\n", "\n\n")
+        + "\n"
+    )
+
+
+def processor() -> str:
+    """Name of the processor and number of its cores that this process may use."""
+    name = platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line
+        ]
+        name = names[0] if names else name
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+HEAD = (
+    "| input | side | requests / CPU s | iterations / CPU s | times plain "
+    "| times Vidur, by plain | times Vidur's figure |\n|---|---|---|---|---|---|---|"
+)
+
+NOTES = f"""plain is a loop of about 100 lines that does one round per iteration; exact asks the scheduler before every
+iteration; stretches, as in `simulate` (which also watches gaps and load), asks it when something can change and takes every
+iteration between with its own time from the same cost table; linear has a step time that is linear in the context, so that stretches of decodes are
+taken in closed form. The same first-token and completion times come out of plain, exact and stretches.
+
+"times Vidur's figure" is over what was measured of Vidur (c1 with and without its metrics), on another machine. On that one
+a plain loop, written independently, made about {VIDUR_PLAIN:,} requests per CPU second; "times Vidur, by plain" is what
+remains when the two plain loops are taken to be equally fast."""
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from scheduler_core.policies import make_policy
 from scheduler_core.routing import make_router
@@ -78,6 +77,8 @@ class Case:
 
 def read_case(folder: Path) -> Case:
     """Reads input, output and arguments of a run."""
+    import pyarrow.parquet as pq  # here, so that others who measure memory need not have it
+
     summary = json.loads((folder / "summary.json").read_text())
     names = [name.removeprefix("--") for name in summary["args"][::2]]
     given = dict(zip(names, summary["args"][1::2], strict=True))
@@ -205,15 +206,17 @@ class WatchedTable(OperatorTable):
         self.used.setdefault("decode", set()).add((num_decodes, -(-mean_context // 64)))
         return OperatorTable._decode(self, num_decodes, mean_context)
 
-    def _prefill(self, row: int, size: int, num_chunks: int) -> float:
-        self.used.setdefault("prefill", set()).add((row, size))
-        return OperatorTable._prefill(self, row, size, num_chunks)
+    def _prefill(self, before: int, size: int, num_chunks: int) -> float:
+        self.used.setdefault("prefill", set()).add((before, size))
+        return OperatorTable._prefill(self, before, size, num_chunks)
 
 
 def cut(case: Case, tables: Path, num: int, folder: Path) -> None:
     """Writes the first requests of a case, and the rows of the cost tables that they need."""
     whole = table_of(case, tables)
-    table = WatchedTable(**{item.name: getattr(whole, item.name) for item in fields(OperatorTable)})
+    table = WatchedTable(
+        **{item.name: getattr(whole, item.name) for item in fields(OperatorTable) if item.init}
+    )
     head = Trace(case.trace.requests[:num])
     core = Scheduler(case.limits, make_policy("fcfs"))
     Simulation(head, core, table, no_predictions(), exact_steps=True).run()

@@ -25,11 +25,12 @@ class KVCache:
     __slots__ = (
         "_held",
         "_least_free",
-        "_num_free",
         "_num_host_free",
         "_offloaded",
         "block_tokens",
+        "capacity_tokens",
         "num_blocks",
+        "num_free_blocks",
         "num_host_blocks",
         "watermark_blocks",
     )
@@ -47,18 +48,16 @@ class KVCache:
             raise InputError("num_swap_blocks", num_host_blocks, "integers >= 0")
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
+        #: Tokens that fit when one request has the cache to itself.
+        self.capacity_tokens = num_blocks * block_tokens
         self.watermark_blocks = int(watermark * num_blocks)
         self.num_host_blocks = num_host_blocks
         self._held: dict[str, int] = {}
-        self._num_free = num_blocks
+        #: Blocks nobody holds; to be read only.
+        self.num_free_blocks = num_blocks
         self._least_free = num_blocks
         self._offloaded: dict[str, int] = {}
         self._num_host_free = num_host_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks nobody holds."""
-        return self._num_free
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -68,17 +67,12 @@ class KVCache:
     @property
     def use(self) -> float:
         """Share of the blocks that are held."""
-        return 1.0 - self._num_free / self.num_blocks
+        return 1.0 - self.num_free_blocks / self.num_blocks
 
     @property
     def peak_blocks(self) -> int:
         """Most blocks ever held at the same time."""
         return self.num_blocks - self._least_free
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that fit when one request has the cache to itself."""
-        return self.num_blocks * self.block_tokens
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens of one request fill."""
@@ -95,7 +89,7 @@ class KVCache:
     def fits(self, num_tokens: int, *, alone: bool, freed_blocks: int = 0) -> bool:
         """Whether a newcomer with so many tokens could be admitted, if others gave back `freed_blocks`."""
         spare = 0 if alone else self.watermark_blocks
-        return self._num_free + freed_blocks - self.blocks_for(num_tokens) >= spare
+        return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
     def admit(self, request_id: str, num_tokens: int, *, alone: bool) -> bool:
         """Takes the blocks for a newcomer's tokens; False (and nothing taken) if it does not fit now.
@@ -110,9 +104,9 @@ class KVCache:
             return False
         need = self.blocks_for(num_tokens)
         self._held[request_id] = need
-        self._num_free -= need
-        if self._num_free < self._least_free:
-            self._least_free = self._num_free
+        self.num_free_blocks -= need
+        if self.num_free_blocks < self._least_free:
+            self._least_free = self.num_free_blocks
         self._num_host_free += self._offloaded.pop(request_id, 0)
         return True
 
@@ -122,14 +116,25 @@ class KVCache:
         more = -(-num_tokens // self.block_tokens) - held
         if more <= 0:
             return True
-        left = self._num_free - more
+        left = self.num_free_blocks - more
         if left < 0:
             return False
         self._held[request_id] = held + more
-        self._num_free = left
+        self.num_free_blocks = left
         if left < self._least_free:
             self._least_free = left
         return True
+
+    def take(self, num_blocks: int) -> None:
+        """Takes blocks, which must be there, for holders who are named later; see `credit`."""
+        self.num_free_blocks = left = self.num_free_blocks - num_blocks
+        assert left >= 0, "more blocks are taken than are free"
+        if left < self._least_free:
+            self._least_free = left
+
+    def credit(self, request_id: str, num_blocks: int) -> None:
+        """So many of the blocks that were taken are the request's, which holds some already."""
+        self._held[request_id] += num_blocks
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
         """Moves the first `num_tokens` tokens to the host and gives back all blocks; False (and nothing moved) if
@@ -138,14 +143,14 @@ class KVCache:
         need = self.blocks_for(num_tokens)
         if need > self._num_host_free:
             return False
-        self._num_free += self._held.pop(request_id)
+        self.num_free_blocks += self._held.pop(request_id)
         self._offloaded[request_id] = need
         self._num_host_free -= need
         return True
 
     def release(self, request_id: str) -> None:
         """Gives back everything the request holds, here and on the host."""
-        self._num_free += self._held.pop(request_id, 0)
+        self.num_free_blocks += self._held.pop(request_id, 0)
         self._num_host_free += self._offloaded.pop(request_id, 0)
 
     def validate(self, holders: set[str], offloaded: set[str]) -> None:
@@ -153,7 +158,7 @@ class KVCache:
         assert set(self._held) == holders, (set(self._held), holders)
         assert set(self._offloaded) == offloaded, (set(self._offloaded), offloaded)
         assert all(count > 0 for count in [*self._held.values(), *self._offloaded.values()])
-        assert sum(self._held.values()) + self._num_free == self.num_blocks
+        assert sum(self._held.values()) + self.num_free_blocks == self.num_blocks
         assert sum(self._offloaded.values()) + self._num_host_free == self.num_host_blocks
-        assert self._num_free >= 0
+        assert self.num_free_blocks >= 0
         assert self._num_host_free >= 0

@@ -1,4 +1,7 @@
-"""What goes back and forth between the scheduler and whatever executes its steps."""
+"""What goes back and forth between the scheduler and whatever executes its steps.
+
+All of it is to be read only. What is made in every step is not frozen: that would make it several times as slow to make.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PrefillChunk:
     """A piece of a request's prompt (or, after a preemption, of prompt and generated tokens).
 
@@ -36,7 +39,7 @@ class KVTransfer:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepPlan:
     """One step of the engine.
 
@@ -71,15 +74,15 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.prefills)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StepResult:
     """What the engine saw.
 
     Attributes:
         step: The plan's number.
         stopped: Requests whose new token ended their output. Reaching max_tokens need not be told.
-        num_steps: How often the plan was carried out in a row (see `Scheduler.steady_steps`); `stopped` is about
-            the last time.
+        num_steps: How often the plan was carried out in a row, a chunk going on where the last one ended (see
+            `Scheduler.steady_steps`); `stopped` is about the last time.
     """
 
     step: int
@@ -87,7 +90,7 @@ class StepResult:
     num_steps: int = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     """A request that is done and no longer known to the scheduler.
 

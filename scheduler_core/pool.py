@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from typing import Literal
 
+from scheduler_core.decode_cohort import DecodeCohort
 from scheduler_core.eviction import EvictionOrder
 from scheduler_core.kv_cache import KVCache
 from scheduler_core.policies.base import Policy
@@ -27,9 +28,11 @@ class Pool:
         preemption: Whether a preempted request keeps a copy of its cache on the host, if there is room.
         evicts_by_key: Victims are found by the policy's eviction key; False: the youngest goes.
         group: See `WaitingQueue`.
+        lazily: Those who decode are counted together, see `DecodeCohort`: for batch formers that let all of them decode
+            whenever one does, and policies that do not look at them meanwhile.
     """
 
-    __slots__ = ("evictions", "kv", "max_num_seqs", "max_running", "policy", "preemption", "reserved", "running", "states", "waiting")  # fmt: skip
+    __slots__ = ("_num_seats", "_prefilling", "_running", "_states", "cohort", "evictions", "kv", "max_num_seqs", "max_running", "policy", "preemption", "reserved", "waiting")  # fmt: skip
 
     def __init__(
         self,
@@ -41,23 +44,99 @@ class Pool:
         preemption: Preemption = "recompute",
         evicts_by_key: bool = False,
         group: Callable[[RequestState], int] | None = None,
+        lazily: bool = False,
     ) -> None:
         self.policy = policy
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_running = max_num_seqs if max_running is None else max_running
         self.preemption = preemption
-        self.states: dict[str, RequestState] = {}
+        self._states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, group)
-        #: In order of admission.
-        self.running: dict[str, RequestState] = {}
+        self._running: dict[str, RequestState] = {}
         self.evictions = EvictionOrder(policy) if evicts_by_key else None
+        #: Those who decode, if they are counted together.
+        self.cohort = DecodeCohort(kv) if lazily and self.evictions is None else None
+        #: With a cohort: the running requests that are not in it, in order of admission, with the number of that.
+        self._prefilling: dict[str, tuple[RequestState, int]] = {}
+        self._num_seats = 0
         #: Requests that are not here but have blocks and a seat here; `max_running` is without those seats.
         self.reserved: set[str] = set()
 
+    @property
+    def states(self) -> Mapping[str, RequestState]:
+        """All live requests, to read; O(running requests) if they were counted together."""
+        self.settle()
+        return self._states
+
+    @property
+    def running(self) -> Mapping[str, RequestState]:
+        """The running requests in order of admission, to read; costs as much."""
+        self.settle()
+        return self._running
+
+    @property
+    def num_running(self) -> int:
+        """Running requests."""
+        return len(self._running)
+
+    @property
+    def is_empty(self) -> bool:
+        """There is no live request."""
+        return not self._states
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._states
+
+    def find(self, request_id: str) -> RequestState | None:
+        """A live request, to read; None if it is not here."""
+        if self.cohort is not None:
+            self.cohort.settle(request_id)
+        return self._states.get(request_id)
+
+    def settle(self) -> None:
+        """Brings the states of those up to date that are counted together."""
+        if self.cohort is not None:
+            self.cohort.settle_all()
+
+    def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
+        """The running requests in prefill and those that decode, each in order of admission; not to be changed, and those
+        that decode are perhaps not settled.
+        """
+        if self.cohort is not None:
+            prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
+            return prefilling, self.cohort.states()
+        running = self._running.values()
+        decodes = [s for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
+        if len(decodes) == len(running):
+            return [], decodes
+        return [s for s in running if s.num_computed_tokens < s.prefill_target_tokens], decodes
+
+    def prefilled(self, state: RequestState) -> None:
+        """A running request has processed its prompt; its next step is a decode."""
+        if self.cohort is not None:
+            _, seat = self._prefilling.pop(state.request_id)
+            self.cohort.join(state, seat)
+
+    def _sit_down(self, state: RequestState) -> None:
+        """A request has been admitted."""
+        if self.cohort is None:
+            return
+        self._num_seats = seat = self._num_seats + 1
+        if state.num_computed_tokens < state.prefill_target_tokens:
+            self._prefilling[state.request_id] = (state, seat)
+        else:
+            self.cohort.join(state, seat)
+
+    def count_singly(self) -> None:
+        """From now on everybody is counted by themselves, as what comes next does not fit into a cohort."""
+        if self.cohort is not None:
+            self.cohort.settle_all()
+            self.cohort = None
+
     def enter(self, state: RequestState, now: float) -> None:
         """A new request starts to wait."""
-        self.states[state.request_id] = state
+        self._states[state.request_id] = state
         self.waiting.push(state, now)
 
     def rekey(self, state: RequestState, now: float) -> None:
@@ -88,7 +167,7 @@ class Pool:
             now: Time in seconds.
             reserve_tokens: Take blocks for so many tokens; None: as many as the policy asks for.
         """
-        running = self.running
+        running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
             return False
@@ -104,6 +183,7 @@ class Pool:
             state.first_scheduled_s = now
         self._note_room(state)
         running[state.request_id] = state
+        self._sit_down(state)
         self.policy.on_admit(state, now)
         if self.evictions is not None:
             self.evictions.push(state, now)
@@ -117,6 +197,8 @@ class Pool:
             return False
         size = self.kv.block_tokens
         state.kv_tokens = -(-num_tokens // size) * size
+        if self.cohort is not None and state.request_id in self.cohort:
+            self.cohort.grown(state)
         return True
 
     def preempt(self, state: RequestState, now: float, kept_tokens: int | None = None) -> int:
@@ -151,7 +233,7 @@ class Pool:
         """The running request to be preempted when the running ones have no memory left to grow."""
         if self.evictions is not None:
             return self.evictions.worst(now)
-        return next(reversed(self.running.values()))
+        return next(reversed(self._running.values()))
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
         """The fewest running requests that must go for a waiting one to be admitted; None if it may not displace
@@ -178,7 +260,7 @@ class Pool:
 
     def _would_fit(self, num_tokens: int, victims: list[RequestState]) -> bool:
         """Whether a newcomer of so many tokens could be admitted without the victims."""
-        left = len(self.running) - len(victims)
+        left = len(self._running) - len(victims)
         freed_blocks = sum(self.kv.held_by(victim.request_id) for victim in victims)
         return left < self.max_running and self.kv.fits(
             num_tokens, alone=left == 0, freed_blocks=freed_blocks
@@ -192,7 +274,7 @@ class Pool:
             self._stop_running(state)
         self.kv.release(state.request_id)
         state.status = Status.GONE
-        del self.states[state.request_id]
+        del self._states[state.request_id]
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
         """Keeps that many blocks more for a request that is on its way here, and with the first ones a seat; False
@@ -201,9 +283,9 @@ class Pool:
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)
-        if len(self.running) >= self.max_running:
+        if len(self._running) >= self.max_running:
             return False
-        if not self.kv.admit(request_id, num_blocks * self.kv.block_tokens, alone=not self.running):
+        if not self.kv.admit(request_id, num_blocks * self.kv.block_tokens, alone=not self._running):
             return False
         self.reserved.add(request_id)
         self.max_running -= 1
@@ -222,11 +304,12 @@ class Pool:
             self.leave(state)
             state.num_computed_tokens, state.prefill_target_tokens = 0, state.known_tokens
             return
+        self.count_singly()
         self._stop_running(state)
         self.reserved.add(name)
         self.max_running -= 1
         state.status, state.kv_tokens = Status.GONE, 0
-        del self.states[name]
+        del self._states[name]
 
     def put_in(self, state: RequestState, now: float) -> None:
         """A request comes from another replica: it runs on what is reserved for it, or waits if nothing is."""
@@ -235,8 +318,9 @@ class Pool:
             state.status = Status.WAITING
             self.enter(state, now)
             return
+        self.count_singly()
         self._free_reserved(name)
-        self.states[name] = self.running[name] = state
+        self._states[name] = self._running[name] = state
         state.status = Status.RUNNING
         self._note_room(state)
         self.policy.on_admit(state, now)
@@ -248,7 +332,10 @@ class Pool:
         self.max_running += 1
 
     def _stop_running(self, state: RequestState) -> None:
-        del self.running[state.request_id]
+        name = state.request_id
+        del self._running[name]
+        if self.cohort is not None and self._prefilling.pop(name, None) is None:
+            self.cohort.leave(state)
         if self.evictions is not None:
             self.evictions.remove(state)
 
@@ -274,6 +361,8 @@ class Pool:
         if self.evictions is not None:
             assert {state.request_id for state in self.evictions} == running
             self.evictions.validate()
+        if self.cohort is not None:
+            self.cohort.validate(self._running.values())
         if keys_are_fresh:
             self._validate_keys(now)
         for state in self.states.values():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Literal
 
 from scheduler_core.batching import Batch, BatchFormer, make_former
 from scheduler_core.decision_log import DecisionLog
@@ -21,7 +20,8 @@ from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
 from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.request import Request, RequestState, Status
+from scheduler_core.request import Request, RequestState
+from scheduler_core.step_end import StepEnd
 
 
 class SchedulerStateError(TailcastError):
@@ -78,8 +78,9 @@ class Scheduler:
             preemption=config.preemption,
             evicts_by_key=policy.preemptive or former.evicts_by_key,
             group=former.group,
+            lazily=former.decodes_all and not _looks_at_running(policy),
         )
-        self._on_tokens = _hook(policy, "on_tokens")
+        self._step_end = StepEnd(self._pool, policy, _hook(policy, "on_tokens"))
         #: Hooks that do nothing are not called: these would be called in every step.
         self._may_rekey = self._pool.evictions is not None or policy.key_changes == "with_time"
         self._may_rekey |= _overrides(policy, Policy, "on_pressure", "take_changed")
@@ -102,7 +103,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Admitted requests."""
-        return len(self._pool.running)
+        return self._pool.num_running
 
     @property
     def num_free_kv_blocks(self) -> int:
@@ -115,7 +116,7 @@ class Scheduler:
         return self._pool.kv.peak_blocks
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pool.states
+        return request_id in self._pool
 
     @property
     def decoding(self) -> Sequence[RequestState]:
@@ -124,11 +125,26 @@ class Scheduler:
         Raises:
             SchedulerStateError: No step is open.
         """
-        return self._open_step()[1].decodes
+        batch = self._open_step()[1]
+        self._pool.settle()
+        return batch.decodes
+
+    @property
+    def num_common_steps(self) -> int | None:
+        """Decode steps that all requests that decode have taken together so far; None if they do not count so.
+
+        While this is a number, all requests that have processed their prompts generate a token in every step in which one
+        of them does.
+        """
+        cohort = self._pool.cohort
+        return None if cohort is None else cohort.num_steps
 
     def state(self, request_id: str) -> RequestState:
         """The live request, to read; KeyError if it is not here."""
-        return self._pool.states[request_id]
+        state = self._pool.find(request_id)
+        if state is None:
+            raise KeyError(request_id)
+        return state
 
     def refusal(self, request: Request) -> InputError | None:
         """Why the request could never be finished here; None if it could."""
@@ -148,7 +164,7 @@ class Scheduler:
             InputError: Its id is already here, or it can never be finished (see `refusal`). Nothing has changed then.
         """
         self._check_time(now)
-        if request.request_id in self._pool.states:
+        if request.request_id in self._pool:
             raise InputError("request_id", request.request_id, "an id that is not in the scheduler already")
         refusal = self.refusal(request)
         if refusal is not None:
@@ -173,7 +189,7 @@ class Scheduler:
         self._now = now
         if self._log is not None:
             self._log.updated(request_id, prediction, now)
-        state = self._pool.states.get(request_id)
+        state = self._pool.find(request_id)
         if state is None:
             self.counters.num_late_predictions += 1
             return
@@ -198,34 +214,27 @@ class Scheduler:
         Raises:
             SchedulerStateError: The last step is not complete yet.
         """
-        self._check_time(now)
+        if not self._now <= now < math.inf:
+            self._check_time(now)
         if self._open is not None:
             raise SchedulerStateError(f"step {self._open[0].step} is not complete yet")
         self._now = now
         if self._may_rekey:
             self._rekey(now)
         batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
-        self.counters.num_preemptions += len(batch.preempted)
-        self.counters.num_swaps += len(batch.swapped_out)
+        if batch.preempted:
+            self.counters.num_preemptions += len(batch.preempted)
+            self.counters.num_swaps += len(batch.swapped_out)
         plan = None
         if batch.prefills or batch.decodes or batch.preempted:
-            plan = StepPlan(
-                step=self._num_steps,
-                prefills=tuple([chunk for _, chunk in batch.prefills]),
-                decodes=tuple([state.request_id for state in batch.decodes]),
-                num_context_tokens=batch.num_context_tokens,
-                admitted=tuple(batch.admitted),
-                preempted=tuple(batch.preempted),
-                swapped_out=tuple(batch.swapped_out),
-                swapped_in=tuple(batch.swapped_in),
-            )
+            plan = batch.plan(self._num_steps, self._pool.cohort)
             self._num_steps += 1
             self._open = (plan, batch)
             self._opened_s = now
             self._promised_steps = 1
         else:
-            waits_for_room = self._pool.reserved and not self._pool.running
-            assert waits_for_room or not self._pool.states, "nobody is served although there are requests"
+            waits_for_room = self._pool.reserved and not self._pool.num_running
+            assert waits_for_room or self._pool.is_empty, "nobody is served although there are requests"
         self._keys_are_fresh = True
         if self._log is not None:
             self._log.scheduled(plan, now)
@@ -234,14 +243,25 @@ class Scheduler:
     def steady_steps(self, limit: int) -> int:
         """How often (1 to `limit`) the open plan may be carried out in a row with the same outcome as calling
         `complete` and `schedule` after each, if until then nothing arrives, is predicted, stops or is aborted.
+
+        A chunk of a prompt goes on each time where the last one ended.
         """
         _, batch = self._open_step()
         self._promised_steps = 1
-        if not (batch.prefills or batch.admitted or batch.preempted or self._may_change_its_mind()):
+        cohort = self._pool.cohort
+        if batch.preempted or self._may_change_its_mind():
+            return 1
+        if batch.prefills:
+            limit = 1 if cohort is None else self._former.steady_chunks(batch, limit)
+        elif batch.admitted:
+            return 1
+        if cohort is not None:
+            limit = cohort.least_left(limit)
+        else:
             left = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
             limit = min(limit, min(left, default=limit))
-            if limit > 1:
-                self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
+        if limit > 1:
+            self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
         return self._promised_steps
 
     def _may_change_its_mind(self) -> bool:
@@ -262,22 +282,21 @@ class Scheduler:
             SchedulerStateError: No step is open, or another one.
             InputError: `stopped` names a request that sampled no token, or `num_steps` is not possible.
         """
-        self._check_time(now)
-        plan, batch = self._open_step()
-        self._check_result(result, plan)
+        if not self._now <= now < math.inf:
+            self._check_time(now)
+        plan, batch = self._open or self._open_step()
+        if result.step != plan.step:
+            raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
+        if not 1 <= result.num_steps <= self._promised_steps:
+            raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
+        if result.stopped:
+            _check_stopped(result.stopped, plan)
         self._now = now
         self._open = None
-        stopped = set(result.stopped)
-        finished: list[Finished] = []
-        for state, chunk in batch.prefills:
-            if state.status is Status.RUNNING:
-                self._advance(state, chunk.num_tokens, now)
-                if chunk.is_last:
-                    state.decode_entered_s = now
-                    self._count_output(state, 1, now)
-                self._close(state, chunk.num_tokens, stopped, now, finished)
-        self._complete_decodes(batch.decodes, result.num_steps, stopped, now, finished)
-        self.counters.num_finished += len(finished)
+        self._keys_are_fresh = False
+        finished = self._step_end.complete(batch, result, now)
+        if finished:
+            self.counters.num_finished += len(finished)
         if self._hears_steps:
             step_s = (now - self._opened_s) / result.num_steps
             self.policy.on_step(now, step_s)
@@ -292,7 +311,7 @@ class Scheduler:
         self._now = now
         if self._log is not None:
             self._log.aborted(request_id, now)
-        state = self._pool.states.get(request_id)
+        state = self._pool.find(request_id)
         if state is None:
             return False
         self._pool.leave(state)
@@ -321,101 +340,29 @@ class Scheduler:
                 pool.evictions.rekey_all(now)
             self.counters.num_rekeys += 1
 
-    def _complete_decodes(
-        self,
-        planned: list[RequestState],
-        num_steps: int,
-        stopped: set[str],
-        now: float,
-        finished: list[Finished],
-    ) -> None:
-        """What `_advance`, `_count_output` and `_close` do for a prefill, in one loop: it runs for every token.
-
-        All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
-        """
-        running = Status.RUNNING
-        ended: list[RequestState] = []
-        for state in planned:
-            if state.status is not running:
-                continue
-            state.num_computed_tokens = computed = state.num_computed_tokens + num_steps
-            state.num_output_tokens = outputs = state.num_output_tokens + num_steps
-            state.attained_tokens += num_steps
-            state.last_scheduled_s = state.last_token_s = now
-            if computed > state.kv_tokens:
-                grown = self._pool.grow(state, computed)
-                assert grown, "steady_steps promised memory that is not there"
-            if outputs == state.request.max_tokens or state.request_id in stopped:
-                ended.append(state)
-        if self._on_tokens is not None:
-            ended = [state for state in planned if state.status is running]
-        for state in ended:
-            self._close(state, num_steps, stopped, now, finished)
-
-    def _advance(self, state: RequestState, num_tokens: int, now: float) -> None:
-        state.num_computed_tokens += num_tokens
-        state.attained_tokens += num_tokens
-        state.last_scheduled_s = now
-        if state.num_computed_tokens > state.kv_tokens:
-            grown = self._pool.grow(state, state.num_computed_tokens)
-            assert grown, "steady_steps promised memory that is not there"
-
-    @staticmethod
-    def _count_output(state: RequestState, num_tokens: int, now: float) -> None:
-        state.num_output_tokens += num_tokens
-        state.last_token_s = now
-        if state.first_token_s is None:
-            state.first_token_s = now
-
-    def _close(
-        self, state: RequestState, num_tokens: int, stopped: set[str], now: float, finished: list[Finished]
-    ) -> None:
-        """Tells the policy of the request's work in this step, and ends the request if it is done."""
-        if self._on_tokens is not None:
-            self._on_tokens(state, num_tokens, now)
-        if state.request_id in stopped:
-            self._finish(state, "stop", finished)
-        elif state.num_output_tokens == state.request.max_tokens:
-            self._finish(state, "length", finished)
-
-    def _finish(
-        self, state: RequestState, reason: Literal["stop", "length"], finished: list[Finished]
-    ) -> None:
-        self._pool.leave(state)
-        self.policy.on_finish(state)
-        assert state.first_scheduled_s is not None
-        assert state.first_token_s is not None
-        finished.append(
-            Finished(
-                request_id=state.request_id,
-                reason=reason,
-                output_tokens=state.num_output_tokens,
-                num_preemptions=state.num_preemptions,
-                first_scheduled_s=state.first_scheduled_s,
-                first_token_s=state.first_token_s,
-            )
-        )
-
     def _open_step(self) -> tuple[StepPlan, Batch]:
         if self._open is None:
             raise SchedulerStateError("no step is open: call schedule first")
         return self._open
 
-    def _check_result(self, result: StepResult, plan: StepPlan) -> None:
-        if result.step != plan.step:
-            raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
-        if result.stopped:
-            sampling = {*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)}
-            for request_id in result.stopped:
-                if request_id not in sampling:
-                    raise InputError("stopped", request_id, "requests that sampled a token in this step")
-        if not 1 <= result.num_steps <= self._promised_steps:
-            raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
-
     def _check_time(self, now: float) -> None:
-        if not now >= self._now or math.isinf(now):
+        if not self._now <= now < math.inf:
             raise SchedulerStateError(f"time {now} is not at or after {self._now}")
         self._keys_are_fresh = False
+
+
+def _check_stopped(stopped: tuple[str, ...], plan: StepPlan) -> None:
+    ends_prefill = [chunk.request_id for chunk in plan.prefills if chunk.is_last]
+    for request_id in stopped:  # they are few
+        if request_id not in plan.decodes and request_id not in ends_prefill:
+            raise InputError("stopped", request_id, "requests that sampled a token in this step")
+
+
+def _looks_at_running(policy: Policy) -> bool:
+    """Whether the policy may read the state of running requests at any time, and not only at their own events."""
+    if policy.preemptive or policy.sees_every_step:
+        return True
+    return _overrides(policy, Policy, "on_tokens", "on_step", "take_changed")
 
 
 def _hook(policy: Policy, name: str) -> Callable[[RequestState, int, float], None] | None:

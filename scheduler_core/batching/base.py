@@ -23,12 +23,14 @@ class BatchFormer(ABC):
     Attributes:
         evicts_by_key: It evicts by the policy's eviction key, whether the policy is preemptive or not.
         takes_preemptive: A policy may be preemptive.
+        decodes_all: In a step in which anybody decodes all running requests do that have processed their prompts.
     """
 
     __slots__ = ()
 
     evicts_by_key: ClassVar[bool] = False
     takes_preemptive: ClassVar[bool] = True
+    decodes_all: ClassVar[bool] = False
 
     @abstractmethod
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
@@ -47,6 +49,14 @@ class BatchFormer(ABC):
         Exact or too small, never too large. Asked only about batches of decodes alone, for which nobody was admitted
         or evicted.
         """
+
+    def steady_chunks(self, batch: Batch, limit: int) -> int:
+        """How many times, from 1 to `limit`, the next steps would process a chunk of the same prompt and size, and no other,
+        none of them the last, as long as the same requests decode.
+
+        Exact or too small, never too large. Asked only about batches with chunks for which nobody was evicted.
+        """
+        return 1
 
     def check(self, limits: Limits) -> None:  # noqa: B027
         """Raises InputError if the parameters do not go together with these limits; here they always do."""

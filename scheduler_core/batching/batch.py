@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 
-from scheduler_core.plan import KVTransfer, PrefillChunk
+from scheduler_core.decode_cohort import DecodeCohort
+from scheduler_core.plan import KVTransfer, PrefillChunk, StepPlan
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState, Status
 
 
-@dataclass(slots=True)
 class Batch:
     """The requests of one step, and what had to be admitted and evicted for it.
+
+    Args:
+        budget: Most tokens in it.
 
     Attributes:
         budget: Tokens that may still be added.
@@ -24,32 +26,62 @@ class Batch:
         swapped_in: What of the admitted was there.
     """
 
-    budget: int
-    prefills: list[tuple[RequestState, PrefillChunk]] = field(default_factory=list)
-    decodes: list[RequestState] = field(default_factory=list)
-    admitted: list[str] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    swapped_out: list[KVTransfer] = field(default_factory=list)
-    swapped_in: list[KVTransfer] = field(default_factory=list)
+    __slots__ = ("admitted", "budget", "decodes", "preempted", "prefills", "swapped_in", "swapped_out")
 
-    @property
-    def num_context_tokens(self) -> int:
-        """Tokens of all its requests that are in the cache already."""
-        prefills = sum([state.num_computed_tokens for state, _ in self.prefills])
-        return prefills + sum([state.num_computed_tokens for state in self.decodes])
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.prefills: list[tuple[RequestState, PrefillChunk]] = []
+        self.decodes: list[RequestState] = []
+        self.admitted: list[str] = []
+        self.preempted: list[str] = []
+        self.swapped_out: list[KVTransfer] = []
+        self.swapped_in: list[KVTransfer] = []
+
+    def plan(self, step: int, cohort: DecodeCohort | None) -> StepPlan:
+        """What is to be carried out.
+
+        Args:
+            step: Its number.
+            cohort: Those who decode, if they are counted together.
+        """
+        decodes: tuple[str, ...] = ()
+        context_tokens = 0
+        if self.decodes:
+            if cohort is None:
+                decodes = tuple([state.request_id for state in self.decodes])
+                context_tokens = sum([state.num_computed_tokens for state in self.decodes])
+            else:
+                decodes, context_tokens = cohort.ids(), cohort.context_tokens
+        chunks = tuple([chunk for _, chunk in self.prefills]) if self.prefills else ()
+        for chunk in chunks:
+            context_tokens += chunk.start_token
+        return StepPlan(
+            step,
+            chunks,
+            decodes,
+            context_tokens,
+            tuple(self.admitted),
+            tuple(self.preempted),
+            tuple(self.swapped_out),
+            tuple(self.swapped_in),
+        )
 
     def add_chunk(self, state: RequestState, most_tokens: int | None = None) -> None:
         """A running request processes as many tokens as the budget (and `most_tokens`) allow; one at least."""
-        left = state.prefill_target_tokens - state.num_computed_tokens
-        tokens = min(left, self.budget if most_tokens is None else min(most_tokens, self.budget))
+        start = state.num_computed_tokens
+        tokens = left = state.prefill_target_tokens - start
+        if tokens > self.budget:
+            tokens = self.budget
+        if most_tokens is not None and tokens > most_tokens:
+            tokens = most_tokens
         assert tokens > 0
-        chunk = PrefillChunk(state.request_id, state.num_computed_tokens, tokens, tokens == left)
+        chunk = PrefillChunk(state.request_id, start, tokens, tokens == left)
         self.prefills.append((state, chunk))
         self.budget -= tokens
 
-    def add_decodes(self, states: Sequence[RequestState]) -> None:
-        """Running requests with room for one more token generate it."""
-        self.decodes += states
+    def add_decodes(self, states: list[RequestState]) -> None:
+        """Running requests with room for one more token generate it; the list is kept."""
+        self.decodes = [*self.decodes, *states] if self.decodes else states
         self.budget -= len(states)
 
     def add(self, state: RequestState) -> None:
@@ -57,7 +89,7 @@ class Batch:
         if state.num_computed_tokens < state.prefill_target_tokens:
             self.add_chunk(state)
         else:
-            self.add_decodes((state,))
+            self.add_decodes([state])
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Admits a waiting request if there is a seat and memory, see `Pool.admit`; adds no tokens of it."""
@@ -104,6 +136,23 @@ class Batch:
             now: Time in seconds.
             spare_block: When its turn comes, there must be a free block also for a decode that needs none (Vidur's rule).
         """
+        cohort = pool.cohort
+        if cohort is None:
+            return self._make_room_singly(pool, decodes, now, spare_block)
+        if not decodes:
+            return decodes
+        free = pool.kv.num_free_blocks
+        if not (spare_block and free <= len(decodes)) and cohort.make_room(free):
+            return decodes
+        cohort.settle_all()
+        decodes = self._make_room_singly(pool, decodes, now, spare_block)
+        if decodes:
+            cohort.room_made()
+        return decodes
+
+    def _make_room_singly(
+        self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool
+    ) -> list[RequestState]:
         before = len(self.preempted)
         if spare_block and pool.kv.num_free_blocks <= len(decodes):
             for state in decodes:
@@ -119,7 +168,7 @@ class Batch:
 
     def _drop(self, state: RequestState) -> None:
         if state in self.decodes:
-            self.decodes.remove(state)
+            self.decodes = [other for other in self.decodes if other is not state]
             self.budget += 1
         for place, (other, chunk) in enumerate(self.prefills):
             if other is state:
@@ -131,15 +180,6 @@ class Batch:
 def still_running(states: Iterable[RequestState]) -> Iterable[RequestState]:
     """Those that have not been evicted."""
     return (state for state in states if state.status is Status.RUNNING)
-
-
-def split_by_phase(pool: Pool) -> tuple[list[RequestState], list[RequestState]]:
-    """The running requests in prefill and those that decode, each in order of admission."""
-    running = pool.running.values()
-    decodes = [s for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
-    if len(decodes) == len(running):
-        return [], decodes
-    return [s for s in running if s.num_computed_tokens < s.prefill_target_tokens], decodes
 
 
 def prefill_tokens_ahead(state: RequestState) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer
-from scheduler_core.batching.batch import Batch, split_by_phase, still_running
+from scheduler_core.batching.batch import Batch, still_running
 from scheduler_core.batching.steady import steady_decodes
 from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
@@ -39,6 +39,8 @@ class ChunkedPrefill(BatchFormer):
         InputError: `chunk_tokens` is not above 0.
     """
 
+    decodes_all = True
+
     chunk_tokens: int | None = None
     spare_block: bool = False
 
@@ -48,12 +50,15 @@ class ChunkedPrefill(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        prefilling, decodes = split_by_phase(pool)
-        batch.add_decodes(batch.make_room(pool, decodes, now, self.spare_block))
+        prefilling, decodes = pool.by_phase()
+        if decodes:
+            batch.add_decodes(batch.make_room(pool, decodes, now, self.spare_block))
         if self.chunk_tokens is not None:
             batch.budget = min(batch.budget, max(0, self.chunk_tokens - len(batch.decodes)))
         if batch.preempted:
             prefilling = list(still_running(prefilling))
+        if not prefilling and not len(pool.waiting):
+            return batch
         if pool.policy.preemptive:
             self._prefill_by_key(pool, batch, prefilling, now)
         else:
@@ -62,6 +67,13 @@ class ChunkedPrefill(BatchFormer):
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         return steady_decodes(pool, batch, limit, spare_blocks=int(self.spare_block))
+
+    def steady_chunks(self, batch: Batch, limit: int) -> int:
+        if len(batch.prefills) != 1 or batch.budget:
+            return 1
+        state, chunk = batch.prefills[0]
+        # The chunk takes all that the decodes leave, so nobody else comes before its prompt is done.
+        return min(limit, max(1, (state.prefill_target_tokens - chunk.start_token - 1) // chunk.num_tokens))
 
     @staticmethod
     def _prefill(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, whole_prompts_refusal
-from scheduler_core.batching.batch import Batch, prefill_tokens_ahead, split_by_phase
+from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
 from scheduler_core.batching.steady import steady_decodes
 from scheduler_core.errors import InputError
 from scheduler_core.limits import Limits
@@ -34,13 +34,14 @@ class Orca(BatchFormer):
     """
 
     takes_preemptive = False
+    decodes_all = True
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
         return whole_prompts_refusal(request, request.prompt_tokens, limits)
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        batch.add_decodes(split_by_phase(pool)[1])
+        batch.add_decodes(pool.by_phase()[1])
         while True:
             head = pool.waiting.peek()
             if head is None or prefill_tokens_ahead(head) > batch.budget:

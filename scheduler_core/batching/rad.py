@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer
-from scheduler_core.batching.batch import Batch, split_by_phase
+from scheduler_core.batching.batch import Batch
 from scheduler_core.batching.steady import steps_that_fit
 from scheduler_core.errors import InputError
 from scheduler_core.limits import Limits
@@ -76,21 +76,21 @@ class Rad(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        if not pool.running:
+        if not pool.num_running:
             self._num_started = 0  # end of cycle
         if not self._prefill(pool, batch, self.tile_columns(pool.max_num_seqs), now):
-            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now))
+            batch.add_decodes(batch.make_room(pool, pool.by_phase()[1], now))
         return batch
 
     def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
         """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode
         (line 6).
         """
-        prefilling, _ = split_by_phase(pool)
+        prefilling, _ = pool.by_phase()
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))
             return True
-        while len(pool.running) < most_running and self._num_started < self.n:
+        while pool.num_running < most_running and self._num_started < self.n:
             head = pool.waiting.peek()
             if head is None or not batch.admit(pool, head, now):
                 return False
@@ -127,12 +127,12 @@ class RadPrefillFirst(Rad):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        if not pool.running:
+        if not pool.num_running:
             self._num_started, self._decoding = 0, False
         if not self._decoding and self._prefill(pool, batch, self.n, now):
             return batch
         self._decoding = True
-        active = split_by_phase(pool)[1][: self.tile_columns(pool.max_num_seqs)]
+        active = pool.by_phase()[1][: self.tile_columns(pool.max_num_seqs)]
         batch.add_decodes(batch.make_room(pool, active, now))
         return batch
 

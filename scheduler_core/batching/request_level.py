@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, whole_prompts_refusal
-from scheduler_core.batching.batch import Batch, split_by_phase
+from scheduler_core.batching.batch import Batch
 from scheduler_core.errors import InputError
 from scheduler_core.limits import Limits
 from scheduler_core.pool import Pool
@@ -30,15 +30,16 @@ class RequestLevel(BatchFormer):
     """
 
     takes_preemptive = False
+    decodes_all = True
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
         return whole_prompts_refusal(request, request.prompt_tokens, limits)
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        if not pool.running:
+        if not pool.num_running:
             self._start_batch(pool, batch, now)
-        prefilling, decodes = split_by_phase(pool)
+        prefilling, decodes = pool.by_phase()
         if not prefilling:
             batch.add_decodes(decodes)
         for state in prefilling:

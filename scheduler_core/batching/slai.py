@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer
-from scheduler_core.batching.batch import Batch, split_by_phase, still_running
+from scheduler_core.batching.batch import Batch, still_running
 from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState, Status
@@ -102,7 +102,7 @@ class Slai(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        prefilling, decodes = split_by_phase(pool)
+        prefilling, decodes = pool.by_phase()
         due_s = self._due_s(decodes)
         order = sorted(range(len(decodes)), key=due_s.__getitem__)  # of equal times the one admitted first
         latest = now + self.offset_s(pool.kv.use)
@@ -127,7 +127,7 @@ class Slai(BatchFormer):
         """Step 2; all of them have priority over prompts for memory."""
         for state in [state for state in decodes if state.num_computed_tokens >= state.kv_tokens]:
             while state.status is Status.RUNNING and not pool.grow(state, state.num_computed_tokens + 1):
-                started = split_by_phase(pool)[0]
+                started = pool.by_phase()[0]
                 batch.evict(pool, started[-1] if started else state, now)
         batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
 

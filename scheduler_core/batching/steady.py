@@ -12,7 +12,7 @@ def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) 
     A head that did not fit now fits even less when the running requests grow, so only memory can end the run, unless
     the policy may by then put another head in its place.
     """
-    if len(pool.waiting) and pool.policy.key_changes == "with_time" and len(pool.running) < pool.max_running:
+    if len(pool.waiting) and pool.policy.key_changes == "with_time" and pool.num_running < pool.max_running:
         return 1
     return steps_that_fit(pool, batch, limit, spare_blocks)
 
@@ -32,6 +32,9 @@ def steps_that_fit(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) 
 
 
 def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:
+    if pool.cohort is not None:
+        blocks = pool.cohort.blocks_until(pool.cohort.num_steps + num_steps)
+        return blocks + spare_blocks <= pool.kv.num_free_blocks
     size = pool.kv.block_tokens
     short = [state.num_computed_tokens + num_steps - state.kv_tokens for state in batch.decodes]
     return (

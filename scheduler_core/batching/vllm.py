@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, whole_prompts_refusal
-from scheduler_core.batching.batch import Batch, prefill_tokens_ahead, split_by_phase
+from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
 from scheduler_core.batching.steady import steady_decodes
 from scheduler_core.errors import InputError
 from scheduler_core.limits import Limits
@@ -37,6 +37,8 @@ class Vllm(BatchFormer):
         spare_block: A decode needs a free block also when it fills none; see `Batch.make_room`.
     """
 
+    decodes_all = True
+
     padded: bool = False
     spare_block: bool = False
 
@@ -60,7 +62,7 @@ class Vllm(BatchFormer):
             if head.num_computed_tokens < head.prefill_target_tokens:
                 batch.add_chunk(head)
         if not batch.prefills:
-            batch.add_decodes(batch.make_room(pool, split_by_phase(pool)[1], now, self.spare_block))
+            batch.add_decodes(batch.make_room(pool, pool.by_phase()[1], now, self.spare_block))
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:

@@ -16,7 +16,9 @@ class Policy(ABC):
 
     A policy is a keyword-only slots dataclass whose fields are the parameters of its paper. Its key is defined for
     waiting and for running requests. All hooks do nothing by default; a hook that changes keys of requests other
-    than the one it is called with names them in `take_changed`.
+    than the one it is called with names them in `take_changed`. Where none of `on_tokens`, `on_step` and `take_changed`
+    is overridden, running requests that decode together are counted together: such a policy must not look at the
+    progress of a running request but in that request's own events.
 
     Attributes:
         key_changes: When the key of a waiting request becomes wrong. "never": only the request's own events (arrival,

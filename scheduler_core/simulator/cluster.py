@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Protocol
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished
@@ -28,28 +27,19 @@ from scheduler_core.routing import (
 )
 from scheduler_core.routing.migration import Migrations
 from scheduler_core.routing.moves import Aborted, Copy, Move, Outcome
-from scheduler_core.routing.scheduler_port import SchedulerPort
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.cluster_outcome import ClusterOutcome, ReplicaChange
+from scheduler_core.simulator.cluster_replicas import ClusterReplicas
 from scheduler_core.simulator.fetch import Predictions
 from scheduler_core.simulator.kv_link import KvLink
 from scheduler_core.simulator.loop import Progress
-from scheduler_core.simulator.prefix_cache import PrefixCache, prefix_blocks
+from scheduler_core.simulator.planner import Planner
+from scheduler_core.simulator.prefix_cache import prefix_blocks
 from scheduler_core.simulator.records import finished_record
 from scheduler_core.simulator.replica import SimulatedReplica, Step
 from scheduler_core.simulator.sources import ClosedLoop, Source, TraceEvent
 from scheduler_core.simulator.step_time import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-
-
-class Planner(Protocol):
-    """Says which requests shall move; `MigrationPlanner` and `Disaggregated` do."""
-
-    def plan(
-        self, replicas: tuple[ReplicaSnapshot, ...], in_flight: AbstractSet[str], now: float
-    ) -> tuple[Move, ...]:
-        """The moves to begin now."""
-        ...
 
 
 class ClusterSimulation:
@@ -113,8 +103,6 @@ class ClusterSimulation:
         progress: Progress | None = None,
         rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
-        if not schedulers:
-            raise InputError("schedulers", schedulers, "at least one replica")
         if not 0 < interval_s < math.inf:
             raise InputError("interval_s", interval_s, "seconds > 0")
         if not 0 <= startup_s < math.inf:
@@ -123,18 +111,13 @@ class ClusterSimulation:
         for name in named:
             if name not in schedulers:
                 raise InputError("standby, changes, step_times", name, ", ".join(schedulers))
-        self._replicas = {
-            name: SimulatedReplica(name, SchedulerPort(core), (step_times or {}).get(name, step_time))
-            for name, core in schedulers.items()
-        }
+        speeds = {name: (step_times or {}).get(name, step_time) for name in schedulers}
+        self._all = ClusterReplicas(schedulers, speeds, prefix_cache_tokens, rebuild)
+        self._replicas, self._ports, self._prefixes = self._all.by_id, self._all.ports, self._all.prefixes
         self._changes = sorted(changes, key=lambda change: -change.time_s)
         self._startup_s = startup_s
         self._starting: set[str] = set()
-        self._prefixes = {name: PrefixCache(prefix_cache_tokens) for name in schedulers}
         self._progress = progress
-        self._rebuild = rebuild
-        self._step_times = {name: (step_times or {}).get(name, step_time) for name in schedulers}
-        self._prefix_cache_tokens = prefix_cache_tokens
         self._scaler = scaler
         self._standby = set(standby)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
@@ -143,7 +126,6 @@ class ClusterSimulation:
         self._requests = requests or {}
         self._planner = planner
         self._interval_s = interval_s
-        self._ports = {one.name: one.port for one in self._replicas.values()}
         self._migrations = Migrations(self._ports, stage_blocks)
         self._link = link or KvLink()
         self._exact_steps = exact_steps or planner is not None
@@ -267,22 +249,13 @@ class ClusterSimulation:
         if change.kind == "join":
             self._standby.discard(name)
             self._starting.discard(name)
-            if name not in self._replicas:
-                self._restore(name)
+            self._all.restore(name)
             self._dispatcher.joined(name, now, self._roles[name])
         elif change.kind == "drain":
             self._drain(name, now)
         else:
             self._fail(name, now)
         self._dispatch(now)
-
-    def _restore(self, name: str) -> None:
-        """A replica that had failed is there again, with nothing in it."""
-        if self._rebuild is None:
-            raise InputError("changes", f"replica {name} joins after it has failed", "that, with `rebuild`")
-        self._ports[name] = port = SchedulerPort(self._rebuild(name))
-        self._replicas[name] = SimulatedReplica(name, port, self._step_times[name])
-        self._prefixes[name] = PrefixCache(self._prefix_cache_tokens)
 
     def _drain(self, name: str, now: float) -> None:
         self._dispatcher.draining(name, now)
@@ -292,18 +265,14 @@ class ClusterSimulation:
     def _fail(self, name: str, now: float) -> None:
         for ended in self._migrations.on_failed(name, now):
             self._handle(ended, now)
-        del self._replicas[name], self._ports[name], self._prefixes[name]
+        self._all.remove(name)
         lost = {item.request.request_id for item in self._dispatcher.failed(name, now)}
         self._outcome.num_restarts += len(lost)
         self._asked -= lost
 
     def _snapshots(self) -> tuple[ReplicaSnapshot, ...]:
         whole = self._planner is not None or self._dispatcher.router.needs_requests
-        status = self._dispatcher.replicas
-        return tuple(
-            self._ports[name].snapshot(name, status=status[name], role=self._roles[name], keep_requests=whole)
-            for name in status
-        )
+        return self._all.snapshots(self._dispatcher.replicas, self._roles, keep_requests=whole)
 
     def _begin(self, one: SimulatedReplica, now: float) -> None:
         """Begins the replica's next step, if it has work."""
@@ -361,7 +330,7 @@ class ClusterSimulation:
             if one is ReplicaStatus.DRAINING and idle:
                 self._dispatcher.left(name, now)
                 self._standby.add(name)
-                self._prefixes[name] = PrefixCache(self._prefixes[name].capacity_tokens)
+                self._all.forget_prefixes(name)
         signal = scaler.signal(self._snapshots(), now)
         if signal is None or (isinstance(signal, ScaleOut) and not self._may_start(scaler, status)):
             return
@@ -422,13 +391,9 @@ class ClusterSimulation:
         if name in self._held:
             self._update(name, self._held.pop(name), now)
 
-    def _num_waiting(self) -> int:
-        on_replicas = sum(one.port.scheduler.num_waiting for one in self._replicas.values())
-        return on_replicas + self._dispatcher.num_pending
-
     def _observe(self, now: float) -> None:
         """Adds the stretch since the last change of the number of requests to the integrals."""
         elapsed, total = now - self._seen_until_s, self._outcome.total
         total.request_seconds += elapsed * len(self._rows)
-        total.waiting_seconds += elapsed * self._num_waiting()
+        total.waiting_seconds += elapsed * (self._all.num_waiting + self._dispatcher.num_pending)
         self._seen_until_s = now

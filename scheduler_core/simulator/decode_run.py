@@ -9,7 +9,36 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class StepGroup(NamedTuple):
+    """Consecutive steps, each `growth_s` >= 0 longer than the one before.
+
+    Attributes:
+        first_s: Duration of the first.
+        growth_s: What each takes longer, in seconds.
+        num_steps: Number of steps, > 0.
+    """
+
+    first_s: float
+    growth_s: float
+    num_steps: int
+
+    @property
+    def longest_s(self) -> float:
+        """Duration of the last."""
+        return self.first_s + self.growth_s * (self.num_steps - 1)
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the durations."""
+        return self.num_steps * (self.first_s + self.growth_s * (self.num_steps - 1) / 2)
+
+
+Steps = Sequence[StepGroup]
 
 
 class DecodeRun(ABC):
@@ -31,6 +60,10 @@ class DecodeRun(ABC):
     @abstractmethod
     def elapsed_s(self, num_steps: int) -> float:
         """Seconds from the start to the end of step number `num_steps`, counted from 1; it grows with every step."""
+
+    def at(self, num_steps: int) -> float:
+        """End of step number `num_steps`, counted from 1."""
+        return self._start_s + self.elapsed_s(num_steps)
 
     def end_s(self, more_steps: int) -> float:
         """When the run will have taken `more_steps` steps more."""
@@ -57,6 +90,11 @@ class DecodeRun(ABC):
                 high = middle
         return high
 
+    def steps(self, first: int, num_steps: int) -> Steps:
+        """Durations of `num_steps` steps from number `first` on, counted from 0."""
+        ends = [self.elapsed_s(step) if step else 0.0 for step in range(first, first + num_steps + 1)]
+        return [StepGroup(after - before, 0.0, 1) for before, after in pairwise(ends)]
+
     def _guess(self, time_s: float, limit: int) -> int:
         """Roughly how many steps more it takes to end at or after the time, at least 1; looks no further than `limit`."""
         return 1
@@ -80,6 +118,11 @@ class PolynomialRun(DecodeRun):
 
     def elapsed_s(self, num_steps: int) -> float:
         return num_steps * self._first_s + self._growth_s * (num_steps * (num_steps - 1) // 2)
+
+    def steps(self, first: int, num_steps: int) -> Steps:
+        if not num_steps:
+            return ()
+        return (StepGroup(self._first_s + first * self._growth_s, self._growth_s, num_steps),)
 
     def _guess(self, time_s: float, limit: int) -> int:
         half = self._growth_s / 2
@@ -113,6 +156,18 @@ class PiecewiseRun(DecodeRun):
             self._extend()
         place = bisect_right(self._firsts, num_steps - 1) - 1
         return self._before_s[place] + (num_steps - self._firsts[place]) * self._each_s[place]
+
+    def steps(self, first: int, num_steps: int) -> Steps:
+        last = first + num_steps
+        while self._known < last:
+            self._extend()
+        groups = []
+        place = bisect_right(self._firsts, first) - 1
+        while first < last:
+            end = self._firsts[place + 1] if place + 1 < len(self._firsts) else self._known
+            groups.append(StepGroup(self._each_s[place], 0.0, min(end, last) - first))
+            first, place = end, place + 1
+        return groups
 
     def _guess(self, time_s: float, limit: int) -> int:
         elapsed = time_s - self._start_s

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.predictor import (
-    AsyncPredictor,
-    PredictionEvent,
-    PredictionRequest,
-    Predictor,
-    open_predictor,
-)
 from scheduler_core.simulator.trace import Trace
+
+if TYPE_CHECKING:
+    from scheduler_core.predictor import PredictionEvent, Predictor
 
 #: Scale of an oracle's distribution: so tight that every quantile is the true length to 1e-4 relative.
 ORACLE_SIGMA = 1e-6
@@ -121,6 +117,9 @@ async def fetch_predictions_async(
         InputError: A row has no prompt.
         TailcastError: The predictor answers nobody: all of the first `max_in_flight` calls failed, or all calls.
     """
+    # Most simulations ask nobody, and need not wait until the network has been imported.
+    from scheduler_core.predictor import AsyncPredictor, PredictionRequest
+
     for row in trace.requests:
         if row.prompt is None:
             raise InputError(
@@ -186,6 +185,10 @@ def fetch_predictions(
         return oracle_predictions(trace)
     if isinstance(predictor, str) and "://" not in predictor:
         raise InputError("predictor", predictor, "none, trace, oracle, or SCHEME://ADDRESS")
+    import asyncio
+
+    from scheduler_core.predictor import open_predictor
+
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     return asyncio.run(
         fetch_predictions_async(

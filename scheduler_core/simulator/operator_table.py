@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.decode_run import DecodeRun, PiecewiseRun
-from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.step_time import StepWork, total_of
 
 #: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
 TOKEN_OPERATORS = (
@@ -58,12 +58,17 @@ class OperatorTable:
     decode_s: NDArray[np.float64]
     prefill_s: NDArray[np.float64]
     batching_overhead: float = 0.0
+    _tokens_row: list[float] = field(init=False, repr=False)
+    #: Rows that were needed so far.
+    _decode_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
+    _prefill_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.num_layers <= 0:
             raise InputError("num_layers", self.num_layers, "integers > 0")
         if not 0 <= self.batching_overhead < math.inf:
             raise InputError("batching_overhead", self.batching_overhead, "numbers >= 0")
+        object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`.
@@ -78,8 +83,9 @@ class OperatorTable:
         contexts, prefills = work.contexts, work.prefills
         num = len(contexts)
         if len(prefills) == 1:
-            num_tokens = prefills[0].num_tokens
-            layer_s = self._prefill(-(-prefills[0].start_token // KV_STEP), num_tokens, 1)
+            chunk = prefills[0]
+            num_tokens = chunk.num_tokens
+            layer_s = self._prefill(-(-chunk.start_token // KV_STEP), num_tokens, 1)
         else:
             num_tokens = work.num_prefill_tokens
             row = sum([-(-chunk.start_token // KV_STEP) for chunk in prefills])
@@ -87,13 +93,13 @@ class OperatorTable:
             layer_s = self._prefill(row, round(math.sqrt(squared)), len(prefills)) if prefills else 0.0
         layer_s += self._tokens(num_tokens + num)
         if num:
-            layer_s += self._decode(num, sum(contexts) // num + 1)
+            layer_s += self._decode(num, total_of(contexts) // num + 1)
         return self.num_layers * layer_s
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """The mean context grows by one token per step, so up to 64 steps in a row take equally long."""
         num = len(contexts)
-        mean = sum(contexts) // num + 1
+        mean = total_of(contexts) // num + 1
         tokens_s = self._tokens(num)
 
         def stretch(step: int) -> tuple[float, int]:
@@ -104,27 +110,41 @@ class OperatorTable:
         return PiecewiseRun(start_s, stretch)
 
     def _tokens(self, num_tokens: int) -> float:
-        return _known(self.tokens_s, (num_tokens,), "tokens", (1,))
+        seconds = self._tokens_row[num_tokens] if num_tokens < len(self._tokens_row) else math.nan
+        if seconds != seconds:
+            raise _unknown(self.tokens_s, (num_tokens,), "tokens", (1,))
+        return seconds
 
     def _decode(self, num_decodes: int, mean_context: int) -> float:
-        place = (num_decodes, -(-mean_context // KV_STEP))
-        seconds = _known(self.decode_s, place, "decodes, mean context", (1, KV_STEP))
+        column = -(-mean_context // KV_STEP)
+        row = self._decode_rows.get(num_decodes)
+        if row is None:
+            row = self._decode_rows[num_decodes] = _row(self.decode_s, num_decodes)
+        seconds = row[column] if column < len(row) else math.nan
+        if seconds != seconds:
+            what = "decodes, mean context"
+            raise _unknown(self.decode_s, (num_decodes, column), what, (1, KV_STEP))
         return seconds * (1.0 + self.batching_overhead) if num_decodes > 1 else seconds
 
-    def _prefill(self, row: int, size: int, num_chunks: int) -> float:
-        what = "tokens before the chunks, root of their squared sizes"
-        seconds = _known(self.prefill_s, (row, size), what, (KV_STEP, 1))
+    def _prefill(self, before: int, size: int, num_chunks: int) -> float:
+        row = self._prefill_rows.get(before)
+        if row is None:
+            row = self._prefill_rows[before] = _row(self.prefill_s, before)
+        seconds = row[size] if size < len(row) else math.nan
+        if seconds != seconds:
+            what = "tokens before the chunks, root of their squared sizes"
+            raise _unknown(self.prefill_s, (before, size), what, (KV_STEP, 1))
         return seconds * (1.0 + self.batching_overhead) if num_chunks > 1 else seconds
 
 
-def _known(table: NDArray[np.float64], place: tuple[int, ...], what: str, units: tuple[int, ...]) -> float:
-    """The entry at the place; `InputError` if the profile has none."""
-    try:
-        seconds = table.item(place)
-    except IndexError:
-        seconds = math.nan
-    if seconds == seconds:
-        return seconds
+def _row(table: NDArray[np.float64], row: int) -> list[float]:
+    """A row as a list, whose items are found several times as fast; empty if there is no such row."""
+    return table[row].tolist() if row < len(table) else []
+
+
+def _unknown(
+    table: NDArray[np.float64], place: tuple[int, ...], what: str, units: tuple[int, ...]
+) -> InputError:
     most = tuple((size - 1) * unit for size, unit in zip(table.shape, units, strict=True))
     sizes = tuple(index * unit for index, unit in zip(place, units, strict=True))
-    raise InputError(what, sizes, f"sizes that were profiled, at most {most}")
+    return InputError(what, sizes, f"sizes that were profiled, at most {most}")

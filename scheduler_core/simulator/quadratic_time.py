@@ -9,7 +9,7 @@ from typing import Literal
 
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
-from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.step_time import StepWork, total_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +65,8 @@ class QuadraticStepTime:
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """Every step takes gamma_1 longer per member that counts."""
-        counted = [max(contexts)] if self.batching == "max" else contexts
-        first_s = self.gamma_1 * sum(counted) + self.gamma_2 * len(counted)
-        return PolynomialRun(start_s, first_s, self.gamma_1 * len(counted))
+        num, total = (1, max(contexts)) if self.batching == "max" else (len(contexts), total_of(contexts))
+        return PolynomialRun(start_s, self.gamma_1 * total + self.gamma_2 * num, self.gamma_1 * num)
 
 
 #: The settings of the paper's experiments by GPU and model (all Qwen1.5).

@@ -18,9 +18,11 @@ from scheduler_core.simulator.trace import TraceRequest
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """What became of a finished request. Times are seconds on the simulated clock; durations end in _s too.
+    """What became of a finished request, to be read only. Times are seconds on the simulated clock; durations end in _s too.
+
+    Not frozen, as that would take several times as long to make, and there may be millions.
 
     Attributes:
         request_id: Id in the trace.
@@ -44,7 +46,8 @@ class RequestRecord:
         ttlt_slo_s: Its target for ttlt_s; None: none.
         session_id: Conversation that it was a turn of; None if it was none.
         turn: Number of the turn, from 0.
-        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or nobody measured it.
+        max_tbt_s: Longest gap between two of its tokens; None if it had only one, or nobody measured it. Steps taken at once
+            and one by one give the same but for rounding, so it is not compared.
         replica_id: Where it finished; None with one replica.
     """
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.data_sheets import GPUS, MODELS, Gpu, ModelSize
 from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
-from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.step_time import StepWork, total_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ class RooflineStepTime:
         """See `StepTime`."""
         sampled = len(work.contexts) + sum([chunk.is_last for chunk in work.prefills])
         seconds = self._linear(work.num_tokens, sampled) + self._decodes(
-            len(work.contexts), sum(work.contexts)
+            len(work.contexts), total_of(work.contexts)
         )
         for chunk in work.prefills:
             seconds += self._chunk(chunk.start_token, chunk.num_tokens)
@@ -114,7 +114,7 @@ class RooflineStepTime:
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """The attention of decodes is linear in the sum of their contexts, which grows by one per request and step."""
         num = len(contexts)
-        first_s = self._linear(num, num) + self._decodes(num, sum(contexts))
+        first_s = self._linear(num, num) + self._decodes(num, total_of(contexts))
         return PolynomialRun(start_s, first_s, self._decodes(num, num) - self._decodes(num, 0))
 
     def _linear(self, num_tokens: int, num_sampled: int) -> float:

@@ -264,10 +264,10 @@ def _completed(
 ) -> list[RequestRecord]:
     """The records with what only the watch and the router know."""
     longest = {} if watch.gaps is None else watch.gaps.longest_s
-    return [
-        replace(one, max_tbt_s=longest.get(one.request_id), replica_id=replica_of.get(one.request_id))
-        for one in records
-    ]
+    for one in records:
+        one.max_tbt_s = longest.get(one.request_id)
+        one.replica_id = replica_of.get(one.request_id)
+    return records
 
 
 def _versions() -> dict[str, str]:

@@ -83,6 +83,7 @@ class StaircaseStepTime:
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """A step takes as long as the one before until a context reaches into another tile."""
         linear_s = self._linear(len(contexts))
+        contexts = list(contexts)
 
         def stretch(step: int) -> tuple[float, int]:
             now = [context + step for context in contexts]

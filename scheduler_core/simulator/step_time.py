@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, overload
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
+
+
+class DecodeContexts(Sequence[int]):
+    """Contexts of requests that are counted together: number and sum are there at once, the rest is looked up when needed.
+
+    To be read before the requests take their next step.
+
+    Args:
+        num: Number of requests.
+        total: Sum of their contexts.
+        read: Gives them all.
+    """
+
+    __slots__ = ("_num", "_read", "total")
+
+    def __init__(self, num: int, total: int, read: Callable[[], Sequence[int]]) -> None:
+        self._num = num
+        self._read = read
+        self.total = total
+
+    def __len__(self) -> int:
+        return self._num
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        return self._read()[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._read())
+
+
+def total_of(contexts: Sequence[int]) -> int:
+    """Sum of the contexts."""
+    return contexts.total if isinstance(contexts, DecodeContexts) else sum(contexts)
 
 
 @dataclass(slots=True)
@@ -39,7 +76,7 @@ class StepWork:
     @property
     def num_context_tokens(self) -> int:
         """Tokens read from the KV cache, for prompts and decodes together."""
-        return sum([chunk.start_token for chunk in self.prefills]) + sum(self.contexts)
+        return sum([chunk.start_token for chunk in self.prefills]) + total_of(self.contexts)
 
 
 class StepTime(Protocol):
@@ -57,7 +94,7 @@ class StepTime(Protocol):
         """Consecutive steps in which the same requests generate one token each, and nothing else is done.
 
         Args:
-            contexts: Of every request: tokens in the KV cache before the first step.
+            contexts: Of every request: tokens in the KV cache before the first step; not to be kept.
             start_s: When the first step begins.
         """
         ...
@@ -116,5 +153,5 @@ class LinearStepTime:
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
         """k steps take k (base + D per_decode + C per_context) + D per_context k (k-1) / 2."""
         num = len(contexts)
-        first = self.base_s + self.per_decode_s * num + self.per_context_token_s * sum(contexts)
+        first = self.base_s + self.per_decode_s * num + self.per_context_token_s * total_of(contexts)
         return PolynomialRun(start_s, first, self.per_context_token_s * num)

@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from scheduler_core.batching import Batch
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.plan import Finished, StepResult
+from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies.base import Policy
+from scheduler_core.request import Phase, Status
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.common_gaps import CommonGaps
+from scheduler_core.simulator.decode_run import StepGroup, Steps
 from scheduler_core.simulator.token_gaps import TokenGaps
 
 #: Points of a timeline beyond which every other one is dropped.
@@ -151,25 +155,75 @@ class WatchedScheduler(Scheduler):
         super().__init__(config, policy, log)
         self._watch = watch
         self._replica_id = replica_id
+        self._common: CommonGaps | None = None
+        if watch.gaps is not None and self.num_common_steps is not None:
+            self._common = CommonGaps(watch.gaps)
+        self._first_end_s: float | None = None
+        self._rest: Steps = ()
+
+    def timed(self, first_end_s: float, rest: Steps) -> None:
+        """Before `complete`, if several steps were taken: the end of the first, and durations of the others.
+
+        If nobody says so, all have taken equally long.
+        """
+        self._first_end_s, self._rest = first_end_s, rest
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
         """See `Scheduler.complete`."""
         plan, batch = self._open_step()
         start_s, steps, watch = self._opened_s, result.num_steps, self._watch
+        if steps == 1:
+            self._first_end_s, self._rest = now, ()
+        elif self._first_end_s is None:
+            step_s = (now - start_s) / steps
+            self._first_end_s, self._rest = start_s + step_s, (StepGroup(step_s, 0.0, steps - 1),)
         if watch.gaps is not None:
-            watch.gaps.decoded(batch.decodes, start_s, now, steps)
-            # A request whose cache was recomputed samples its next token at the end of a prefill.
-            again = [s for s, chunk in batch.prefills if chunk.is_last and s.last_token_s is not None]
-            watch.gaps.decoded(again, start_s, now, 1)
+            self._count_gaps(watch.gaps, plan, batch, now)
         if watch.segments is not None:
             for chunk in plan.prefills:
-                watch.worked(chunk.request_id, self._replica_id, "prefill", (start_s, now), chunk.num_tokens)
+                tokens = chunk.num_tokens * steps
+                watch.worked(chunk.request_id, self._replica_id, "prefill", (start_s, now), tokens)
             for request_id in plan.decodes:
                 watch.worked(request_id, self._replica_id, "decode", (start_s, now), steps)
         finished = super().complete(result, now)
+        self._first_end_s = None
+        if self._common is not None:
+            for state, chunk in batch.prefills:
+                if chunk.is_last and state.status is Status.RUNNING:
+                    self._common.join(state, now)
+            for item in finished:
+                self._common.leave(item.request_id)
         used = 1 - self.num_free_kv_blocks / self.config.num_kv_blocks
         watch.loads[self._replica_id].add(LoadPoint(now, used, self.num_running, self.num_waiting))
         return finished
+
+    def _count_gaps(self, gaps: TokenGaps, plan: StepPlan, batch: Batch, now: float) -> None:
+        """The gaps that end in this step."""
+        start_s, first_end_s = self._opened_s, self._first_end_s
+        assert first_end_s is not None
+        # A request whose cache was recomputed samples its next token at the end of a prefill.
+        again = [s for s, chunk in batch.prefills if chunk.is_last and s.last_token_s is not None]
+        common = self._common
+        if common is not None and self.num_common_steps is None:
+            common.leave_all()
+            common = self._common = None
+        if common is None:
+            gaps.decoded(self.decoding, start_s, first_end_s, self._rest)
+        else:
+            for name in plan.preempted:
+                common.leave(name)
+            for transfer in plan.swapped_in:
+                state = self._pool.find(transfer.request_id)
+                if state is None or state.status is not Status.RUNNING or state.phase is Phase.PREFILL:
+                    continue
+                assert state.last_token_s is not None
+                common.join(state, state.last_token_s)
+            if plan.decodes:
+                if len(common) != len(plan.decodes):
+                    common.keep(plan.decodes)
+                common.decoded(first_end_s, now, self._rest)
+        if again:
+            gaps.decoded(again, start_s, now)
 
 
 def kv_quantiles(loads: Mapping[str, LoadTimeline]) -> dict[str, float] | None:

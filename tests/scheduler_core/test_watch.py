@@ -12,7 +12,10 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
+from scheduler_core.simulator.decode_run import StepGroup
 from scheduler_core.simulator.report.chrome_trace import write_chrome_trace
+from scheduler_core.simulator.staircase_time import StaircaseStepTime
+from scheduler_core.simulator.step_time import StepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.watch import MAX_POINTS, LoadPoint, LoadTimeline, RunWatch
 from tests.scheduler_core.helpers import random_trace
@@ -87,6 +90,61 @@ def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> 
         assert len(gaps) == record.output_tokens - 1
         if len(gaps):
             assert record.max_tbt_s == pytest.approx(gaps.max(), abs=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srpt"])
+@pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
+@pytest.mark.parametrize("step_time", [LinearStepTime(), StaircaseStepTime()], ids=["linear", "staircase"])
+def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
+    step_time: StepTime, former: str, policy: str
+) -> None:
+    """Prompts of several chunks, preemptions by recompute and by swap; times to the last bit, gaps to rounding."""
+    tokens = 30 if former == "chunked_prefill" else 170
+    for preemption, blocks in (("recompute", 24), ("swap", 24), ("recompute", 400)):
+        limits = SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=tokens,
+            num_kv_blocks=blocks,
+            batching=former,
+            preemption=preemption,  # type: ignore[arg-type]
+        )
+        trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
+        single, several = (
+            run_simulation(
+                SimulationConfig(
+                    trace="", policy=policy, scheduler=limits, step_time=step_time, exact_steps=exact
+                ),
+                trace=trace,
+            )
+            for exact in (True, False)
+        )
+        for one, other in zip(single.records, several.records, strict=True):
+            assert (one.request_id, one.finish_s, one.first_token_s) == (
+                other.request_id,
+                other.finish_s,
+                other.first_token_s,
+            )
+            assert one.max_tbt_s == pytest.approx(other.max_tbt_s, abs=1e-9)
+        assert single.watch.gaps is not None
+        assert several.watch.gaps is not None
+        before, after = single.watch.gaps.total(), several.watch.gaps.total()
+        assert before.counts.sum() == after.counts.sum()
+        # A gap at the border of two bins may be in either.
+        assert np.abs(np.cumsum(before.counts) - np.cumsum(after.counts)).max() <= 3
+        assert before.total_s == pytest.approx(after.total_s, rel=1e-9)
+        assert before.longest_s == pytest.approx(after.longest_s, abs=1e-9)
+
+
+def test_rising_steps_are_counted_in_the_bins_of_each() -> None:
+    group = StepGroup(0.01, 3e-5, 700)
+    one_by_one, together = GapHistogram(), GapHistogram()
+    for step in range(700):
+        one_by_one.add(0.01 + 3e-5 * step, 2)
+    together.add_steps([group], 2)
+    assert np.abs(np.cumsum(one_by_one.counts) - np.cumsum(together.counts)).max() <= 2
+    assert together.counts.sum() == 1400
+    assert together.total_s == pytest.approx(one_by_one.total_s, rel=1e-12)
+    assert together.longest_s == pytest.approx(one_by_one.longest_s, rel=1e-12)
 
 
 def test_watching_changes_nothing() -> None:

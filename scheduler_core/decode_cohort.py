@@ -1,0 +1,317 @@
+"""The running requests that decode, counted together: a step of all of them costs the same, however many they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+from scheduler_core.kv_cache import KVCache
+from scheduler_core.request import RequestState
+
+
+class _Member:
+    """What the cohort remembers of one request; a request that leaves and comes back is another member.
+
+    Attributes:
+        state: The request.
+        seat: Place in the order of admission.
+        since: Number of the step up to which its state is settled.
+        due: Number of the step for which it takes its next block; settled like the state.
+        periodic: It takes a block at every border of its own from now on; False: not before `due`.
+    """
+
+    __slots__ = ("due", "periodic", "seat", "since", "state")
+
+    def __init__(self, state: RequestState, seat: int, since: int, due: int, periodic: bool) -> None:
+        self.state = state
+        self.seat = seat
+        self.since = since
+        self.due = due
+        self.periodic = periodic
+
+
+class DecodeCohort:
+    """Requests that all generate one token in every step that they take part in, and take such steps only together.
+
+    Steps are counted once for all. A request's state says how far it had come when it was settled last; whoever reads
+    it settles it before. Blocks are taken for all at once too: a request that is at the border of a block needs another
+    one at every `block_tokens`-th step from then on, so it is enough to know how many are at a border at which step.
+
+    | step number | means |
+    | --- | --- |
+    | num_steps | steps taken by all |
+    | room_until | the blocks for all steps of a smaller number are taken |
+
+    Args:
+        kv: Where the blocks come from.
+    """
+
+    __slots__ = (
+        "_borders",
+        "_ends",
+        "_has_order",
+        "_ids",
+        "_is_settled",
+        "_kv",
+        "_last_s",
+        "_later",
+        "_members",
+        "_num_periodic",
+        "_pushes",
+        "_size",
+        "_states",
+        "context_tokens",
+        "num_steps",
+        "room_until",
+    )
+
+    def __init__(self, kv: KVCache) -> None:
+        self._kv = kv
+        self._size = kv.block_tokens
+        #: Steps that the members have taken together.
+        self.num_steps = 0
+        #: Sum of the tokens that the members have in the cache.
+        self.context_tokens = 0
+        self.room_until = 0
+        self._last_s = 0.0
+        self._members: dict[str, _Member] = {}
+        #: By step number modulo the size of a block: periodic members that take a block there.
+        self._borders = [0] * self._size
+        self._num_periodic = 0
+        #: (due, running number, member) of those with more room than a block.
+        self._later: list[tuple[int, int, _Member]] = []
+        #: (number of the step after which max_tokens are there, running number, member).
+        self._ends: list[tuple[int, int, _Member]] = []
+        self._pushes = 0
+        self._has_order = True
+        self._is_settled = True
+        self._states: list[RequestState] | None = []
+        self._ids: tuple[str, ...] | None = ()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._members
+
+    def member(self, request_id: str) -> RequestState | None:
+        """The request, perhaps not settled; None if it is no member."""
+        member = self._members.get(request_id)
+        return None if member is None else member.state
+
+    def states(self) -> list[RequestState]:
+        """The members in order of admission, perhaps not settled; not to be changed."""
+        if self._states is None:
+            self._order()
+            self._states = [member.state for member in self._members.values()]
+        return self._states
+
+    def ids(self) -> tuple[str, ...]:
+        """Their names, in the same order."""
+        if self._ids is None:
+            self._order()
+            self._ids = tuple(self._members)
+        return self._ids
+
+    def _order(self) -> None:
+        if not self._has_order:
+            self._members = dict(sorted(self._members.items(), key=lambda item: item[1].seat))
+            self._has_order = True
+
+    def join(self, state: RequestState, seat: int) -> None:
+        """A running request decodes from the next step on that the members take.
+
+        Args:
+            state: Has computed all tokens it needs before its next one.
+            seat: Place in the order of admission.
+        """
+        now = self.num_steps
+        room = state.kv_tokens - state.num_computed_tokens
+        periodic = room < self._size
+        member = _Member(state, seat, now, now + room, periodic)
+        assert member.due >= self.room_until, "a request joins without room for its first step"
+        members = self._members
+        if members and seat < next(reversed(members.values())).seat:
+            self._has_order = False
+        members[state.request_id] = member
+        self._pushes = pushes = self._pushes + 1
+        if periodic:
+            self._borders[member.due % self._size] += 1
+            self._num_periodic += 1
+        else:
+            heappush(self._later, (member.due, pushes, member))
+        left = state.request.max_tokens - state.num_output_tokens
+        heappush(self._ends, (now + left, pushes, member))
+        if len(self._ends) > 2 * len(members) + 64:
+            self._ends = [entry for entry in self._ends if self._is_here(entry[2])]
+            heapify(self._ends)
+        self.context_tokens += state.num_computed_tokens
+        self._states = self._ids = None
+
+    def leave(self, state: RequestState) -> None:
+        """A member stops to decode; its state is settled then."""
+        member = self._members[state.request_id]
+        self._settle(member)
+        del self._members[state.request_id]
+        if member.periodic:
+            self._borders[member.due % self._size] -= 1
+            self._num_periodic -= 1
+        self.context_tokens -= state.num_computed_tokens
+        self._states = self._ids = None
+
+    def _is_here(self, member: _Member) -> bool:
+        return self._members.get(member.state.request_id) is member
+
+    def _is_next(self, due: int, member: _Member) -> bool:
+        """Whether an entry of `_later` is the member's own and its latest."""
+        return not member.periodic and member.due == due and self._is_here(member)
+
+    def make_room(self, most_blocks: int) -> bool:
+        """Takes the blocks for the next step; False (and nothing taken) if they are more than `most_blocks`."""
+        step = self.num_steps
+        if self.room_until > step:
+            return True
+        if self._later and self._later[0][0] <= step:
+            if self.blocks_until(step + 1) > most_blocks:
+                return False
+            self.take_until(step + 1)
+            return True
+        blocks = self._borders[step % self._size]
+        if blocks:
+            if blocks > most_blocks:
+                return False
+            self._kv.take(blocks)
+            self._is_settled = False
+        self.room_until = step + 1
+        return True
+
+    def blocks_until(self, step: int) -> int:
+        """Blocks that the members have to take for all steps of a smaller number."""
+        start, size, borders = self.room_until, self._size, self._borders
+        if step <= start:
+            return 0
+        rounds, rest = divmod(step - start, size)
+        blocks = rounds * self._num_periodic if rounds else 0
+        first = start % size
+        if rest == 1:
+            blocks += borders[first]
+        elif first + rest <= size:
+            blocks += sum(borders[first : first + rest])
+        else:
+            blocks += sum(borders[first:]) + sum(borders[: first + rest - size])
+        if self._later and self._later[0][0] < step:
+            for due, _, member in self._later:
+                if due < step and self._is_next(due, member):
+                    blocks += (step - 1 - due) // size + 1
+        return blocks
+
+    def take_until(self, step: int) -> None:
+        """Takes those blocks; they must be there."""
+        if step <= self.room_until:
+            return
+        blocks = self.blocks_until(step)
+        if blocks:
+            self._kv.take(blocks)
+            self._is_settled = False
+        later = self._later
+        while later and later[0][0] < step:
+            due, _, member = heappop(later)
+            if self._is_next(due, member):
+                member.periodic = True
+                self._borders[due % self._size] += 1
+                self._num_periodic += 1
+        self.room_until = step
+
+    def room_made(self) -> None:
+        """Every member has taken what it needs for its next step by itself."""
+        self.room_until = self.num_steps + 1
+
+    def grown(self, state: RequestState) -> None:
+        """A settled member has taken blocks of its own."""
+        member = self._members[state.request_id]
+        due = self.num_steps + state.kv_tokens - state.num_computed_tokens
+        if member.periodic:
+            assert (due - member.due) % self._size == 0
+            if due - self.room_until >= self._size:  # else the border stays what it is
+                member.periodic = False
+                self._borders[due % self._size] -= 1
+                self._num_periodic -= 1
+                self._pushes += 1
+                heappush(self._later, (due, self._pushes, member))
+        else:
+            self._pushes += 1
+            heappush(self._later, (due, self._pushes, member))
+        member.due = due
+
+    def advance(self, num_steps: int, now: float) -> list[RequestState]:
+        """All members have taken so many steps, the last of which ended now.
+
+        Returns:
+            Those that have generated max_tokens, in no particular order.
+        """
+        self.num_steps = reached = self.num_steps + num_steps
+        if reached > self.room_until:
+            self.take_until(reached)
+        self.context_tokens += num_steps * len(self._members)
+        self._last_s = now
+        self._is_settled = False
+        ended: list[RequestState] = []
+        ends = self._ends
+        while ends and ends[0][0] <= reached:
+            member = heappop(ends)[2]
+            if self._is_here(member):
+                ended.append(member.state)
+        return ended
+
+    def least_left(self, limit: int) -> int:
+        """Steps until the first member has max_tokens; `limit` if that is less."""
+        ends = self._ends
+        while ends and not self._is_here(ends[0][2]):
+            heappop(ends)
+        return min(limit, ends[0][0] - self.num_steps) if ends else limit
+
+    def in_order(self, states: Iterable[RequestState]) -> list[RequestState]:
+        """Members in order of admission."""
+        return sorted(states, key=lambda state: self._members[state.request_id].seat)
+
+    def settle(self, request_id: str) -> None:
+        """Brings the state of a request up to date, if it is a member."""
+        member = self._members.get(request_id)
+        if member is not None:
+            self._settle(member)
+
+    def settle_all(self) -> None:
+        """Brings the states of all members up to date."""
+        if not self._is_settled:
+            for member in self._members.values():
+                self._settle(member)
+            self._is_settled = True
+
+    def _settle(self, member: _Member) -> None:
+        state = member.state
+        steps = self.num_steps - member.since
+        if steps:
+            member.since = self.num_steps
+            state.num_computed_tokens += steps
+            state.num_output_tokens += steps
+            state.attained_tokens += steps
+            state.last_token_s = state.last_scheduled_s = self._last_s
+        past = self.room_until - member.due
+        if past > 0:
+            blocks = (past - 1) // self._size + 1
+            self._kv.credit(state.request_id, blocks)
+            state.kv_tokens += blocks * self._size
+            member.due += blocks * self._size
+
+    def validate(self, running: Iterable[RequestState]) -> None:
+        """Checks the sums, O(members); AssertionError names the one that does not hold."""
+        self.settle_all()
+        decoding = [s.request_id for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
+        assert list(self.ids()) == decoding, "the cohort is not those who decode"
+        members = list(self._members.values())
+        assert self.context_tokens == sum(one.state.num_computed_tokens for one in members)
+        assert self._num_periodic == sum(self._borders) == sum(one.periodic for one in members)
+        for one in members:
+            assert one.due == self.num_steps + one.state.kv_tokens - one.state.num_computed_tokens
+            assert one.due >= self.room_until
+            assert not one.periodic or one.due - self.room_until < self._size

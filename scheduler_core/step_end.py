@@ -1,0 +1,145 @@
+"""The end of a step: tokens are counted, finished requests leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from scheduler_core.batching import Batch
+from scheduler_core.decode_cohort import DecodeCohort
+from scheduler_core.plan import Finished, PrefillChunk, StepResult
+from scheduler_core.policies.base import Policy
+from scheduler_core.pool import Pool
+from scheduler_core.request import RequestState, Status
+
+TokensHook = Callable[[RequestState, int, float], None]
+
+
+class StepEnd:
+    """Counts what a step has done for its requests.
+
+    Args:
+        pool: The live requests.
+        policy: Is told of the work done.
+        on_tokens: Its hook of that name; None if that does nothing, so that it need not be called for every request.
+    """
+
+    __slots__ = ("_on_tokens", "_policy", "_pool")
+
+    def __init__(self, pool: Pool, policy: Policy, on_tokens: TokensHook | None) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._on_tokens = on_tokens
+
+    def complete(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
+        """The batch was carried out `result.num_steps` times, to its end now.
+
+        Returns:
+            The finished requests, in the order of the plan.
+        """
+        finished: list[Finished] = []
+        stopped = result.stopped
+        cohort = self._pool.cohort
+        ended: Iterable[RequestState] = ()
+        if cohort is not None and batch.decodes:
+            ended = self._decode_together(cohort, result.num_steps, stopped, now)
+        for state, chunk in batch.prefills:
+            if state.status is Status.RUNNING:
+                self._prefill(state, chunk, result.num_steps, now)
+                if chunk.is_last or self._on_tokens is not None:
+                    self._close(state, chunk.num_tokens, stopped, now, finished)
+                    if chunk.is_last and cohort is not None and state.status is Status.RUNNING:
+                        self._pool.prefilled(state)
+        if cohort is None:
+            ended = self._decode_singly(batch.decodes, result.num_steps, stopped, now)
+        for state in ended:
+            self._close(state, result.num_steps, stopped, now, finished)
+        return finished
+
+    def _decode_together(
+        self, cohort: DecodeCohort, num_steps: int, stopped: tuple[str, ...], now: float
+    ) -> list[RequestState]:
+        """Those that may have ended, settled and in order."""
+        ended = cohort.advance(num_steps, now)
+        if stopped:
+            full = set(ended)
+            ended += [
+                state for state in map(cohort.member, stopped) if state is not None and state not in full
+            ]
+        for state in ended:
+            cohort.settle(state.request_id)
+        return cohort.in_order(ended) if len(ended) > 1 else ended
+
+    def _decode_singly(
+        self, planned: list[RequestState], num_steps: int, stopped: tuple[str, ...], now: float
+    ) -> list[RequestState]:
+        """Those that may have ended. One loop without calls, as it runs for every token.
+
+        All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
+        """
+        running = Status.RUNNING
+        ended: list[RequestState] = []
+        for state in planned:
+            if state.status is not running:
+                continue
+            state.num_computed_tokens = computed = state.num_computed_tokens + num_steps
+            state.num_output_tokens = outputs = state.num_output_tokens + num_steps
+            state.attained_tokens += num_steps
+            state.last_scheduled_s = state.last_token_s = now
+            if computed > state.kv_tokens:
+                grown = self._pool.grow(state, computed)
+                assert grown, "steady_steps promised memory that is not there"
+            if outputs == state.request.max_tokens or state.request_id in stopped:
+                ended.append(state)
+        if self._on_tokens is not None:
+            ended = [state for state in planned if state.status is running]
+        return ended
+
+    def _prefill(self, state: RequestState, chunk: PrefillChunk, num_steps: int, now: float) -> None:
+        """So many chunks have been processed; after the last one of a prompt there is a token."""
+        tokens = chunk.num_tokens * num_steps
+        state.num_computed_tokens += tokens
+        state.attained_tokens += tokens
+        state.last_scheduled_s = now
+        if state.num_computed_tokens > state.kv_tokens:
+            grown = self._pool.grow(state, state.num_computed_tokens)
+            assert grown, "a prompt was admitted without memory"
+        if chunk.is_last:
+            state.decode_entered_s = state.last_token_s = now
+            state.num_output_tokens += 1
+            if state.first_token_s is None:
+                state.first_token_s = now
+
+    def _close(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        stopped: tuple[str, ...],
+        now: float,
+        finished: list[Finished],
+    ) -> None:
+        """Tells the policy of the request's work in this step, and ends the request if it is done."""
+        if self._on_tokens is not None:
+            self._on_tokens(state, num_tokens, now)
+        if state.request_id in stopped:
+            self._finish(state, "stop", finished)
+        elif state.num_output_tokens == state.request.max_tokens:
+            self._finish(state, "length", finished)
+
+    def _finish(
+        self, state: RequestState, reason: Literal["stop", "length"], finished: list[Finished]
+    ) -> None:
+        self._pool.leave(state)
+        self._policy.on_finish(state)
+        assert state.first_scheduled_s is not None
+        assert state.first_token_s is not None
+        finished.append(
+            Finished(
+                request_id=state.request_id,
+                reason=reason,
+                output_tokens=state.num_output_tokens,
+                num_preemptions=state.num_preemptions,
+                first_scheduled_s=state.first_scheduled_s,
+                first_token_s=state.first_token_s,
+            )
+        )
