@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.simulate.progress import progress_bar
 from scheduler_core.simulate.sweep import BaseConfig
@@ -47,6 +48,12 @@ class CapacityConfig(BaseConfig):
     cells: str | None = None
     """Folder where simulations are kept, so that an interrupted search goes on. Unset: nowhere."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.at_most and not self.at_least:
+            raise InputError("at_most, at_least", {}, "at least one target, such as {ttft_s.p50: 0.5}")
+        self.search()
+
     def search(self) -> CapacitySearch:
         """How the search goes."""
         return CapacitySearch(
@@ -70,11 +77,18 @@ def targets_of(at_most: Mapping[str, float], at_least: Mapping[str, float]) -> l
 def run(config: CapacityConfig) -> None:
     """Carries out `simulate capacity`."""
     target, search = writable_target(config.json, "json"), config.search()
-    with tempfile.TemporaryDirectory() as scratch, progress_bar(0, "simulating", "run") as bar:
+    who = config.who()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        progress_bar(None, "simulating", "run") as bar,
+        who.ready(),
+    ):
         store = CellStore(config.cells or scratch)
 
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
-            return run_cells(cells, store, config.who(), bar.update)
+            level = cells[0].settings[config.unit]
+            bar.set_description_str(f"simulating {config.unit} {level:.4g}, {len(cells)} seeds")
+            return run_cells(cells, store, who, bar.update)
 
         found = search.find(config.simulation(), targets_of(config.at_most, config.at_least), simulate)
     content = {

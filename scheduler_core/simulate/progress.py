@@ -8,8 +8,8 @@ from typing import Any
 from scheduler_core.errors import MissingExtraError
 
 
-def progress_bar(total: int, what: str, unit: str = "req") -> Any:
-    """A bar of `total` units.
+def progress_bar(total: int | None, what: str, unit: str = "req") -> Any:
+    """A bar of `total` units; None: nobody knows how many, and it counts.
 
     Raises:
         MissingExtraError: tqdm is not installed.

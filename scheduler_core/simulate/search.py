@@ -16,8 +16,9 @@ from scheduler_core.simulate.sweep import BaseConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.sweep.cells import Cell, grid
 from scheduler_core.simulator.sweep.execute import run_cells
-from scheduler_core.simulator.sweep.halving import Settings, rungs, successive_halving
+from scheduler_core.simulator.sweep.halving import Scored, Settings, rungs, successive_halving
 from scheduler_core.simulator.sweep.store import CellStore
+from scheduler_core.simulator.sweep.tables import write_rows
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +27,13 @@ logger = logging.getLogger(__name__)
 class SearchConfig(BaseConfig):
     """Find the settings that make a metric best while targets are met: all combinations, or successive halving.
 
-    Settings to vary are, for instance, cluster.headroom_share, cluster.num_tiers, workload.tiers.num_tiers,
-    scheduler.max_num_batched_tokens, cluster.num_replicas. Simulations are kept as by simulate sweep.
+    Settings to vary are, for instance, cluster.headroom_share, num_tiers (K, of the workload and the cluster together),
+    scheduler.max_num_batched_tokens (the budget of a step, and so the largest chunk), scheduler.batching_parameters.NAME,
+    cluster.num_replicas. Simulations are kept as by simulate sweep.
     """
 
     out: str
-    """Folder of the results; OUT/search.json has the ranking."""
+    """Folder of the results; OUT/search.json and OUT/ranking.parquet have the ranking."""
     vary: dict[str, list[Any]] = field(default_factory=dict)
     """Settings by dotted name and their values."""
     objective: str = "ttlt_s.mean"
@@ -67,6 +69,20 @@ def _resized(config: SimulationConfig, num_requests: int) -> SimulationConfig:
     return replace(config, workload=replace(config.workload, num_requests=num_requests))
 
 
+def _rows(ranking: Sequence[Scored]) -> list[dict[str, Any]]:
+    """One row per candidate, the best first."""
+    return [
+        {
+            "rank": place,
+            **one.settings,
+            "num_requests": one.num_requests,
+            "objective": one.objective,
+            "excess": one.excess,
+        }
+        for place, one in enumerate(ranking, 1)
+    ]
+
+
 def run(config: SearchConfig) -> None:
     """Carries out `simulate search`."""
     base = config.simulation()
@@ -81,12 +97,13 @@ def run(config: SearchConfig) -> None:
         schedule = rungs(len(by_point), full, config.eta, config.min_requests)
     store = CellStore(Path(config.out) / "cells")
     total = sum(count for count, _ in schedule) * config.num_seeds
-    with progress_bar(total, "simulating", "run") as bar:
+    who = config.who()
+    with progress_bar(total, "simulating", "run") as bar, who.ready():
 
         def evaluate(candidates: Sequence[Settings], num: int) -> Sequence[Sequence[Mapping[str, Any]]]:
             groups = [by_point[tuple(one.items())] for one in candidates]
             cells = [replace(cell, config=_resized(cell.config, num)) for group in groups for cell in group]
-            results = run_cells(cells, store, config.who(), bar.update)
+            results = run_cells(cells, store, who, bar.update)
             size = config.num_seeds
             return [results[place : place + size] for place in range(0, len(results), size)]
 
@@ -105,6 +122,7 @@ def run(config: SearchConfig) -> None:
         "ranking": [asdict(one) for one in ranking],
     }
     write_json(Path(config.out) / "search.json", content)
+    write_rows(_rows(ranking), Path(config.out) / "ranking.parquet")
     best = ranking[0]
     met = "all targets met" if best.excess == 0 else "no candidate meets the targets"
     logger.info("best: %s, %s = %.4g, %s", dict(best.settings), config.objective, best.objective, met)

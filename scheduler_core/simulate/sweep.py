@@ -12,6 +12,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import write_json
 from scheduler_core.simulate.progress import progress_bar
 from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.regret import with_regret
 from scheduler_core.simulator.sweep.cells import Cell, grid
 from scheduler_core.simulator.sweep.execute import Workers, run_cells
 from scheduler_core.simulator.sweep.store import CellStore
@@ -27,9 +28,14 @@ class WorkerConfig:
     workers: int = 1
     """Processes on this machine."""
     ray: bool = False
-    """Use a Ray cluster instead (extra: ray); files that are read must be there under the same path everywhere."""
+    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the files that are read under
+    the same path."""
     ray_address: str | None = None
-    """Address of the Ray cluster. Unset: that of the environment, or a new one on this machine."""
+    """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
+    RAY_ADDRESS, or a new one on this machine."""
+
+    def __post_init__(self) -> None:
+        self.who()
 
     def who(self) -> Workers:
         """The same as the sweep knows it."""
@@ -43,6 +49,10 @@ class BaseConfig(SimulationConfig, WorkerConfig):
     policy: str = "fcfs"
     """As for simulate run; where policies are varied, this one is not used."""
 
+    def __post_init__(self) -> None:
+        SimulationConfig.__post_init__(self)
+        WorkerConfig.__post_init__(self)
+
     def simulation(self) -> SimulationConfig:
         """The simulation alone."""
         return SimulationConfig(**{item.name: getattr(self, item.name) for item in fields(SimulationConfig)})
@@ -55,7 +65,7 @@ class SweepConfig(BaseConfig):
     Every simulation is a file in OUT/cells, named by a hash of all it depends on and written when it is whole: a sweep
     that was killed goes on where it was, and one whose configuration was changed does what is new. OUT/cells.parquet has
     a row per simulation, OUT/points.parquet a row per combination and metric with 95 % confidence intervals over seeds,
-    OUT/report.html the curves of latency over load.
+    OUT/report.html the curves of latency over load. With fcfs and sjf among the policies, every one has its regret.
     """
 
     out: str
@@ -103,7 +113,7 @@ def run(config: SweepConfig) -> None:
     cells = config.cells()
     store = CellStore(Path(config.out) / "cells")
     with progress_bar(len(cells), "simulating", "cell") as bar:
-        results = run_cells(cells, store, config.who(), bar.update)
+        results = with_regret(run_cells(cells, store, config.who(), bar.update))
     folder = Path(config.out)
     write_rows(cell_rows(results), folder / "cells.parquet")
     write_rows(point_rows(results), folder / "points.parquet")

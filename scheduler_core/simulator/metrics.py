@@ -11,7 +11,9 @@ from scheduler_core.predictions import Prediction
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.fetch import Predictions
 from scheduler_core.simulator.loop import Outcome
+from scheduler_core.simulator.prediction_quality import prediction_quality
 from scheduler_core.simulator.records import LATENCIES, RequestRecord
+from scheduler_core.simulator.request_columns import FloatArray, RequestColumns
 from scheduler_core.simulator.token_gaps import GapHistogram, TokenGaps
 from scheduler_core.simulator.watch import RunWatch, kv_quantiles
 
@@ -22,10 +24,11 @@ MAX_GROUPS = 64
 _GROUPS = ("tier", "tenant", "category")
 
 
-def summary(values: Iterable[float | None]) -> dict[str, float] | None:
+def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | None:
     """mean, p50, p90, p95, p99, p999, max (percentiles interpolated linearly) and tail_ratio = p99 / p50 of what is not
-    None; None if nothing is. Without tail_ratio if the median is 0."""
-    array = np.array([value for value in values if value is not None], float)
+    None or NaN; None if nothing is. Without tail_ratio if the median is 0."""
+    array = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
+    array = array[~np.isnan(array)]
     if array.size == 0:
         return None
     p50, p90, p95, p99, p999 = map(float, np.percentile(array, [50, 90, 95, 99, 99.9]))
@@ -36,7 +39,7 @@ def summary(values: Iterable[float | None]) -> dict[str, float] | None:
     return named
 
 
-def jain_index(values: Sequence[float]) -> float | None:
+def jain_index(values: Sequence[float] | FloatArray) -> float | None:
     """(sum x)^2 / (n sum x^2): 1 when all are equal, 1/n when one has everything (Jain et al. 1984); None without x > 0."""
     array = np.asarray(values, float)
     squares = float((array**2).sum())
@@ -49,14 +52,18 @@ def starvation_slope(records: Sequence[RequestRecord]) -> float | None:
     The least-squares slope of ttlt_s over the position among all arrivals, for the tenth of the requests with the longest
     answers; near 0 where nobody starves. None with fewer than 3 of them.
     """
-    ordered = sorted(records, key=lambda record: record.arrival_s)
-    limit = np.quantile([record.output_tokens for record in ordered], 1 - LONG_SHARE)
-    long = [(place, one.ttlt_s) for place, one in enumerate(ordered) if one.output_tokens >= limit]
-    if len(long) < 3:
+    return _starvation_slope(RequestColumns.of(records))
+
+
+def _starvation_slope(requests: RequestColumns) -> float | None:
+    order = np.argsort(requests.arrival_s, kind="stable")
+    place = np.flatnonzero(
+        requests.output_tokens[order] >= np.quantile(requests.output_tokens, 1 - LONG_SHARE)
+    )
+    if len(place) < 3:
         return None
-    place, latency = np.array(long).T
     centred = place - place.mean()
-    return float((centred * latency).sum() / (centred**2).sum())
+    return float((centred * requests.ttlt_s[order][place]).sum() / (centred**2).sum())
 
 
 def run_metrics(
@@ -72,76 +79,81 @@ def run_metrics(
     - `fairness_requests`: Jain's index of 1 / slowdown over requests; `fairness_tenants`: of its mean per tenant.
     - `starvation_slope`: see there.
     - `groups`: by tier, tenant and category, where there is more than one: the same for each.
+    - `prediction`: how good predicted lengths were, see `prediction_quality`; None without predictions.
     - `littles_law_error`: the relative gap between the time average of the number of requests in the system, integrated
       event by event, and throughput times mean ttlt_s: rounding apart it must be 0.
     """
-    records = outcome.records
+    requests = RequestColumns.of(outcome.records)
+    alone = np.array([alone_s[one.request_id] for one in outcome.records], np.float64)
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
-    predicted_by_law = sum(record.ttlt_s for record in records) * per_s
-    metrics = _of_requests(records, alone_s, per_s, len(outcome.refused))
-    metrics["tbt_s"] = None if watch.gaps is None else watch.gaps.total().summary()
+    predicted_by_law = float(requests.ttlt_s.sum()) * per_s
+    metrics = _of_requests(requests, alone, per_s, len(outcome.refused))
+    metrics["tbt_s"] = None if watch.gaps is None else _of_gaps(watch.gaps.total())
     capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
+    speed = alone / requests.ttlt_s
     metrics.update(
         num_refused=len(outcome.refused),
         num_preemptions=sum(core.counters.num_preemptions for core in schedulers.values()),
         num_steps=outcome.num_steps,
         makespan_s=span,
         busy_share=outcome.busy_s * per_s / len(schedulers),
-        throughput_rps=len(records) * per_s,
-        throughput_output_tokens_per_s=sum(record.output_tokens for record in records) * per_s,
+        throughput_rps=len(requests) * per_s,
+        throughput_output_tokens_per_s=float(requests.output_tokens.sum()) * per_s,
         mean_requests_in_system=in_system,
         mean_requests_waiting=outcome.waiting_seconds * per_s,
         peak_kv_share=sum(core.peak_kv_blocks for core in schedulers.values()) / capacity,
         kv_use=kv_quantiles(watch.loads),
-        fairness_requests=jain_index([alone_s[one.request_id] / one.ttlt_s for one in records]),
-        fairness_tenants=jain_index(_tenant_rates(records, alone_s)),
-        starvation_slope=starvation_slope(records),
+        fairness_requests=jain_index(speed),
+        fairness_tenants=jain_index(_tenant_rates(requests, speed)),
+        starvation_slope=_starvation_slope(requests),
         littles_law_error=abs(in_system - predicted_by_law) / in_system if in_system > 0 else 0.0,
-        groups={name: _by_group(records, name, alone_s, per_s, watch.gaps) for name in _GROUPS},
+        groups={name: _by_group(requests, name, alone, per_s, watch.gaps) for name in _GROUPS},
+        prediction=prediction_quality(requests),
     )
     return metrics
 
 
 def _of_requests(
-    records: Sequence[RequestRecord], alone_s: Mapping[str, float], per_s: float, num_refused: int
+    requests: RequestColumns, alone_s: FloatArray, per_s: float, num_refused: int
 ) -> dict[str, Any]:
     """What can be said of any set of requests."""
-    metrics: dict[str, Any] = {
-        name: summary(getattr(record, name) for record in records) for name in LATENCIES
-    }
-    metrics["slowdown"] = summary(one.ttlt_s / alone_s[one.request_id] for one in records)
-    metrics["num_finished"] = len(records)
-    metrics["num_reached_max_tokens"] = sum(record.finish_reason == "length" for record in records)
-    with_target = [record for record in records if record.has_slo]
-    met = sum(record.meets_slo for record in with_target)
-    metrics["slo_attainment"] = met / (len(with_target) + num_refused) if with_target else None
+    metrics: dict[str, Any] = {name: summary(getattr(requests, name)) for name in LATENCIES}
+    metrics["slowdown"] = summary(requests.ttlt_s / alone_s)
+    metrics["num_finished"] = len(requests)
+    metrics["num_reached_max_tokens"] = int((requests.finish_reason == "length").sum())
+    with_target = int(requests.has_slo.sum())
+    met = int((requests.has_slo & requests.meets_slo).sum())
+    metrics["slo_attainment"] = met / (with_target + num_refused) if with_target else None
     metrics["goodput_rps"] = met * per_s if with_target else None
     return metrics
 
 
-def _tenant_rates(records: Sequence[RequestRecord], alone_s: Mapping[str, float]) -> list[float]:
-    rates: dict[str, list[float]] = {}
-    for one in records:
-        rates.setdefault(one.tenant, []).append(alone_s[one.request_id] / one.ttlt_s)
-    return [float(np.mean(values)) for values in rates.values()]
+def _of_gaps(gaps: GapHistogram) -> dict[str, float] | None:
+    """The summary of the gaps with its tail_ratio, as of any latency."""
+    named = gaps.summary()
+    if named is not None and named["p50"] > 0:
+        named["tail_ratio"] = named["p99"] / named["p50"]
+    return named
+
+
+def _tenant_rates(requests: RequestColumns, speed: FloatArray) -> FloatArray:
+    """Mean of the speed of each tenant's requests."""
+    tenants = requests.tenant.tolist()
+    ids = {name: place for place, name in enumerate(dict.fromkeys(tenants))}
+    places = np.array([ids[name] for name in tenants], np.int64)
+    return np.asarray(np.bincount(places, speed) / np.bincount(places), np.float64)
 
 
 def _by_group(
-    records: Sequence[RequestRecord],
-    name: str,
-    alone_s: Mapping[str, float],
-    per_s: float,
-    gaps: TokenGaps | None,
+    requests: RequestColumns, name: str, alone_s: FloatArray, per_s: float, gaps: TokenGaps | None
 ) -> dict[str, Any]:
     """By value of the field: `_of_requests` and the gaps between tokens; empty with one group, or too many."""
-    members: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        members.setdefault(str(getattr(record, name)), []).append(record)
-    if not 1 < len(members) <= MAX_GROUPS:
-        return {}
-    groups = {key: _of_requests(rows, alone_s, per_s, 0) for key, rows in sorted(members.items())}
+    groups = {
+        key: _of_requests(requests.where(chosen), alone_s[chosen], per_s, 0)
+        for key, chosen in requests.groups(name, MAX_GROUPS).items()
+    }
     pick: dict[str, Callable[[tuple[int, str]], str]] = {
         "tier": lambda kind: str(kind[0]),
         "tenant": lambda kind: kind[1],
@@ -149,8 +161,13 @@ def _by_group(
     if gaps is not None and name in pick:
         for key, values in groups.items():
             parts = [part for kind, part in gaps.by_class.items() if pick[name](kind) == key]
-            values["tbt_s"] = GapHistogram.merged(parts).summary()
+            values["tbt_s"] = _of_gaps(GapHistogram.merged(parts))
     return groups
+
+
+def with_cluster(metrics: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Metrics of a run with those of its cluster (migrations, restarts, scaling) under `cluster`, if it had one."""
+    return {**metrics} if cluster is None else {**metrics, "cluster": dict(cluster)}
 
 
 def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, writable_target
 from scheduler_core.plan import Finished
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.trace import TraceRequest
-
-TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -166,50 +157,3 @@ LATENCIES = (
     "queueing_delay_s",
     "normalized_waiting_s",
 )
-
-
-def record_row(record: RequestRecord) -> dict[str, Any]:
-    """All fields and latencies by name."""
-    row = {item.name: getattr(record, item.name) for item in fields(record)}
-    row.update({name: getattr(record, name) for name in LATENCIES})
-    return row
-
-
-def check_table_path(path: str | Path) -> Path:
-    """The path of a table that can be written; `InputError` otherwise."""
-    target = Path(path)
-    if target.suffix not in TABLE_SUFFIXES:
-        raise InputError("requests", str(path), "a name that ends in " + ", ".join(TABLE_SUFFIXES))
-    return writable_target(target, "requests")
-
-
-def write_table(records: Sequence[RequestRecord], path: str | Path) -> None:
-    """Writes one row per record as Parquet, CSV or JSON lines, by the name's ending, atomically."""
-    target = check_table_path(path)
-    rows = [record_row(record) for record in records]
-    with atomic_file(target) as temporary:
-        if target.suffix == ".parquet":
-            _write_parquet(rows, temporary)
-            return
-        with open(temporary, "w", encoding="utf-8", newline="") as stream:
-            if target.suffix == ".jsonl":
-                stream.writelines(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-            else:
-                writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-                writer.writeheader()
-                writer.writerows(rows)
-
-
-def _write_parquet(rows: list[dict[str, Any]], path: Path) -> None:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "sim") from error
-    kinds = {"str": pa.string(), "int": pa.int64(), "float": pa.float64()}
-    schema = pa.schema(
-        [(item.name, kinds[str(item.type).removesuffix(" | None")]) for item in fields(RequestRecord)]
-        + [(name, pa.float64()) for name in LATENCIES],
-        metadata={"tailcast.schema": "simulated_requests/2"},
-    )
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path, compression="zstd")

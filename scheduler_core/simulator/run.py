@@ -23,7 +23,8 @@ from scheduler_core.simulator.fetch import Predictions, fetch_predictions, noisy
 from scheduler_core.simulator.loop import Outcome, Progress, Simulation
 from scheduler_core.simulator.metrics import predictor_statistics, run_metrics
 from scheduler_core.simulator.prefix_cache import PrefixCache
-from scheduler_core.simulator.records import RequestRecord, write_table
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.request_table import request_columns, write_table
 from scheduler_core.simulator.service_time import alone_s, saturation_rate_rps
 from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.trace import Trace
@@ -77,7 +78,7 @@ class SimulationResult:
     def write(self, path: str | Path, requests: str | Path | None = None) -> None:
         """Writes the JSON result, and the table of requests if a path is given for it."""
         if requests is not None:
-            write_table(self.records, requests)
+            write_table([request_columns(self.records, self.config["seed"])], requests)
         write_json(path, self.to_json())
 
 

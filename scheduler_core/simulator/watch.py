@@ -16,6 +16,7 @@ from scheduler_core.request import Phase, Status
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.common_gaps import CommonGaps
 from scheduler_core.simulator.decode_run import StepGroup, Steps
+from scheduler_core.simulator.step_table import StepTable
 from scheduler_core.simulator.token_gaps import TokenGaps
 
 #: Points of a timeline beyond which every other one is dropped.
@@ -91,12 +92,14 @@ class RunWatch:
         loads: By replica: its load over time.
         segments: Who ran when; None: not kept.
         max_segments: Most segments that are kept.
+        steps: Every step; None: not kept.
     """
 
     gaps: TokenGaps | None = field(default_factory=TokenGaps)
     loads: dict[str, LoadTimeline] = field(default_factory=dict)
     segments: list[Segment] | None = None
     max_segments: int = 1_000_000
+    steps: StepTable | None = None
     _last: dict[str, Segment] = field(default_factory=dict)
 
     def scheduler(
@@ -193,6 +196,8 @@ class WatchedScheduler(Scheduler):
                     self._common.join(state, now)
             for item in finished:
                 self._common.leave(item.request_id)
+        if watch.steps is not None:
+            watch.steps.add(self._replica_id, (start_s, now), steps, plan, self)
         used = 1 - self.num_free_kv_blocks / self.config.num_kv_blocks
         watch.loads[self._replica_id].add(LoadPoint(now, used, self.num_running, self.num_waiting))
         return finished

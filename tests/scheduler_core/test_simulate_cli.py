@@ -69,7 +69,7 @@ def test_the_table_has_one_row_per_request(suffix: str, trace: Path) -> None:
     assert run(trace, "--policy", "tie", "--requests", str(table)) == 0
     if suffix == ".parquet":
         rows = pq.read_table(table).to_pylist()
-        assert pq.read_schema(table).metadata[b"tailcast.schema"] == b"simulated_requests/2"
+        assert pq.read_schema(table).metadata[b"tailcast.schema"] == b"tailcast.simulated_requests/3"
     elif suffix == ".csv":
         with open(table, newline="") as stream:
             rows = list(csv.DictReader(stream))
@@ -106,6 +106,8 @@ def test_a_yaml_file_and_dotted_overrides(trace: Path) -> None:
         (["--policy", "fcfs", "--rate", "-1"], "rate"),
         (["--policy", "fcfs", "--rate", "1", "--load", "1"], "rate, load"),
         (["--policy", "fcfs", "--requests", "table.txt"], "requests"),
+        (["--policy", "fcfs", "--steps", "table.txt"], "steps"),
+        (["--policy", "fcfs", "--metrics", "table.jsonl"], "metrics"),
         (["--policy", "fcfs", "--scheduler.num_kv_blocks", "0"], "num_kv_blocks"),
         (["--policy", "fcfs", "--scheduler.num_kv_blocks", "1"], "none of which fits"),
         (["--policy", "fcfs", "--step_time.base_s", "minus"], "base_s"),
@@ -236,26 +238,92 @@ def test_the_report_and_the_timeline(spec: Path) -> None:
     assert json.loads((folder / "t.json").read_text())["traceEvents"]
 
 
-def test_two_results_side_by_side(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = spec.parent
     for policy in ("hpjf", "fcfs"):
         words = ["run", "--config", str(spec), "--policy", policy, "--json", str(folder / f"{policy}.json")]
-        assert main([*words, "--num_seeds", "2"]) == 0
+        assert main([*words, "--num_seeds", "2", "--requests", str(folder / f"{policy}.parquet")]) == 0
     capsys.readouterr()
     both = [str(folder / "fcfs.json"), str(folder / "hpjf.json")]
-    assert main(["compare", *both]) == 0
-    assert "ttft_s.mean" in capsys.readouterr().out
-    assert main(["compare", *both, "--json", str(folder / "c.json"), "--report", str(folder / "c.html")]) == 0
+    assert main(["compare", *both, "--num_resamples", "50"]) == 0
+    told = capsys.readouterr().out
+    assert "80 requests in pairs" in told
+    assert "ttft_s.mean" in told
+    out = ["--json", str(folder / "c.json"), "--report", str(folder / "c.html"), "--num_resamples", "50"]
+    assert main(["compare", *both, *out]) == 0
     content = json.loads((folder / "c.json").read_text())
     assert content["settings"] == {"policy": ["fcfs", "hpjf"]}
-    first, second = (
-        json.loads(Path(name).read_text())["intervals"]["ttft_s"]["mean"]["mean"] for name in both
-    )
-    assert content["metrics"]["ttft_s.mean"]["ratio"] == pytest.approx(second / first)
-    assert "Configured differently" in (folder / "c.html").read_text()
+    rows = [pq.read_table(folder / f"{name}.parquet").to_pylist() for name in ("fcfs", "hpjf")]
+    means = [sum(row["ttft_s"] for row in table) / 80 for table in rows]
+    found = content["requests"]["latencies"]["ttft_s"]["mean"]
+    assert (found["a"], found["b"]) == pytest.approx(means)
+    assert found["difference"] == pytest.approx(means[1] - means[0])
+    assert found["low"] <= found["difference"] <= found["high"]
+    assert set(content["requests"]["groups"]) == {"tier", "tenant"}
+    first, second = (json.loads(Path(name).read_text())["runs"] for name in both)
+    metric = content["metrics"]["ttft_s.mean"]
+    off = [b["metrics"]["ttft_s"]["mean"] - a["metrics"]["ttft_s"]["mean"] for a, b in zip(first, second, strict=True)]  # fmt: skip
+    assert metric["difference"] == pytest.approx(sum(off) / 2)
+    assert metric["high"] - metric["low"] == pytest.approx(12.706 * abs(off[0] - off[1]), rel=1e-3)
+    page = (folder / "c.html").read_text()
+    assert "Configured differently" in page
+    assert page.count("<svg") == 1
+
+
+def test_runs_of_other_requests_are_not_compared(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = spec.parent
+    changes = {
+        "a": [],
+        "rate": ["--load", "0.9"],
+        "seed": ["--seed", "1"],
+        "seeds": ["--num_seeds", "2"],
+        "same": ["--policy", "fcfs"],
+    }
+    for name, words in changes.items():
+        assert main(["run", "--config", str(spec), "--json", str(folder / f"{name}.json"), *words]) == 0
     (folder / "other.json").write_text("{}")
-    assert main(["compare", both[0], str(folder / "other.json")]) == 2
-    assert "simulate compare: error: b: got" in capsys.readouterr().err
+    capsys.readouterr()
+    for name, told in (
+        ("rate", "requests of b with seed 0: got '40 requests of workload, seed 0"),
+        ("seed", "seeds of b: got '1'; allowed: 0, the seeds of a"),
+        ("seeds", "seeds of b: got '0, 1'"),
+        ("other", "b: got"),
+    ):
+        assert main(["compare", str(folder / "a.json"), str(folder / f"{name}.json")]) == 2
+        assert f"simulate compare: error: {told}" in capsys.readouterr().err
+    assert main(["compare", str(folder / "a.json"), str(folder / "same.json")]) == 0
+    assert "ttft_s.mean" in capsys.readouterr().out, "without tables of requests the metrics are compared"
+
+
+def test_a_run_with_every_table(spec: Path) -> None:
+    folder = spec.parent
+    words = ["run", "--config", str(spec), "--json", str(folder / "out.json"), "--num_seeds", "2"]
+    words += ["--policy", "ssjf", "--predictor", "oracle", "--predictor_noise", "0.5", "--regret", "true"]
+    words += ["--cluster.num_replicas", "2", "--report", str(folder / "r.html")]
+    for name in ("requests", "steps", "metrics"):
+        words += [f"--{name}", str(folder / f"{name}.parquet")]
+    assert main(words) == 0
+    content = json.loads((folder / "out.json").read_text())
+    assert content["requests"] == "requests.parquet"
+    assert [one["seed"] for one in content["runs"]] == [0, 1]
+    assert content["metrics"] == content["runs"][0]["metrics"]
+    rows = {row["metric"]: row for row in pq.read_table(folder / "metrics.parquet").to_pylist()}
+    for name in (
+        "ttft_s.p99",
+        "cluster.num_migrations",
+        "prediction.kendall_tau",
+        "regret.ttlt_s.regret_s",
+        "tbt_s.tail_ratio",
+    ):
+        assert rows[name]["num_seeds"] == 2
+    mean = sum(one["metrics"]["regret"]["ttlt_s"]["regret_s"] for one in content["runs"]) / 2
+    assert rows["regret.ttlt_s.regret_s"]["mean"] == pytest.approx(mean)
+    steps = pq.read_table(folder / "steps.parquet").to_pylist()
+    assert {row["seed"] for row in steps} == {0, 1}
+    assert len(pq.read_table(folder / "requests.parquet")) == 80
+    page = (folder / "r.html").read_text()
+    for heading in ("Predicted lengths", "Regret", "Means over seeds", "Cluster"):
+        assert heading in page
 
 
 def test_a_sweep_a_capacity_and_a_search(spec: Path) -> None:
@@ -294,6 +362,8 @@ def test_a_sweep_a_capacity_and_a_search(spec: Path) -> None:
                  "--vary", "{scheduler.max_num_seqs: [2, 64]}", "--num_seeds", "1"]) == 0  # fmt: skip
     ranking = json.loads((search / "search.json").read_text())["ranking"]
     assert ranking[0]["settings"] == {"scheduler.max_num_seqs": 64}
+    table = pq.read_table(search / "ranking.parquet").to_pylist()
+    assert [row["objective"] for row in table] == [one["objective"] for one in ranking]
 
 
 def test_the_first_word_chooses_the_command(capsys: pytest.CaptureFixture[str]) -> None:

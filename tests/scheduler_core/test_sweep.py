@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import os
+import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +19,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.sweep import execute
@@ -22,7 +29,7 @@ from scheduler_core.simulator.sweep.execute import Workers, run_cells
 from scheduler_core.simulator.sweep.halving import rungs, successive_halving
 from scheduler_core.simulator.sweep.store import CellStore
 from scheduler_core.simulator.sweep.tables import cell_rows, metric, point_rows, write_rows
-from scheduler_core.simulator.workloads import Law, Lengths, Workload
+from scheduler_core.simulator.workloads import Law, Lengths, Tiers, Workload
 
 WORKLOAD = Workload(num_requests=25, lengths=Lengths(prompt=Law(high=60), output=Law(high=30)))
 BASE = SimulationConfig(policy="fcfs", workload=WORKLOAD, scheduler=SchedulerConfig(max_num_seqs=8))
@@ -61,6 +68,15 @@ def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) ->
     with pytest.raises(InputError) as caught:
         grid(BASE, vary, range(1))
     assert caught.value.field == named
+
+
+def test_the_number_of_tiers_is_of_the_workload_and_the_cluster() -> None:
+    base = replace(BASE, workload=replace(WORKLOAD, tiers=Tiers(num_tiers=3)))
+    for cell, number in zip(grid(base, {"num_tiers": [2, 4]}, range(1)), (2, 4), strict=True):
+        assert cell.config.workload is not None
+        assert cell.config.workload.tiers is not None
+        assert cell.config.workload.tiers.num_tiers == cell.config.cluster.num_tiers == number
+        assert cell.settings["num_tiers"] == number
 
 
 def test_settings_reach_into_parts_and_mappings() -> None:
@@ -119,11 +135,99 @@ def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     assert alone == together
 
 
+@pytest.fixture
+def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster of tests writes no token into the home folder and reports to nobody."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+RAY_WARNINGS = pytest.mark.filterwarnings(
+    "ignore:Tip. In future versions of Ray:FutureWarning",
+    "ignore:subprocess .* is still running:ResourceWarning",
+    "ignore:unclosed:ResourceWarning",
+)
+
+
 @pytest.mark.slow
-def test_a_ray_cluster_gives_what_one_process_gives(tmp_path: Path) -> None:
-    cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(2))
+@RAY_WARNINGS
+@pytest.mark.usefixtures("quiet_ray")
+def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp_path: Path) -> None:
+    """A process is killed in the middle of a sweep on Ray; the next one does the rest, and the tables are the same bytes."""
+    ray = pytest.importorskip("ray")
+    cells = grid(BASE, {"policy": ["fcfs", "sjf"], "load": [0.5, 0.8, 1.1]}, range(4))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    assert run_cells(cells, CellStore(tmp_path / "b"), Workers(ray=True)) == alone
+    script = tmp_path / "run.py"
+    script.write_text(RAY_SCRIPT)
+    killed = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "b")],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
+    assert 3 <= len(kept) < len(cells)
+    told: list[int] = []
+    assert run_cells(cells, CellStore(tmp_path / "b"), Workers(ray=True), told.append) == alone
+    assert told[0] == len(kept)
+    assert not ray.is_initialized(), "a cluster of ours ends with the sweep"
+    assert {name: (tmp_path / "b" / name).stat().st_mtime_ns for name in kept} == kept
+
+
+RAY_SCRIPT = """
+import os, signal, sys
+from tests.scheduler_core.test_sweep import BASE, CellStore, Workers, grid, run_cells
+if __name__ == "__main__":
+    cells, done = grid(BASE, {"policy": ["fcfs", "sjf"], "load": [0.5, 0.8, 1.1]}, range(4)), []
+    def told(num):
+        done.append(num)
+        if sum(done) == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    run_cells(cells, CellStore(sys.argv[1]), Workers(ray=True), told)
+"""
+
+
+@pytest.mark.slow
+@RAY_WARNINGS
+@pytest.mark.usefixtures("quiet_ray")
+def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        with Workers(ray=True).ready():
+            found = run_cells([cell], CellStore(tmp_path / "a"), Workers(ray=True))
+        assert found == run_cells([cell], CellStore(tmp_path / "b"))
+        assert ray.is_initialized()
+        impossible = Cell(replace(cell.config, scheduler=SchedulerConfig(num_kv_blocks=1)), {})
+        with pytest.raises(InputError, match="none of which fits"):
+            run_cells([impossible], CellStore(tmp_path / "a"), Workers(ray=True))
+    finally:
+        ray.shutdown()
+
+
+def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = grid(BASE, {"policy": ["fcfs"]}, range(1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    if importlib.util.find_spec("ray") is not None:
+        with pytest.raises(InputError, match="address of a running Ray cluster"):
+            run_cells(cells, CellStore(tmp_path), Workers(ray=True, ray_address=address))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"tailcast\[ray\]"):
+        run_cells(cells, CellStore(tmp_path), Workers(ray=True))
+    for given, named in (
+        ({"ray": True, "num_processes": 2}, "workers"),
+        ({"ray_address": address}, "ray_address"),
+    ):
+        with pytest.raises(InputError) as caught:
+            Workers(**given)  # type: ignore[arg-type]
+        assert caught.value.field == named
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])

@@ -17,6 +17,8 @@ from scheduler_core.simulator.watch import LoadTimeline, Segment
 FloatArray = NDArray[np.float64]
 #: Points of a drawn distribution function.
 NUM_POINTS = 400
+#: More curves than this are not named: no colours are left.
+MAX_NAMED = 8
 #: Okabe and Ito's colours, told apart by everybody.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _KINDS = {"prefill": "#D55E00", "decode": "#0072B2", "waiting": "#dddddd"}
@@ -25,9 +27,10 @@ _KINDS = {"prefill": "#D55E00", "decode": "#0072B2", "waiting": "#dddddd"}
 def _figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise MissingExtraError("matplotlib", "sim") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06))
     axes = np.atleast_1d(figure.subplots(1, columns))
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
@@ -49,7 +52,7 @@ def _mark_decades(axis: Any, limits: tuple[float, float]) -> None:
     """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis, at 1 alone where that would be many."""
     low, high = limits
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if len(decades) <= 3 else (1,)
+    digits = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
     ticks = [digit * 10.0**power for power in decades for digit in digits]
     axis.set_ticks([tick for tick in ticks if low <= tick <= high])
     axis.set_ticks([], minor=True)
@@ -60,7 +63,7 @@ def _colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
 
 
-def empirical(values: Sequence[float]) -> tuple[FloatArray, FloatArray]:
+def empirical(values: Sequence[float] | FloatArray) -> tuple[FloatArray, FloatArray]:
     """(values, share of values up to there): the empirical distribution function at up to `NUM_POINTS` quantiles."""
     shares = np.linspace(0.0, 1.0, min(NUM_POINTS, max(2, len(values))))
     return np.quantile(np.asarray(values, float), shares), shares
@@ -73,21 +76,49 @@ def distribution_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
     """One panel per name, in each one curve per group; the time axis is logarithmic."""
     figure, axes = _figure(len(panels), 3.6 * len(panels), 3.2)
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
-        for index, (name, (x, y)) in enumerate(curves.items()):
-            axis.step(np.maximum(x, 1e-6), y, where="post", color=_colour(index), label=name, linewidth=1.4)
-        axis.set_xscale("log")
-        _mark_decades(axis.xaxis, axis.get_xlim())
-        axis.set_ylim(0, 1.01)
+        _draw_curves(axis, curves)
         axis.set_xlabel(f"{title}, s")
-    axes[0].set_ylabel("share of requests (TBT: of gaps)")
-    if len(panels[next(iter(panels))]) > 1:
-        axes[-1].legend(frameon=False, fontsize=8, loc="lower right")
+        axis.set_ylabel("share of gaps" if title == "TBT" else "share of requests")
+    _legend(figure, axes[0], len(panels[next(iter(panels))]))
     return _svg(figure)
 
 
-def violins(groups: Mapping[str, Sequence[float]], label: str) -> str:
-    """One violin per group with its median and P99 marked; the axis is logarithmic."""
-    figure, (axis,) = _figure(1, max(4.0, 1.1 * len(groups)), 3.4)
+def ratio_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
+    """One panel per latency: the distribution function of a ratio, with a line at 1; the axis is logarithmic."""
+    figure, axes = _figure(len(panels), 3.6 * len(panels), 3.0)
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        _draw_curves(axis, curves)
+        axis.axvline(1.0, color="black", linewidth=0.8, linestyle="--")
+        axis.set_xlabel(f"{title}, b / a")
+        axis.set_ylabel("share of requests")
+    return _svg(figure)
+
+
+def _draw_curves(axis: Any, curves: Mapping[str, Curve]) -> None:
+    for index, (name, (x, y)) in enumerate(curves.items()):
+        axis.step(np.maximum(x, 1e-6), y, where="post", color=_colour(index), label=name, linewidth=1.4)
+    axis.set_xscale("log")
+    _mark_decades(axis.xaxis, axis.get_xlim())
+    axis.set_ylim(0, 1.01)
+
+
+def _legend(figure: Any, axis: Any, num_curves: int) -> None:
+    """What the curves are, beside the panels, where there are several and not too many to be told apart."""
+    if 1 < num_curves <= MAX_NAMED:
+        figure.legend(*axis.get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside right upper")
+
+
+def violins(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """One panel per latency, in each one violin per group with its median and P99 marked; the axis is logarithmic."""
+    most = max(len(groups) for groups in panels.values())
+    figure, axes = _figure(len(panels), min(11.0, len(panels) * max(3.6, 0.9 * most)), 3.4)
+    for axis, (label, groups) in zip(axes, panels.items(), strict=True):
+        _draw_violins(axis, groups)
+        axis.set_ylabel(f"{label}, s")
+    return _svg(figure)
+
+
+def _draw_violins(axis: Any, groups: Mapping[str, Sequence[float]]) -> None:
     places = np.arange(len(groups))
     logs = [np.log10(np.maximum(np.asarray(values, float), 1e-6)) for values in groups.values()]
     drawable = [place for place, values in zip(places, logs, strict=True) if np.ptp(values) > 0]
@@ -101,19 +132,19 @@ def violins(groups: Mapping[str, Sequence[float]], label: str) -> str:
             axis.plot(
                 place, np.quantile(values, share), marker, color="black", markersize=5 if share == 0.5 else 12
             )
-    axis.set_xticks(places, [f"{name}\nn = {len(values)}" for name, values in groups.items()])
+    small = {"fontsize": 7, "rotation": 45} if len(groups) > 6 else {"fontsize": 8}
+    axis.set_xticks(places, [f"{name}\nn = {len(values)}" for name, values in groups.items()], **small)
     low, high = axis.get_ylim()
     decades = range(math.floor(low), math.ceil(high) + 1)
-    ticks = [math.log10(digit) + power for power in decades for digit in (1, 2, 5)]
+    digits = (1, 2, 5) if high - low <= 3 else (1,)
+    ticks = [math.log10(digit) + power for power in decades for digit in digits]
     axis.set_yticks([tick for tick in ticks if low <= tick <= high])
     axis.yaxis.set_major_formatter(lambda value, _: f"{10**value:.3g}")
-    axis.set_ylabel(f"{label}, s")
-    return _svg(figure)
 
 
 def load_over_time(loads: Mapping[str, LoadTimeline]) -> str:
     """Share of KV blocks in use, and running and waiting requests; one line per replica."""
-    figure, axes = _figure(3, 10.8, 2.8)
+    figure, axes = _figure(3, 11.4, 2.8)
     titles = ("KV blocks in use, %", "running requests", "waiting requests")
     for index, (name, line) in enumerate(loads.items()):
         time = [point.time_s for point in line.points]
@@ -123,13 +154,20 @@ def load_over_time(loads: Mapping[str, LoadTimeline]) -> str:
             [point.num_waiting for point in line.points],
         )
         for axis, series in zip(axes, values, strict=True):
-            axis.step(time, series, where="pre", color=_colour(index), linewidth=1.0, label=f"replica {name}")
+            axis.step(
+                time,
+                series,
+                where="post",
+                color=_colour(index),
+                linewidth=0.9,
+                alpha=0.8,
+                label=f"replica {name}",
+            )
     for axis, title in zip(axes, titles, strict=True):
         axis.set_xlabel("time, s")
         axis.set_ylabel(title)
-        axis.set_ylim(bottom=0)
-    if len(loads) > 1:
-        axes[-1].legend(frameon=False, fontsize=8)
+        axis.set_ylim(0, max(axis.get_ylim()[1], 1.0))
+    _legend(figure, axes[0], len(loads))
     return _svg(figure)
 
 
@@ -137,7 +175,7 @@ def load_latency(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], x_label: str
 ) -> str:
     """One panel per latency, in each one curve per system of points (load, mean, low, high); the bar is the interval."""
-    figure, axes = _figure(len(panels), 4.0 * len(panels), 3.3)
+    figure, axes = _figure(len(panels), 3.2 * len(panels), 3.2)
     for axis, (title, curves) in zip(axes, panels.items(), strict=True):
         means: list[float] = []
         for index, (name, points) in enumerate(curves.items()):
@@ -152,39 +190,42 @@ def load_latency(
         _mark_decades(axis.yaxis, axis.get_ylim())
         axis.set_xlabel(x_label)
         axis.set_ylabel(f"{title}, s")
-    axes[0].legend(frameon=False, fontsize=8)
+    _legend(figure, axes[0], len(panels[next(iter(panels))]))
     return _svg(figure)
 
 
 def gantt(segments: Sequence[Segment], arrivals: Mapping[str, float], max_requests: int = 60) -> str:
-    """What the first requests did when: waiting from arrival, then prefill and decode; one row each."""
+    """What the first requests did when: waiting from arrival, then prefill and decode; one row each. A black mark: the
+    request went to another replica."""
     names = sorted(arrivals, key=lambda name: (arrivals[name], name))[:max_requests]
     rows = {name: place for place, name in enumerate(names)}
-    figure, (axis,) = _figure(1, 10.8, max(2.0, 0.16 * len(names) + 0.8))
+    figure, (axis,) = _figure(1, 11.0, max(2.0, 0.16 * len(names) + 0.9))
     bars: dict[tuple[int, str], list[tuple[float, float]]] = {}
-    last: dict[str, float] = {}
-    for one in segments:
+    last: dict[str, Segment] = {}
+    moves: list[tuple[float, int]] = []
+    for one in sorted(segments, key=lambda one: one.start_s):
         if one.request_id in rows:
-            bars.setdefault((rows[one.request_id], one.kind), []).append(
-                (one.start_s, one.end_s - one.start_s)
-            )
-            last[one.request_id] = max(last.get(one.request_id, 0.0), one.end_s)
-    for name, end_s in last.items():
+            row, before = rows[one.request_id], last.get(one.request_id)
+            bars.setdefault((row, one.kind), []).append((one.start_s, one.end_s - one.start_s))
+            if before is not None and before.replica_id != one.replica_id:
+                moves.append((one.start_s, row))
+            if before is None or one.end_s >= before.end_s:
+                last[one.request_id] = one
+    for name, segment in last.items():
         axis.broken_barh(
-            [(arrivals[name], end_s - arrivals[name])], (rows[name] - 0.4, 0.8), color=_KINDS["waiting"]
+            [(arrivals[name], segment.end_s - arrivals[name])],
+            (rows[name] - 0.4, 0.8),
+            color=_KINDS["waiting"],
         )
     for (row, kind), spans in bars.items():
         axis.broken_barh(spans, (row - 0.4, 0.8), color=_KINDS[kind])
+    if moves:
+        times, places = zip(*moves, strict=True)
+        axis.plot(times, places, "|", color="black", markersize=5, label="moved")
     axis.set_yticks(range(len(names)), names, fontsize=6)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.4, -0.6)
     axis.set_xlabel("time, s")
-    for index, (kind, colour) in enumerate(_KINDS.items()):
-        axis.text(
-            0.78 + 0.075 * index,
-            1.01,
-            kind,
-            color=colour if index < 2 else "#888888",
-            transform=axis.transAxes,
-            fontsize=8,
-        )
+    for kind, colour in _KINDS.items():
+        axis.broken_barh([], (0, 0), color=colour, label=kind)
+    figure.legend(frameon=False, fontsize=8, loc="outside upper right", ncols=4)
     return _svg(figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from scheduler_core.files import atomic_file
@@ -13,7 +13,9 @@ body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem aut
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, td.text, th.text { text-align: left; }
+td.text { white-space: normal; color: #555; }
+div.wide { overflow-x: auto; }
 figure { margin: 1rem 0; } figure svg { max-width: 100%; height: auto; } figcaption, p.note { color: #555; }
 pre { background: #f6f6f6; padding: .7rem; overflow-x: auto; font-size: 12px; }
 """
@@ -51,14 +53,22 @@ class Page:
         """Text as it is."""
         self._parts.append(f"<pre>{html.escape(text)}</pre>")
 
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """A table; numbers get four significant digits."""
-        first = "".join(f"<th>{html.escape(name)}</th>" for name in head)
-        body = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(cell(value))}</td>" for value in row) + "</tr>"
-            for row in rows
+    def table(
+        self, head: Sequence[str], rows: Sequence[Sequence[object]], texts: Collection[int] = ()
+    ) -> None:
+        """A table; numbers get four significant digits. The columns in `texts` are prose, to the left."""
+
+        def line(kind: str, values: Sequence[object]) -> str:
+            cells = (
+                f"<{kind}{' class=text' if place in texts else ''}>{html.escape(cell(value))}</{kind}>"
+                for place, value in enumerate(values)
+            )
+            return "<tr>" + "".join(cells) + "</tr>"
+
+        body = "".join(line("td", row) for row in rows)
+        self._parts.append(
+            f"<div class=wide><table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table></div>"
         )
-        self._parts.append(f"<table><thead><tr>{first}</tr></thead><tbody>{body}</tbody></table>")
 
     def figure(self, svg: str, caption: str) -> None:
         """A figure, SVG text that was drawn by `figures`."""

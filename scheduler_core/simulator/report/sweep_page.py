@@ -10,7 +10,7 @@ from typing import Any
 from scheduler_core.simulator.report import figures
 from scheduler_core.simulator.report.page import Page
 from scheduler_core.simulator.statistics import Interval, interval
-from scheduler_core.simulator.sweep.tables import by_point, metric
+from scheduler_core.simulator.sweep.tables import by_point, flat
 
 _PANELS = {
     "TTFT, mean": "ttft_s.mean",
@@ -26,6 +26,9 @@ _TABLE = (
     "ttlt_s.mean",
     "ttlt_s.p99",
     "throughput_rps",
+    "slo_attainment",
+    "regret.per_token_latency_s.regret_s",
+    "regret.per_token_latency_s.share",
 )
 _AXES = {"load": "load, share of the estimated capacity", "rate": "requests per second"}
 
@@ -52,22 +55,29 @@ def write_sweep_page(results: Sequence[Mapping[str, Any]], path: str | Path) -> 
             figures.load_latency(panels, _AXES[axis]), "Means over seeds; bars: 95 % confidence of the mean."
         )
     page.heading("All points")
-    page.note("Mean over seeds, and half the width of its 95 % confidence interval where there are several.")
+    known = {name for one in results for name, _ in flat(one["metrics"])}
+    shown = [name for name in _TABLE if name in known]
+    page.note(
+        "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
+    )
     names = list(dict.fromkeys(name for point in points for name, _ in point))
     rows = []
     for point, members in points.items():
         values = [str(dict(point).get(name, "")) for name in names]
-        rows.append([*values, *(_shown(_spread(members, name)) for name in _TABLE)])
-    page.table([*names, *_TABLE], rows)
+        rows.append([*values, *(_shown(_spread(members, name)) for name in shown)])
+    page.table([*names, *shown], rows)
+    if any(name.startswith("regret.") for name in shown):
+        page.note(
+            "Regret: mean latency per token less that of sjf, the shortest true length first, in seconds; share: over what "
+            "fcfs costs against sjf."
+        )
     page.write(path)
 
 
 def _spread(members: Sequence[Mapping[str, Any]], name: str) -> Interval:
-    return interval([metric(one["metrics"], name) if _has(one, name) else math.nan for one in members])
-
-
-def _has(one: Mapping[str, Any], name: str) -> bool:
-    return one["metrics"].get(name.split(".")[0]) is not None
+    """Over the seeds that have the metric; NaN if none has."""
+    values = [value for one in members if (value := dict(flat(one["metrics"])).get(name)) is not None]
+    return interval(values or [math.nan])
 
 
 def _name(point: Sequence[tuple[str, Any]], axis: str) -> str:

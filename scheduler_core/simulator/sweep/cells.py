@@ -18,7 +18,8 @@ from scheduler_core.simulator.config import SimulationConfig
 
 #: Short names for settings that sweeps vary most.
 SHORT = {"batching": "scheduler.batching", "router": "cluster.router"}
-
+#: Names for settings that make sense only together: K of the multi-tier paper is of the workload and of the cluster.
+JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
 
 #: Settings whose change changes what a load of 1 is.
 _CAPACITY = (
@@ -112,7 +113,7 @@ def grid(
 
     Args:
         base: What is the same everywhere.
-        vary: By dotted name, or short name: the values of each setting.
+        vary: By dotted name, or a name in `SHORT` or `JOINT`: the values of each setting.
         seeds: Seeds.
         skip_impossible: Leave out combinations that make no sense (a policy and a batch former that do not go
             together) instead of refusing the whole sweep.
@@ -133,7 +134,8 @@ def grid(
         try:
             config = base
             for name, value in settings.items():
-                config = with_setting(config, name, value)
+                for part in JOINT.get(name, (name,)):
+                    config = with_setting(config, part, value)
             Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
         except InputError:
             if skip_impossible:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.ray_cluster import LOCAL, ray_cluster
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.sweep.cells import Cell
 from scheduler_core.simulator.sweep.store import CellStore
 from scheduler_core.simulator.watch import RunWatch
+
+#: How often a simulation is begun again whose worker or node was lost.
+RETRIES = 2
+
+Simulated = Generator[tuple[str, SimulationResult], None, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +31,10 @@ class Workers:
     Attributes:
         num_processes: Processes on this machine, at least 1; with 1 the calling process does everything itself.
         ray: Use a Ray cluster instead.
-        ray_address: Its address; None: the one of the environment, or a new one on this machine.
+        ray_address: Its address; None: that of the environment variable RAY_ADDRESS, or a new one on this machine.
 
     Raises:
-        InputError: Fewer than one process.
+        InputError: Fewer than one process, several beside Ray, or an address without Ray.
     """
 
     num_processes: int = 1
@@ -35,6 +44,30 @@ class Workers:
     def __post_init__(self) -> None:
         if self.num_processes < 1:
             raise InputError("workers", self.num_processes, "integers > 0")
+        if self.ray and self.num_processes > 1:
+            raise InputError(
+                "workers", self.num_processes, "1 with ray, whose cluster says how many there are"
+            )
+        if self.ray_address is not None and not self.ray:
+            raise InputError("ray_address", self.ray_address, "unset without ray")
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Keeps the Ray cluster for several calls of `run_cells`; without Ray there is nothing to keep.
+
+        Raises:
+            InputError: There is no cluster at the address.
+            MissingExtraError: Ray is not installed.
+        """
+        if self.ray:
+            with ray_cluster(self._address, "ray_address"):
+                yield
+        else:
+            yield
+
+    @property
+    def _address(self) -> str:
+        return self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
 
 
 def simulate_cell(cell: Cell) -> SimulationResult:
@@ -60,8 +93,10 @@ def run_cells(
         progress: Called with 1 after each cell.
 
     Raises:
-        InputError: A cell cannot be simulated; those that are done stay in the store.
+        InputError: A cell cannot be simulated, or there is no cluster at the address; cells that are done stay in the
+            store.
         MissingExtraError: Ray is asked for and not installed.
+        TailcastError: A cell was lost on the Ray cluster again and again, or a node has another version of tailcast.
     """
     workers = workers or Workers()
     keys = [cell.key() for cell in cells]
@@ -69,25 +104,29 @@ def run_cells(
     tell = progress or (lambda _: None)
     tell(sum(found[key] is not None for key in keys))
     todo = {key: cell for key, cell in zip(keys, cells, strict=True) if found[key] is None}
-    for key, result in _simulated(todo, workers):
-        found[key] = store.write(key, todo[key], result)
-        tell(1)
+    with closing(_simulated(todo, workers)) as simulated:
+        for key, result in simulated:
+            found[key] = store.write(key, todo[key], result)
+            tell(keys.count(key))
     results = [found[key] for key in keys]
-    return [result for result in results if result is not None]
+    return [one for one in results if one is not None]
 
 
-def _simulated(todo: dict[str, Cell], workers: Workers) -> Iterator[tuple[str, SimulationResult]]:
+def _simulated(todo: dict[str, Cell], workers: Workers) -> Simulated:
     """(key, result) of every cell as it is done."""
     if not todo:
-        return iter(())
+        return
     if workers.ray:
-        return _on_ray(todo, workers.ray_address)
-    if workers.num_processes == 1:
-        return ((key, simulate_cell(cell)) for key, cell in todo.items())
-    return _in_processes(todo, min(workers.num_processes, len(todo)))
+        with workers.ready():
+            yield from _on_ray(todo)
+    elif workers.num_processes == 1:
+        for key, cell in todo.items():
+            yield key, simulate_cell(cell)
+    else:
+        yield from _in_processes(todo, min(workers.num_processes, len(todo)))
 
 
-def _in_processes(todo: dict[str, Cell], num: int) -> Iterator[tuple[str, SimulationResult]]:
+def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num, mp_context=context)
     try:
@@ -98,24 +137,31 @@ def _in_processes(todo: dict[str, Cell], num: int) -> Iterator[tuple[str, Simula
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _on_ray(todo: dict[str, Cell], address: str | None) -> Iterator[tuple[str, SimulationResult]]:
-    """Files that the cells read have to be there under the same path on all machines."""
+def _on_ray(todo: dict[str, Cell]) -> Simulated:
+    """On the cluster that this process is connected to."""
+    import ray
+
+    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(simulate_cell)
+    waiting = {remote.remote(cell): key for key, cell in todo.items()}
+    while waiting:
+        (done,), _ = ray.wait(list(waiting), num_returns=1)
+        yield waiting.pop(done), _fetched(ray, done)
+
+
+def _fetched(ray: Any, reference: Any) -> SimulationResult:
     try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray") from error
-    started = not ray.is_initialized()
-    if started:
-        ray.init(address=address, include_dashboard=False, log_to_driver=False)
-    try:
-        remote = ray.remote(num_cpus=1, max_retries=2)(simulate_cell)
-        waiting = {remote.remote(cell): key for key, cell in todo.items()}
-        while waiting:
-            (done,), _ = ray.wait(list(waiting), num_returns=1)
-            yield waiting.pop(done), ray.get(done)
+        result: SimulationResult = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        cause = error.cause
-        raise cause if isinstance(cause, InputError) else error from error
-    finally:
-        if started:
-            ray.shutdown()
+        if isinstance(error.cause, TailcastError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise TailcastError(
+            f"a simulation was lost on the Ray cluster {RETRIES + 1} times ({detail}); those that are done are kept, the "
+            "same command goes on from there"
+        ) from error
+    there, here = result.versions["tailcast"], metadata.version("tailcast")
+    if there != here:
+        raise TailcastError(f"a node of the Ray cluster has tailcast {there}, this process {here}")
+    return result

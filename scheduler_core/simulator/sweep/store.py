@@ -8,10 +8,11 @@ from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import write_json
+from scheduler_core.simulator.metrics import with_cluster
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.sweep.cells import Cell
 
-SCHEMA = "tailcast.cell/1"
+SCHEMA = "tailcast.cell/2"
 
 
 class CellStore:
@@ -62,9 +63,8 @@ class CellStore:
             "config": result.config,
             "versions": result.versions,
             "trace": result.trace,
-            "metrics": result.metrics,
-            "cluster": result.cluster,
+            "metrics": with_cluster(result.metrics, result.cluster),
         }
         write_json(self.path(key), content)
-        plain: dict[str, Any] = json.loads(json.dumps(content))
+        plain: dict[str, Any] = json.loads(json.dumps(content, sort_keys=True))
         return plain

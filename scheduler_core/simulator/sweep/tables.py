@@ -84,6 +84,20 @@ def point_rows(results: Sequence[Mapping[str, Any]], confidence: float = 0.95) -
     return rows
 
 
+def metric_rows(intervals: Mapping[str, Any], prefix: str = "") -> list[Row]:
+    """One row per metric of a tree that `statistics.over_seeds` made: metric, mean, low, high, num_seeds."""
+    rows: list[Row] = []
+    for key, value in intervals.items():
+        if not isinstance(value, Mapping):
+            continue
+        if set(value) == {"mean", "low", "high", "num"} and not isinstance(value["num"], Mapping):
+            rows.append({"metric": f"{prefix}{key}", "mean": value["mean"], "low": value["low"], "high": value["high"],
+                         "num_seeds": value["num"]})  # fmt: skip
+        else:
+            rows += metric_rows(value, f"{prefix}{key}.")
+    return rows
+
+
 def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     """Writes rows as .parquet or .csv, atomically; a column that a row does not have is empty there.
 

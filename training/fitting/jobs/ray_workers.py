@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import socket
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.errors import TailcastError
+from scheduler_core.ray_cluster import ray_cluster
 from training.fitting.jobs.workers import TASKS_FOR_EACH_PROCESS, Fit, Result, Task, fit_shard
 
-LOCAL = "local"
 #: How often a task is tried again whose worker or node was lost.
 RETRIES = 3
-CONNECT_SECONDS = 10.0
 
 
 def run_ray(
@@ -37,53 +34,8 @@ def run_ray(
         MissingExtraError: Ray is not installed.
         TailcastError: A task was lost again and again.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("ray", "ray") from error
-    connected = not ray.is_initialized()
-    if connected:
-        _connect(ray, address, processes)
-    try:
+    with ray_cluster(address, "ray", processes) as ray:
         yield from _through_ray(ray, fit, iter(tasks))
-    finally:
-        if connected:
-            ray.shutdown()
-
-
-def _connect(ray: Any, address: str, processes: int) -> None:
-    if address != LOCAL:
-        _check_reachable(address)
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise _no_cluster(address, error) from error
-        return
-    name = "RAY_USAGE_STATS_ENABLED"
-    before = os.environ.get(name)
-    # A cluster of ours reports to nobody, unless its user wants it to.
-    os.environ.setdefault(name, "0")
-    try:
-        ray.init(address=LOCAL, num_cpus=processes, include_dashboard=False, log_to_driver=False)
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-
-
-def _check_reachable(address: str) -> None:
-    """Asks for a connection, because Ray itself takes minutes to give up on an address where nobody answers."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto", or something that Ray explains
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise _no_cluster(address, error) from error
-
-
-def _no_cluster(address: str, error: Exception) -> InputError:
-    detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return InputError("ray", address, f"local, or the address of a running Ray cluster ({detail})")
 
 
 def _through_ray(ray: Any, fit: Fit, tasks: Iterator[Task]) -> Generator[Result, None, None]:

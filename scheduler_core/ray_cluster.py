@@ -1,0 +1,86 @@
+"""A Ray cluster for the time of a command: one that runs already, or a local one that ends with it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+
+LOCAL = "local"
+CONNECT_SECONDS = 10.0
+_STATISTICS = "RAY_USAGE_STATS_ENABLED"
+
+
+@contextmanager
+def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
+    """Connects this process to a cluster, unless it is connected already: then that one is used and left as it is.
+
+    Args:
+        address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
+        field: How the address is called in errors.
+        num_cpus: Processors of the local cluster; None: all.
+
+    Yields:
+        The module `ray`.
+
+    Raises:
+        InputError: There is no cluster at the address.
+        MissingExtraError: Ray is not installed.
+        TailcastError: A local cluster does not start.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError("ray", "ray") from error
+    connects = not ray.is_initialized()
+    if connects:
+        _connect(ray, address, field, num_cpus)
+    try:
+        yield ray
+    finally:
+        if connects:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
+    if address != LOCAL:
+        _check_reachable(address, field)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise _no_cluster(address, field, error) from error
+        return
+    before = os.environ.get(_STATISTICS)
+    # A cluster of ours reports to nobody, unless its user wants it to.
+    os.environ.setdefault(_STATISTICS, "0")
+    try:
+        ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+    except Exception as error:  # what Ray raises when its processes do not start within half a minute
+        raise TailcastError(f"no Ray cluster could be started on this machine ({_detail(error)})") from error
+    finally:
+        if before is None:
+            os.environ.pop(_STATISTICS, None)
+
+
+def _check_reachable(address: str, field: str) -> None:
+    """Asks for a connection, because Ray itself takes minutes to give up on an address where nobody answers."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", or something that Ray explains
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise _no_cluster(address, field, error) from error
+
+
+def _no_cluster(address: str, field: str, error: Exception) -> InputError:
+    return InputError(field, address, f"local, or the address of a running Ray cluster ({_detail(error)})")
+
+
+def _detail(error: Exception) -> str:
+    """The first line of what an error says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
