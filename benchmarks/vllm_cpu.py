@@ -3,22 +3,24 @@
     python -m benchmarks.vllm_cpu --artifact DIR --vllm-python .venv-vllm/bin/python --model DIR --out DIR
         [--markdown docs/vllm.md] [--quick]
 
-Requests arrive open loop (Poisson) at shares of the measured capacity; all sides get the same prompts, arrival times and
-sampling seeds. A seed of its own per request makes an answer the same in every run (up to rounding: the share that differs
-is told), ends it where the model ends it, and leaves `max_tokens`, which policies may see, at the cap: fixing lengths by
-`max_tokens` would tell them the truth.
+vLLM's OpenAI server gets chats over HTTP, open loop (Poisson), at shares of its measured capacity. All sides get the same
+prompts, arrival times and sampling seeds. A seed of its own per request makes an answer the same in every run (up to
+rounding: the share that differs is told), ends it where the model ends it, and leaves `max_tokens`, which policies may
+see, at the cap: fixing lengths by `max_tokens` would tell them the truth.
 
 | side | what |
 | --- | --- |
 | fcfs | vLLM as it is |
 | tie, ssjf | our scheduler in vLLM, asking a running prediction service |
-| priority | vLLM's own `--scheduling-policy priority`; priority = predicted median length, as a proxy would set it |
-| oracle | our scheduler, ssjf, told the lengths of the capacity run |
-| fcfs_again | vLLM as it is, last in its repetition: what differs from fcfs is the machine's doing |
+| priority | vLLM's own `--scheduling-policy priority` behind `tailcast-proxy`, which asks that service and sends `priority` |
+| oracle | our scheduler, ssjf, told the lengths of another run with the same seeds |
+| fcfs_again | vLLM as it is, after everything else: what differs from fcfs is the machine's doing |
 
-The capacity is that of a run in which all requests come at once; it also tells the oracle's lengths. Each repetition has
-its own seeds. Every run is a file: an interrupted benchmark goes on where it was. One engine lives at a time; sides take
-turns within a repetition, so that a slow hour of the machine hits all of them.
+First comes a run in which requests are there from the start: it measures the capacity, and the simulator's step times are
+fitted to it alone. Then all sides at the first load, repetition by repetition, then those of --low-sides at the others.
+Every run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has complete pairs, and
+goes on where it was. A second call with more repetitions, or with some sides only, adds to the same table. Each engine
+starts once; those whose turn it is not are idle. --table prints what is there and runs nothing.
 """
 
 from __future__ import annotations
@@ -27,140 +29,171 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.serving.processes import running
-from benchmarks.vllm_runs.results import METRICS, fit_step_time, interval, run_metrics, run_steps, simulated
-from benchmarks.vllm_runs.worker import EngineWorker
+from benchmarks.vllm_runs.client import Ask, send_all
+from benchmarks.vllm_runs.page import Setting, report
+from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
+from benchmarks.vllm_runs.results import METRICS, measured_capacity, run_metrics
+from benchmarks.vllm_runs.server import MODEL, EngineServer, engine_server
 from data_gen.prompts import read_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.fetch import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from training.markdown_section import markdown_table, put_section
+from training.markdown_section import put_section
 
-SIDES = ("fcfs", "tie", "ssjf", "priority", "oracle", "fcfs_again")
 SECTION = "vllm cpu"
+#: The rest are vLLM's own.
+OURS = ("tie", "ssjf", "oracle")
 
 
 @dataclass(slots=True)
 class Bench:
-    """One benchmark: options, prompts and what is known so far."""
+    """Runs what is missing.
+
+    Attributes:
+        options: Of the command.
+        prompts: Of all runs.
+        address: Of the prediction service.
+        stack: Ends what is started.
+        engines: Those that live, by name, with the address that requests are sent to.
+    """
 
     options: argparse.Namespace
-    folder: Path
     prompts: list[str]
     address: str
-    predictions: dict[str, LengthPrediction] = field(default_factory=dict)
+    stack: ExitStack
+    engines: dict[str, tuple[EngineServer, str]] = field(default_factory=dict)
 
-    def requests(self, repetition: int, rate: float | None, priorities: bool) -> list[dict[str, Any]]:
-        """The requests of a run, in an order and at times that depend on the repetition alone."""
-        draws = np.random.default_rng([self.options.seed, repetition])
-        order = draws.permutation(len(self.prompts))
-        gaps = draws.exponential(size=len(order))
-        at = np.zeros(len(order)) if rate is None else np.cumsum(gaps) / rate
-        return [
-            {
-                "request_id": f"q{number}",
-                "prompt": self.prompts[number],
-                "at_s": float(when),
-                "seed": 1000 * repetition + int(number),
-                "max_tokens": self.options.max_tokens,
-                "priority": round(math.exp(self.predictions[f"q{number}"].mu)) if priorities else 0,
-            }
-            for number, when in zip(order.tolist(), at.tolist(), strict=True)
-        ]
-
-    def file(self, side: str, repetition: int, load: float | None) -> Path:
-        """Where a run's result is, or will be."""
-        return self.folder / f"{side}-{repetition}-{'capacity' if load is None else load}.json"
+    def run(self, cell: Cell) -> None:
+        """One cell; writes its file."""
+        options = self.options
+        engine, url = self._engine(ENGINES.get(cell.side, cell.side))
+        prompts = self.prompts[: options.capacity_prompts] if cell == CAPACITY else self.prompts
+        rate = None if cell.load is None else cell.load * self.capacity_rps()
+        if cell.side == "oracle":
+            self._tell_oracle(cell.repetition)
+        rows = asks(prompts, cell.repetition, rate, options.max_tokens, options.seed)
+        run = send_all(url, MODEL, rows, options.temperature)
+        run["steps"] = engine.steps_between(run["begin"], run["end"])
+        write_json(cell.file(options.out), run)
+        metrics = run_metrics(run["requests"])
+        name = cell.file(options.out).stem
+        print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
 
     def capacity_rps(self) -> float:
-        """Requests per second while all requests were there from the start, over the first repetition's run."""
-        rows = json.loads(self.file("fcfs", 0, None).read_text(encoding="utf-8"))["requests"]
-        finish = np.sort([row["finish_s"] for row in rows])
-        full = len(rows) - self.options.max_num_seqs  # until then no seat was empty
-        return float(full / finish[full - 1])
+        """Requests per second with all places taken."""
+        found = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
+        return measured_capacity(found["requests"], self.options.max_num_seqs)
 
-    def settings(self, side: str, repetition: int) -> dict[str, Any] | None:
-        """Those of our scheduler; None where vLLM's own runs."""
-        if side in ("fcfs", "priority", "fcfs_again"):
-            return None
-        if side != "oracle":
-            return {"policy": side, "predictor": f"grpc://{self.address}"}
-        told = json.loads(self.file("fcfs", repetition, None).read_text(encoding="utf-8"))["requests"]
+    def _engine(self, name: str) -> tuple[EngineServer, str]:
+        if name not in self.engines:
+            options = self.options
+            flags: dict[str, str | None] = {"--max-num-seqs": str(options.max_num_seqs)}
+            if name == "priority":
+                flags["--scheduling-policy"] = "priority"
+            settings = self._settings(name) if name in OURS else None
+            engine = self.stack.enter_context(
+                engine_server(
+                    options.vllm_python, options.model, options.out, name, options=flags, settings=settings
+                )
+            )
+            url = engine.url
+            if name == "priority":
+                url = self.stack.enter_context(self._proxy(url))
+            self.engines[name] = engine, url
+            send_all(url, MODEL, warm_up(options.max_num_seqs), options.temperature)
+        return self.engines[name]
+
+    def _settings(self, name: str) -> dict[str, Any]:
+        if name != "oracle":
+            return {"policy": name, "predictor": f"grpc://{self.address}"}
+        return {"policy": "ssjf", "predictor": f"table://{self._table().resolve()}"}
+
+    def _table(self) -> Path:
+        return Path(self.options.out / "oracle.table.json")
+
+    def _tell_oracle(self, repetition: int) -> None:
+        """Writes down how long the answers of a repetition are, from any of its runs."""
+        told = next(
+            path
+            for load in self.options.loads
+            for side in ("fcfs", *SIDES)
+            if (path := Cell(side, repetition, load).file(self.options.out)).exists()
+        )
         table = {
             self.prompts[int(row["request_id"][1:])]: [
                 math.log(row["output_tokens"]),
                 ORACLE_SIGMA,
                 ORACLE_NU,
             ]
-            for row in told
+            for row in json.loads(told.read_text(encoding="utf-8"))["requests"]
         }
-        path = self.folder / f"oracle-{repetition}.table.json"
-        path.write_text(json.dumps(table), encoding="utf-8")
-        return {"policy": "ssjf", "predictor": f"table://{path.resolve()}"}
+        write_json(self._table(), table)
 
-    def run_side(self, side: str, repetition: int) -> None:
-        """The runs of a side in a repetition that have no file yet, in one engine."""
-        loads: list[float | None] = [None] if side == "fcfs" else []
-        loads += self.options.loads
-        missing = [load for load in loads if not self.file(side, repetition, load).exists()]
-        if not missing:
-            return
-        engine = {
-            "model": str(self.options.model), "dtype": "float32", "max_model_len": 1024, "enforce_eager": True,
-            "max_num_seqs": self.options.max_num_seqs, "enable_prefix_caching": False,
-            "scheduling_policy": "priority" if side == "priority" else "fcfs",
-        }  # fmt: skip
-        settings = self.settings(side, repetition)
-        task = {"engine": engine, "kind": "stock" if settings is None else "tailcast"}
-        name = f"{side}-{repetition}"
-        worker = EngineWorker(self.options.vllm_python, task, self.folder, name, settings)
-        try:
-            for load in missing:
-                rate = None if load is None else load * self.capacity_rps()
-                out = self.file(side, repetition, load)
-                rows = self.requests(repetition, rate, side == "priority")
-                run = {"out": str(out.resolve()), "temperature": self.options.temperature, "requests": rows}
-                found = worker.run(run)
-                metrics = run_metrics(found["requests"])
-                print(f"{out.stem}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
-        finally:
-            worker.close()
+    @contextmanager
+    def _proxy(self, engine_url: str) -> Iterator[str]:
+        """`tailcast-proxy` with its defaults; its address."""
+        port_file = self.options.out / "proxy.port"
+        port_file.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "predictors.cli_proxy", engine_url, "--engine", "vllm"]
+        command += ["--predictor", f"grpc://{self.address}", "--max_num_seqs", str(self.options.max_num_seqs)]
+        command += ["--served_model", "", "--deadline_s", "1", "--port", "0", "--port_file", str(port_file)]
+        with running(command, port_file.exists, environment={}):
+            yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').split()[0]}"
 
-    def predict(self) -> None:
-        """Asks the service about all prompts: for the declared priorities and the simulator."""
-        rows = tuple(
-            TraceRequest(
-                request_id=f"q{number}", arrival_s=0.0, prompt_tokens=1, output_tokens=1,
-                max_tokens=self.options.max_tokens, prompt=prompt,
-            )
-            for number, prompt in enumerate(self.prompts)
-        )  # fmt: skip
-        found = fetch_predictions(Trace(rows), f"grpc://{self.address}", timeout_s=60.0)
-        for name, answer in found.answers.items():
-            length = answer.length if isinstance(answer, Prediction) else answer
-            if length is not None:
-                self.predictions[name] = length
-        if len(self.predictions) < len(rows):
-            raise InputError(
-                "artifact", str(self.options.artifact), f"one that predicts every prompt ({found.errors})"
-            )
+
+def warm_up(count: int) -> list[Ask]:
+    """Short requests of different lengths, so that every number of running requests has been there."""
+    return [
+        Ask(f"w{place}", f"Name {place + 3} rivers.", 0.0, place, 4 + place % 16) for place in range(count)
+    ]
+
+
+def write_json(path: Path, content: Any) -> None:
+    """All or nothing."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(path)
+
+
+def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -> None:
+    """Asks the service about all prompts, once, for the simulator."""
+    path = options.out / "predictions.json"
+    if path.exists():
+        return
+    rows = tuple(
+        TraceRequest(
+            request_id=f"q{number}", arrival_s=0.0, prompt_tokens=1, output_tokens=1,
+            max_tokens=options.max_tokens, prompt=prompt,
+        )
+        for number, prompt in enumerate(prompts)
+    )  # fmt: skip
+    found = fetch_predictions(Trace(rows), f"grpc://{address}", timeout_s=60.0)
+    told = {}
+    for name, answer in found.answers.items():
+        length = answer.length if isinstance(answer, Prediction) else answer
+        if length is not None:
+            told[name] = [length.mu, length.sigma, length.nu]
+    if len(told) < len(rows):
+        raise InputError(
+            "artifact", str(options.artifact), f"one that predicts every prompt ({found.errors})"
+        )
+    write_json(path, told)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs what is missing and prints the table; 2 where something needed is missing."""
     options = _parser().parse_args(args)
     if options.quick:
-        options.num_prompts, options.repetitions, options.max_tokens = 24, 1, 32
-        options.loads, options.sides = [1.2], ["fcfs", "tie", "oracle"]
+        options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
+        options.max_num_seqs, options.loads, options.sides = 4, [1.2], ["fcfs", "tie", "priority"]
     try:
         return _run(options)
     except (InputError, RuntimeError) as error:
@@ -169,27 +202,59 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    for name in ("artifact", "vllm_python", "model"):
+    for name in () if options.table else ("artifact", "vllm_python", "model"):
         path = getattr(options, name)
         if not path.exists():
             raise InputError(name, str(path), "an existing path; --help says which")
+    if options.sides[0] != "fcfs" or options.low_sides[0] != "fcfs":
+        raise InputError("sides", options.sides, "fcfs first: the others are compared with it")
+    options.capacity_prompts = min(options.capacity_prompts, options.num_prompts)
+    if options.capacity_prompts <= 2 * options.max_num_seqs:
+        raise InputError("capacity_prompts", options.capacity_prompts, "more than twice max_num_seqs")
+    prompts = _prompts(options)
     options.out.mkdir(parents=True, exist_ok=True)
-    prompts = [prompt.text for prompt in read_prompts(options.prompts)]
+    _same_as_before(options, prompts)
+    if not options.table:
+        plan = cells(options.loads, options.repetitions, options.sides, options.low_sides, options.controls)
+        missing = [cell for cell in plan if not cell.file(options.out).exists()]
+        with ExitStack() as stack:
+            address = stack.enter_context(_service(options))
+            predict(options, prompts, address)
+            bench = Bench(options, prompts, address, stack)
+            for cell in missing:
+                bench.run(cell)
+                (options.out / "table.md").write_text(_table(options), encoding="utf-8")
+    print(_table(options))
+    if options.markdown:
+        put_section(options.markdown, SECTION, _table(options))
+    return 0
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    texts = [prompt.text for prompt in read_prompts(options.prompts)]
     seen = set(_texts(options.exclude))
-    prompts = [prompt for prompt in dict.fromkeys(prompts) if prompt not in seen][: options.num_prompts]
-    if len(prompts) < options.num_prompts:
+    found = [text for text in dict.fromkeys(texts) if text not in seen][: options.num_prompts]
+    if len(found) < options.num_prompts:
         raise InputError(
             "prompts", options.prompts, f"at least {options.num_prompts} that are not in --exclude"
         )
-    _same_as_before(options, prompts)
-    with _service(options) as address:
-        bench = Bench(options, options.out, prompts, address)
-        bench.predict()
-        for repetition in range(options.repetitions):
-            for side in options.sides:
-                bench.run_side(side, repetition)
-    _report(bench)
-    return 0
+    return found
+
+
+def _table(options: argparse.Namespace) -> str:
+    path = options.out / "predictions.json"
+    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    predictions = {name: LengthPrediction(*values) for name, values in told.items()}
+    return report(
+        Setting(
+            options.out,
+            options.num_prompts,
+            options.max_tokens,
+            options.max_num_seqs,
+            options.loads,
+            predictions,
+        )
+    )
 
 
 def _same_as_before(options: argparse.Namespace, prompts: Sequence[str]) -> None:
@@ -226,86 +291,6 @@ def _texts(path: Path | None) -> list[str]:
     return found
 
 
-def _report(bench: Bench) -> None:
-    options = bench.options
-    runs = {
-        (side, repetition, load): json.loads(bench.file(side, repetition, load).read_text(encoding="utf-8"))
-        for side in options.sides
-        for repetition in range(options.repetitions)
-        for load in options.loads
-    }
-    rows, fits = [], []
-    for load in options.loads:
-        real: dict[str, list[dict[str, float]]] = {side: [] for side in options.sides}
-        model: dict[str, list[dict[str, float]]] = {side: [] for side in options.sides}
-        for repetition in range(options.repetitions):
-            base = runs["fcfs", repetition, load]
-            step_time, r2 = fit_step_time(run_steps(base))
-            fits.append(f"{load}x/{repetition}: R2 {r2:.2f}, {1e3 * step_time.base_s:.1f} ms")
-            for side in options.sides:
-                run = runs[side, repetition, load]
-                step_s = float(run_steps(run)[:, 0].mean())
-                real[side].append(run_metrics(run["requests"]) | {"step_s": step_s})
-                model[side].append(
-                    simulated(
-                        side, base, bench.predictions, step_time, options.max_num_seqs, options.max_tokens
-                    )
-                )
-        rows += [_row(load, side, real, model) for side in options.sides]
-    header = ["load", "side", *(f"{name} ({unit})" for name, unit in METRICS.items())]
-    header += ["step (s)", "per token, change to fcfs", "throughput, change to fcfs"]
-    header += ["simulated per_token_mean (s/token)", "simulated, change to fcfs"]
-    table = markdown_table(header, rows)
-    notes = [
-        f"{len(bench.prompts)} prompts, cap {options.max_tokens} tokens, max_num_seqs {options.max_num_seqs}, "
-        f"{options.repetitions} repetitions, capacity {bench.capacity_rps():.3f} requests/s; mean and 95 % interval over "
-        "repetitions (Student's t; none for one repetition); changes are paired within repetitions. Steps of different "
-        "length on different sides mean that the machine was not quiet, and that the sides cannot be compared.",
-        f"Answers as long as in fcfs's run: {100 * _share_repeated(runs, options):.1f} %.",
-        "Step-time models: " + "; ".join(fits) + ".",
-    ]
-    text = table + "\n\n" + "\n".join(notes)
-    print(text)
-    if options.markdown:
-        put_section(options.markdown, SECTION, text)
-
-
-def _row(
-    load: float,
-    side: str,
-    real: Mapping[str, list[dict[str, float]]],
-    model: Mapping[str, list[dict[str, float]]],
-) -> list[str]:
-    cells = [f"{load}x", side]
-    cells += [_cell(*interval([metrics[name] for metrics in real[side]])) for name in (*METRICS, "step_s")]
-    cells += [_change(side, real, "per_token_mean"), _change(side, real, "tokens_per_s")]
-    cells.append(_cell(*interval([metrics["per_token_mean"] for metrics in model[side]])))
-    cells.append(_change(side, model, "per_token_mean"))
-    return cells
-
-
-def _change(side: str, found: Mapping[str, list[dict[str, float]]], name: str) -> str:
-    """Against fcfs, in percent, paired within repetitions."""
-    if side == "fcfs":
-        return "-"
-    pairs = zip(found[side], found["fcfs"], strict=True)
-    return _cell(*interval([100 * (mine[name] / base[name] - 1) for mine, base in pairs]), digits=1) + " %"
-
-
-def _cell(mean: float, half: float, digits: int = 3) -> str:
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
-
-
-def _share_repeated(runs: Mapping[tuple[str, int, float], Any], options: argparse.Namespace) -> float:
-    """Share of the requests of the other sides whose answer is as long as in the run of fcfs at the same load."""
-    same = []
-    for (side, repetition, load), run in runs.items():
-        base = {row["request_id"]: row["output_tokens"] for row in runs["fcfs", repetition, load]["requests"]}
-        if side != "fcfs":
-            same += [base[row["request_id"]] == row["output_tokens"] for row in run["requests"]]
-    return float(np.mean(same)) if same else 1.0
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -327,15 +312,26 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", default="templates:2000?seed=77", help="as for gen-samples")
     add("--exclude", type=Path, help="samples the artifact was trained on: their prompts are not used")
-    add("--num-prompts", type=int, default=320)
-    add("--max-tokens", type=int, default=128)
-    add("--max-num-seqs", type=int, default=8)
+    add("--num-prompts", type=int, default=300)
+    add("--capacity-prompts", type=int, default=160, help="of them in the run that measures the capacity")
+    add("--max-tokens", type=int, default=80)
+    add("--max-num-seqs", type=int, default=20)
     add("--temperature", type=float, default=1.0)
     add("--repetitions", type=int, default=3)
-    add("--loads", type=float, nargs="+", default=[0.7, 1.2], help="shares of the measured capacity")
-    add("--sides", nargs="+", choices=SIDES, default=list(SIDES), help="fcfs must be among them, first")
+    add(
+        "--loads",
+        type=float,
+        nargs="+",
+        default=[1.2, 0.7],
+        help="shares of the capacity, the main one first",
+    )
+    sides = [side for side in SIDES if side != "fcfs_again"]
+    add("--sides", nargs="+", choices=sides, default=sides, help="of the first load; fcfs first")
+    add("--low-sides", nargs="+", choices=sides, default=["fcfs", "tie"], help="of the other loads")
+    add("--controls", type=int, default=1, help="repetitions with fcfs_again, at the first load")
     add("--seed", type=int, default=0)
     add("--markdown", help="page that gets the table")
+    add("--table", action="store_true", help="prints the table of the runs that are there")
     add("--quick", action="store_true", help="few short requests, three sides: does it work?")
     return parser
 

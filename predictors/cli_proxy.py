@@ -18,6 +18,7 @@ from scheduler_core.files import atomic_file, writable_target
 if TYPE_CHECKING:
     from predictors.proxy.forecast import Responder
     from predictors.proxy.server import ProxyServer
+    from predictors.proxy.tenants import TenantBook
 
 logger = logging.getLogger(__name__)
 #: Arrivals count from here (2026-01-01 UTC), so that proxies, and a proxy and its successor, have one order.
@@ -84,6 +85,8 @@ class ProxyConfig:
     """Completions of one tenant per second in the long run; default: no limit."""
     tenant_burst: int = 10
     """Completions of one tenant at once after a pause, where there is a rate."""
+    tenants: str | None = None
+    """YAML file with limits by tenant name, and a default for the others; see docs/proxy.md. What its default leaves out is as the three options above."""
     tier_header: str = "x-tailcast-tier"
     """Header with the declared urgency, 0 (most urgent) to 4."""
     default_tier: int = 2
@@ -186,7 +189,7 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
     from predictors.proxy.relay import EngineAddress, Relay
     from predictors.proxy.rules import ClientRules
     from predictors.proxy.server import PortSettings, ProxyServer
-    from predictors.proxy.tenants import TenantLimits, Tenants
+    from predictors.proxy.tenants import Tenants
 
     metrics = ProxyMetrics()
     clock = RunningClock()
@@ -209,8 +212,11 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
     engine = make_engine(config.engine, config.resolution, levels)
     policy = aged_policy(config.policy, config.policy_parameters, config.aging_per_s)
     order = queue = None
+    book = _tenant_book(config)
     if engine is None:
-        queue = HoldQueue(policy, max_running=config.release, max_waiting=config.max_waiting, clock=clock)
+        queue = HoldQueue(
+            policy, max_running=config.release, max_waiting=config.max_waiting, clock=clock, book=book
+        )
     else:
         order = SentOrder(config.policy, policy, config.max_num_seqs)
     address = EngineAddress(
@@ -231,14 +237,7 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
     if config.shadow_predictor is not None:
         rival = Forecaster(_predictor(config.shadow_predictor, "shadow_predictor"), 10.0)
         forecasters.append(rival)
-    tenants = Tenants(
-        TenantLimits(
-            max_concurrent=config.tenant_max_concurrent,
-            rate_per_s=config.tenant_rate_per_s,
-            burst=config.tenant_burst,
-        ),
-        time.monotonic,
-    )
+    tenants = Tenants(book, time.monotonic, metrics)
     recorder = None
     if config.feedback is not None:
         counter = LengthCounter(config.served_tokenizer)
@@ -264,6 +263,7 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
         order=order,
         queue=queue,
         rules=rules,
+        book=book,
         recorder=recorder,
         metrics=metrics,
         clock=clock,
@@ -285,6 +285,24 @@ class RunningClock:
 
     def __call__(self) -> float:
         return self._offset_s + time.monotonic()
+
+
+def _tenant_book(config: ProxyConfig) -> TenantBook:
+    from predictors.proxy.tenant_file import read_tenants
+    from predictors.proxy.tenants import TenantBook, TenantLimits
+
+    default = TenantLimits(
+        max_concurrent=config.tenant_max_concurrent,
+        rate_per_s=config.tenant_rate_per_s,
+        burst=config.tenant_burst,
+    )
+    if config.tenants is None:
+        return TenantBook(default=default)
+    book = read_tenants(config.tenants, default)
+    if config.engine != "none" and book.needs_queue is not None:
+        allowed = f"none with engine {config.engine}, which holds the queue: only engine none leaves it to the proxy"
+        raise InputError(f"tenants, limit {book.needs_queue}", config.tenants, allowed)
+    return book
 
 
 def _predictor(place: str | None, field: str) -> Responder | None:

@@ -7,23 +7,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 from scipy.stats import t as student
 
+from scheduler_core.plan import PrefillChunk
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
+from scheduler_core.simulator import SimulationConfig, Trace, TraceRequest, run_simulation
+from scheduler_core.simulator.calibrate import fit_calibration
 from scheduler_core.simulator.fetch import Predictions, oracle_predictions
+from scheduler_core.simulator.fitting import Fit, StepSample
+from scheduler_core.simulator.step_time import StepTime, StepWork
 
 #: Metric -> unit.
 METRICS = {
     "per_token_mean": "s/token", "per_token_p90": "s/token", "ttft_mean": "s", "ttlt_mean": "s", "ttlt_p90": "s",
     "tokens_per_s": "tokens/s",
 }  # fmt: skip
+#: Order of the simulator for sides that are not named after their policy. The proxy's default policy is tie.
+POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
 
 
 def run_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of one run's requests; times are seconds from the run's begin."""
+    """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
+
+    Throughput is over the whole run, from the first arrival to the last answer.
+    """
     arrival, first, finish, tokens = (
         np.array([row[name] for row in rows], float)
         for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
@@ -39,6 +47,26 @@ def run_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def window_throughput(run: Mapping[str, Any]) -> float:
+    """New tokens per second of the engine until the last arrival.
+
+    The window is the same for all sides of a repetition, and none of them has run out of requests yet: at the end of a
+    run, sides differ in how many long answers are left alone.
+    """
+    last = max(row["arrival_s"] for row in run["requests"])
+    return float(sum(step[5] for step in run["steps"] if step[0] <= last) / last)
+
+
+def measured_capacity(rows: Sequence[Mapping[str, Any]], max_num_seqs: int) -> float:
+    """Requests per second that the engine finishes with all places taken, from a run in which all come at once.
+
+    Counted from the first `max_num_seqs` answers, by when places are out of step, to the moment when no request waits.
+    """
+    finish = np.sort([row["finish_s"] for row in rows])
+    first, last = max_num_seqs, len(rows) - max_num_seqs
+    return float((last - first) / (finish[last - 1] - finish[first - 1]))
+
+
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """(mean, half width of its confidence interval by Student's t); NaN for the width of a single value."""
     mean = float(np.mean(values))
@@ -48,29 +76,33 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     return mean, float(student.ppf(0.5 + level / 2, len(values) - 1)) * scale
 
 
-def run_steps(run: Mapping[str, Any]) -> np.ndarray:
-    """The steps of a run: float64 [steps, 4], seconds, prefill tokens, decodes, context tokens."""
-    return np.array(run["steps"], float).reshape(-1, 4)
+def mean_step_s(run: Mapping[str, Any]) -> float:
+    """Seconds of a decode step with no prompt in it and all places taken, or most of those that ever were: the median."""
+    decoding = [step for step in run["steps"] if step[2] == 0]
+    most = np.percentile([step[3] for step in decoding], 90)
+    return float(np.median([step[1] for step in decoding if step[3] >= most]))
 
 
-def fit_step_time(steps: np.ndarray) -> tuple[LinearStepTime, float]:
-    """Least squares with coefficients >= 0, and the R2 of the fit."""
-    seconds, design = steps[:, 0], np.column_stack([np.ones(len(steps)), steps[:, 1:]])
-    found, _ = nnls(design, seconds)
-    left = seconds - design @ found
-    r2 = 1.0 - float(left @ left) / float(np.sum((seconds - seconds.mean()) ** 2))
-    base, prefill, decode, context = (float(value) for value in found)
-    model = LinearStepTime(
-        base_s=base, per_prefill_token_s=prefill, per_decode_s=decode, per_context_token_s=context
-    )
-    return model, r2
+def calibrated(run: Mapping[str, Any]) -> Fit:
+    """The model of step times that `simulate calibrate` fits, from the engine's own log of a run's steps.
+
+    Raises:
+        InputError: There are too few steps.
+    """
+    samples = []
+    for _, seconds, prefill, decodes, context, _ in run["steps"]:
+        chunks = (PrefillChunk("", 0, int(prefill), True),) if prefill else ()
+        each, rest = divmod(int(context), int(decodes)) if decodes else (0, 0)
+        contexts = [each + (place < rest) for place in range(int(decodes))]
+        samples.append(StepSample(float(seconds), StepWork(chunks, contexts)))
+    return fit_calibration(samples)
 
 
 def simulated(
-    policy: str,
+    side: str,
     run: Mapping[str, Any],
     predictions: Mapping[str, LengthPrediction],
-    step_time: LinearStepTime,
+    step_time: StepTime,
     max_num_seqs: int,
     max_tokens: int,
 ) -> dict[str, float]:
@@ -79,7 +111,7 @@ def simulated(
         (
             TraceRequest(
                 request_id=row["request_id"],
-                arrival_s=max(row["arrival_s"], 0.0),
+                arrival_s=row["arrival_s"],
                 prompt_tokens=row["prompt_tokens"],
                 output_tokens=row["output_tokens"],
                 max_tokens=max_tokens,
@@ -91,16 +123,15 @@ def simulated(
     trace = Trace(tuple(requests), "engine")
     known = (
         oracle_predictions(trace)
-        if policy == "oracle"
+        if side == "oracle"
         else Predictions("recorded", {row.request_id: predictions.get(row.request_id) for row in requests})
     )
-    order = {"priority": "ssjf", "oracle": "ssjf", "fcfs_again": "fcfs"}.get(policy, policy)
     config = SimulationConfig(
         trace="engine",
-        policy=order,
+        policy=POLICIES.get(side, side),
         predictor_delay_s=0.0,
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
-        step_time=step_time,
+        step_time=step_time,  # type: ignore[arg-type]
     )
     result = run_simulation(config, trace=trace, predictions=known)
     return run_metrics(

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from typing import Any
 
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,27 +19,33 @@ VARIABLE = "TAILCAST_STEP_LOG"
 
 
 class StepLog:
-    """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens]."""
+    """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens, new tokens].
+
+    A step lasts from the end of the one before, where that left requests behind, to its own end: what the engine does
+    between two steps is part of them.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._log = open(os.environ[VARIABLE], "a", encoding="utf-8")  # noqa: SIM115
-        self._open_steps: deque[tuple[float, int, int, int]] = deque()
+        self._open_steps: deque[tuple[float, int, int, int, int]] = deque()
         self._ended_s = 0.0
+        self._was_busy = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         begin = time.monotonic()
         before = {name: request.num_computed_tokens for name, request in self.requests.items()}  # type: ignore[attr-defined]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        prefill = decodes = context = 0
+        prefill = decodes = context = new = 0
         for name, num_tokens in output.num_scheduled_tokens.items():
-            done = before.get(name, 0)
-            if num_tokens == 1 and done >= self.requests[name].num_prompt_tokens:  # type: ignore[attr-defined]
+            done, prompt = before.get(name, 0), self.requests[name].num_prompt_tokens  # type: ignore[attr-defined]
+            new += done + num_tokens >= prompt
+            if num_tokens == 1 and done >= prompt:
                 decodes += 1
                 context += done
             else:
                 prefill += num_tokens
-        self._open_steps.append((begin, prefill, decodes, context))
+        self._open_steps.append((begin, prefill, decodes, context, new))
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,19 +53,17 @@ class StepLog:
         begin, *work = self._open_steps.popleft()
         now = time.monotonic()
         if any(work):
-            self._log.write(json.dumps([now, now - max(begin, self._ended_s), *work]) + "\n")
+            start = self._ended_s if self._was_busy else max(begin, self._ended_s)
+            self._log.write(json.dumps([now, now - start, *work]) + "\n")
         self._ended_s = now
+        self._was_busy = bool(self.requests)  # type: ignore[attr-defined]
         if not self.running:  # type: ignore[attr-defined]
             self._log.flush()
         return result
 
 
-class LoggedScheduler(StepLog, Scheduler):  # type: ignore[misc]
-    """vLLM's, where it schedules synchronously."""
-
-
-class LoggedAsyncScheduler(StepLog, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's, where it schedules asynchronously."""
+class LoggedStockScheduler(StepLog, Scheduler if current_platform.is_cpu() else AsyncScheduler):  # type: ignore[misc]
+    """vLLM's own choice: on CPUs it switches asynchronous scheduling off."""
 
 
 class LoggedTailcastScheduler(StepLog, scheduler_class()):  # type: ignore[misc]

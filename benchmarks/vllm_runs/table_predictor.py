@@ -11,13 +11,19 @@ from scheduler_core.predictor import PredictionRequest
 
 
 class TablePredictor:
-    """The file: a JSON object, prompt -> [mu, sigma, nu]."""
+    """The file: a JSON object, prompt -> [mu, sigma, nu]. It may be replaced between runs, or come later."""
 
     def __init__(self, path: str) -> None:
-        self._rows: dict[str, tuple[float, float, float]] = json.loads(Path(path).read_text(encoding="utf-8"))
+        self._path = Path(path)
+        self._read_ns = 0
+        self._rows: dict[str, tuple[float, float, float]] = {}
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
         """What stands there; KeyError for a prompt that does not."""
+        changed_ns = self._path.stat().st_mtime_ns
+        if changed_ns != self._read_ns:
+            self._rows = json.loads(self._path.read_text(encoding="utf-8"))
+            self._read_ns = changed_ns
         return [LengthPrediction(*self._rows[request.prompt]) for request in requests]
 
     async def close(self) -> None:

@@ -7,7 +7,7 @@
 | `order.py`, `aged.py` | the policy's key of a request; ageing added to it |
 | `engines/` | one file for each engine: how a key and a prediction become its hints |
 | `holding.py` | the queue itself, for engines without hints |
-| `tenants.py` | limits of concurrency and rate |
+| `tenants.py`, `tenant_file.py`, `shares.py` | limits by tenant; the file that names them; places shared out by weight |
 | `headers.py`, `relay.py` | request and stream to and from the engine |
 | `answers.py`, `lengths.py` | the true length of an answer that passes by |
 | `feedback_log.py` | finished requests in segments of JSON lines |

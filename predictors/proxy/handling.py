@@ -25,6 +25,7 @@ from predictors.proxy.problems import Refusal
 from predictors.proxy.recording import Recorder, Visit
 from predictors.proxy.relay import EngineLostError, Relay
 from predictors.proxy.rules import ClientRules
+from predictors.proxy.tenants import TenantBook
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request, RequestState
@@ -43,6 +44,7 @@ class Completions:
         order: Keys for hints; None without an engine that reads them.
         queue: Held requests; None with one.
         rules: What clients may say themselves.
+        book: What tenants may, beside that.
         recorder: Keeps what came of it; None: nobody does.
         metrics: Counts.
         clock: Seconds since a fixed moment, the same for all proxies, that never step back.
@@ -58,6 +60,7 @@ class Completions:
     order: SentOrder | None
     queue: HoldQueue | None
     rules: ClientRules
+    book: TenantBook
     recorder: Recorder | None
     metrics: ProxyMetrics
     clock: Callable[[], float]
@@ -99,7 +102,7 @@ class Completions:
     def _state(self, request: web.Request, asked: Asked, tenant: str) -> RequestState:
         """The request as policies see it."""
         try:
-            tier = self.rules.tier(request.headers)
+            tier = self.rules.tier(request.headers, self.book.limits(tenant).most_urgent_tier)
             self.rules.check_priority(asked.priority)
         except InputError as error:
             raise Refusal.of(error) from error

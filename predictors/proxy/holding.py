@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable
 
 from predictors.proxy.aged import Aged
 from predictors.proxy.order import take_prediction
 from predictors.proxy.problems import Refusal
+from predictors.proxy.shares import SharedQueue
+from predictors.proxy.tenants import TenantBook, limit_reached
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import RequestState, Status
@@ -27,13 +30,20 @@ class HoldQueue:
         max_running: N, at least 1.
         max_waiting: Further requests are refused, at least 1.
         clock: Time in seconds; the arrivals are on it.
+        book: Limits of tenants: how many may wait, and, where there are weights, their shares of the N.
 
     Raises:
         InputError: A limit is below 1.
     """
 
     def __init__(
-        self, policy: Aged, *, max_running: int, max_waiting: int, clock: Callable[[], float]
+        self,
+        policy: Aged,
+        *,
+        max_running: int,
+        max_waiting: int,
+        clock: Callable[[], float],
+        book: TenantBook | None = None,
     ) -> None:
         for name, value in (("release", max_running), ("max_waiting", max_waiting)):
             if value < 1:
@@ -42,7 +52,12 @@ class HoldQueue:
         self._key_changes = policy.policy.key_changes
         self._max_running, self._max_waiting = max_running, max_waiting
         self._clock = clock
-        self._waiting = WaitingQueue(policy)
+        self._book = TenantBook() if book is None else book
+        self._shared = SharedQueue(policy, self._book.weight, clock) if self._book.has_weights else None
+        self._waiting: WaitingQueue | SharedQueue = (
+            WaitingQueue(policy) if self._shared is None else self._shared
+        )
+        self._waiting_of = Counter[str]()
         self._turns: dict[str, asyncio.Future[None]] = {}
         self._running: set[str] = set()
         self._order = itertools.count()
@@ -65,9 +80,14 @@ class HoldQueue:
         """Waits for the request's turn; who is cancelled has left.
 
         Raises:
-            Refusal: The queue is full (429).
+            Refusal: The queue is full, or this tenant's part of it (429).
         """
-        if len(self._waiting) >= self._max_waiting and len(self._running) >= self._max_running:
+        tenant, is_full = state.request.tenant, len(self._running) >= self._max_running
+        most = self._book.limits(tenant).max_waiting
+        if is_full and most is not None and self._waiting_of[tenant] >= most:
+            found = f"waiting requests: got {most + 1}; allowed: {most}"
+            raise limit_reached(found, "tenant_queue", 1)
+        if is_full and len(self._waiting) >= self._max_waiting:
             raise Refusal(
                 429,
                 f"the queue of the proxy is full: {self._max_waiting} requests wait",
@@ -80,6 +100,7 @@ class HoldQueue:
         self._turns[state.request_id] = turn
         self._policy.on_arrival(state, now)
         self._waiting.push(state, now)
+        self._waiting_of[tenant] += 1
         self._release()
         try:
             await turn
@@ -100,8 +121,10 @@ class HoldQueue:
             return
         if state.request_id in self._running:
             self._running.remove(state.request_id)
+            if self._shared is not None:
+                self._shared.left(state)
         else:
-            self._waiting.remove(state)
+            self._take_out(state)
         state.status = Status.GONE
         self._policy.on_finish(state)
         self._release()
@@ -112,7 +135,9 @@ class HoldQueue:
             self._refresh(now)
             state = self._waiting.peek()
             assert state is not None
-            self._waiting.remove(state)
+            self._take_out(state)
+            if self._shared is not None:
+                self._shared.let_through(state)
             state.status = Status.RUNNING
             state.first_scheduled_s = now
             self._running.add(state.request_id)
@@ -120,6 +145,13 @@ class HoldQueue:
             turn = self._turns[state.request_id]
             if not turn.done():
                 turn.set_result(None)
+
+    def _take_out(self, state: RequestState) -> None:
+        self._waiting.remove(state)
+        tenant = state.request.tenant
+        self._waiting_of[tenant] -= 1
+        if not self._waiting_of[tenant]:
+            del self._waiting_of[tenant]
 
     def _refresh(self, now: float) -> None:
         """Brings keys up to date."""

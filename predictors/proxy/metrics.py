@@ -30,6 +30,12 @@ class ProxyMetrics:
             return Histogram(f"tailcast_proxy_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests, by kind and HTTP status sent.", "kind", "code")
+        self.tenant_requests = counter(
+            "tenant_requests",
+            "Completions by tenant: passed, broken off, or why refused.",
+            "tenant",
+            "outcome",
+        )
         self.refused = counter("refused", "Requests the proxy itself refused.", "code")
         self.predictions = counter("predictions", "Predictions asked for, by what came of it.", "outcome")
         self.shadows = counter("shadow_predictions", "Predictions of the second predictor.", "outcome")
@@ -46,6 +52,9 @@ class ProxyMetrics:
         self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
         self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
         self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)
+        self.tenant_inside = Gauge(
+            "tailcast_proxy_tenant_inside", "Completions inside, by tenant.", ["tenant"], registry=registry
+        )
         self._gauges = {
             name: Gauge(f"tailcast_proxy_{name}", text, registry=registry)
             for name, text in (

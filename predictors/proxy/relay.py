@@ -183,17 +183,16 @@ class Relay:
         content = upstream.content
         while True:
             try:
-                data, ends = await content.readchunk()
+                data = await content.readany()  # all that is there: one write for events that came together
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 if reader is not None:
                     await _write(response, reader.end())
                 if request.transport is not None:
                     request.transport.close()  # no end of the body: the client sees the break as it was
                 raise EngineLostError(str(error) or type(error).__name__) from error
-            if data:
-                await _write(response, data if reader is None else reader.feed(data))
-            elif not ends:
+            if not data:
                 break
+            await _write(response, data if reader is None else reader.feed(data))
         if reader is not None:
             await _write(response, reader.end())
         await response.write_eof()

@@ -46,19 +46,24 @@ class ClientRules:
         """Whether a client's own priority reaches the engine."""
         return self.client_priority == "keep"
 
-    def tier(self, headers: Mapping[str, str]) -> int:
-        """The declared level.
+    def tier(self, headers: Mapping[str, str], most_urgent_tier: int | None = None) -> int:
+        """The declared level; of who declares none, the default, or what its tenant may where that is less urgent.
+
+        Args:
+            headers: Of the request.
+            most_urgent_tier: What its tenant may declare; None: what all clients may.
 
         Raises:
             InputError: It is none, or one that clients may not declare.
         """
         text = headers.get(self.tier_header)
         if text is None:
-            return self.default_tier
-        allowed = f"whole numbers from {self.most_urgent_tier} to {len(LEVELS) - 1}"
+            return self.default_tier if most_urgent_tier is None else max(self.default_tier, most_urgent_tier)
+        least = self.most_urgent_tier if most_urgent_tier is None else most_urgent_tier
+        allowed = f"whole numbers from {least} to {len(LEVELS) - 1}"
         if not (text.isascii() and text.isdigit() and len(text) < 4):
             raise InputError(self.tier_header, text, allowed)
-        if not self.most_urgent_tier <= int(text) < len(LEVELS):
+        if not least <= int(text) < len(LEVELS):
             raise InputError(self.tier_header, int(text), allowed)
         return int(text)
 

@@ -206,11 +206,20 @@ class ProxyServer:
             text = f"requests inside the proxy: got {self._inside}; allowed: {self._settings.max_inside}"
             raise Refusal(429, text, kind="rate_limit_exceeded", code="proxy_full", retry_after_s=1)
         tenant = tenant_of(request.headers, self._settings.tenant_header)
-        self._tenants.enter(tenant)
+        outcome = "broken"
         try:
-            return await self._completions.handle(request, tenant)
+            self._tenants.enter(tenant)
+            try:
+                response = await self._completions.handle(request, tenant)
+            finally:
+                self._tenants.leave(tenant)
+            outcome = "passed"
+            return response
+        except Refusal as refusal:
+            outcome = refusal.code or "other"
+            raise
         finally:
-            self._tenants.leave(tenant)
+            self._tenants.count(tenant, outcome)
 
     async def _other(self, request: web.Request) -> web.StreamResponse:
         if "Upgrade" in request.headers:

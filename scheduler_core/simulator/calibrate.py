@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from scheduler_core.simulator.fetch import no_predictions
 from scheduler_core.simulator.fitting import Fit, Kind, StepSample, fit_step_time
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_times import make_step_time
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 SCHEMA = "tailcast.calibration/1"
@@ -50,6 +51,8 @@ class CalibrateConfig:
     """Requests per second of the load that the fitted model has to predict."""
     num_requests: int = 60
     """Requests of each load."""
+    rounds: int = 3
+    """Parts of each load, measured in turn with the other's, so that a machine that gets slower does so for both."""
     prompt_words: tuple[int, int] = (8, 512)
     """Shortest and longest prompt in words, about as many tokens; drawn evenly on a logarithmic scale."""
     output_tokens: tuple[int, int] = (8, 128)
@@ -71,6 +74,8 @@ class CalibrateConfig:
                 raise InputError(name, getattr(self, name), "numbers > 0")
         if self.num_requests < 10:
             raise InputError("num_requests", self.num_requests, "integers >= 10")
+        if not 1 <= self.rounds <= self.num_requests // 3:
+            raise InputError("rounds", self.rounds, f"1 to {self.num_requests // 3}: three requests each")
         for name in ("prompt_words", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
@@ -139,7 +144,7 @@ class CalibrationResult:
 def run_calibration(
     config: CalibrateConfig, *, api_key: str | None = None, progress: Callable[[int], None] | None = None
 ) -> CalibrationResult:
-    """Measures both loads, one after the other, and fits the model to the first.
+    """Measures both loads in turn, and fits the model to the first.
 
     Args:
         config: What to measure.
@@ -157,11 +162,17 @@ def run_calibration(
         timeout_s=config.timeout_s,
         extra_body=config.extra_body,
     )
-    loads = []
-    for number, rate in enumerate((config.rate, config.held_out_rate)):
-        requests = draw_requests(config, rate, np.random.default_rng([config.seed, number]))
-        loads.append(probe(endpoint, requests, progress=progress))
-    fit = fit_step_time(step_samples(loads[0]), config.model)
+    asked = [
+        draw_requests(config, rate, np.random.default_rng([config.seed, number]))
+        for number, rate in enumerate((config.rate, config.held_out_rate))
+    ]
+    parts: list[list[list[ProbedRequest]]] = [[], []]
+    for turn in range(config.rounds):
+        for number, requests in enumerate(asked):
+            part = part_of(requests, turn, config.rounds)
+            parts[number].append(probe(endpoint, part, progress=progress))
+    loads = [joined(measured) for measured in parts]
+    fit = fit_calibration(step_samples(loads[0]), config.model)
     unseen = step_samples(loads[1])
     errors = [abs(fit.step_time.step_s(one.work) - one.seconds) / one.seconds for one in unseen]
     return CalibrationResult(
@@ -171,6 +182,28 @@ def run_calibration(
         compare(loads[1], fit.step_time, config.scheduler),
         float(np.median(errors)),
     )
+
+
+def fit_calibration(samples: Sequence[StepSample], kind: Kind = "linear") -> Fit:
+    """`fit_step_time`, scaled so that all steps together take as long as they did, hiccups included.
+
+    The fit minimises relative errors, which noise pulls towards the short steps (E[1/s] / E[1/s^2] instead of E[s], for
+    one kind of step), and it leaves hiccups out. Queues are as long as the mean of all steps makes them.
+
+    Args:
+        samples: Measured steps.
+        kind: linear or staircase.
+
+    Raises:
+        InputError: See `fit_step_time`.
+    """
+    fit = fit_step_time(samples, kind)
+    total = sum(fit.step_time.step_s(one.work) for one in samples)
+    scale = sum(one.seconds for one in samples) / total
+    parameters = {name: scale * value for name, value in fit.parameters.items()}
+    model = make_step_time(kind, parameters)
+    errors = [abs(model.step_s(one.work) - one.seconds) / one.seconds for one in samples]
+    return replace(fit, step_time=model, parameters=parameters, median_error=float(np.median(errors)))
 
 
 def draw_requests(config: CalibrateConfig, rate: float, rng: np.random.Generator) -> list[ProbeRequest]:
@@ -186,6 +219,26 @@ def draw_requests(config: CalibrateConfig, rate: float, rng: np.random.Generator
         )
         for index in range(config.num_requests)
     ]
+
+
+def part_of(requests: Sequence[ProbeRequest], turn: int, rounds: int) -> list[ProbeRequest]:
+    """One of `rounds` consecutive parts, with arrivals counted from where the part before it ends."""
+    first, last = (len(requests) * place // rounds for place in (turn, turn + 1))
+    start_s = requests[first - 1].arrival_s if first else 0.0
+    return [replace(one, arrival_s=one.arrival_s - start_s) for one in requests[first:last]]
+
+
+def joined(parts: Sequence[Sequence[ProbedRequest]]) -> list[ProbedRequest]:
+    """Measurements with nothing under way between them as one: each begins a second after the end of the one before."""
+    found: list[ProbedRequest] = []
+    start_s = 0.0
+    for part in parts:
+        found += [
+            replace(one, sent_s=one.sent_s + start_s, token_s=[at_s + start_s for at_s in one.token_s])
+            for one in part
+        ]
+        start_s = 1.0 + max((max([one.sent_s, *one.token_s]) for one in found), default=start_s)
+    return found
 
 
 def step_samples(measured: Sequence[ProbedRequest]) -> list[StepSample]:

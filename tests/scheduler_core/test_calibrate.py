@@ -13,7 +13,16 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.plan import Finished, PrefillChunk, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.calibrate import CalibrateConfig, compare, run_calibration, step_samples
+from scheduler_core.simulator.calibrate import (
+    CalibrateConfig,
+    compare,
+    draw_requests,
+    fit_calibration,
+    joined,
+    part_of,
+    run_calibration,
+    step_samples,
+)
 from scheduler_core.simulator.engine_probe import Endpoint, ProbedRequest, ProbeRequest, probe, random_prompt
 from scheduler_core.simulator.fetch import no_predictions
 from scheduler_core.simulator.fitting import StepSample, fit_step_time
@@ -91,6 +100,38 @@ def test_noise_and_hiccups_hardly_matter() -> None:
     assert fit.num_outliers > 0.01 * len(samples)
 
 
+def test_an_unsteady_machine_is_slow_on_average() -> None:
+    """Half of the steps take three times as long: queues follow the mean, which a fit of relative errors misses."""
+    rng = np.random.default_rng(0)
+    true = step_samples(measured(TRUE, 6.0))
+    noisy = [StepSample(one.seconds * float(rng.choice([1.0, 3.0])), one.work) for one in true]
+    total = sum(one.seconds for one in noisy)
+    biased, fit = fit_step_time(noisy), fit_calibration(noisy)
+    assert sum(biased.step_time.step_s(one.work) for one in noisy) < 0.75 * total
+    assert sum(fit.step_time.step_s(one.work) for one in noisy) == pytest.approx(total)
+    assert fit.parameters["base_s"] == pytest.approx(2 * TRUE.base_s, rel=0.2)
+    steady = fit_calibration(true)
+    assert steady.parameters["base_s"] == pytest.approx(TRUE.base_s, rel=0.1)
+
+
+def test_parts_measured_in_turn_are_one_measurement() -> None:
+    config = CalibrateConfig(url="http://x/v1", served_model="m", num_requests=20, rounds=3)
+    asked = draw_requests(config, 2.0, np.random.default_rng(0))
+    parts = [part_of(asked, turn, 3) for turn in range(3)]
+    assert [one.request_id for part in parts for one in part] == [one.request_id for one in asked]
+    assert sum(part[-1].arrival_s for part in parts) == pytest.approx(asked[-1].arrival_s)
+    rows = measured(TRUE, 6.0)
+    later = joined([rows, rows])
+    assert later[: len(rows)] == rows
+    assert min(one.sent_s for one in later[len(rows) :]) > max(one.token_s[-1] for one in rows)
+    once, twice = fit_calibration(step_samples(rows)), fit_calibration(step_samples(later))
+    assert twice.num_samples == 2 * once.num_samples
+    assert twice.parameters == pytest.approx(once.parameters, rel=1e-6)
+    alone, both = (compare(one, once.step_time, LIMITS) for one in (rows, later))
+    assert both.measured == pytest.approx(alone.measured)
+    assert both.simulated == pytest.approx(alone.simulated)
+
+
 def test_a_staircase_is_found_again() -> None:
     model = StaircaseStepTime(
         base_s=0.01, linear_tile_s=5e-3, per_token_s=2e-5, decode_tile_s=2e-5, prefill_tile_s=1e-5
@@ -149,6 +190,7 @@ def test_nobody_there_and_wrong_values_are_told() -> None:
         ("url", "ftp://x"),
         ("rate", 0.0),
         ("num_requests", 2),
+        ("rounds", 21),
         ("prompt_words", (9, 3)),
         ("model", "cubic"),
     ]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from predictors.proxy.holding import HoldQueue
 from predictors.proxy.order import aged_policy
 from predictors.proxy.problems import Refusal
-from predictors.proxy.tenants import TenantLimits, Tenants, tenant_of
+from predictors.proxy.tenants import TenantBook, TenantLimits, Tenants, tenant_of
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES
 from scheduler_core.predictions import LengthPrediction, Prediction
@@ -44,7 +44,8 @@ def of_length(mu: float) -> Prediction:
 
 def test_rates_and_concurrency_are_each_tenants_own() -> None:
     clock = Clock()
-    tenants = Tenants(TenantLimits(max_concurrent=3, rate_per_s=0.5, burst=2), clock)
+    limits = TenantLimits(max_concurrent=3, rate_per_s=0.5, burst=2)
+    tenants = Tenants(TenantBook(default=limits), clock)
     tenants.enter("a")
     tenants.enter("a")
     with pytest.raises(Refusal, match="allowed: 0.5, 2 at once") as refused:

@@ -50,10 +50,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def served(vllm_python: Path, model: Path, environment: dict[str, str]) -> Any:  # noqa: F811
     """Runs engine_script.py with a task; what it printed."""
 
-    def serve(tailcast: dict[str, Any] | None, **task: Any) -> Any:
+    def serve(tailcast: dict[str, Any] | None, script: str = "engine_script", **task: Any) -> Any:
         told = {"model": str(model), "tailcast": tailcast, "max_num_seqs": 3, "lengths": LENGTHS, **task}
         done = subprocess.run(
-            [str(vllm_python), "-m", "tests.scheduler_core.adapters.engine_script", json.dumps(told)],
+            [str(vllm_python), "-m", f"tests.scheduler_core.adapters.{script}", json.dumps(told)],
             cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -87,6 +87,23 @@ def test_the_predictor_dies_and_requests_are_aborted(served: Any) -> None:
     assert 0 < found["metrics"]["tailcast_predictions_total['answered']"] <= 7
     assert found["scores_kept"]
     assert set(found["left"].values()) == {0}
+
+
+def test_steps_that_are_planned_before_the_one_before_has_its_tokens(served: Any) -> None:
+    """Asynchronous scheduling: vLLM's real AsyncScheduler under our order, on a platform that does not execute so."""
+    ours = {"policy": "srpt", "predictor": "prompted://answers"}
+    task: dict[str, Any] = {"script": "async_script", "blocks": 5, "at_once": 4}
+    stock, found = served(None, **task), served(ours, **task)
+    assert found["engine_says"] is False, "vLLM switches it off on CPUs, although it was asked for"
+    for one in (stock, found):
+        assert one["finished"] == {f"r{number}": length for number, length in enumerate(LENGTHS)}
+        assert one["pipelined"] > one["steps"] // 2
+        assert set(one["left"].values()) == {0}
+    assert found["preemptions"] > 0
+    assert found["scores_kept"]
+    assert found["order"] != stock["order"]
+    assert found["order"].index("r11") < found["order"].index("r1")
+    assert found["order"][-1] == "r0", "the longest is the last"
 
 
 def test_a_bad_configuration_stops_the_engine_with_its_reason(served: Any) -> None:

@@ -1,0 +1,107 @@
+"""vLLM's OpenAI server with a log of its steps, as a process seen from the benchmark."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.serving.processes import Process, free_port, running
+
+ROOT = Path(__file__).resolve().parents[2]
+#: The name the model is served by.
+MODEL = "engine"
+
+#: Entry points that vLLM's environment needs: ours is not installed there.
+ENTRY_POINTS = """[tailcast.predictors]
+grpc = predictors.client:connect
+table = benchmarks.vllm_runs.table_predictor:connect
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineServer:
+    """A vLLM that answers.
+
+    Attributes:
+        url: Base address.
+        steps: File with the log of its steps, see `step_log.py`.
+        process: Its first process.
+    """
+
+    url: str
+    steps: Path
+    process: Process
+
+    def steps_between(self, begin_s: float, end_s: float) -> list[list[float]]:
+        """Steps that ended between two times of the monotonic clock; the log is complete whenever nothing runs."""
+        lines = self.steps.read_text(encoding="utf-8").splitlines()
+        rows = [json.loads(line) for line in lines if line.endswith("]")]
+        return [[row[0] - begin_s, *row[1:]] for row in rows if begin_s <= row[0] <= end_s]
+
+
+@contextmanager
+def engine_server(
+    python: Path,
+    model: Path,
+    folder: Path,
+    name: str,
+    *,
+    options: Mapping[str, str | None],
+    settings: Mapping[str, Any] | None,
+) -> Iterator[EngineServer]:
+    """Starts one and ends it afterwards.
+
+    Args:
+        python: That of vLLM's environment.
+        model: Folder of the model.
+        folder: For its files.
+        name: Of the files: `NAME.steps`, `NAME.json`.
+        options: Of vLLM's command line beside those of every run; None where an option has no value.
+        settings: Those of our scheduler; None: vLLM's own schedules.
+
+    Raises:
+        RuntimeError: It does not start; the end of its log is told.
+    """
+    plugins = folder / "plugins" / "tailcast_benchmark-0.dist-info"
+    plugins.mkdir(parents=True, exist_ok=True)
+    (plugins / "METADATA").write_text("Metadata-Version: 2.1\nName: tailcast-benchmark\nVersion: 0\n")
+    (plugins / "entry_points.txt").write_text(ENTRY_POINTS)
+    steps, port = folder / f"{name}.steps", free_port()
+    environment = {
+        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+        "PYTHONPATH": f"{ROOT}:{plugins.parent}", "TAILCAST_STEP_LOG": str(steps.resolve()),
+    }  # fmt: skip
+    if settings is not None:
+        path = folder / f"{name}.json"  # JSON is YAML
+        path.write_text(json.dumps(settings), encoding="utf-8")
+        environment["TAILCAST_CONFIG"] = str(path.resolve())
+    words: dict[str, str | None] = {
+        "--model": str(model), "--served-model-name": MODEL, "--host": "127.0.0.1", "--port": str(port),
+        "--dtype": "float32", "--max-model-len": "1024", "--enforce-eager": None, "--no-enable-prefix-caching": None,
+        "--disable-log-stats": None, "--disable-uvicorn-access-log": None,
+        "--scheduler-cls": f"benchmarks.vllm_runs.step_log.Logged{'Stock' if settings is None else 'Tailcast'}Scheduler",
+        **options,
+    }  # fmt: skip
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+    for option, value in words.items():
+        command += [option] if value is None else [option, value]
+    url = f"http://127.0.0.1:{port}"
+    with running(command, lambda: _healthy(url), environment=environment, timeout_s=900.0) as process:
+        yield EngineServer(url, steps, process)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        time.sleep(0.3)
+        return False

@@ -1,0 +1,116 @@
+"""A real vLLM behind the proxy: a later short or urgent request overtakes earlier long ones, and nobody is lost.
+
+Minutes, in vLLM's own environment (see tests/data_gen/conftest.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from predictors.runtime import open_runtime
+from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_python
+from tests.predictors.fakes import running_server
+from tests.predictors.proxy.fake_engine import RunningProxy, running_proxy
+from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
+
+__all__ = ["vllm_python"]  # a fixture
+pytestmark = pytest.mark.slow
+
+LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see test_limits.py
+NUM_LONG = 8
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a vLLM with one place that orders by priority."""
+    from benchmarks.serving.processes import free_port
+
+    folder = tmp_path_factory.mktemp("vllm")
+    model = save_tiny_llama(folder / "tiny", hidden_size=128, heads=4, kv_heads=2)
+    port = free_port()
+    command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--served-model-name", "tiny-llm", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "96", "--enforce-eager", "--max-num-seqs", "1"]
+    command += ["--scheduling-policy", "priority"]
+    server = Server(command, vllm_environment(), folder / "log")
+    try:
+        url = f"http://127.0.0.1:{port}"
+        server.wait(lambda: answers(f"{url}/health"), 900)
+        yield url
+    finally:
+        server.kill()
+
+
+def asks(text: str, num_tokens: int) -> dict[str, Any]:
+    message = {"role": "user", "content": text}
+    return {
+        "model": "tiny-llm", "messages": [message], "max_tokens": num_tokens, "ignore_eos": True, "temperature": 0
+    }  # fmt: skip
+
+
+async def finish_order(proxy: RunningProxy, last_prompt: str, last_tier: int | None) -> list[str]:
+    """Long requests one after the other, and then a last one; their names as they are answered."""
+    finished: list[str] = []
+
+    async def ask(name: str, text: str, num_tokens: int, tier: int | None) -> None:
+        headers = {} if tier is None else {"x-tailcast-tier": str(tier)}
+        status, body = await proxy.post(asks(text, num_tokens), headers)
+        assert status == 200, body
+        assert json.loads(body)["usage"]["completion_tokens"] == num_tokens
+        finished.append(name)
+
+    tasks = []
+    for number in range(NUM_LONG):
+        tasks.append(asyncio.create_task(ask(f"long{number}", LONG, 80, None)))
+        await asyncio.sleep(0.005)
+    tasks.append(asyncio.create_task(ask("last", last_prompt, 4, last_tier)))
+    await asyncio.gather(*tasks)
+    return finished
+
+
+def overtaken(order: list[str]) -> int:
+    """Earlier requests that the last one has overtaken."""
+    return len(order) - 1 - order.index("last")
+
+
+@pytest.mark.parametrize(
+    ("policy", "prompt", "tier"), [("sept", SHORT, None), ("tie", SHORT, None), ("semantic", LONG, 0)]
+)
+async def test_a_later_short_or_urgent_request_overtakes(
+    engine: str, artifact_folder: Path, policy: str, prompt: str, tier: int | None
+) -> None:
+    options: dict[str, Any] = {"engine": "vllm", "predictor": str(artifact_folder), "max_num_seqs": 1}
+    async with running_proxy(engine, policy=policy, **options) as proxy:
+        assert overtaken(await finish_order(proxy, prompt, tier)) >= NUM_LONG // 2
+        assert await proxy.metric('tailcast_proxy_hints_total{outcome="policy"}') == NUM_LONG + 1
+
+
+async def test_first_come_first_served_does_not(engine: str, artifact_folder: Path) -> None:
+    """Neither the proxy's own fcfs, nor the engine where it is told nothing."""
+    for options in ({"predictor": str(artifact_folder), "policy": "fcfs"}, {"without_prediction": "nothing"}):
+        async with running_proxy(engine, engine="vllm", **options) as proxy:
+            assert overtaken(await finish_order(proxy, SHORT, 0)) == 0
+
+
+async def test_no_request_is_lost_when_the_predictor_goes(engine: str, artifact_folder: Path) -> None:
+    async with running_server(open_runtime(artifact_folder)) as (_, address):
+        manager = running_proxy(
+            engine, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
+        )
+        proxy = await manager.__aenter__()
+        first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]
+        answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
+        async with asyncio.timeout(60):
+            while await proxy.metric(answered) < 6:
+                await asyncio.sleep(0.01)
+        assert not all(task.done() for task in first)
+    rest = [asyncio.create_task(proxy.post(asks(SHORT, 40))) for _ in range(6)]
+    assert [status for status, _ in await asyncio.gather(*first, *rest)] == [200] * 12
+    assert await proxy.metric(answered) == 6
+    await manager.__aexit__(None, None, None)
