@@ -140,7 +140,7 @@ class Scheduler:
         return None if cohort is None else cohort.num_steps
 
     def state(self, request_id: str) -> RequestState:
-        """The live request, to read; KeyError if it is not here."""
+        """The request as it is now, to read; to be asked for again after a step. KeyError if it is not here."""
         state = self._pool.find(request_id)
         if state is None:
             raise KeyError(request_id)

@@ -1,10 +1,11 @@
 """The results of five papers beside ours.
 
-    python -m benchmarks.reproduce [STUDY ...] [--quick] [--seeds 3] [--data FOLDER] [--predictions FILE]
-                                   [--out out/reproduce] [--markdown docs/reproduction.md]
+    python -m benchmarks.reproduce [STUDY ...] [--quick | --scale 0.25] [--seeds 3] [--data FOLDER] [--predictions FILE]
+                                   [--missing] [--out out/reproduce] [--markdown docs/reproduction.md]
 
 Each study prints the paper's value, ours, their ratio, and whether the effect points the same way, and keeps its findings
-under --out; --markdown writes the page of all studies whose findings are there. --list names them and what they cost.
+under --out; --markdown writes the page of all studies whose findings are there, whatever their scales. --missing leaves out
+those that are there at this scale or a larger one, so that an interrupted run goes on. --list names them and what they cost.
 """
 
 from __future__ import annotations
@@ -16,16 +17,28 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from benchmarks.reproduce import multitier, rad, semantic, slai, tie, uniboost
+from benchmarks.reproduce import (
+    multitier,
+    multitier_figures,
+    rad,
+    semantic,
+    slai,
+    tie,
+    uniboost,
+    uniboost_appendix,
+)
 from benchmarks.reproduce.page import load, page, save, section
 from benchmarks.reproduce.study import Effort, Study
+from scheduler_core.errors import InputError
 
 STUDIES: tuple[Study, ...] = (
     *multitier.STUDIES,
+    *multitier_figures.STUDIES,
     *semantic.STUDIES,
     *slai.STUDIES,
     *rad.STUDIES,
     *uniboost.STUDIES,
+    *uniboost_appendix.STUDIES,
     *tie.STUDIES,
 )
 
@@ -35,11 +48,17 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.reproduce", description=__doc__.split("\n")[0]
     )
     parser.add_argument("studies", nargs="*", help="studies or papers (default: all)")
-    parser.add_argument("--quick", action="store_true", help="small versions, under two minutes in all")
-    parser.add_argument("--seeds", type=int, default=3, help="seeds of each simulation")
+    parser.add_argument("--quick", action="store_true", help="small versions, some minutes in all")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of the papers' requests, and of --seeds"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each simulation at scale 1")
     parser.add_argument("--data", type=Path, help="folder of public length sets and traces")
     parser.add_argument(
-        "--predictions", type=Path, help="trace with predictions of a trained artifact, for TIE"
+        "--predictions", type=Path, help="table of benchmarks.reproduce.predict: trained predictors, for TIE"
+    )
+    parser.add_argument(
+        "--missing", action="store_true", help="only studies not kept yet at this scale or a larger one"
     )
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="where findings are kept")
     parser.add_argument("--markdown", type=Path, help="write the page of all findings that are there")
@@ -50,19 +69,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _options(effort: Effort) -> str:
+    """The options that matter for the numbers, without folders."""
+    given = " --quick" if effort.quick else f" --scale {effort.scale:g}" if effort.scale < 1 else ""
+    given += "" if effort.data is None else " --data FOLDER"
+    return given + ("" if effort.predictions is None else " --predictions FILE")
+
+
+def _is_kept(path: Path, effort: Effort) -> bool:
+    """Findings of this scale, or of a larger one, are there."""
+    if not path.exists():
+        return False
+    _, about = load(path)
+    if about["quick"] or effort.quick:
+        return effort.quick
+    return bool(about["scale"] >= effort.scale)
+
+
 def main() -> int:
     """Entry point; returns the exit code."""
     given = _parser().parse_args()
     if given.list:
         for study in STUDIES:
-            print(f"{study.name:<22}{study.cost_s[0]:>6.0f} {study.cost_s[1]:>8.0f} CPU s   {study.title}")
+            quick_s, full_s = study.cost_s
+            scaled_s = max(quick_s, full_s * given.scale * max(1, round(given.seeds * given.scale)) / 3)
+            print(f"{study.name:<22}{quick_s:>6.0f} {scaled_s:>8.0f} CPU s   {study.title}")
         return 0
     names = {study.name for study in STUDIES} | {study.name.split("-")[0] for study in STUDIES}
     unknown = [name for name in given.studies if name not in names]
     if unknown:
         print(f"STUDY: got {unknown[0]!r}; allowed: {', '.join(sorted(names))}", file=sys.stderr)
         return 2
-    effort = Effort(quick=given.quick, num_seeds=given.seeds, data=given.data, predictions=given.predictions)
+    try:
+        effort = Effort(
+            quick=given.quick,
+            scale=given.scale,
+            num_seeds=given.seeds,
+            data=given.data,
+            predictions=given.predictions,
+        )
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     for study in () if given.page_only else STUDIES:
         if (
             given.studies
@@ -70,14 +118,18 @@ def main() -> int:
             and study.name.split("-")[0] not in given.studies
         ):
             continue
+        if given.missing and _is_kept(given.out / f"{study.name}.json", effort):
+            continue
         start = time.process_time()
         findings = study.run(effort)
         about = {
-            "command": f"python -m benchmarks.reproduce {study.name}" + (" --quick" if given.quick else ""),
+            "command": f"python -m benchmarks.reproduce {study.name}{_options(effort)}",
             "version": metadata.version("tailcast"),
             "date": datetime.date.today().isoformat(),
             "cpu_s": time.process_time() - start,
-            "quick": given.quick,
+            "quick": effort.quick,
+            "scale": effort.scale,
+            "num_seeds": len(effort.seeds),
         }
         save(given.out / f"{study.name}.json", findings, about)
         print("\n".join(section(study, findings, about)), flush=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.study import Claim, Findings, Row, Study
 from scheduler_core.files import write_json
 
@@ -23,7 +25,8 @@ def load(path: Path) -> tuple[Findings, dict[str, Any]]:
     content = json.loads(path.read_text(encoding="utf-8"))
     found = content["findings"]
     rows = [Row(**row) for row in found["rows"]]
-    return Findings(rows, [Claim(**one) for one in found["claims"]], found["notes"]), content["about"]
+    claims = [Claim(**one) for one in found["claims"]]
+    return Findings(rows, claims, found["notes"], found["size"]), content["about"]
 
 
 def _number(value: float | None) -> str:
@@ -47,11 +50,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def section(study: Study, findings: Findings, about: Mapping[str, Any]) -> list[str]:
     """The section of one study."""
     lines = [f"### {study.title}", "", study.why, ""]
-    if about["quick"]:
-        lines += [
-            "Quick version: few requests, one seed. It shows that the study runs, and at best a direction.",
-            "",
-        ]
+    lines += [_extent(findings, about), ""]
     for note in findings.notes:
         lines += [note, ""]
     if findings.rows:
@@ -69,12 +68,41 @@ def section(study: Study, findings: Findings, about: Mapping[str, Any]) -> list[
     return lines
 
 
+def _extent(findings: Findings, about: Mapping[str, Any]) -> str:
+    """How much of the paper's study was simulated."""
+    seeds = f"{about['num_seeds']} seed" + ("s" if about["num_seeds"] > 1 else "")
+    what = f"{findings.size}, {seeds}." if findings.size else f"{seeds}."
+    if about["quick"]:
+        return f"Quick version, which shows that the study runs, and at best a direction: {what}"
+    return f"Scale {about['scale']:g}: {what}"
+
+
+def _scales(parts: Sequence[tuple[Study, Findings, Mapping[str, Any]]]) -> str:
+    """How many studies there are of each scale."""
+    kinds = Counter(
+        "quick versions, which decide nothing" if about["quick"] else f"at scale {about['scale']:g}"
+        for _, _, about in parts
+    )
+    counts = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
+    return f"Of {len(parts)} studies: {counts}; each says its own. Scale 1 is the paper's size."
+
+
+def _coverage(names: Sequence[str]) -> list[str]:
+    """Every table and figure of the papers, and where it is on this page."""
+    lines = ["## Coverage", "", "| paper | where | study, or why there is none |", "|---|---|---|"]
+    for one in COVERAGE:
+        there = ", ".join(f"`{name}`" + ("" if name in names else " (not run)") for name in one.studies)
+        lines.append(
+            f"| {one.paper} | {one.where} | {'; '.join(part for part in (there, one.note) if part)} |"
+        )
+    return [*lines, ""]
+
+
 def page(parts: Sequence[tuple[Study, Findings, Mapping[str, Any]]]) -> str:
     """The whole page."""
     rows = [row for _, findings, _ in parts for row in findings.rows]
     claims = [claim for _, findings, _ in parts for claim in findings.claims]
     with_direction = [row for row in rows if row.verdict != "-"]
-    quick = sum(bool(about["quick"]) for _, _, about in parts)
     same = sum(row.verdict.startswith("same") for row in with_direction)
     lines = [
         "# Reproduction",
@@ -84,9 +112,9 @@ def page(parts: Sequence[tuple[Study, Findings, Mapping[str, Any]]]) -> str:
         "request left out. The direction is that of the effect: within 3 % (or 3 points) there is none.",
         "",
         f"{same} of {len(with_direction)} values with a direction point where the paper's do; "
-        f"{sum(one.holds for one in claims)} of {len(claims)} claims hold. "
-        f"{quick} of {len(parts)} studies are quick versions, which decide nothing.",
+        f"{sum(one.holds for one in claims)} of {len(claims)} claims hold. {_scales(parts)}",
         "",
+        *_coverage([study.name for study, _, _ in parts]),
     ]
     paper = None
     for study, findings, about in parts:

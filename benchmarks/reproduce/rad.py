@@ -76,7 +76,8 @@ SYSTEMS = {
 
 def stability(effort: Effort) -> Findings:
     """Waiting over time at loads 0.9 and 1.1 of the bound."""
-    findings, num = Findings(), 2500 if effort.quick else 20_000
+    num = effort.num(20_000, 2500)
+    findings = Findings(size=effort.size(20_000, 2500))
     late: dict[tuple[str, float], float] = {}
     for name, limits in SYSTEMS.items():
         for load in (0.9, 1.1):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.policies import make_policy
+from scheduler_core.routing import Router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.cluster import ClusterSimulation
 from scheduler_core.simulator.cluster_config import ClusterConfig
@@ -31,6 +32,7 @@ class System:
         scheduler: Limits and batch former.
         step_time: Durations of steps.
         cluster: Replicas and router.
+        router: Makes the router instead of that of `cluster`, with parameters that `cluster` has no field for.
     """
 
     policy: str = "fcfs"
@@ -38,6 +40,7 @@ class System:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     step_time: StepTime = field(default_factory=LinearStepTime)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    router: Callable[[], Router] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +77,11 @@ def simulate(
     predictions: Predictions | None = None,
     delays_s: dict[str, float] | None = None,
     seed: int = 0,
+    *,
+    segments: bool = False,
 ) -> Outcome:
-    """Runs a trace to its end."""
-    watch, answers = RunWatch(), predictions or no_predictions()
+    """Runs a trace to its end; with `segments` its watch says who ran when."""
+    watch, answers = RunWatch(segments=[] if segments else None), predictions or no_predictions()
     schedulers: dict[str, Scheduler] = {
         name: watch.scheduler(system.scheduler, make_policy(system.policy, system.parameters), None, name)
         for name in system.cluster.replica_ids
@@ -86,7 +91,9 @@ def simulate(
         (core,) = schedulers.values()
         done = Simulation(trace, core, system.step_time, answers, delays_s=delays_s).run()
     else:
-        arguments: Mapping[str, Any] = system.cluster.arguments(seed, None)
+        arguments: dict[str, Any] = dict(system.cluster.arguments(seed, None))
+        if system.router is not None:
+            arguments["router"] = system.router()
         cluster = ClusterSimulation(
             trace, schedulers, step_time=system.step_time, predictions=answers, delays_s=delays_s, **arguments
         ).run()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scheduler_core.errors import InputError
+
 #: Effects within this factor of none are none.
 NO_EFFECT = 1.03
 
@@ -17,22 +19,41 @@ class Effort:
 
     Attributes:
         quick: Few requests and settings, one seed.
-        num_seeds: Seeds of each simulation.
+        scale: Share of the paper's requests (and of the seeds), in (0, 1].
+        num_seeds: Seeds of each simulation at scale 1.
         data: Folder of public length sets and traces (traces/slai_sharegpt4_8k.parquet and so on); None: laws with the
             statistics that the papers print.
-        predictions: Trace with real requests (columns of simulate's traces, with mu, sigma, nu of a trained artifact) for
-            TIE; None: predictions with a set error.
+        predictions: Table of `benchmarks.reproduce.predict`: real prompts and answers, and what trained predictors say of
+            them, for TIE; None: predictions with a set error.
+
+    Raises:
+        InputError: The scale or the number of seeds is outside its range.
     """
 
     quick: bool = False
+    scale: float = 1.0
     num_seeds: int = 3
     data: Path | None = None
     predictions: Path | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 < self.scale <= 1:
+            raise InputError("--scale", self.scale, "numbers in (0, 1]")
+        if self.num_seeds < 1:
+            raise InputError("--seeds", self.num_seeds, "integers > 0")
+
     @property
     def seeds(self) -> range:
-        """Seeds of each simulation."""
-        return range(1 if self.quick else self.num_seeds)
+        """Seeds of each simulation, at least one."""
+        return range(1 if self.quick else max(1, round(self.num_seeds * self.scale)))
+
+    def num(self, full: int, quick: int) -> int:
+        """How many requests (or seconds) where the whole study has `full` and the quick one `quick`, which is the least."""
+        return quick if self.quick else max(quick, round(full * self.scale))
+
+    def size(self, full: int, quick: int, unit: str = "requests") -> str:
+        """`num` in words, for `Findings.size`."""
+        return f"{self.num(full, quick):,} of {full:,} {unit}"
 
     def file(self, name: str) -> Path | None:
         """A file of `data`, if it is there."""
@@ -113,11 +134,13 @@ class Findings:
         rows: Values.
         claims: Statements.
         notes: Paragraphs above the tables, about this run.
+        size: What was simulated of the whole study, in words.
     """
 
     rows: list[Row] = field(default_factory=list)
     claims: list[Claim] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    size: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +152,7 @@ class Study:
         paper: Short name of the paper.
         title: Heading.
         why: Why ours and the paper's differ, a paragraph.
-        cost_s: Expected CPU seconds, quick and full.
+        cost_s: Expected CPU seconds, quick and at scale 1 with 3 seeds.
         run: Does it.
     """
 

@@ -3,6 +3,12 @@
     F = (M - sum V) / B,  in blocks per running request
 
 The paper leaves B = 0 open: an idle replica counts as B = 1, so that F = M - sum V, more than with any batch.
+
+Of the waiting requests F counts the head alone. While requests hardly wait, and so in the paper's released code, which admits
+without limit, that is all there is; in a burst it is blind: a replica with a thousand waiting requests is as free as one with
+one, and where F < 0 the one with more in its batch is the freer, because less than nothing is divided among more. Hence
+`queue_freeness`, which the paper does not have; Llumnix's public code dispatches by the demand of all waiting requests, too,
+and keeps the head's for migration.
 """
 
 from __future__ import annotations
@@ -38,3 +44,19 @@ def full_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
     reserved = headroom.blocks(replica.tiers, replica.num_kv_blocks)
     used = virtual_usage_blocks(replica) + reserved
     return (replica.num_kv_blocks - used) / (replica.num_running or 1)
+
+
+def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
+    """Freeness that counts the whole queue (ours): F_full with the demand of every waiting request.
+
+    F = R / B if R >= 0 else R,  R = M - blocks held - blocks that all waiting requests need - headroom
+
+    R < 0 is not divided: it is a queue, which is the longer the more is missing however large the batch is. The blocks of
+    the waiting requests are those of the sum of their tokens.
+    """
+    if replica.status is ReplicaStatus.DRAINING:
+        return -math.inf
+    waiting = replica.blocks_for(replica.waiting_prefill_tokens)
+    reserved = headroom.blocks(replica.tiers, replica.num_kv_blocks)
+    room = replica.num_kv_blocks - replica.used_blocks - waiting - reserved
+    return room / (replica.num_running or 1) if room >= 0 else float(room)

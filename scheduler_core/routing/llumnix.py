@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from scheduler_core.routing.base import DispatchKey, Router, RoutingRequest
-from scheduler_core.routing.freeness import full_freeness
+from scheduler_core.routing.freeness import full_freeness, queue_freeness
 from scheduler_core.routing.headroom import Headroom, exponential_headroom
 from scheduler_core.routing.promotion import TierPromotion
 from scheduler_core.routing.snapshot import ReplicaSnapshot
@@ -31,7 +31,8 @@ class Llumnix(Router):
 
     Differs from the paper: ties of freeness go to the replica with fewer requests, so that a burst onto equal replicas
     spreads (waiting requests other than the head do not count in F); `promotion` lets starved requests rise, its
-    future work; off by default.
+    future work; off by default. `whole_queue` dispatches by `queue_freeness`, which counts all that wait; off by default,
+    but in bursts the paper's rule is worse than round robin: it fills one replica's queue while others run dry.
     """
 
     name: ClassVar[str] = "llumnix"
@@ -40,11 +41,13 @@ class Llumnix(Router):
 
     headroom: Headroom = field(default_factory=exponential_headroom)
     promotion: TierPromotion | None = None
+    whole_queue: bool = False
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         self.headroom.blocks((item.tier,), 1)  # an unknown tier is refused here, not on the replica
+        freeness = queue_freeness if self.whole_queue else full_freeness
         return max(
-            replicas, key=lambda replica: (full_freeness(replica, self.headroom), -replica.num_requests)
+            replicas, key=lambda replica: (freeness(replica, self.headroom), -replica.num_requests)
         ).replica_id
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> DispatchKey:

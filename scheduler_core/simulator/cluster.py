@@ -233,7 +233,8 @@ class ClusterSimulation:
         """Gives what is pending to replicas."""
         if not self._dispatcher.num_pending:
             return
-        pictures = {one.replica_id: one for one in self._snapshots()}
+        whole = self._dispatcher.router.needs_requests
+        pictures = {one.replica_id: one for one in self._snapshots(keep_requests=whole)}
         for placed in self._dispatcher.dispatch(pictures, now):
             name = placed.item.request.request_id
             scheduler = self._replicas[placed.replica_id].port.scheduler
@@ -270,9 +271,8 @@ class ClusterSimulation:
         self._outcome.num_restarts += len(lost)
         self._asked -= lost
 
-    def _snapshots(self) -> tuple[ReplicaSnapshot, ...]:
-        whole = self._planner is not None or self._dispatcher.router.needs_requests
-        return self._all.snapshots(self._dispatcher.replicas, self._roles, keep_requests=whole)
+    def _snapshots(self, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
+        return self._all.snapshots(self._dispatcher.replicas, self._roles, keep_requests=keep_requests)
 
     def _begin(self, one: SimulatedReplica, now: float) -> None:
         """Begins the replica's next step, if it has work."""
@@ -319,7 +319,7 @@ class ClusterSimulation:
         if self._planner is None:
             return
         busy = self._migrations.in_flight | self._asked
-        for move in self._planner.plan(self._snapshots(), busy, now):
+        for move in self._planner.plan(self._snapshots(keep_requests=True), busy, now):
             self._asked.add(move.request_id)
             self._replicas[move.source].between_steps(lambda at, move=move: self._start(move, at), now)  # type: ignore[misc]
 
@@ -331,7 +331,7 @@ class ClusterSimulation:
                 self._dispatcher.left(name, now)
                 self._standby.add(name)
                 self._all.forget_prefixes(name)
-        signal = scaler.signal(self._snapshots(), now)
+        signal = scaler.signal(self._snapshots(keep_requests=False), now)
         if signal is None or (isinstance(signal, ScaleOut) and not self._may_start(scaler, status)):
             return
         self._outcome.scaling.append((now, signal))

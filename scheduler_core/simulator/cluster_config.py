@@ -38,8 +38,9 @@ class ClusterConfig:
     router: str = "jsq"
     """Which replica gets a request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine, predicted_work,
     infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
-    router_parameters: dict[str, float] = field(default_factory=dict)
-    """Parameters of the router that shall not have their default, such as {alpha: 2} for infaas."""
+    router_parameters: dict[str, float | bool] = field(default_factory=dict)
+    """Parameters of the router that shall not have their default, such as {alpha: 2} for infaas or {whole_queue: true} for
+    llumnix."""
     num_prefill_replicas: int = 0
     """disaggregated: so many of the replicas process prompts, the others generate."""
     num_tiers: int = 5
@@ -105,11 +106,14 @@ class ClusterConfig:
     def make_router(self, seed: int) -> Router:
         """A new router; one that draws does so from `seed`."""
         if self.router == "llumnix":
-            if self.router_parameters:
+            whole_queue = self.router_parameters.get("whole_queue", False)
+            if set(self.router_parameters) - {"whole_queue"} or not isinstance(whole_queue, bool):
                 raise InputError(
-                    "router_parameters", self.router_parameters, "none for llumnix: see headroom_share"
+                    "router_parameters",
+                    self.router_parameters,
+                    "whole_queue: true or false for llumnix, and headroom_share",
                 )
-            return Llumnix(headroom=self.headroom())
+            return Llumnix(headroom=self.headroom(), whole_queue=whole_queue)
         rng = np.random.default_rng([seed, 1]) if ROUTERS[self.router].needs_generator else None
         return make_router(self.router, self.router_parameters, rng)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from scheduler_core.errors import InputError
+from scheduler_core.routing import Llumnix
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import (
     LinearStepTime,
@@ -235,6 +236,14 @@ def test_clusters_that_cannot_be_are_named(values: dict[str, object], named: str
     with pytest.raises(InputError) as caught:
         ClusterConfig(**values)  # type: ignore[arg-type]
     assert caught.value.field == named
+
+
+def test_llumnix_may_count_the_whole_queue() -> None:
+    routers = [
+        ClusterConfig(router="llumnix", router_parameters=parameters).make_router(0)
+        for parameters in ({}, {"whole_queue": True})
+    ]
+    assert [isinstance(one, Llumnix) and one.whole_queue for one in routers] == [False, True]
 
 
 def test_other_step_times_closed_loops_and_prefix_caches_reach_the_simulation() -> None:

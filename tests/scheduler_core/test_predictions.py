@@ -81,11 +81,11 @@ def test_a_state_keeps_the_times_of_its_tokens() -> None:
     core = scheduler(max_num_seqs=1, max_num_batched_tokens=6)
     core.add(request("a", prompt=10, cap=9), 0.0)
     seen: list[tuple[object, ...]] = []
-    state: RequestState = core.state("a")
     for now in (0.0, 1.0, 2.0, 3.0):
         plan = core.schedule(now)
         assert plan is not None
         core.complete(StepResult(plan.step), now + 1)
+        state: RequestState = core.state("a")
         seen.append(
             (state.attained_tokens, state.decode_entered_s, state.last_token_s, state.last_scheduled_s)
         )

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.reproduce import multitier, rad, semantic, tie
-from benchmarks.reproduce.__main__ import STUDIES
-from benchmarks.reproduce.hardware import A100_80, LLAMA_2_7B, step_time
+from benchmarks.reproduce import multitier_systems, predict, rad, semantic
+from benchmarks.reproduce.__main__ import STUDIES, _is_kept
+from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.page import load, page, save
-from benchmarks.reproduce.slai import crossing
+from benchmarks.reproduce.simulate import simulate
+from benchmarks.reproduce.slai import at_rate, crossing
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.tie_requests import Order, requests, told, with_worse_points
+from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
+from benchmarks.reproduce.uniboost_appendix import preempted_s
+from benchmarks.reproduce.uniboost_systems import A100, drawn, mixture
+from benchmarks.reproduce.uniboost_systems import SYSTEMS as BOOST_SYSTEMS
+from benchmarks.reproduce.uniboost_systems import run as run_boost
+from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.simulator.step_time import StepWork
 from scheduler_core.simulator.workloads import Workload
+from training.evaluating.predictors import Prediction
 
 ABOUT = {
     "command": "python -m benchmarks.reproduce x",
@@ -25,6 +38,8 @@ ABOUT = {
     "date": "2026-01-01",
     "cpu_s": 1.0,
     "quick": False,
+    "scale": 1.0,
+    "num_seeds": 3,
 }
 
 
@@ -75,33 +90,108 @@ def test_every_study_has_a_name_a_cost_and_a_reason() -> None:
     for study in STUDIES:
         assert 0 < study.cost_s[0] < study.cost_s[1]
         assert len(study.why) > 40
-    assert sum(study.cost_s[0] for study in STUDIES) < 240
+    assert sum(study.cost_s[0] for study in STUDIES) < 360
 
 
-def test_step_times_from_data_sheets() -> None:
-    """Llama-2-7B on an A100: 13.5 GB over 0.8 of 2.039 TB/s is 8.3 ms; a token 2 x 6.74e9 operations."""
-    model = step_time(LLAMA_2_7B, A100_80)
-    assert model.base_s == pytest.approx(0.00826, rel=0.01)
-    assert model.per_prefill_token_s == pytest.approx(13.48e9 / (0.6 * 312e12))
-    assert model.per_context_token_s == pytest.approx(524_288 / (0.8 * 2.039e12))
+def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
+    """Studies of different scales on one page: each says its own, the head counts them."""
+    parts = []
+    for number, about in enumerate(
+        (
+            {},
+            {"scale": 0.25, "num_seeds": 1},
+            {"quick": True, "num_seeds": 1},
+            {"scale": 0.25, "num_seeds": 1},
+        )
+    ):
+        path = tmp_path / f"{number}.json"
+        save(
+            path,
+            Findings([Row(where="w", what="v", paper=1.0, ours=1.0)], size=f"{number} requests"),
+            ABOUT | about,
+        )
+        parts.append((STUDIES[number], *load(path)))
+    text = page(parts)
+    assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which decide nothing" in text
+    assert "Scale 1: 0 requests, 3 seeds." in text
+    assert "Scale 0.25: 1 requests, 1 seed." in text
+    assert "at best a direction: 2 requests, 1 seed." in text
 
 
-def test_the_released_cost_charges_32_of_the_batch() -> None:
-    model = step_time(LLAMA_2_7B, A100_80)
-    released = multitier.ReleasedCost(model)
+def test_scale_takes_requests_and_seeds_down_to_what_the_quick_version_has() -> None:
+    scaled = Effort(scale=0.25)
+    assert (scaled.num(10_000, 800), scaled.num(1000, 800)) == (2500, 800)
+    assert (len(scaled.seeds), len(Effort(scale=0.7).seeds), len(Effort().seeds)) == (1, 2, 3)
+    assert Effort(quick=True).num(10_000, 800) == 800
+    assert scaled.size(10_000, 800) == "2,500 of 10,000 requests"
+    for wrong in (0.0, 1.5):
+        with pytest.raises(InputError, match="--scale"):
+            Effort(scale=wrong)
+
+
+def test_what_is_kept_at_this_scale_or_a_larger_one_is_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    assert not _is_kept(path, Effort())
+    save(path, Findings(), ABOUT | {"scale": 0.25})
+    assert _is_kept(path, Effort(scale=0.25))
+    assert _is_kept(path, Effort(quick=True))
+    assert not _is_kept(path, Effort(scale=0.5))
+    save(path, Findings(), ABOUT | {"quick": True})
+    assert not _is_kept(path, Effort(scale=0.1))
+
+
+def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_are() -> None:
+    named = [(one.paper, one.where) for one in COVERAGE]
+    assert len(set(named)) == len(named)
+    assert {name for one in COVERAGE for name in one.studies} == {study.name for study in STUDIES}
+    assert {one.paper for one in COVERAGE} == {study.paper for study in STUDIES}
+    assert all(one.studies or len(one.note) > 5 for one in COVERAGE)
+    tables = {"Multi-tier Llumnix": 4, "Semantic scheduling": 2, "UniBoost": 10, "TIE": 8}
+    figures = {"Multi-tier Llumnix": 9, "Semantic scheduling": 5, "UniBoost": 9, "TIE": 10}
+    for paper in tables:
+        wanted = {f"table {n + 1}" for n in range(tables[paper])} | {
+            f"figure {n + 1}" for n in range(figures[paper])
+        }
+        assert wanted <= {where for name, where in named if name == paper}
+    assert "| TIE | table 7 | OpenPangu" in page([])
+
+
+def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
+    model = multitier_systems.STEP_TIME
+    released = multitier_systems.ReleasedCost(model)
     contexts = (100,) * 500
-    assert released.step_s(StepWork((), contexts)) == model.step_s(StepWork((), contexts[:32]))
+    assert released.step_s(StepWork((), contexts)) < model.step_s(StepWork((), contexts))
+    assert released.step_s(StepWork((), contexts)) > model.step_s(StepWork((), contexts[:32]))
     assert released.step_s(StepWork((), contexts[:20])) == model.step_s(StepWork((), contexts[:20]))
-    assert released.run(contexts, 1.0).end_s(3) == model.run(contexts[:32], 1.0).end_s(3)
+    assert released.run(contexts, 1.0).end_s(1) == pytest.approx(
+        1.0 + released.step_s(StepWork((), contexts))
+    )
 
 
 def test_both_systems_of_the_tables_have_the_same_engine() -> None:
-    base, ours = multitier.baseline(), multitier.proposed(4)
+    base, ours = multitier_systems.baseline(), multitier_systems.proposed(4)
     assert base.scheduler == ours.scheduler
     assert base.step_time == ours.step_time
-    free = multitier.as_released(ours, 1000)
+    free = multitier_systems.as_released(ours, 1000)
     assert free.scheduler.num_kv_blocks * 16 >= 1000 * 512
     assert free.scheduler.max_num_seqs == 1000
+
+
+def test_in_a_burst_the_whole_queue_counts() -> None:
+    """The paper's freeness sees the head alone and fills one replica's queue; with the whole queue counted, dispatch is as
+    good as round robin, on the very same requests."""
+    trace = multitier_systems.workload(300, 4, "uniform").trace(0)
+    paper = multitier_systems.proposed(4, migration=False)
+    mean = {
+        name: multitier_systems.latencies(simulate(system, trace))[1]
+        for name, system in (
+            ("paper", paper),
+            ("whole queue", multitier_systems.whole_queue(paper)),
+            ("round robin", multitier_systems.tiers_alone()),
+        )
+    }
+    assert mean["paper"] > 1.3 * mean["round robin"]
+    assert mean["whole queue"] == pytest.approx(mean["round robin"], rel=0.15)
 
 
 def test_a_batch_of_the_semantic_paper_costs_its_largest_member() -> None:
@@ -145,17 +235,115 @@ def test_capacity_is_where_the_curve_crosses() -> None:
     assert crossing((1.0, 2.0), (0.6, 0.9), 0.5) is None
 
 
-def test_all_policies_of_tie_hear_the_same_predictor() -> None:
-    found = tie.requests(Effort(quick=True), 50, seed=1)
-    whole, median, rank = (tie.told(tie.SYSTEMS[name], found) for name in ("TIE", "SSJF", "LTR"))
+def test_values_between_rates_are_interpolated() -> None:
+    assert at_rate((1.0, 2.0), (0.1, 0.4), 1.5) == pytest.approx(0.2)
+
+
+def test_without_a_trained_predictor_all_policies_of_tie_hear_the_same_one() -> None:
+    found = requests(Effort(quick=True), 50, seed=1)
+    whole, point, rank, truth = (
+        told(SYSTEMS[name], found) for name in ("TIE", "SSJF", "LTR", "SJF, true lengths")
+    )
     assert whole is not None
-    assert median is not None
+    assert point is not None
     assert rank is not None
-    for name, law in found.seen.items():
-        assert whole.answers[name] == law
-        assert median.answers[name].mu == law.mu  # type: ignore[union-attr]
-        assert rank.answers[name].rank.score == law.mu  # type: ignore[union-attr]
-    assert tie.told(tie.SYSTEMS["FCFS"], found) is None
+    assert truth is not None
+    for row in found.trace.requests:
+        law = found.laws[row.request_id]
+        assert whole.answers[row.request_id] == law
+        assert point.answers[row.request_id].mu == pytest.approx(max(law.mu, 0.0))  # type: ignore[union-attr]
+        assert rank.answers[row.request_id].mu == law.mu  # type: ignore[union-attr]
+        assert truth.answers[row.request_id].mu == pytest.approx(math.log(row.output_tokens))  # type: ignore[union-attr]
+    assert told(SYSTEMS["FCFS"], found) is None
+    assert told(Order("ltr", told="rank"), found).answers["r0"].rank.score == found.ranks["r0"]  # type: ignore[union-attr]
+
+
+def _predictions(path: Path) -> None:
+    """A file as `benchmarks.reproduce.predict` writes it, of two served models."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 400, (20, 10))
+    rows = [{"prompt_tokens": 30, "model": model, "dataset": "Alpaca" if i % 2 else "ShareGPT", "prompt_id": f"p{i}",
+             "output_tokens": lengths[i].tolist()} for model in (LMSYS_8B.served_model, "other") for i in range(20)]  # fmt: skip
+    logs = np.log(np.array([row["output_tokens"] for row in rows], float))
+    given = Prediction(
+        mu=logs.mean(axis=1), sigma=logs.std(axis=1), regression_tokens=np.full(40, 77.0), rank=-logs[:, 0]
+    )
+    pq.write_table(predict.table(rows, given, given, given), path)
+
+
+def test_tie_hears_each_trained_predictor_and_draws_real_answers(tmp_path: Path) -> None:
+    path = tmp_path / "p.parquet"
+    _predictions(path)
+    effort = Effort(quick=True, predictions=path)
+    found = requests(effort, 60, 0, LMSYS_8B.served_model, "Alpaca")
+    assert found.source.startswith("10 prompts of p.parquet")
+    assert set(found.points.values()) == {77.0}
+    rows = pq.read_table(path).to_pylist()
+    by_mu = {row["mu"]: row for row in rows if row["dataset"] == "Alpaca" and row["served_model"] != "other"}
+    for one in found.trace.requests:
+        row = by_mu[found.laws[one.request_id].mu]
+        assert one.output_tokens in row["output_tokens"]
+        assert found.ranks[one.request_id] == row["rank"]
+    with pytest.raises(InputError, match="no answers of nobody"):
+        requests(effort, 10, 0, "nobody")
+
+
+def test_the_same_prompts_are_taken_of_every_served_model_with_all_their_answers(tmp_path: Path) -> None:
+    rows = [
+        {"prompt_id": prompt, "model": model, "dataset": "d", "prompt": f"text {prompt}", "prompt_tokens": 3,
+         "output_tokens": number, "temperature": 0.7}
+        for model, prompts in (("a", "pqrs"), ("b", "qrst"), ("c", "pt"))
+        for prompt in prompts for number in range(4)
+    ]  # fmt: skip
+    path = tmp_path / "samples.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = predict.groups(path, ["a", "b"], 2, seed=0)
+    chosen = [row["prompt_id"] for row in found]
+    assert [row["model"] for row in found] == ["a", "a", "b", "b"]
+    assert chosen[:2] == chosen[2:]
+    assert set(chosen) < set("qrs")
+    assert found[0]["output_tokens"] == [1, 1, 2, 3]
+    assert found[0]["prompt"] == f"text {chosen[0]}"
+    with pytest.raises(InputError, match="--model"):
+        predict.groups(path, ["a", "nobody"], 2, seed=0)
+
+
+def test_a_predictor_without_the_wanted_head_is_refused() -> None:
+    whole = Prediction(mu=np.zeros(1), sigma=np.ones(1), regression_tokens=np.ones(1), rank=np.ones(1))
+    for place, option in enumerate(("--length", "--regression", "--rank")):
+        given = [whole] * 3
+        given[place] = Prediction()
+        with pytest.raises(InputError, match=option):
+            predict.table([], *given)
+
+
+def test_worse_points_are_other_points_for_the_same_requests() -> None:
+    found = requests(Effort(quick=True), 400, seed=1)
+    worse = with_worse_points(found, 1.0, seed=0)
+    before, after = (np.log(list(one.points.values())) for one in (found, worse))
+    assert worse.trace == found.trace
+    assert np.corrcoef(before, after)[0, 1] == pytest.approx(0.71, abs=0.08)
+
+
+def test_tie_runs_at_the_papers_load_and_the_truth_is_hard_to_beat() -> None:
+    found = requests(Effort(quick=True), 200, seed=0)
+    latency = {
+        name: np.mean([one.ttft_s for one in run(SYSTEMS[name], found, LMSYS_8B, 100.0, 1 / 30, 0).records])
+        for name in ("FCFS", "SSJF", "SJF, true lengths")
+    }
+    assert latency["SJF, true lengths"] < latency["SSJF"] < latency["FCFS"]
+    assert set(PAPER_SYSTEMS) == {"FCFS", "SSJF", "LTR", "TIE"}
+
+
+def test_the_time_preempted_is_none_where_nobody_is_preempted() -> None:
+    effort = Effort(quick=True)
+    for share, preempted in ((0.05, False), (2.0, True)):
+        trace = drawn(mixture(effort, 40), A100, share, 0, small=True)
+        outcome = run_boost(BOOST_SYSTEMS["Sarathi"], trace, A100, True, segments=True)
+        away = preempted_s(outcome)
+        assert any(row.num_preemptions for row in outcome.records) == preempted
+        assert (max(away.values()) > 1.0) == preempted
+        assert min(away.values()) > -1e-6
 
 
 @pytest.mark.slow

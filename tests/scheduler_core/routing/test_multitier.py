@@ -27,7 +27,12 @@ from scheduler_core.routing import (
     exponential_headroom,
     released_decay,
 )
-from scheduler_core.routing.freeness import full_freeness, normal_freeness, virtual_usage_blocks
+from scheduler_core.routing.freeness import (
+    full_freeness,
+    normal_freeness,
+    queue_freeness,
+    virtual_usage_blocks,
+)
 from scheduler_core.routing.moves import Move
 from tests.scheduler_core.routing.helpers import item, replica, running, waiting
 
@@ -100,6 +105,31 @@ def test_freeness_of_an_idle_an_overloaded_and_a_draining_replica() -> None:
     assert normal_freeness(full) == -3
     for leaving in (replica("c", status=DRAINING), replica("d", running("1", 3), status=DRAINING)):
         assert full_freeness(leaving, exponential_headroom(4)) == -math.inf
+
+
+def test_freeness_of_the_whole_queue_by_hand() -> None:
+    """M = 100 of 16 tokens, no headroom. a: two running with 30 blocks each, 20 + 15 blocks wait: (100 - 60 - 35)/2 = 2.5.
+    b: one more waits with 10: -5, not divided, so that a larger batch does not make a longer queue look freer."""
+    here = (running("1", 30), running("2", 30), waiting("3", 20), waiting("4", 15))
+    one, more = replica("a", *here), replica("b", *here, waiting("5", 10))
+    assert queue_freeness(one, NO_HEADROOM) == 2.5
+    assert queue_freeness(more, NO_HEADROOM) == -5
+    assert full_freeness(one, NO_HEADROOM) == full_freeness(more, NO_HEADROOM) == 10
+    headroom = exponential_headroom(5)
+    reserved = headroom.blocks({row.tier for row in one.requests}, 100)
+    assert queue_freeness(one, headroom) == pytest.approx(
+        (5 - reserved) if reserved > 5 else (5 - reserved) / 2
+    )
+    assert queue_freeness(replica("a"), NO_HEADROOM) == 100
+    assert queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
+
+
+def test_the_papers_freeness_is_blind_to_the_queue_and_the_whole_queue_is_not() -> None:
+    """Both replicas are full. a has one request waiting, b has eleven and a smaller head: the paper's F prefers b."""
+    crowd = [waiting(f"w{number}", 4) for number in range(11)]
+    short, long = replica("a", running("1", 98), waiting("2", 8)), replica("b", running("3", 98), *crowd)
+    assert Llumnix(headroom=NO_HEADROOM).choose(item(), [short, long], 0.0) == "b"
+    assert Llumnix(headroom=NO_HEADROOM, whole_queue=True).choose(item(), [short, long], 0.0) == "a"
 
 
 def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:

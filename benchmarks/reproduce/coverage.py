@@ -1,0 +1,102 @@
+"""Where every table and figure of the five papers is, or why it is nowhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Covered:
+    """Tables or figures of a paper.
+
+    Attributes:
+        paper: Short name, as of the studies.
+        where: Which.
+        studies: Names of the studies that have them; empty: none has.
+        note: Why none has, or what is missing.
+    """
+
+    paper: str
+    where: str
+    studies: tuple[str, ...] = ()
+    note: str = ""
+
+
+_TIERS, _SEMANTIC, _SLAI = "Multi-tier Llumnix", "Semantic scheduling", "RAD and SLAI"
+_UNIBOOST, _TIE = "UniBoost", "TIE"
+_DRAWING = "a drawing of the design, without a measurement"
+_MOE = (
+    "the simulator's data sheets are dense transformers, and there are no public answers of these models with repeated "
+    "samples; Mistral-7B is the one of them that has both"
+)
+
+COVERAGE: tuple[Covered, ...] = (
+    Covered(_TIERS, "table 1", (), "the request lengths: input of all its studies"),
+    Covered(_TIERS, "table 2", ("multitier-tables",), "without cost per latency: no formula, none in the code"),
+    Covered(_TIERS, "table 3", ("multitier-tables",), "as table 2"),
+    Covered(_TIERS, "table 4", ("multitier-tables",), "as table 2"),
+    Covered(_TIERS, "figure 1", (), _DRAWING),
+    Covered(_TIERS, "figure 2", (), _DRAWING),
+    Covered(_TIERS, "figure 3", (), "headroom by tier, a formula: checked in the tests of routing"),
+    Covered(_TIERS, "figure 4", (), _DRAWING),
+    Covered(_TIERS, "figure 5", ("multitier-tiers",)),
+    Covered(_TIERS, "figure 6", ("multitier-figures",)),
+    Covered(_TIERS, "figure 7", ("multitier-figures",)),
+    Covered(_TIERS, "figure 8", ("multitier-tiers",)),
+    Covered(_TIERS, "figure 9", ("multitier-tiers",)),
+    Covered(_SEMANTIC, "table 1", ("semantic-predictor",)),
+    Covered(_SEMANTIC, "table 2", ("semantic-predictor",)),
+    Covered(_SEMANTIC, "figure 1", (), _DRAWING),
+    Covered(_SEMANTIC, "figure 2", ("semantic-errors", "semantic-spikes")),
+    Covered(_SEMANTIC, "figure 3", (), "a real engine under conversations with an emergency line, which are not public"),
+    Covered(_SEMANTIC, "figure 4", ("semantic-engines",)),
+    Covered(_SEMANTIC, "figure 5", (), "as figure 3"),
+    Covered(_SLAI, "theorems 1 and 2", ("rad-stability",)),
+    Covered(_SLAI, "table 1", (), "the request lengths: input of all its studies"),
+    Covered(_SLAI, "figures 1 to 5", (), "drawings of transformers, tiles and schedulers, without a measurement"),
+    Covered(_SLAI, "figure 6", (), "chunk timings measured on the card: input of all its studies"),
+    Covered(_SLAI, "figure 7", ("slai-figure7",)),
+    Covered(_SLAI, "figure 8", ("slai-figure8",)),
+    Covered(_SLAI, "figure 9", ("slai-figure7",), "without counts by prompt length, which have no printed numbers"),
+    Covered(_SLAI, "figure 10", ("slai-figure7",)),
+    Covered(_SLAI, "figure 11", ("slai-appendix",)),
+    Covered(_SLAI, "figure 12", ("slai-appendix",)),
+    Covered(_UNIBOOST, "table 1", (), "a comparison in words"),
+    Covered(_UNIBOOST, "table 2", ("uniboost-table2",)),
+    Covered(_UNIBOOST, "table 3", ("uniboost-starvation",)),
+    Covered(_UNIBOOST, "table 4", ("uniboost-starvation",)),
+    Covered(_UNIBOOST, "table 5", ("uniboost-starvation",)),
+    Covered(_UNIBOOST, "table 6", ("uniboost-sensitivity",), "without requests per second, which are the load"),
+    Covered(_UNIBOOST, "table 7", ("uniboost-sensitivity",), "as table 6"),
+    Covered(_UNIBOOST, "table 8", ("uniboost-chunks",)),
+    Covered(_UNIBOOST, "table 9", ("uniboost-cluster",)),
+    Covered(_UNIBOOST, "table 10", ("uniboost-cluster",)),
+    Covered(_UNIBOOST, "figure 1", (), "lengths of the data sets, which are not public with the paper's answers"),
+    Covered(_UNIBOOST, "figure 2", (), "spread of sampled answers: a measurement of models, not of scheduling"),
+    Covered(_UNIBOOST, "figure 3", (), "an example by hand"),
+    Covered(_UNIBOOST, "figure 4", (), _DRAWING),
+    Covered(_UNIBOOST, "figure 5", (), _DRAWING),
+    Covered(_UNIBOOST, "figure 6", ("uniboost-figure6",)),
+    Covered(_UNIBOOST, "figure 7", ("uniboost-ablation",), "with Llama-3-8B; CodeLlama-34B has no data sheet here"),
+    Covered(_UNIBOOST, "figure 8", ("uniboost-figure8",)),
+    Covered(_UNIBOOST, "figure 9", (), "gamma over time under a day's bursts of a trace that the paper does not name in full"),
+    Covered(_TIE, "table 1", (), "fits of laws to answers, no scheduling: `study-lengths` computes it"),
+    Covered(_TIE, "table 2", ("tie-table2",)),
+    Covered(_TIE, "table 3", ("tie-table3",), "trained on CASTILLO, not on LMSYS or Alpaca"),
+    Covered(_TIE, "table 4", ("tie-table4",), "without free degrees of freedom: that takes a predictor trained for it"),
+    Covered(_TIE, "table 5", ("tie-table5",), f"Mistral-7B alone: {_MOE}"),
+    Covered(_TIE, "table 6", ("tie-table5",), "as table 5"),
+    Covered(_TIE, "table 7", (), "OpenPangu: neither a data sheet nor public answers"),
+    Covered(_TIE, "table 8", (), "as table 7"),
+    Covered(_TIE, "section 6.4, overhead", (), "4.26 ms per request on the paper's server, a measurement: `benchmarks/` times our scheduler and predictors"),
+    Covered(_TIE, "figure 1", (), "an example of answers' lengths"),
+    Covered(_TIE, "figure 2", (), _DRAWING),
+    Covered(_TIE, "figure 3", (), _DRAWING),
+    Covered(_TIE, "figure 4", ("tie-table2",), "at 30 and 100 requests per second, which the text has numbers for"),
+    Covered(_TIE, "figure 5", (), "a picture of the order of the answers; what it is worth is table 3"),
+    Covered(_TIE, "figure 6", (), "lengths of the data sets, which are not public with the paper's answers"),
+    Covered(_TIE, "figure 7", (), "errors of fits by sample size, no scheduling: `study-lengths` computes it"),
+    Covered(_TIE, "figure 8", (), "fits by degrees of freedom, no scheduling: `study-lengths` computes it"),
+    Covered(_TIE, "figure 9", (), "as figure 5"),
+    Covered(_TIE, "figure 10", (), "as figure 5"),
+)  # fmt: skip

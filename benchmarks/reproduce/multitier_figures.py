@@ -1,0 +1,182 @@
+"""Multi-tier Llumnix (Vestrum et al., "Beyond Binary Priorities"): figures 5, 8 and 9 (tiers), 6 and 7 (K = 1 to 10)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.reproduce.multitier_systems import (
+    MEASURES,
+    REPLICAS,
+    STEP_TIME,
+    latencies,
+    limits,
+    proposed,
+    whole_queue,
+    workload,
+)
+from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
+from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
+from scheduler_core.simulator.cluster_config import ClusterConfig
+
+MIXES = {
+    "figure 5, uniform": "uniform",
+    "figure 8, Gaussian": "gaussian_released",
+    "figure 9, enterprise": "enterprise",
+}
+#: Section 5.1, in words: median TTFT in s by (figure, K, tier); "over 3 s" and "under 0.5 s" are taken as 3 and 0.5.
+MEDIAN_TTFT = {
+    ("figure 5, uniform", 3, 0): 0.3,
+    ("figure 5, uniform", 3, 2): 3.0,
+    ("figure 8, Gaussian", 5, 0): 0.5,
+}
+#: Section 5.1: median E2E "around 10 to 12 seconds" without tiers.
+MEDIAN_E2E = {("figure 5, uniform", 1, 0): 11.0}
+
+
+def _medians(outcome: Outcome, num_tiers: int) -> dict[str, float]:
+    """Median TTFT, mean time between tokens and E2E by tier, in seconds."""
+    values: dict[str, float] = {}
+    for tier in range(num_tiers):
+        rows = [one for one in outcome.records if one.tier == tier]
+        values[f"ttft {tier}"] = float(np.median([one.ttft_s for one in rows]))
+        values[f"tbt {tier}"] = float(np.median([one.tpot_s for one in rows if one.tpot_s is not None]))
+        values[f"e2e {tier}"] = float(np.median([one.ttlt_s for one in rows]))
+    return values
+
+
+def tiers(effort: Effort) -> Findings:
+    """Figures 5, 8 and 9: latency by tier, with the paper's dispatch and with the whole queue counted."""
+    num = effort.num(10_000, 800)
+    findings = Findings(size=effort.size(10_000, 800))
+    cells = [(where, k) for where in MIXES for k in (1, 3, 5) if k > 1 or where.startswith("figure 5")]
+    for where, k in cells[:2] if effort.quick else cells:
+
+        def one(seed: int, where: str = where, k: int = k) -> dict[str, float]:
+            trace = workload(num, k, MIXES[where]).trace(seed)
+            paper, ours = proposed(k), whole_queue(proposed(k))
+            found = {"paper": simulate(paper, trace, seed=seed), "queue": simulate(ours, trace, seed=seed)}
+            return {f"{n} {key}": v for n, done in found.items() for key, v in _medians(done, k).items()}
+
+        got = over_seeds(effort.seeds, one)
+        for tier in range(k):
+            for key, what, printed in (
+                ("ttft", "median TTFT, s", MEDIAN_TTFT),
+                ("tbt", "median TBT, s", {}),
+                ("e2e", "median E2E, s", MEDIAN_E2E),
+            ):
+                findings.rows.append(
+                    Row(where=f"{where}, K = {k}", what=f"tier {tier}, {what}", paper=printed.get((where, k, tier)),
+                        ours=got[f"paper {key} {tier}"], more={"whole queue": got[f"queue {key} {tier}"]})
+                )  # fmt: skip
+        if k > 1:
+            findings.claims += [
+                _ordered(where, k, got, "paper", "the paper's dispatch"),
+                _ordered(where, k, got, "queue", "whole queue counted"),
+            ]
+    return findings
+
+
+def _ordered(where: str, k: int, got: dict[str, float], key: str, name: str) -> Claim:
+    ttft = [got[f"{key} ttft {tier}"] for tier in range(k)]
+    return Claim(
+        f"{where}, K = {k}; section 5.1",
+        f"{name}: the more urgent the tier, the sooner its first token",
+        ttft == sorted(ttft),
+        " / ".join(f"{value:.3g}" for value in ttft) + " s",
+    )
+
+
+#: Figures 6 and 7: systems at QPS 10 with 1,000 requests.
+FIGURE_6 = {
+    "vLLM": ("fcfs", "vllm"),
+    "Orca": ("fcfs", "orca"),
+    "Sarathi": ("fcfs", "chunked_prefill"),
+}
+LLUMLET, STILL = "Llumlet", "Llumlet, no migration"
+#: Section 5.2, read from its words: E2E P99 in seconds at K = 1; Llumlet at K = 7.
+FIGURE_6_P99 = {
+    ("vLLM", 1): 1.63,
+    ("Orca", 1): 1.585,
+    ("Sarathi", 1): 1.585,
+    (LLUMLET, 1): 1.585,
+    (LLUMLET, 7): 1.61,
+}
+
+
+def _figure_6_system(name: str, num_tiers: int) -> System:
+    if name in (LLUMLET, STILL):
+        return proposed(num_tiers, migration=name == LLUMLET)
+    policy, batching = FIGURE_6[name]
+    cluster = ClusterConfig(num_replicas=REPLICAS, router="round_robin")
+    return System(policy=policy, scheduler=limits(batching), step_time=STEP_TIME, cluster=cluster)
+
+
+def figures(effort: Effort) -> Findings:
+    """Figures 6 and 7: K = 1 to 10 far below saturation."""
+    num = effort.num(1000, 200)
+    findings = Findings(size=effort.size(1000, 200))
+    counts = (1, 4, 7) if effort.quick else tuple(range(1, 11))
+    found: dict[tuple[str, int], dict[str, float]] = {}
+    for k in counts:
+        for name in (*FIGURE_6, LLUMLET, STILL):
+
+            def one(seed: int, name: str = name, k: int = k) -> dict[str, float]:
+                trace = workload(num, k, "uniform", 10.0).trace(seed)
+                outcome = simulate(_figure_6_system(name, k), trace, seed=seed)
+                values = dict(zip(MEASURES, latencies(outcome), strict=True))
+                gaps = [row.tpot_s for row in outcome.records if row.tpot_s is not None]
+                return values | {"decode mean": sum(gaps) / len(gaps), "moves": outcome.num_migrations}
+
+            got = found[name, k] = over_seeds(effort.seeds, one)
+            findings.rows.append(
+                Row(where=f"figure 6, K = {k}", what=f"{name}, E2E P99, s", paper=FIGURE_6_P99.get((name, k)),
+                    ours=got["E2E P99"],
+                    more={key: got[key] for key in ("E2E mean", "prefill P99", "prefill mean", "decode mean")})
+            )  # fmt: skip
+    findings.claims += _figure_claims(counts, found)
+    return findings
+
+
+def _figure_claims(counts: tuple[int, ...], found: dict[tuple[str, int], dict[str, float]]) -> list[Claim]:
+    p99 = {place: got["E2E P99"] for place, got in found.items()}
+    spread = max(p99[LLUMLET, k] for k in counts) / min(p99[LLUMLET, k] for k in counts)
+    worst = {name: max(p99[name, k] / p99["vLLM", k] for k in counts) for name in (LLUMLET, STILL)}
+    moves = max(found[LLUMLET, k]["moves"] for k in counts)
+    return [
+        Claim("section 5.2", "Llumlet keeps up to 10 tiers without latency collapse", spread < 1.1,
+              f"largest P99 over K / smallest: {spread:.3f}"),
+        Claim("figure 7", "Llumlet is no worse than vLLM round robin below saturation", worst[LLUMLET] < 1.05,
+              f"largest ratio of P99 to vLLM: {worst[LLUMLET]:.3f}, with up to {moves:.0f} migrations"),
+        Claim("figure 7; ours", "without migration it is no worse either", worst[STILL] < 1.05,
+              f"largest ratio of P99 to vLLM: {worst[STILL]:.3f}"),
+    ]  # fmt: skip
+
+
+STUDIES = (
+    Study(
+        name="multitier-tiers",
+        paper="Multi-tier Llumnix",
+        title="Figures 5, 8 and 9: latency by tier",
+        why=(
+            "The paper shows curves, and says little of them in numbers. Its simulator admits everything, so what it calls a "
+            "tier's wait is that of a batch without limit; here a tier waits for memory. The column `whole queue` is "
+            "`Llumnix(whole_queue=True)`, see tables 2 to 4."
+        ),
+        cost_s=(15, 5000),
+        run=tiers,
+    ),
+    Study(
+        name="multitier-figures",
+        paper="Multi-tier Llumnix",
+        title="Figures 6 and 7: K = 1 to 10 at 10 requests per second",
+        why=(
+            "Step times are from data sheets. Where Llumlet is slower than vLLM it is its migration: at this load some replica "
+            "is idle most of the time, so the difference of freeness, an idle replica's whole memory, is far above the "
+            "threshold of 0.3 at every tick, and requests are moved about, more than one move per request. The paper's "
+            "simulator charges no time for a move; here the last blocks are copied with the request stopped. The rows "
+            "`no migration` show the rest of the system."
+        ),
+        cost_s=(20, 600),
+        run=figures,
+    ),
+)

@@ -1,0 +1,115 @@
+"""The systems and the workload of multi-tier Llumnix (Vestrum et al., "Beyond Binary Priorities")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks.reproduce.simulate import Outcome, System, percentile
+from scheduler_core.routing import Llumnix, released_decay
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.cluster_config import ClusterConfig
+from scheduler_core.simulator.decode_run import DecodeRun
+from scheduler_core.simulator.roofline_time import RooflineStepTime
+from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Tiers, Workload
+
+#: Released code: 4 replicas of 128 blocks of 16 tokens, at most 64 requests in a batch.
+REPLICAS, BLOCKS, SEATS = 4, 128, 64
+QPS = 1250.0
+STEP_TIME = RooflineStepTime(model="llama-2-7b", gpu="a100-80gb")
+#: Released code: runs are cut after so many seconds, and unfinished requests are left out.
+CUT_S = 60.0
+#: Released code: attention of a larger batch is charged as one of this many.
+CHARGED_BATCH = 32
+MEASURES = ("prefill P99", "prefill mean", "E2E P99", "E2E mean")
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasedCost:
+    """A step-time model that charges the attention of at most `CHARGED_BATCH` decodes, as the released code does.
+
+    For the column `as-released accounting` alone; nothing else here clamps a cost.
+
+    Attributes:
+        model: What would be right.
+    """
+
+    model: StepTime
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`."""
+        return self.model.step_s(
+            StepWork(work.prefills, self._charged(work.contexts), work.num_swapped_tokens)
+        )
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """See `StepTime`."""
+        return self.model.run(self._charged(contexts), start_s)
+
+    @staticmethod
+    def _charged(contexts: Sequence[int]) -> Sequence[int]:
+        return (*contexts[:CHARGED_BATCH], *(0,) * (len(contexts) - CHARGED_BATCH))
+
+
+def workload(num: int, num_tiers: int, mix: str, rate_rps: float = QPS) -> Workload:
+    """The paper's lengths and arrivals as its code has them: zipf on 64 to 512 tokens, gaps cut at 3 means."""
+    return Workload(
+        num_requests=num,
+        arrivals=Arrivals(rate_rps=rate_rps, max_gap_ratio=3.0),
+        lengths=Lengths(total=Law(law="zipf", low=64, high=512, theta=1.2), prompt_share=2 / 3),
+        tiers=Tiers(num_tiers=num_tiers, mix=mix),  # type: ignore[arg-type]
+    )
+
+
+def limits(batching: str, blocks: int = BLOCKS, seats: int = SEATS) -> SchedulerConfig:
+    """One replica."""
+    return SchedulerConfig(
+        batching=batching, num_kv_blocks=blocks, max_num_seqs=seats, max_num_batched_tokens=max(4096, seats)
+    )
+
+
+def baseline() -> System:
+    """INFaaS in front of vLLM: no tiers, no migration."""
+    cluster = ClusterConfig(num_replicas=REPLICAS, router="infaas")
+    return System(policy="fcfs", scheduler=limits("vllm"), step_time=STEP_TIME, cluster=cluster)
+
+
+def proposed(num_tiers: int, migration: bool = True) -> System:
+    """Llumnix in front of tier-ordered replicas, with headroom as in the released code: the paper's rules."""
+    decay = released_decay(num_tiers) if num_tiers > 1 else 1.0
+    cluster = ClusterConfig(
+        num_replicas=REPLICAS,
+        router="llumnix",
+        num_tiers=num_tiers,
+        headroom_decay=decay,
+        migration=migration,
+    )
+    return System(policy="hpjf", scheduler=limits("vllm"), step_time=STEP_TIME, cluster=cluster)
+
+
+def whole_queue(system: System) -> System:
+    """The same with `queue_freeness`: dispatch counts the demand of all that wait, not of the head alone (ours)."""
+    headroom = system.cluster.headroom()
+    return replace(system, router=lambda: Llumnix(headroom=headroom, whole_queue=True))
+
+
+def tiers_alone() -> System:
+    """Tier-ordered replicas behind round robin: what order alone is worth."""
+    return replace(proposed(1), cluster=ClusterConfig(num_replicas=REPLICAS, router="round_robin"))
+
+
+def as_released(system: System, num: int) -> System:
+    """The proposed system without the limits that its released code does not keep: memory, batch, cost of attention."""
+    room = num * 512 // 16 + 1
+    return replace(
+        system, scheduler=limits("vllm", blocks=room, seats=num), step_time=ReleasedCost(system.step_time)
+    )
+
+
+def latencies(outcome: Outcome, cut_s: float = math.inf) -> tuple[float, float, float, float]:
+    """Prefill P99 and mean, E2E P99 and mean; with a cut, of what was done by then."""
+    first = [one.ttft_s for one in outcome.records if one.first_token_s <= cut_s]
+    last = [one.ttlt_s for one in outcome.records if one.finish_s <= cut_s]
+    return percentile(first, 99), sum(first) / len(first), percentile(last, 99), sum(last) / len(last)

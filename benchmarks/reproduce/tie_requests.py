@@ -1,0 +1,213 @@
+"""Requests for the studies of TIE, and what each policy is told of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.reproduce.study import Effort
+from scheduler_core.errors import InputError
+from scheduler_core.predictions import LengthPrediction, Prediction, RankPrediction
+from scheduler_core.simulator.fetch import Predictions, oracle_predictions
+from scheduler_core.simulator.trace import Trace, TraceRequest
+
+#: Longest answer, in tokens: the cap of the paper's released code.
+CAP = 2048
+NU = 3.5
+#: A population with table 1's statistics in mind: mean answer of about 180 tokens (appendix C: 177 for the 8B model on
+#: LMSYS), wide and heavy-tailed within a prompt.
+MU_MEAN, MU_SD, SIGMA_MEAN, SIGMA_SD = 4.5, 1.0, -0.9, 0.45
+#: Error of the predicted mu and of ln sigma that leaves R2 = 0.82 and 0.76, the paper's.
+R2_MU, R2_SIGMA = 0.82, 0.76
+_POINT_SIGMA = 1e-6
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A policy and what it is told.
+
+    Attributes:
+        policy: Its name.
+        parameters: Its parameters.
+        told: "nothing", "length" (log-t), "median" (of it), "point" (one length, as SSJF's regressor), "rank", "rank order"
+            (the rank in place of a length, for policies that order by one), "log-normal", or "truth".
+    """
+
+    policy: str
+    parameters: Mapping[str, float] = field(default_factory=dict)
+    told: str = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Requests, and what predictors say of them.
+
+    Attributes:
+        trace: The requests.
+        laws: By request id: the predicted law.
+        points: By request id: the predicted length in tokens.
+        ranks: By request id: the predicted rank, larger = longer.
+        source: Where they come from.
+    """
+
+    trace: Trace
+    laws: dict[str, LengthPrediction]
+    points: dict[str, float]
+    ranks: dict[str, float]
+    source: str
+
+
+def requests(
+    effort: Effort, num: int, seed: int, served_model: str = "", dataset: str | None = None
+) -> Requests:
+    """From --predictions: prompts drawn with replacement, each with one of its real answers, and what trained predictors say;
+    else from CASTILLO under --data (the law fitted to the prompt's other answers by median and spread); else from the
+    synthetic population. The latter two behind an error with the paper's R2, and all policies hear the same predictor.
+
+    Args:
+        effort: Says which of them.
+        num: How many.
+        seed: Of the draws.
+        served_model: Whose answers, where the data say it.
+        dataset: Prompts of this data set alone, where the data say it; None: of all.
+    """
+    rng = np.random.default_rng([seed, 3])
+    if effort.predictions is not None:
+        return _predicted(effort.predictions, num, rng, served_model, dataset)
+    castillo = effort.file("castillo_validation.parquet")
+    if castillo is not None:
+        mu, sigma, output, prompt = _castillo(castillo, num, rng, served_model, dataset)
+        source = "CASTILLO, law by the other nine answers"
+    else:
+        mu = rng.normal(MU_MEAN, MU_SD, num)
+        sigma = np.exp(rng.normal(SIGMA_MEAN, SIGMA_SD, num))
+        output = np.exp(np.clip(mu + sigma * rng.standard_t(NU, num), 0.0, math.log(CAP)))
+        prompt = np.exp(rng.normal(4.0, 1.0, num))
+        source = "a synthetic population of log-t laws"
+    seen_mu = _wrong(mu, R2_MU, rng)
+    seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
+    return _requests(
+        prompt, output, (seen_mu, seen_sigma, np.full(num, NU)), np.exp(seen_mu), seen_mu,
+        f"{source}; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
+    )  # fmt: skip
+
+
+def with_worse_points(found: Requests, share: float, seed: int) -> Requests:
+    """The same with predicted lengths that are wrong by more: ln length by normal errors of `share` times its own spread."""
+    rng = np.random.default_rng([seed, 9])
+    logs = np.log(list(found.points.values()))
+    errors = rng.normal(0.0, share * float(logs.std()), len(logs))
+    points = np.maximum(np.exp(logs + errors), 1.0)
+    return replace(found, points=dict(zip(found.points, points.tolist(), strict=True)))
+
+
+def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
+    """The values behind an error that leaves a share r2 of their variance."""
+    mean = values.mean()
+    noise = rng.normal(0, math.sqrt(r2 * (1 - r2)) * values.std(), len(values))
+    return np.asarray(mean + r2 * (values - mean) + noise)
+
+
+def _requests(
+    prompt: Array, output: Array, laws: tuple[Array, Array, Array], points: Array, ranks: Array, source: str
+) -> Requests:
+    names = [f"r{index}" for index in range(len(output))]
+    rows = tuple(
+        TraceRequest(
+            request_id=name,
+            arrival_s=0.0,
+            prompt_tokens=int(np.clip(prompt[index], 1, 2000)),
+            output_tokens=int(np.clip(round(float(output[index])), 1, CAP)),
+            max_tokens=CAP,
+        )
+        for index, name in enumerate(names)
+    )
+    seen = {
+        name: LengthPrediction(float(mu), float(sigma), float(nu))
+        for name, mu, sigma, nu in zip(names, *laws, strict=True)
+    }
+    told_points = {name: max(1.0, float(value)) for name, value in zip(names, points.tolist(), strict=True)}
+    return Requests(
+        Trace(rows), seen, told_points, dict(zip(names, map(float, ranks.tolist()), strict=True)), source
+    )
+
+
+def _filtered(
+    path: Path, columns: list[str], model_column: str, served_model: str, dataset: str | None
+) -> dict[str, Any]:
+    import pyarrow.parquet as pq
+
+    wanted: list[tuple[str, str, str]] = []
+    if served_model:
+        wanted.append((model_column, "==", served_model))
+    if dataset is not None:
+        wanted.append(("dataset", "==", dataset))
+    table = pq.read_table(path, columns=columns, filters=wanted or None)
+    if not table.num_rows:
+        raise InputError(str(path), f"no answers of {served_model} to {dataset}", "a file that has them")
+    return dict(table.to_pydict())
+
+
+def _predicted(
+    path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
+) -> Requests:
+    names = ["prompt_tokens", "output_tokens", "mu", "sigma", "nu", "regression_tokens", "rank"]
+    found = _filtered(path, names, "served_model", served_model, dataset)
+    chosen = rng.integers(0, len(found["mu"]), num)
+    output = [float(rng.choice(found["output_tokens"][int(row)])) for row in chosen]
+    column = {name: np.array(found[name], float)[chosen] for name in names if name != "output_tokens"}
+    variation = float(np.mean([np.std(lengths) / np.mean(lengths) for lengths in found["output_tokens"]]))
+    return _requests(
+        column["prompt_tokens"], np.array(output), (column["mu"], column["sigma"], column["nu"]),
+        column["regression_tokens"], column["rank"],
+        f"{len(found['mu'])} prompts of {path.name}, each with real answers (mean CV of the lengths of a prompt "
+        f"{variation:.2f}; the paper's prompts: 1.09); TIE hears a trained distribution, SSJF a trained regressor, LTR a "
+        "trained ranker",
+    )  # fmt: skip
+
+
+def _castillo(
+    path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
+) -> tuple[Array, Array, Array, Array]:
+    found = _filtered(path, ["output_tokens", "prompt_tokens"], "model", served_model, dataset)
+    samples = np.maximum(np.array(found["output_tokens"], float), 1.0)
+    prompt = np.array(found["prompt_tokens"], float)
+    rows = rng.integers(0, len(samples), num)
+    samples, place = samples[rows], rng.integers(0, samples.shape[1], num)
+    others = np.ones_like(samples, bool)
+    others[np.arange(num), place] = False
+    logs = np.log(samples[others].reshape(num, -1))
+    sigma = np.maximum(0.8 * logs.std(axis=1, ddof=1), 0.02)
+    return np.median(logs, axis=1), sigma, samples[np.arange(num), place], prompt[rows]
+
+
+def told(order: Order, found: Requests) -> Predictions | None:
+    """What the policy hears."""
+    if order.told == "nothing":
+        return None
+    if order.told == "truth":
+        return oracle_predictions(found.trace)
+    answers: dict[str, Prediction | LengthPrediction | None] = {}
+    for name, law in found.laws.items():
+        if order.told == "point":
+            answers[name] = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+        elif order.told == "median":
+            answers[name] = LengthPrediction(law.mu, _POINT_SIGMA, NU)
+        elif order.told == "rank order":
+            answers[name] = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
+        elif order.told == "rank":
+            answers[name] = Prediction(rank=RankPrediction(found.ranks[name]))
+        elif order.told == "log-normal":
+            # The standard deviation of ln length that maximum likelihood gives a log-normal: that of t_3.5, 1.53 sigma.
+            answers[name] = LengthPrediction(law.mu, law.sigma * math.sqrt(NU / (NU - 2)), 1e6)
+        else:
+            answers[name] = law
+    return Predictions(order.told, answers)

@@ -1,0 +1,259 @@
+"""UniBoost's appendix: starvation (tables 3 to 5), sensitivity (6 to 8), routing and scale (9 and 10)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from benchmarks.reproduce.simulate import Outcome, over_seeds, percentile
+from benchmarks.reproduce.study import NO_EFFECT, Claim, Effort, Findings, Row, Study
+from benchmarks.reproduce.uniboost_systems import (
+    A100,
+    CHUNK,
+    LOAD,
+    MEASURES,
+    SYSTEMS,
+    TRAIL,
+    WHY,
+    Engine,
+    Order,
+    azure,
+    compared,
+    drawn,
+    improvement,
+    mixture,
+    part,
+    run,
+)
+from scheduler_core.simulator.metrics import starvation_slope
+from scheduler_core.simulator.workloads import Law, Lengths, RequestClass, Workload
+
+#: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted; section A.3: slope in
+#: s per request. SRPT is TRAIL+.
+TABLE_3 = {"UniBoost": (2.80, 3.62), "Sarathi": (2.83, 3.84), "SJF": (2.80, 3.62), TRAIL: (2.80, 3.69)}
+TABLE_4 = {"UniBoost": 88.5, "Sarathi": 88.5, "SJF": 88.4, TRAIL: 88.3}
+TABLE_5 = {"UniBoost": 9.1, "Sarathi": 6.6, "SJF": 13.3, TRAIL: 18.6}
+SLOPE = 0.0003
+#: One of the paper's eight engines: its router draws at random, so each sees Poisson arrivals of its own.
+H100 = Engine(gpu="h100-80gb", kv_bytes=None)
+RHO = 0.99
+
+
+def preempted_s(outcome: Outcome) -> dict[str, float]:
+    """By request id: seconds between its admission and its end in which nothing of it ran."""
+    assert outcome.watch.segments is not None
+    ran: dict[str, float] = {}
+    for one in outcome.watch.segments:
+        ran[one.request_id] = ran.get(one.request_id, 0.0) + one.end_s - one.start_s
+    return {
+        row.request_id: row.finish_s - row.first_scheduled_s - ran[row.request_id] for row in outcome.records
+    }
+
+
+def starvation(effort: Effort) -> Findings:
+    """Tables 3, 4 and 5 and the slope: 90 % short requests, 10 % long ones."""
+    num = effort.num(6000, 400)
+    findings = Findings(size=effort.size(6000, 400))
+    short = Lengths(
+        prompt=Law(law="fixed", low=125, high=125),
+        output=Law(law="fixed", low=100, high=100),
+        max_tokens=6000,
+    )
+    long = Lengths(prompt=Law(law="fixed", low=2000, high=2000), output=Law(law="fixed", low=6000, high=6000))
+    workload = Workload(
+        num_requests=num,
+        classes=(
+            RequestClass(share=0.9, category="short", lengths=short),
+            RequestClass(share=0.1, category="long", lengths=long),
+        ),
+    )
+    for name in TABLE_3:
+
+        def one(seed: int, name: str = name) -> dict[str, float]:
+            trace = drawn(workload, H100, RHO, seed, effort.quick)
+            outcome = run(SYSTEMS[name], trace, H100, effort.quick, segments=True)
+            shorts = [row.ttlt_s for row in outcome.records if row.category == "short"]
+            longs = [row for row in outcome.records if row.category == "long"]
+            away = preempted_s(outcome)
+            slope = starvation_slope(outcome.records)
+            assert slope is not None
+            return {"mean": sum(shorts) / len(shorts), "p99": percentile(shorts, 99), "slope": slope,
+                    "long": sum(row.ttlt_s for row in longs) / len(longs),
+                    "away": percentile([away[row.request_id] for row in longs], 99)}  # fmt: skip
+
+        got = over_seeds(effort.seeds, one)
+        findings.rows += [
+            Row(where=where, what=f"{name}, {what}", paper=paper, ours=got[key])
+            for where, what, paper, key in (
+                ("table 3", "short requests, E2E mean, s", TABLE_3[name][0], "mean"),
+                ("table 3", "short requests, E2E P99, s", TABLE_3[name][1], "p99"),
+                ("table 4", "long requests, E2E mean, s", TABLE_4[name], "long"),
+                ("table 5", "long requests, P99 of the time preempted, s", TABLE_5[name], "away"),
+                ("section A.3", "slope of long requests' latency, s per request", SLOPE, "slope"),
+            )
+        ]
+        growth = got["slope"] * num / got["long"]
+        findings.claims.append(
+            Claim("section A.3", f"{name}: long requests do not wait longer the later they come", abs(growth) < 0.5,
+                  f"over the whole run their latency changes by {100 * growth:.0f} % of its mean")
+        )  # fmt: skip
+    return findings
+
+
+#: Tables 6 and 7: P99 E2E, P99 TTFT, P99 TBT and mean TBT in s by bin size and by hysteresis.
+TABLE_6: dict[float, tuple[float, ...]] = {
+    64: (8.530, 0.392, 0.112, 0.055),
+    256: (8.512, 0.390, 0.115, 0.054),
+    512: (8.681, 0.403, 0.128, 0.054),
+    1024: (8.465, 0.450, 0.137, 0.053),
+}
+TABLE_7: dict[float, tuple[float, ...]] = {
+    0.0: (9.500, 0.385, 0.105, 0.072),
+    0.1: (8.512, 0.390, 0.115, 0.054),
+    0.3: (8.561, 0.392, 0.122, 0.055),
+    0.5: (8.575, 0.394, 0.121, 0.054),
+}
+#: Table 8: improvement over FCFS in percent by chunk size, in the order of `MEASURES`.
+TABLE_8 = {
+    128: (-17.8, 2.4, 38.6, 12.3, 18.5, 8.2, -22.1, -5.9, 36.4, 0.6),
+    512: (-18.7, 1.5, 36.0, 35.8, 58.1, 22.3, -24.5, -7.5, 34.8, 1.0),
+    1024: (-19.1, 1.1, 35.1, 52.1, 97.4, 34.0, -25.3, -8.1, 33.8, 1.2),
+    2048: (-19.4, 0.8, 34.5, 68.4, 93.6, 45.1, -26.0, -8.6, 33.2, 1.3),
+}
+_SHORT = ("E2E P99", "TTFT P99", "TBT P99", "TBT mean")
+
+
+def sensitivity(effort: Effort) -> Findings:
+    """Tables 6 and 7: bin size and hysteresis, on short answers, as the tables' latencies of 8.5 s at 54 ms per token are."""
+    num = effort.num(2000, 150)
+    findings = Findings(size=effort.size(2000, 150))
+    workload = Workload(num_requests=num, lengths=azure(effort))
+
+    def of(name: str, values: Mapping[float, object]) -> dict[float, dict[str, float]]:
+        chosen = list(values)[:2] if effort.quick else list(values)
+        orders = {f"{key:g}": Order("uniboost", {name: key}) for key in chosen}
+        got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed))
+        return {key: part(got, f"{key:g}") for key in chosen}
+
+    bins, deltas = of("bin_tokens", TABLE_6), of("hysteresis_s", TABLE_7)
+    for where, found, printed in (("table 6, k", bins, TABLE_6), ("table 7, delta", deltas, TABLE_7)):
+        for key, values in found.items():
+            findings.rows += [
+                Row(where=f"{where} = {key:g}", what=f"{measure}, s", paper=paper, ours=values[measure])
+                for measure, paper in zip(_SHORT, printed[key], strict=True)
+            ]
+    p99 = [values["E2E P99"] for values in bins.values()]
+    spread = max(p99) / min(p99)
+    none, default = deltas[0.0]["E2E P99"], deltas[0.1]["E2E P99"]
+    findings.claims += [
+        Claim("table 6", "bin size hardly matters (2.6 % in the paper)", spread < 1.1, f"largest / smallest P99 {spread:.3f}"),
+        Claim("table 7", "without hysteresis P99 E2E is higher", none > NO_EFFECT * default, f"{none:.4g} and {default:.4g} s"),
+    ]  # fmt: skip
+    return findings
+
+
+def chunks(effort: Effort) -> Findings:
+    """Table 8: UniBoost against FCFS by chunk size. The paper's row for 1024 is that of table 2, which is against TRAIL+."""
+    num = effort.num(2000, 150)
+    findings = Findings(size=effort.size(2000, 150))
+    orders = {name: SYSTEMS[name] for name in (TRAIL, "Sarathi", "UniBoost")}
+    for chunk, printed in TABLE_8.items():
+        if effort.quick and chunk != CHUNK:
+            continue
+        engine = replace(A100, chunk=chunk)
+        got = over_seeds(
+            effort.seeds,
+            lambda seed, engine=engine: compared(effort, orders, mixture(effort, num), LOAD, seed, engine),  # type: ignore[misc]
+        )
+        ours = part(got, "UniBoost")
+        findings.rows += [
+            Row(where=f"table 8, chunk {chunk}", what=f"{name}, improvement over FCFS, %", paper=paper,
+                ours=improvement(part(got, "Sarathi"), ours, name), neutral=0.0,
+                more={"over TRAIL+, %": improvement(part(got, TRAIL), ours, name)})
+            for name, paper in zip(MEASURES, printed, strict=True)
+        ]  # fmt: skip
+    return findings
+
+
+#: Table 9: change in percent against vLLM on 64 GPUs by router; table 10: by number of GPUs, behind a random router.
+TABLE_9 = {
+    "random": (2.1, -3.7, -13.9, -68.8, -17.0, -69.5),
+    "round_robin": (2.7, -0.9, -13.5, -48.0, 5.5, -60.5),
+    "jsq": (-23.0, -17.2, -23.5, -73.5, -52.6, -77.5),
+}
+_TABLE_9 = ("E2E mean", "E2E P90", "E2E P99", "TBT mean", "TBT P90", "TBT P99")
+TABLE_10 = {
+    32: (-2.3, -13.9, 8.4, -8.7),
+    64: (-2.8, -24.2, 3.6, -10.3),
+    128: (-1.9, -12.7, 7.8, -11.9),
+    512: (-0.4, -23.2, 1.2, -13.5),
+}
+_TABLE_10 = ("E2E mean", "E2E P99", "TTFT mean", "TTFT P99")
+#: Simulated engines for one of the paper's: behind a random router each is alone, so few tell as much as many.
+FEWER = 16
+
+
+def _change(effort: Effort, engine: Engine, each: int) -> dict[str, float]:
+    """UniBoost against Sarathi in percent; below 0 is better."""
+    orders = {name: SYSTEMS[name] for name in ("Sarathi", "UniBoost")}
+    workload = mixture(effort, each * engine.replicas)
+    got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed, engine))
+    base, ours = part(got, "Sarathi"), part(got, "UniBoost")
+    return {name: 100 * (ours[name] / base[name] - 1) for name in base}
+
+
+def cluster(effort: Effort) -> Findings:
+    """Tables 9 and 10: behind three routers, and on more and more engines behind a random one."""
+    each = effort.num(300, 60)
+    findings = Findings(
+        size=effort.size(300, 60, "requests per engine") + f", one engine for {FEWER} of the paper's"
+    )
+    change: dict[str, dict[str, float]] = {}
+    for router, printed in TABLE_9.items():
+        engine = replace(A100, gpu="h100-80gb", replicas=64 // FEWER, router=router)
+        change[router] = _change(effort, engine, each)
+        findings.rows += [
+            Row(where=f"table 9, {router}", what=f"{name}, change against vLLM (Sarathi), %", paper=paper,
+                ours=change[router][name], neutral=0.0)
+            for name, paper in zip(_TABLE_9, printed, strict=True)
+        ]  # fmt: skip
+    findings.claims.append(
+        Claim("section A.5", "the gain in P99 E2E is larger behind join-shortest-queue than behind a random router",
+              change["jsq"]["E2E P99"] < change["random"]["E2E P99"] - 100 * (NO_EFFECT - 1),
+              ", ".join(f"{name} {values['E2E P99']:+.1f} %" for name, values in change.items()))
+    )  # fmt: skip
+    p99 = {}
+    for scale, row in TABLE_10.items():
+        if effort.quick and scale != 64:
+            continue
+        engine = replace(A100, gpu="h100-80gb", replicas=scale // FEWER)
+        got = change["random"] if scale == 64 else _change(effort, engine, each)
+        p99[scale] = got["E2E P99"]
+        findings.rows += [
+            Row(where=f"table 10, {scale}x", what=f"{name}, change against vLLM (Sarathi), %", paper=paper, ours=got[name],
+                neutral=0.0)
+            for name, paper in zip(_TABLE_10, row, strict=True)
+        ]  # fmt: skip
+    findings.claims.append(
+        Claim("table 10", "UniBoost lowers the P99 E2E at every scale", max(p99.values()) < 0,
+              ", ".join(f"{scale}x {value:+.1f} %" for scale, value in p99.items()))
+    )  # fmt: skip
+    return findings
+
+
+STUDIES = (
+    Study(name="uniboost-starvation", paper="UniBoost", title="Tables 3 to 5: starvation", why=WHY, cost_s=(8, 900), run=starvation),
+    Study(name="uniboost-sensitivity", paper="UniBoost", title="Tables 6 and 7: bins and hysteresis",
+          why=(
+              "The paper does not name the workload; latencies of 8.5 s at 54 ms per token are answers of some 150 tokens, so it is "
+              "Azure's conversations here. " + WHY
+          ),
+          cost_s=(8, 1200), run=sensitivity),
+    Study(name="uniboost-chunks", paper="UniBoost", title="Table 8: chunk size",
+          why=(
+              "The paper's row for 1024 equals that of its table 2, which is against TRAIL+ and not against FCFS as table 8 says; so "
+              "both are here. " + WHY
+          ),
+          cost_s=(8, 2500), run=chunks),
+    Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 2500), run=cluster),
+)  # fmt: skip
