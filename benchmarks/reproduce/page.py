@@ -13,6 +13,9 @@ from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.study import Claim, Findings, Row, Study
 from scheduler_core.files import write_json
 
+#: Differences smaller than this are rounding errors of sums.
+ROUNDING = 1e-9
+
 
 def save(path: Path, findings: Findings, about: Mapping[str, Any]) -> None:
     """Writes the findings of one study, and about the run, as JSON."""
@@ -32,6 +35,8 @@ def load(path: Path) -> tuple[Findings, dict[str, Any]]:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
+    if abs(value) < ROUNDING:
+        return "0"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
