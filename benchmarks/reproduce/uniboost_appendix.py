@@ -153,7 +153,10 @@ def sensitivity(effort: Effort) -> Findings:
 
 
 def chunks(effort: Effort) -> Findings:
-    """Table 8: UniBoost against FCFS by chunk size. The paper's row for 1024 is that of table 2, which is against TRAIL+."""
+    """Table 8: UniBoost against FCFS by chunk size. The paper's row for 1024 is that of table 2, which is against TRAIL+.
+
+    An engine has no more seats than tokens in a chunk.
+    """
     num = effort.num(2000, 150)
     findings = Findings(size=effort.size(2000, 150))
     orders = {name: SYSTEMS[name] for name in (TRAIL, "Sarathi", "UniBoost")}

@@ -60,13 +60,13 @@ class Engine:
         return RooflineStepTime(model=self.model, gpu=self.gpu, tensor_parallel=self.devices)
 
     def limits(self, small: bool) -> SchedulerConfig:
-        """One replica; the quick version has a part of the memory."""
+        """One replica, with no more seats than tokens per step; the quick version has a part of the memory."""
         times = self.step_time
         blocks = times.num_kv_blocks()
         if self.kv_bytes is not None:
             blocks = int(self.kv_bytes / times.size.kv_bytes_per_token) // 16
         return SchedulerConfig(
-            max_num_seqs=SEATS,
+            max_num_seqs=min(SEATS, self.chunk),
             max_num_batched_tokens=self.chunk,
             num_kv_blocks=blocks // (QUICK_MEMORY if small else 1),
         )

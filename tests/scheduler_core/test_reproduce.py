@@ -353,3 +353,8 @@ def test_every_study_runs_quickly(study: object) -> None:
     assert findings.rows
     assert all(row.ours is not None or row.note for row in findings.rows if row.neutral is not None)
     assert replace(findings.rows[0]) == findings.rows[0]
+
+
+@pytest.mark.parametrize(("chunk", "seats"), [(128, 128), (512, 256)])
+def test_engines_of_uniboost_have_no_more_seats_than_tokens_per_step(chunk: int, seats: int) -> None:
+    assert replace(A100, chunk=chunk).limits(small=False).max_num_seqs == seats
