@@ -181,7 +181,7 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
         def ask(number: int) -> int:
             body = {
                 "model": "tiny", "prompt": f"w{number} w2 w3", "max_tokens": 40, "ignore_eos": True, "temperature": 0,
-                "vllm_xargs": {"tailcast_tier": 7 if number == 0 else 1},
+                "vllm_xargs": {"tailcast_tier": 100 if number == 0 else 1},
             }  # fmt: skip
             request = urllib.request.Request(
                 f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
