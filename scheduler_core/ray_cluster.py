@@ -1,4 +1,4 @@
-"""A Ray cluster for the time of a command: one that runs already, or a local one that ends with it."""
+"""A Ray cluster for the time of a command: one that runs already, or a local one that ends with it; results from there."""
 
 from __future__ import annotations
 
@@ -44,6 +44,32 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
     finally:
         if connects:
             ray.shutdown()
+
+
+def fetch_result(ray: Any, reference: Any, what: str, retries: int, kept: str) -> Any:
+    """What a remote task returns.
+
+    Args:
+        ray: The module, connected.
+        reference: To the task's result.
+        what: The task in words, for errors: "a block".
+        retries: How often Ray has tried it again when its worker or node was lost.
+        kept: What is not lost with it, in words.
+
+    Raises:
+        TailcastError: The task's own, as it was raised there; or it was lost again and again.
+    """
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TailcastError):
+            raise error.cause from None
+        raise
+    except ray.exceptions.RayError as error:
+        raise TailcastError(
+            f"{what} was lost on the Ray cluster {retries + 1} times ({_detail(error)}); {kept}, the same command goes on "
+            "from there"
+        ) from error
 
 
 def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:

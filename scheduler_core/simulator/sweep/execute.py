@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.ray_cluster import LOCAL, ray_cluster
+from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.sweep.cells import Cell
 from scheduler_core.simulator.sweep.store import CellStore
@@ -149,18 +149,9 @@ def _on_ray(todo: dict[str, Cell]) -> Simulated:
 
 
 def _fetched(ray: Any, reference: Any) -> SimulationResult:
-    try:
-        result: SimulationResult = ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, TailcastError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TailcastError(
-            f"a simulation was lost on the Ray cluster {RETRIES + 1} times ({detail}); those that are done are kept, the "
-            "same command goes on from there"
-        ) from error
+    result: SimulationResult = fetch_result(
+        ray, reference, "a simulation", RETRIES, "those that are done are kept"
+    )
     there, here = result.versions["tailcast"], metadata.version("tailcast")
     if there != here:
         raise TailcastError(f"a node of the Ray cluster has tailcast {there}, this process {here}")

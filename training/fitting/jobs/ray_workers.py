@@ -7,8 +7,7 @@ from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from scheduler_core.errors import TailcastError
-from scheduler_core.ray_cluster import ray_cluster
+from scheduler_core.ray_cluster import fetch_result, ray_cluster
 from training.fitting.jobs.workers import TASKS_FOR_EACH_PROCESS, Fit, Result, Task, fit_shard
 
 #: How often a task is tried again whose worker or node was lost.
@@ -51,24 +50,10 @@ def _through_ray(ray: Any, fit: Fit, tasks: Iterator[Task]) -> Generator[Result,
             return
         done, _ = ray.wait(list(running), num_returns=1)
         for reference in done:
-            yield running.pop(reference), _result(ray, reference)
+            result = fetch_result(ray, reference, "a block", RETRIES, "finished blocks are kept")
+            yield running.pop(reference), bytes(result)
 
 
 def _fit_pickled(fit: Fit, groups: bytes) -> bytes:
     # Pickled, because arrays that Ray itself brings cannot be written to.
     return fit_shard(fit, pickle.loads(groups))
-
-
-def _result(ray: Any, reference: Any) -> bytes:
-    try:
-        return bytes(ray.get(reference))
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, TailcastError):
-            raise error.cause from None
-        raise
-    except ray.exceptions.RayError as error:
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TailcastError(
-            f"a block was lost on the Ray cluster {RETRIES + 1} times ({detail}); finished blocks are kept, the same "
-            "command goes on from there"
-        ) from error
