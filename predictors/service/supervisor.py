@@ -148,7 +148,8 @@ class Supervisor:
         """Whether starting again helps nobody: no worker was ever ready, and this one ended by itself, as it does where
         the artifact or an option is wrong. One that was killed (by the kernel for its memory, by a person) tells nothing
         about the others."""
-        if any(worker.ready.is_set() for worker in self._workers):
+        # Ready files too: another worker may have become ready since they were last looked at.
+        if any(worker.ready.is_set() or worker.ready_file.exists() for worker in self._workers):
             return False
         self._num_early_ends += 1
         return code >= 0 or self._num_early_ends >= MAX_EARLY_ENDS
