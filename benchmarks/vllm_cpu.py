@@ -1,26 +1,28 @@
 """Real vLLM on this machine: our orders against vLLM's own, on the same requests, beside the simulator's prediction.
 
-    python -m benchmarks.vllm_cpu --artifact DIR --vllm-python .venv-vllm/bin/python --model DIR --out DIR
-        [--markdown docs/vllm.md] [--quick]
+    make quickstart vllm-env
+    python -m benchmarks.vllm_cpu --exclude out/quickstart/samples.parquet [--markdown docs/vllm.md] [--quick]
 
 vLLM's OpenAI server gets chats over HTTP, open loop (Poisson), at shares of its measured capacity. All sides get the same
-prompts, arrival times and sampling seeds. A seed of its own per request makes an answer the same in every run (up to
-rounding: the share that differs is told), ends it where the model ends it, and leaves `max_tokens`, which policies may
-see, at the cap: fixing lengths by `max_tokens` would tell them the truth.
+requests at the same times; repetitions differ in order and times. A sampling seed of its own per request makes an answer
+the same in every run (up to rounding: the share that differs is told), ends it where the model ends it, and leaves
+`max_tokens`, which policies may see, at the cap: fixing lengths by `max_tokens` would tell them the truth.
 
 | side | what |
 | --- | --- |
 | fcfs | vLLM as it is |
 | tie, ssjf | our scheduler in vLLM, asking a running prediction service |
 | priority | vLLM's own `--scheduling-policy priority` behind `tailcast-proxy`, which asks that service and sends `priority` |
-| oracle | our scheduler, ssjf, told the lengths of another run with the same seeds |
+| oracle | our scheduler, ssjf, told the lengths of the first run |
 | fcfs_again | vLLM as it is, after everything else: what differs from fcfs is the machine's doing |
 
-First comes a run in which requests are there from the start: it measures the capacity, and the simulator's step times are
-fitted to it alone. Then all sides at the first load, repetition by repetition, then those of --low-sides at the others.
-Every run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has complete pairs, and
-goes on where it was. A second call with more repetitions, or with some sides only, adds to the same table. Each engine
-starts once; those whose turn it is not are idle. --table prints what is there and runs nothing.
+First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
+answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
+to it alone. Then all sides at the first load, repetition by repetition, then those of --low-sides at the others. Every
+run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has complete pairs, and goes
+on where it was. A second call with more repetitions, or with some sides only, adds to the same table. Each engine
+starts once; those whose turn it is not are stopped, because five idle vLLMs make the sixth up to a fifth slower.
+--table prints what is there and runs nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +40,7 @@ from typing import Any
 
 from benchmarks.serving.processes import running
 from benchmarks.vllm_runs.client import Ask, send_all
+from benchmarks.vllm_runs.model import NAME, packaged_model
 from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
 from benchmarks.vllm_runs.results import METRICS, measured_capacity, run_metrics
@@ -75,11 +79,10 @@ class Bench:
         """One cell; writes its file."""
         options = self.options
         engine, url = self._engine(ENGINES.get(cell.side, cell.side))
-        prompts = self.prompts[: options.capacity_prompts] if cell == CAPACITY else self.prompts
-        rate = None if cell.load is None else cell.load * self.capacity_rps()
-        if cell.side == "oracle":
-            self._tell_oracle(cell.repetition)
-        rows = asks(prompts, cell.repetition, rate, options.max_tokens, options.seed)
+        rate, lengths = None, None
+        if cell.load is not None:
+            rate, lengths = cell.load * self.capacity_rps(), self.lengths()
+        rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
         run = send_all(url, MODEL, rows, options.temperature)
         run["steps"] = engine.steps_between(run["begin"], run["end"])
         write_json(cell.file(options.out), run)
@@ -89,11 +92,24 @@ class Bench:
 
     def capacity_rps(self) -> float:
         """Requests per second with all places taken."""
-        found = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
-        return measured_capacity(found["requests"], self.options.max_num_seqs)
+        return measured_capacity(self._capacity_rows(), self.options.max_num_seqs)
+
+    def lengths(self) -> list[int]:
+        """Tokens of the answers, by prompt, in the run that measured the capacity."""
+        told = {row["request_id"]: row["output_tokens"] for row in self._capacity_rows()}
+        return [int(told[f"q{number}"]) for number in range(len(self.prompts))]
+
+    def _capacity_rows(self) -> list[dict[str, Any]]:
+        run = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
+        return list(run["requests"])
 
     def _engine(self, name: str) -> tuple[EngineServer, str]:
-        if name not in self.engines:
+        for other, (engine, _) in self.engines.items():
+            if other != name:
+                engine.process.pause()
+        if name in self.engines:
+            self.engines[name][0].process.resume()
+        else:
             options = self.options
             flags: dict[str, str | None] = {"--max-num-seqs": str(options.max_num_seqs)}
             if name == "priority":
@@ -114,28 +130,10 @@ class Bench:
     def _settings(self, name: str) -> dict[str, Any]:
         if name != "oracle":
             return {"policy": name, "predictor": f"grpc://{self.address}"}
-        return {"policy": "ssjf", "predictor": f"table://{self._table().resolve()}"}
-
-    def _table(self) -> Path:
-        return Path(self.options.out / "oracle.table.json")
-
-    def _tell_oracle(self, repetition: int) -> None:
-        """Writes down how long the answers of a repetition are, from any of its runs."""
-        told = next(
-            path
-            for load in self.options.loads
-            for side in ("fcfs", *SIDES)
-            if (path := Cell(side, repetition, load).file(self.options.out)).exists()
-        )
-        table = {
-            self.prompts[int(row["request_id"][1:])]: [
-                math.log(row["output_tokens"]),
-                ORACLE_SIGMA,
-                ORACLE_NU,
-            ]
-            for row in json.loads(told.read_text(encoding="utf-8"))["requests"]
-        }
-        write_json(self._table(), table)
+        table = self.options.out / "oracle.table.json"
+        told = zip(self.prompts, self.lengths(), strict=True)
+        write_json(table, {prompt: [math.log(length), ORACLE_SIGMA, ORACLE_NU] for prompt, length in told})
+        return {"policy": "ssjf", "predictor": f"table://{table.resolve()}"}
 
     @contextmanager
     def _proxy(self, engine_url: str) -> Iterator[str]:
@@ -194,6 +192,7 @@ def main(args: Sequence[str] | None = None) -> int:
     if options.quick:
         options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
         options.max_num_seqs, options.loads, options.sides = 4, [1.2], ["fcfs", "tie", "priority"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are ended too
     try:
         return _run(options)
     except (InputError, RuntimeError) as error:
@@ -202,15 +201,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    if options.model is None:
+        options.model = options.vllm_python.parents[1] / "models" / NAME
+        if options.vllm_python.exists() and not options.table:
+            packaged_model(options.model)
     for name in () if options.table else ("artifact", "vllm_python", "model"):
         path = getattr(options, name)
         if not path.exists():
             raise InputError(name, str(path), "an existing path; --help says which")
     if options.sides[0] != "fcfs" or options.low_sides[0] != "fcfs":
         raise InputError("sides", options.sides, "fcfs first: the others are compared with it")
-    options.capacity_prompts = min(options.capacity_prompts, options.num_prompts)
-    if options.capacity_prompts <= 2 * options.max_num_seqs:
-        raise InputError("capacity_prompts", options.capacity_prompts, "more than twice max_num_seqs")
+    if options.num_prompts <= 2 * options.max_num_seqs:
+        raise InputError("num_prompts", options.num_prompts, "more than twice max_num_seqs")
     prompts = _prompts(options)
     options.out.mkdir(parents=True, exist_ok=True)
     _same_as_before(options, prompts)
@@ -232,7 +234,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     texts = [prompt.text for prompt in read_prompts(options.prompts)]
-    seen = set(_texts(options.exclude))
+    seen = {text for path in options.exclude for text in _texts(path)}
     found = [text for text in dict.fromkeys(texts) if text not in seen][: options.num_prompts]
     if len(found) < options.num_prompts:
         raise InputError(
@@ -282,9 +284,7 @@ def _service(options: argparse.Namespace) -> Iterator[str]:
         yield f"127.0.0.1:{port_file.read_text(encoding='utf-8').strip()}"
 
 
-def _texts(path: Path | None) -> list[str]:
-    if path is None:
-        return []
+def _texts(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
     found: list[str] = pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()
@@ -303,7 +303,11 @@ def _parser() -> argparse.ArgumentParser:
         help="predicts for tie, ssjf, priority",
     )
     add("--vllm-python", type=Path, default=Path(".venv-vllm/bin/python"), help="see make vllm-env")
-    add("--model", type=Path, default=Path(".venv-vllm/models/SmolLM2-135M-Instruct"), help="folder for vLLM")
+    add(
+        "--model",
+        type=Path,
+        help="folder for vLLM; default: the packaged SmolLM2, saved beside vLLM's environment",
+    )
     add(
         "--out",
         type=Path,
@@ -311,9 +315,14 @@ def _parser() -> argparse.ArgumentParser:
         help="folder of the runs; a second call goes on there",
     )
     add("--prompts", default="templates:2000?seed=77", help="as for gen-samples")
-    add("--exclude", type=Path, help="samples the artifact was trained on: their prompts are not used")
+    add(
+        "--exclude",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="samples the artifact was trained on: their prompts are not used",
+    )
     add("--num-prompts", type=int, default=300)
-    add("--capacity-prompts", type=int, default=160, help="of them in the run that measures the capacity")
     add("--max-tokens", type=int, default=80)
     add("--max-num-seqs", type=int, default=20)
     add("--temperature", type=float, default=1.0)

@@ -11,6 +11,8 @@ import numpy as np
 from benchmarks.vllm_runs.client import Ask
 
 SIDES = ("fcfs", "tie", "priority", "ssjf", "oracle", "fcfs_again")
+#: Parts of a run in which the same number of requests arrives.
+PARTS = 10
 #: The engine a side runs in.
 ENGINES = {"fcfs_again": "fcfs"}
 
@@ -21,7 +23,7 @@ class Cell:
 
     Attributes:
         side: One of `SIDES`.
-        repetition: Which arrivals, order and sampling seeds.
+        repetition: Which order and arrivals.
         load: Share of the capacity; None: all requests at once, to measure it.
     """
 
@@ -42,33 +44,44 @@ def cells(
 ) -> list[Cell]:
     """The capacity first; then load by load, the first one with all sides; repetition by repetition; controls last.
 
-    In every other repetition sides go backwards, so that none is always the first; the oracle stays last, because it is
-    told the lengths of another run of its repetition.
+    In every other repetition sides go backwards, so that none is always the first.
     """
     found = [CAPACITY]
     for load in loads:
-        mine = [side for side in (sides if load == loads[0] else low_sides) if side != "oracle"]
+        mine = list(sides if load == loads[0] else low_sides)
         for repetition in range(repetitions):
-            order = mine if repetition % 2 == 0 else mine[::-1]
-            found += [Cell(side, repetition, load) for side in order]
-            if "oracle" in (sides if load == loads[0] else low_sides):
-                found.append(Cell("oracle", repetition, load))
+            found += [Cell(side, repetition, load) for side in mine[:: 1 if repetition % 2 == 0 else -1]]
     return found + [Cell("fcfs_again", repetition, loads[0]) for repetition in range(controls)]
 
 
 def asks(
-    prompts: Sequence[str], repetition: int, rate: float | None, max_tokens: int, seed: int
+    prompts: Sequence[str],
+    repetition: int,
+    rate: float | None,
+    max_tokens: int,
+    seed: int,
+    lengths: Sequence[int] | None = None,
 ) -> list[Ask]:
-    """The requests of a run, in an order, at times and with sampling seeds that depend on the repetition alone.
+    """The requests of a run: always the same, each with its own sampling seed; order and times are the repetition's.
 
-    Arrivals are those of a Poisson process of which it is known that all come within len(prompts) / rate seconds: every
-    repetition has just the load that is asked for, and only its bursts are chance.
+    Without a rate all are there at once. Else arrivals are those of a Poisson process of which it is known that each of
+    `PARTS` equal parts of the len(prompts) / rate seconds gets its share of the requests, and with lengths (of the answers,
+    by prompt) its share of short and long ones: any request may come in any part, but every repetition has the load that
+    is asked for, from begin to end, and only its bursts are chance.
     """
     draws = np.random.default_rng([seed, repetition])
-    order = draws.permutation(len(prompts))
-    shares = np.sort(draws.uniform(size=len(prompts)))
-    at = np.zeros(len(prompts)) if rate is None else shares * len(prompts) / rate
+    count = len(prompts)
+    # Neighbours by length go to different parts.
+    rank = draws.permutation(count)
+    if lengths is not None:
+        rank = rank[np.argsort(np.asarray(lengths)[rank], kind="stable")]
+    part = np.empty(count, int)
+    for begin in range(0, count, PARTS):
+        part[rank[begin : begin + PARTS]] = draws.permutation(PARTS)[: count - begin]
+    order = np.lexsort((draws.uniform(size=count), part))
+    shares = np.sort((part + draws.uniform(size=count)) / PARTS)
+    at = np.zeros(count) if rate is None else shares * count / rate
     return [
-        Ask(f"q{number}", prompts[number], float(when), 1000 * repetition + int(number), max_tokens)
+        Ask(f"q{number}", prompts[number], float(when), int(number), max_tokens)
         for number, when in zip(order.tolist(), at.tolist(), strict=True)
     ]

