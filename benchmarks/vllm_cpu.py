@@ -18,11 +18,13 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 
 First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
 answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
-to it alone. Then all sides at the first load, repetition by repetition, then those of --low-sides at the others. Every
-run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has complete pairs, and goes
-on where it was. A second call with more repetitions, or with some sides only, adds to the same table. Each engine
-starts once; those whose turn it is not are stopped, because five idle vLLMs make the sixth up to a fifth slower.
---table prints what is there and runs nothing.
+to it alone. Before every run a full batch of short requests on vLLM as it is tells how fast the machine is now; the
+rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time per step
+means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those of --low-sides at
+the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has
+complete pairs, and goes on where it was. A second call with more repetitions, or with some sides only, adds to the same
+table. Each engine starts once; those whose turn it is not are stopped, because five idle vLLMs make the sixth up to a
+fifth slower. --table prints what is there and runs nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from benchmarks.vllm_runs.client import Ask, send_all
 from benchmarks.vllm_runs.model import NAME, packaged_model
 from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
-from benchmarks.vllm_runs.results import METRICS, measured_capacity, run_metrics
+from benchmarks.vllm_runs.results import METRICS, mean_step_s, measured_capacity, run_metrics
 from benchmarks.vllm_runs.server import MODEL, EngineServer, engine_server
 from data_gen.prompts import read_prompts
 from scheduler_core.errors import InputError
@@ -78,30 +80,41 @@ class Bench:
     def run(self, cell: Cell) -> None:
         """One cell; writes its file."""
         options = self.options
-        engine, url = self._engine(ENGINES.get(cell.side, cell.side))
+        probe_s = self.probe()
         rate, lengths = None, None
         if cell.load is not None:
-            rate, lengths = cell.load * self.capacity_rps(), self.lengths()
+            rate, lengths = cell.load * self.capacity_rps(probe_s), self.lengths()
+        engine, url = self._engine(ENGINES.get(cell.side, cell.side))
         rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
-        run = send_all(url, MODEL, rows, options.temperature)
-        run["steps"] = engine.steps_between(run["begin"], run["end"])
+        run = self._sent(engine, url, rows) | {"probe_s": probe_s}
         write_json(cell.file(options.out), run)
         metrics = run_metrics(run["requests"])
         name = cell.file(options.out).stem
         print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
 
-    def capacity_rps(self) -> float:
-        """Requests per second with all places taken."""
-        return measured_capacity(self._capacity_rows(), self.options.max_num_seqs)
+    def probe(self) -> float:
+        """How fast the machine is now: seconds of a decode step of vLLM as it is, with all places taken."""
+        engine, url = self._engine("fcfs")
+        return mean_step_s(self._sent(engine, url, short_requests([40] * self.options.max_num_seqs)))
+
+    def capacity_rps(self, probe_s: float) -> float:
+        """Requests per second with all places taken, on a machine as fast as that."""
+        run = self._capacity_run()
+        measured = measured_capacity(run["requests"], self.options.max_num_seqs)
+        return measured * float(run["probe_s"]) / probe_s
 
     def lengths(self) -> list[int]:
         """Tokens of the answers, by prompt, in the run that measured the capacity."""
-        told = {row["request_id"]: row["output_tokens"] for row in self._capacity_rows()}
+        told = {row["request_id"]: row["output_tokens"] for row in self._capacity_run()["requests"]}
         return [int(told[f"q{number}"]) for number in range(len(self.prompts))]
 
-    def _capacity_rows(self) -> list[dict[str, Any]]:
-        run = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
-        return list(run["requests"])
+    def _capacity_run(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
+        return found
+
+    def _sent(self, engine: EngineServer, url: str, rows: Sequence[Ask]) -> dict[str, Any]:
+        run = send_all(url, MODEL, rows, self.options.temperature)
+        return run | {"steps": engine.steps_between(run["begin"], run["end"])}
 
     def _engine(self, name: str) -> tuple[EngineServer, str]:
         for other, (engine, _) in self.engines.items():
@@ -124,7 +137,10 @@ class Bench:
             if name == "priority":
                 url = self.stack.enter_context(self._proxy(url))
             self.engines[name] = engine, url
-            send_all(url, MODEL, warm_up(options.max_num_seqs), options.temperature)
+            caps = [
+                4 + place % 16 for place in range(options.max_num_seqs)
+            ]  # every batch size has been there
+            send_all(url, MODEL, short_requests(caps), options.temperature)
         return self.engines[name]
 
     def _settings(self, name: str) -> dict[str, Any]:
@@ -147,11 +163,9 @@ class Bench:
             yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').split()[0]}"
 
 
-def warm_up(count: int) -> list[Ask]:
-    """Short requests of different lengths, so that every number of running requests has been there."""
-    return [
-        Ask(f"w{place}", f"Name {place + 3} rivers.", 0.0, place, 4 + place % 16) for place in range(count)
-    ]
+def short_requests(caps: Sequence[int]) -> list[Ask]:
+    """Requests that are there at once, one for each cap of its answer."""
+    return [Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, cap) for place, cap in enumerate(caps)]
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -62,15 +62,19 @@ def report(setting: Setting) -> str:
     model: Found = {}
     same: list[bool] = []
     late = 0.0
+    probes: list[float] = []
     for cell, run in _runs(setting):
         key, load = (cell.side, cell.load or 0.0), cell.load
         metrics = run_metrics(run["requests"]) | {
             "window_tokens_per_s": window_throughput(run), "step_ms": 1e3 * mean_step_s(run)
         }  # fmt: skip
         real.setdefault(key, {})[cell.repetition] = metrics
+        slower = run["probe_s"] / base["probe_s"]
+        probes.append(slower)
         told = simulated(
-            cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
-        )
+            cell.side, run, setting.predictions, calibrated(base, slower).step_time, setting.max_num_seqs,
+            setting.max_tokens,
+        )  # fmt: skip
         model.setdefault(key, {})[cell.repetition] = told
         late = max(late, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
         pair = Cell("fcfs", cell.repetition, load)
@@ -91,7 +95,13 @@ def report(setting: Setting) -> str:
         "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); changes are paired "
         "within repetitions. Decode steps of different length on different sides mean that the machine was not quiet.",
         f"The simulator's step times are fitted to the capacity run alone ({parameters}; median error of a step "
-        f"{100 * fit.median_error:.1f} %): all rows are loads and orders that the fit has not seen.",
+        f"{100 * fit.median_error:.1f} %), and follow the machine's speed as the arrivals do: all rows are loads and orders "
+        "that the fit has not seen."
+        + (
+            f" A decode step before a run took {min(probes):.2f} to {max(probes):.2f} times what it took before that one."
+            if probes
+            else ""
+        ),
         f"The client was late by {1e3 * late:.0f} ms at most."
         + (f" Answers as long as in fcfs's run: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]

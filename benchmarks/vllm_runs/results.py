@@ -83,8 +83,12 @@ def mean_step_s(run: Mapping[str, Any]) -> float:
     return float(np.median([step[1] for step in decoding if step[3] >= most]))
 
 
-def calibrated(run: Mapping[str, Any]) -> Fit:
+def calibrated(run: Mapping[str, Any], slower: float = 1.0) -> Fit:
     """The model of step times that `simulate calibrate` fits, from the engine's own log of a run's steps.
+
+    Args:
+        run: The run.
+        slower: How many times as long all steps take on the machine that the model is for.
 
     Raises:
         InputError: There are too few steps.
@@ -94,7 +98,7 @@ def calibrated(run: Mapping[str, Any]) -> Fit:
         chunks = (PrefillChunk("", 0, int(prefill), True),) if prefill else ()
         each, rest = divmod(int(context), int(decodes)) if decodes else (0, 0)
         contexts = [each + (place < rest) for place in range(int(decodes))]
-        samples.append(StepSample(float(seconds), StepWork(chunks, contexts)))
+        samples.append(StepSample(slower * float(seconds), StepWork(chunks, contexts)))
     return fit_calibration(samples)
 
 

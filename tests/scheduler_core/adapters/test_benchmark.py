@@ -73,6 +73,8 @@ def test_step_times_are_found_again() -> None:
     fit = calibrated({"steps": some_steps()})
     for name, value in fit.parameters.items():
         assert value == pytest.approx(getattr(STEP, name)), name
+    slower = calibrated({"steps": some_steps()}, 1.5)
+    assert {name: value / 1.5 for name, value in slower.parameters.items()} == pytest.approx(fit.parameters)
 
 
 def test_the_simulator_prefers_short_answers_where_told_of_them() -> None:
@@ -171,7 +173,7 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
             }
             for number in range(6)
         ]  # fmt: skip
-        content = {"requests": rows, "steps": some_steps(60)}
+        content = {"requests": rows, "steps": some_steps(60), "probe_s": 0.5 if cell == CAPACITY else 0.6}
         cell.file(tmp_path).write_text(json.dumps(content), encoding="utf-8")
 
     write(CAPACITY, 1.0)
@@ -188,6 +190,7 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
     assert tie[2:4] == ["1", "0.750"]
     assert tie[11] == "-25.0 %"
     assert "late by 250 ms" in table
+    assert "1.20 to 1.20 times" in table
     assert "as in fcfs's run: 100.0 %" in table
 
 
