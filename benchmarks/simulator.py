@@ -1,6 +1,6 @@
 """Speed, start-up and memory of the simulator, beside a plain loop that does the same.
 
-    python benchmarks/simulator.py [--runs DIR] [--repeats 5] [--largest 1000000] [--markdown FILE]
+    python -m benchmarks.simulator [--runs DIR] [--repeats 5] [--largest 1000000] [--markdown FILE]
 
 1. Requests per CPU second, every side in turn in one process, median of the repeats:
    plain      `plain_vidur_loop.py`: about 100 lines, a round of a loop per iteration, no scheduler.
@@ -348,7 +348,7 @@ def _page(options: argparse.Namespace, lines: list[str]) -> str:
 
 {today}, version {metadata.version("tailcast")}, Python {platform.python_version()}, {processor()}, load {os.getloadavg()[0]:.0f}: medians of CPU time, all sides in turn in one process.
 
-    python benchmarks/simulator.py {runs}{given} --markdown FILE
+    python -m benchmarks.simulator {runs}{given} --markdown FILE
 
 {NOTES}
 
