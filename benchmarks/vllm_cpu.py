@@ -18,8 +18,8 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 
 First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
 answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
-to it alone. Before every run a full batch of short requests on vLLM as it is tells how fast the machine is now; the
-rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time per step
+to it alone. Before every run a full batch of short requests on vLLM as it is, beside what that fit says of them, tells
+how fast the machine is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time per step
 means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those of --low-sides at
 the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has
 complete pairs, and goes on where it was. A second call with more repetitions, or with some sides only, adds to the same
@@ -45,7 +45,7 @@ from benchmarks.vllm_runs.client import Ask, send_all
 from benchmarks.vllm_runs.model import NAME, packaged_model
 from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
-from benchmarks.vllm_runs.results import METRICS, mean_step_s, measured_capacity, run_metrics
+from benchmarks.vllm_runs.results import METRICS, Steps, calibrated, measured_capacity, run_metrics, slowness
 from benchmarks.vllm_runs.server import MODEL, EngineServer, engine_server
 from data_gen.prompts import read_prompts
 from scheduler_core.errors import InputError
@@ -80,31 +80,30 @@ class Bench:
     def run(self, cell: Cell) -> None:
         """One cell; writes its file."""
         options = self.options
-        rate, lengths, probe_s = None, None, None
+        rate, lengths, probe = None, None, None
         if cell.load is not None:
-            probe_s = self.probe()
-            rate, lengths = cell.load * self.capacity_rps(probe_s), self.lengths()
+            probe = self.probe()
+            rate, lengths = cell.load * self.capacity_rps(probe), self.lengths()
         engine, url = self._engine(ENGINES.get(cell.side, cell.side))
         rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
         run = self._sent(engine, url, rows)
-        run["probe_s"] = (
-            probe_s or self.probe()
-        )  # the capacity's afterwards: a new engine is slower for half a minute
-        write_json(cell.file(options.out), run)
+        write_json(cell.file(options.out), run | {"probe": probe})
         metrics = run_metrics(run["requests"])
         name = cell.file(options.out).stem
         print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
 
-    def probe(self) -> float:
-        """How fast the machine is now: seconds of a decode step of vLLM as it is, with all places taken."""
+    def probe(self) -> Steps:
+        """How fast the machine is now: steps of vLLM as it is, with all places taken."""
         engine, url = self._engine("fcfs")
-        return mean_step_s(self._sent(engine, url, short_requests([40] * self.options.max_num_seqs)))
+        steps: Steps = self._sent(engine, url, short_requests([40] * self.options.max_num_seqs))["steps"]
+        return steps
 
-    def capacity_rps(self, probe_s: float) -> float:
+    def capacity_rps(self, probe: Steps) -> float:
         """Requests per second with all places taken, on a machine as fast as that."""
         run = self._capacity_run()
-        measured = measured_capacity(run["requests"], self.options.max_num_seqs)
-        return measured * float(run["probe_s"]) / probe_s
+        return measured_capacity(run["requests"], self.options.max_num_seqs) / slowness(
+            probe, calibrated(run)
+        )
 
     def lengths(self) -> list[int]:
         """Tokens of the answers, by prompt, in the run that measured the capacity."""

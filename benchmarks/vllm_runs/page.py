@@ -17,6 +17,7 @@ from benchmarks.vllm_runs.results import (
     measured_capacity,
     run_metrics,
     simulated,
+    slowness,
     window_throughput,
 )
 from scheduler_core.predictions import LengthPrediction
@@ -66,10 +67,10 @@ def report(setting: Setting) -> str:
     for cell, run in _runs(setting):
         key, load = (cell.side, cell.load or 0.0), cell.load
         metrics = run_metrics(run["requests"]) | {
-            "window_tokens_per_s": window_throughput(run), "step_ms": 1e3 * mean_step_s(run)
+            "window_tokens_per_s": window_throughput(run), "step_ms": 1e3 * mean_step_s(run["steps"])
         }  # fmt: skip
         real.setdefault(key, {})[cell.repetition] = metrics
-        slower = run["probe_s"] / base["probe_s"]
+        slower = slowness(run["probe"], fit)
         probes.append(slower)
         told = simulated(
             cell.side, run, setting.predictions, calibrated(base, slower).step_time, setting.max_num_seqs,
@@ -98,7 +99,7 @@ def report(setting: Setting) -> str:
         f"{100 * fit.median_error:.1f} %), and follow the machine's speed as the arrivals do: all rows are loads and orders "
         "that the fit has not seen."
         + (
-            f" A decode step before a run took {min(probes):.2f} to {max(probes):.2f} times what it took before that one."
+            f" Decode steps before a run took {min(probes):.2f} to {max(probes):.2f} times what the fit says."
             if probes
             else ""
         ),

@@ -26,6 +26,9 @@ METRICS = {
 #: Order of the simulator for sides that are not named after their policy. The proxy's default policy is tie.
 POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
 
+#: An engine's log of its steps (`step_log`): end, seconds, prefill tokens, decodes, context tokens, new tokens.
+Steps = Sequence[Sequence[float]]
+
 
 def run_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
@@ -76,11 +79,27 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     return mean, float(student.ppf(0.5 + level / 2, len(values) - 1)) * scale
 
 
-def mean_step_s(run: Mapping[str, Any]) -> float:
+def mean_step_s(steps: Steps) -> float:
     """Seconds of a decode step with no prompt in it and all places taken, or most of those that ever were: the median."""
-    decoding = [step for step in run["steps"] if step[2] == 0]
+    return float(np.median([step[1] for step in _full(steps)]))
+
+
+def slowness(probe: Steps, fit: Fit) -> float:
+    """How many times as long the decode steps of a probe took as the fit says: the median over those with most places."""
+    return float(np.median([step[1] / fit.step_time.step_s(_work(step)) for step in _full(probe)]))
+
+
+def _full(steps: Steps) -> list[Sequence[float]]:
+    decoding = [step for step in steps if step[2] == 0]
     most = np.percentile([step[3] for step in decoding], 90)
-    return float(np.median([step[1] for step in decoding if step[3] >= most]))
+    return [step for step in decoding if step[3] >= most]
+
+
+def _work(step: Sequence[float]) -> StepWork:
+    prefill, decodes, context = (int(value) for value in step[2:5])
+    chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
+    each, rest = divmod(context, decodes) if decodes else (0, 0)
+    return StepWork(chunks, [each + (place < rest) for place in range(decodes)])
 
 
 def calibrated(run: Mapping[str, Any], slower: float = 1.0) -> Fit:
@@ -93,13 +112,7 @@ def calibrated(run: Mapping[str, Any], slower: float = 1.0) -> Fit:
     Raises:
         InputError: There are too few steps.
     """
-    samples = []
-    for _, seconds, prefill, decodes, context, _ in run["steps"]:
-        chunks = (PrefillChunk("", 0, int(prefill), True),) if prefill else ()
-        each, rest = divmod(int(context), int(decodes)) if decodes else (0, 0)
-        contexts = [each + (place < rest) for place in range(int(decodes))]
-        samples.append(StepSample(slower * float(seconds), StepWork(chunks, contexts)))
-    return fit_calibration(samples)
+    return fit_calibration([StepSample(slower * float(step[1]), _work(step)) for step in run["steps"]])
 
 
 def simulated(

@@ -17,9 +17,11 @@ from benchmarks.vllm_runs.plan import CAPACITY, Cell, asks, cells
 from benchmarks.vllm_runs.results import (
     calibrated,
     interval,
+    mean_step_s,
     measured_capacity,
     run_metrics,
     simulated,
+    slowness,
     window_throughput,
 )
 from benchmarks.vllm_runs.table_predictor import TablePredictor
@@ -53,6 +55,11 @@ def some_steps(count: int = 400) -> list[list[float]]:
     )
 
 
+def full_steps() -> list[list[float]]:
+    """All of eight places decode, 40 times."""
+    return logged([[0, 8, 8 * place] for place in range(5, 45)])
+
+
 def test_metrics_of_two_requests() -> None:
     rows = [
         {"arrival_s": 0.0, "first_token_s": 1.0, "finish_s": 4.0, "output_tokens": 4},
@@ -75,6 +82,17 @@ def test_step_times_are_found_again() -> None:
         assert value == pytest.approx(getattr(STEP, name)), name
     slower = calibrated({"steps": some_steps()}, 1.5)
     assert {name: value / 1.5 for name, value in slower.parameters.items()} == pytest.approx(fit.parameters)
+
+
+def test_a_probe_tells_how_slow_the_machine_is_now() -> None:
+    """Half the places empty, or a prompt in a step, is not what is asked; one hiccup changes nothing."""
+    fit = calibrated({"steps": some_steps()})
+    probe = [[end, 1.1 * seconds, *work] for end, seconds, *work in full_steps()]
+    probe[3][1] = 9.0
+    assert slowness(probe, fit) == pytest.approx(1.1)
+    assert mean_step_s(probe) == pytest.approx(1.1 * STEP.step_s(StepWork((), [25] * 8)), rel=0.01)
+    others = logged([[100, 8, 50], [0, 2, 50], [0, 1, 50]])
+    assert slowness(others + probe, fit) == pytest.approx(1.1)
 
 
 def test_the_simulator_prefers_short_answers_where_told_of_them() -> None:
@@ -173,7 +191,8 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
             }
             for number in range(6)
         ]  # fmt: skip
-        content = {"requests": rows, "steps": some_steps(60), "probe_s": 0.5 if cell == CAPACITY else 0.6}
+        probe = [[end, 1.2 * seconds, *work] for end, seconds, *work in full_steps()]
+        content = {"requests": rows, "steps": some_steps(60), "probe": None if cell == CAPACITY else probe}
         cell.file(tmp_path).write_text(json.dumps(content), encoding="utf-8")
 
     write(CAPACITY, 1.0)
