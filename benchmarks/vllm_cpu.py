@@ -19,12 +19,12 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
 answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
 to it alone. Before every run a full batch of short requests on vLLM as it is, beside what that fit says of them, tells
-how fast the machine is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time per step
-means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those of --low-sides at
-the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted benchmark has
-complete pairs, and goes on where it was. A second call with more repetitions, or with some sides only, adds to the same
-table. Each engine starts once; those whose turn it is not are stopped, because five idle vLLMs make the sixth up to a
-fifth slower. --table prints what is there and runs nothing.
+how fast the machine is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the
+capacity, 1 % more time per step means some 4 % more latency). Then all sides at the first load, repetition by
+repetition, then those of --low-sides at the others. Every run is a file and the table is written after each
+(OUT/table.md): an interrupted benchmark has complete pairs, and goes on where it was. A second call with more
+repetitions, or with some sides only, adds to the same table. Each engine starts once; those whose turn it is not are
+stopped, because five idle vLLMs make the sixth up to a fifth slower. --table prints what is there and runs nothing.
 """
 
 from __future__ import annotations
