@@ -22,6 +22,7 @@ class Ask:
         at_s: When it is due, in seconds from the run's begin.
         seed: Of the sampling.
         max_tokens: Cap of the answer.
+        ignore_eos: Go on to the cap, whatever the model says.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class Ask:
     at_s: float
     seed: int
     max_tokens: int
+    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ async def _send_all(url: str, model: str, asks: Sequence[Ask], temperature: floa
             body = {
                 "model": model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
                 "temperature": temperature, "seed": ask.seed, "stream": True, "stream_options": {"include_usage": True},
+                "ignore_eos": ask.ignore_eos,
             }  # fmt: skip
             await asyncio.sleep(max(begin + ask.at_s - time.monotonic(), 0))
             answer = Answer(ask.request_id, ask.at_s, time.monotonic() - begin)
