@@ -18,10 +18,10 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 
 First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
 answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
-to it alone. Before every repetition a full batch on vLLM as it is, beside what that fit says of it, tells how fast the
-machine is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 %
-more time per step means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those
-of --low-sides at the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted
+to it alone. Before every run a full batch on vLLM as it is, beside what that fit says of it, tells how fast the machine
+is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time
+per step means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those of
+--low-sides at the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted
 benchmark has complete pairs, and goes on where it was. A second call with more repetitions, or with some sides only,
 adds to the same table. Each engine starts once; those whose turn it is not are stopped, because five idle vLLMs make
 the sixth up to a fifth slower. --table prints what is there and runs nothing.
@@ -36,7 +36,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ class Bench:
         options = self.options
         rate, lengths, probe = None, None, None
         if cell.load is not None:
-            probe = self.probe(cell)
+            probe = self.probe()
             rate, lengths = cell.load * self.capacity_rps(probe), self.lengths()
         engine, url = self._engine(ENGINES.get(cell.side, cell.side))
         rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
@@ -94,13 +94,8 @@ class Bench:
         name = cell.file(options.out).stem
         print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
 
-    def probe(self, cell: Cell) -> Steps:
-        """How fast the machine is in this repetition: steps of vLLM as it is, with all places taken."""
-        for side in SIDES:
-            path = replace(cell, side=side).file(self.options.out)
-            if path.exists():
-                before: Steps = json.loads(path.read_text(encoding="utf-8"))["probe"]
-                return before
+    def probe(self) -> Steps:
+        """How fast the machine is now: steps of vLLM as it is, with all places taken."""
         engine, url = self._engine("fcfs")
         run = self._sent(engine, url, short_requests([PROBE_TOKENS] * self.options.max_num_seqs))
         steps: Steps = run["steps"]

@@ -99,7 +99,7 @@ def report(setting: Setting) -> str:
         f"{100 * fit.median_error:.1f} %), and follow the machine's speed as the arrivals do: all rows are loads and orders "
         "that the fit has not seen."
         + (
-            f" Decode steps before a repetition took {min(probes):.2f} to {max(probes):.2f} times what the fit says."
+            f" Decode steps before a run took {min(probes):.2f} to {max(probes):.2f} times what the fit says."
             if probes
             else ""
         ),
