@@ -18,13 +18,15 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 
 First comes a run in which requests are there from the start: it measures the capacity and tells the oracle how long
 answers are, short and long ones are spread over the time of arrivals by it, and the simulator's step times are fitted
-to it alone. Before every run a full batch on vLLM as it is, beside what that fit says of it, tells how fast the machine
-is now; the rate of arrivals follows it, so that the load is the one asked for (at 1.2 times the capacity, 1 % more time
-per step means some 4 % more latency). Then all sides at the first load, repetition by repetition, then those of
---low-sides at the others. Every run is a file and the table is written after each (OUT/table.md): an interrupted
-benchmark has complete pairs, and goes on where it was. A second call with more repetitions, or with some sides only,
-adds to the same table. Each engine starts once; those whose turn it is not are stopped, because five idle vLLMs make
-the sixth up to a fifth slower. --table prints what is there and runs nothing.
+to it alone. Later runs go by the engine's clock: it counts seconds of a machine as fast as in that first run, by what
+the fit says of each step and what the step took. Requests come, and latencies are told, by it as well as by the wall's:
+a shared machine changes its speed by a tenth within minutes, and at 1.2 times the capacity 1 % more time per step means
+some 4 % more latency. What a scheduler or a predictor costs counts as the machine's slowness there, so the wall's
+throughput and the seconds of scheduling stand beside it. Then all sides at the first load, repetition by repetition,
+then those of --low-sides at the others. Every run is a file and the table is written after each (OUT/table.md): an
+interrupted benchmark has complete pairs, and goes on where it was. A second call with more repetitions, or with some
+sides only, adds to the same table. Each engine starts once; those whose turn it is not are stopped, because five idle
+vLLMs make the sixth up to a fifth slower. --table prints what is there and runs nothing.
 """
 
 from __future__ import annotations
@@ -42,11 +44,12 @@ from typing import Any
 
 from benchmarks.serving.processes import running
 from benchmarks.vllm_runs.client import Ask, send_all
+from benchmarks.vllm_runs.clock import EngineClock
 from benchmarks.vllm_runs.model import NAME, packaged_model
 from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
-from benchmarks.vllm_runs.results import METRICS, Steps, calibrated, measured_capacity, run_metrics, slowness
-from benchmarks.vllm_runs.server import MODEL, EngineServer, engine_server
+from benchmarks.vllm_runs.results import METRICS, calibrated, measured_capacity, run_metrics
+from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.prompts import read_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, Prediction
@@ -55,8 +58,6 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 from training.markdown_section import put_section
 
 SECTION = "vllm cpu"
-#: Steps of a probe, some 15 seconds: one of a second is off by up to 4 %.
-PROBE_TOKENS = 120
 #: The rest are vLLM's own.
 OURS = ("tie", "ssjf", "oracle")
 
@@ -82,31 +83,18 @@ class Bench:
     def run(self, cell: Cell) -> None:
         """One cell; writes its file."""
         options = self.options
-        rate, lengths, probe = None, None, None
+        rate, lengths, clock = None, None, EngineClock()
         if cell.load is not None:
-            probe = self.probe()
-            rate, lengths = cell.load * self.capacity_rps(probe), self.lengths()
+            measured = self._capacity_run()
+            rate = cell.load * measured_capacity(measured["requests"], options.max_num_seqs)
+            lengths, clock = self.lengths(), EngineClock(calibrated(measured["steps"]).step_time)
         engine, url = self._engine(ENGINES.get(cell.side, cell.side))
         rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
-        run = self._sent(engine, url, rows)
-        write_json(cell.file(options.out), run | {"probe": probe})
+        run = send_all(url, MODEL, rows, options.temperature, clock, StepTail(engine.steps))
+        write_json(cell.file(options.out), run)
         metrics = run_metrics(run["requests"])
         name = cell.file(options.out).stem
         print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
-
-    def probe(self) -> Steps:
-        """How fast the machine is now: steps of vLLM as it is, with all places taken."""
-        engine, url = self._engine("fcfs")
-        run = self._sent(engine, url, short_requests([PROBE_TOKENS] * self.options.max_num_seqs))
-        steps: Steps = run["steps"]
-        return steps
-
-    def capacity_rps(self, probe: Steps) -> float:
-        """Requests per second with all places taken, on a machine as fast as that."""
-        run = self._capacity_run()
-        return measured_capacity(run["requests"], self.options.max_num_seqs) / slowness(
-            probe, calibrated(run)
-        )
 
     def lengths(self) -> list[int]:
         """Tokens of the answers, by prompt, in the run that measured the capacity."""
@@ -116,10 +104,6 @@ class Bench:
     def _capacity_run(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
         return found
-
-    def _sent(self, engine: EngineServer, url: str, rows: Sequence[Ask]) -> dict[str, Any]:
-        run = send_all(url, MODEL, rows, self.options.temperature)
-        return run | {"steps": engine.steps_between(run["begin"], run["end"])}
 
     def _engine(self, name: str) -> tuple[EngineServer, str]:
         for other, (engine, _) in self.engines.items():
@@ -144,7 +128,8 @@ class Bench:
             self.engines[name] = engine, url
             # Three full batches, and every smaller one on the way.
             caps = [4 + 2 * (place % 16) for place in range(3 * options.max_num_seqs)]
-            send_all(url, MODEL, short_requests(caps), options.temperature)
+            rows, tail = short_requests(caps), StepTail(engine.steps)
+            send_all(url, MODEL, rows, options.temperature, EngineClock(), tail)
         return self.engines[name]
 
     def _settings(self, name: str) -> dict[str, Any]:
@@ -168,11 +153,8 @@ class Bench:
 
 
 def short_requests(caps: Sequence[int]) -> list[Ask]:
-    """Requests that are there at once, one for each length of its answer."""
-    return [
-        Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, cap, ignore_eos=True)
-        for place, cap in enumerate(caps)
-    ]
+    """Requests that are there at once, one for each cap of its answer."""
+    return [Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, cap) for place, cap in enumerate(caps)]
 
 
 def write_json(path: Path, content: Any) -> None:

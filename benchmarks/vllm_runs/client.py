@@ -11,6 +11,12 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.vllm_runs.clock import EngineClock
+from benchmarks.vllm_runs.server import StepTail
+
+#: How often the engine's log is looked at.
+TICK_S = 0.02
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -19,10 +25,9 @@ class Ask:
     Attributes:
         request_id: Its name here.
         prompt: Of the only message, a user's.
-        at_s: When it is due, in seconds from the run's begin.
+        at_s: When it is due, in seconds of the clock from the run's begin.
         seed: Of the sampling.
         max_tokens: Cap of the answer.
-        ignore_eos: Go on to the cap, whatever the model says.
     """
 
     request_id: str
@@ -30,7 +35,6 @@ class Ask:
     at_s: float
     seed: int
     max_tokens: int
-    ignore_eos: bool = False
 
 
 @dataclass(slots=True)
@@ -43,65 +47,125 @@ class Answer:
         sent_s: When it was sent.
         first_token_s: First piece of the answer.
         finish_s: Its last one.
+        arrival_clock_s, first_token_clock_s, finish_clock_s: The same times by the run's clock.
         prompt_tokens, output_tokens: As the engine counts.
         finish_reason: The engine's.
     """
 
     request_id: str
     arrival_s: float
+    arrival_clock_s: float
     sent_s: float
     first_token_s: float = 0.0
     finish_s: float = 0.0
+    first_token_clock_s: float = 0.0
+    finish_clock_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str = ""
 
 
-def send_all(url: str, model: str, asks: Sequence[Ask], temperature: float) -> dict[str, Any]:
-    """One run: begin and end on the monotonic clock, and a row for each request.
+def send_all(
+    url: str, model: str, asks: Sequence[Ask], temperature: float, clock: EngineClock, tail: StepTail
+) -> dict[str, Any]:
+    """One run: begin and end on the monotonic clock, a row for each request, and the engine's steps.
+
+    Args:
+        url: Address of the engine, or of what stands before it.
+        model: Name of the served model.
+        asks: What to send.
+        temperature: Of the sampling.
+        clock: Says when requests are due.
+        tail: Of the engine's log of steps.
 
     Raises:
         RuntimeError: A request was refused, or its answer broke off.
     """
-    return asyncio.run(_send_all(url, model, asks, temperature))
+    return asyncio.run(_Run(url, model, asks, temperature, clock, tail).all())
 
 
-async def _send_all(url: str, model: str, asks: Sequence[Ask], temperature: float) -> dict[str, Any]:
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as client:
-        begin = time.monotonic() + 0.1
+class _Run:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        asks: Sequence[Ask],
+        temperature: float,
+        clock: EngineClock,
+        tail: StepTail,
+    ) -> None:
+        self._url, self._model, self._temperature = url, model, temperature
+        self._asks = sorted(asks, key=lambda ask: ask.at_s)
+        self._clock, self._tail = clock, tail
+        self._steps: list[list[float]] = []
+        self._begin = time.monotonic()
 
-        async def send(ask: Ask) -> Answer:
-            body = {
-                "model": model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
-                "temperature": temperature, "seed": ask.seed, "stream": True, "stream_options": {"include_usage": True},
-                "ignore_eos": ask.ignore_eos,
-            }  # fmt: skip
-            await asyncio.sleep(max(begin + ask.at_s - time.monotonic(), 0))
-            answer = Answer(ask.request_id, ask.at_s, time.monotonic() - begin)
-            async with client.post(f"{url}/v1/chat/completions", json=body) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"{ask.request_id}: HTTP {response.status}: {await response.text()}")
-                async for line in response.content:
-                    read_event(line, answer, time.monotonic() - begin)
-            if not answer.output_tokens or not answer.finish_reason:
-                raise RuntimeError(f"{ask.request_id}: its answer broke off")
-            return answer
+    async def all(self) -> dict[str, Any]:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        ) as client:
+            self._begin = time.monotonic()
+            work = asyncio.create_task(self._send_all(client))
+            watch = asyncio.create_task(self._watch())
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                work.cancel()
+                await watch
+            watch.cancel()
+            answers = await work
+        end = time.monotonic()
+        self._update()
+        return {"begin": self._begin, "end": end, "requests": answers, "steps": self._steps}
 
-        answers = await asyncio.gather(*map(send, asks))
-        return {"begin": begin, "end": time.monotonic(), "requests": [asdict(answer) for answer in answers]}
+    def _now(self) -> float:
+        return time.monotonic() - self._begin
+
+    def _update(self) -> None:
+        new = [[row[0] - self._begin, *row[1:]] for row in self._tail.read()]
+        self._clock.update(self._now(), new)
+        self._steps += new
+
+    async def _watch(self) -> None:
+        while True:
+            self._update()
+            await asyncio.sleep(TICK_S)
+
+    async def _send_all(self, client: aiohttp.ClientSession) -> list[dict[str, Any]]:
+        tasks = []
+        for ask in self._asks:
+            while (wait := self._clock.when(ask.at_s) - self._now()) > 0:
+                await asyncio.sleep(min(wait, TICK_S))
+            answer = Answer(ask.request_id, self._clock.when(ask.at_s), ask.at_s, self._now())
+            tasks.append(asyncio.create_task(self._send(client, ask, answer)))
+        return [asdict(answer) for answer in await asyncio.gather(*tasks)]
+
+    async def _send(self, client: aiohttp.ClientSession, ask: Ask, answer: Answer) -> Answer:
+        body = {
+            "model": self._model, "messages": [{"role": "user", "content": ask.prompt}], "max_tokens": ask.max_tokens,
+            "temperature": self._temperature, "seed": ask.seed, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        async with client.post(f"{self._url}/v1/chat/completions", json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{ask.request_id}: HTTP {response.status}: {await response.text()}")
+            async for line in response.content:
+                now_s = self._now()
+                read_event(line, answer, now_s, self._clock.at(now_s))
+        if not answer.output_tokens or not answer.finish_reason:
+            raise RuntimeError(f"{ask.request_id}: its answer broke off")
+        return answer
 
 
-def read_event(line: bytes, answer: Answer, now_s: float) -> None:
+def read_event(line: bytes, answer: Answer, now_s: float, clock_s: float) -> None:
     """One line of a stream of events."""
     if not line.startswith(b"data: {"):
         return
     event = json.loads(line[6:])
     for choice in event.get("choices", ()):
         if choice["delta"].get("content") or choice["finish_reason"]:
-            answer.first_token_s = answer.first_token_s or now_s
-            answer.finish_s = now_s
+            if not answer.first_token_s:
+                answer.first_token_s, answer.first_token_clock_s = now_s, clock_s
+            answer.finish_s, answer.finish_clock_s = now_s, clock_s
         answer.finish_reason = choice["finish_reason"] or answer.finish_reason
     if event.get("usage"):
         answer.prompt_tokens = event["usage"]["prompt_tokens"]

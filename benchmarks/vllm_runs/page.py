@@ -11,11 +11,12 @@ from typing import Any
 
 from benchmarks.vllm_runs.plan import CAPACITY, SIDES, Cell
 from benchmarks.vllm_runs.results import (
+    CLOCK,
     calibrated,
     interval,
-    mean_step_s,
     measured_capacity,
     run_metrics,
+    scheduling_s,
     simulated,
     slowness,
     window_throughput,
@@ -26,8 +27,12 @@ from training.markdown_section import markdown_table
 SHOWN = {
     "per_token_mean": ("per token, s", 3), "per_token_p90": ("P90", 3), "ttft_mean": ("TTFT, s", 2),
     "ttlt_mean": ("TTLT, s", 2), "ttlt_p90": ("P90", 2), "window_tokens_per_s": ("tokens/s while requests come", 1),
-    "tokens_per_s": ("tokens/s to the end", 1), "step_ms": ("decode step, ms", 1),
+    "slowness": ("steps, times the fit", 2), "scheduling_ms": ("scheduling, ms a step", 2),
+    "clock_per_token_mean": ("engine's clock: per token, s", 3), "clock_ttft_mean": ("TTFT, s", 2),
+    "clock_ttlt_mean": ("TTLT, s", 2), "clock_window_tokens_per_s": ("tokens/s while requests come", 1),
 }  # fmt: skip
+
+COMPARED = {"per_token_mean": "per token", "window_tokens_per_s": "tokens/s while requests come"}
 
 Found = dict[tuple[str, float], dict[int, dict[str, float]]]
 
@@ -58,24 +63,22 @@ def report(setting: Setting) -> str:
     if not CAPACITY.file(setting.folder).exists():
         return ""
     base = _read(CAPACITY, setting.folder)
-    fit = calibrated(base)
+    fit = calibrated(base["steps"])
     real: Found = {}
     model: Found = {}
     same: list[bool] = []
     late = 0.0
-    probes: list[float] = []
     for cell, run in _runs(setting):
         key, load = (cell.side, cell.load or 0.0), cell.load
+        clock = run_metrics(run["requests"], CLOCK) | {"window_tokens_per_s": window_throughput(run, CLOCK)}
         metrics = run_metrics(run["requests"]) | {
-            "window_tokens_per_s": window_throughput(run), "step_ms": 1e3 * mean_step_s(run["steps"])
+            "window_tokens_per_s": window_throughput(run), "slowness": slowness(run["steps"], fit),
+            "scheduling_ms": 1e3 * scheduling_s(run["steps"]), **{f"clock_{name}": clock[name] for name in clock},
         }  # fmt: skip
         real.setdefault(key, {})[cell.repetition] = metrics
-        slower = slowness(run["probe"], fit)
-        probes.append(slower)
         told = simulated(
-            cell.side, run, setting.predictions, calibrated(base, slower).step_time, setting.max_num_seqs,
-            setting.max_tokens,
-        )  # fmt: skip
+            cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
+        )
         model.setdefault(key, {})[cell.repetition] = told
         late = max(late, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
         pair = Cell("fcfs", cell.repetition, load)
@@ -85,7 +88,9 @@ def report(setting: Setting) -> str:
             }
             same += [lengths[row["request_id"]] == row["output_tokens"] for row in run["requests"]]
     header = ["load", "side", "runs", *(words for words, _ in SHOWN.values())]
-    header += ["per token to fcfs", "tokens/s while requests come, to fcfs"]
+    header += [
+        f"{clock}{words}, to fcfs" for clock in ("", "engine's clock: ") for words in COMPARED.values()
+    ]
     header += ["simulated: per token, s", "to fcfs", "TTLT, s", "its error"]
     rows = [_row(load, side, real, model) for load in setting.loads for side in SIDES if (side, load) in real]
     tokens = [row["output_tokens"] for row in base["requests"]]
@@ -94,15 +99,10 @@ def report(setting: Setting) -> str:
         f"{setting.num_prompts} prompts, cap {setting.max_tokens} tokens (mean answer {sum(tokens) / len(tokens):.0f}), "
         f"max_num_seqs {setting.max_num_seqs}, capacity {measured_capacity(base['requests'], setting.max_num_seqs):.3f} "
         "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); changes are paired "
-        "within repetitions. Decode steps of different length on different sides mean that the machine was not quiet.",
+        "within repetitions. How many times as long steps took as the fit says is the machine's doing, or a side's.",
         f"The simulator's step times are fitted to the capacity run alone ({parameters}; median error of a step "
-        f"{100 * fit.median_error:.1f} %), and follow the machine's speed as the arrivals do: all rows are loads and orders "
-        "that the fit has not seen."
-        + (
-            f" Decode steps before a run took {min(probes):.2f} to {max(probes):.2f} times what the fit says."
-            if probes
-            else ""
-        ),
+        f"{100 * fit.median_error:.1f} %), and its arrivals are those by the engine's clock, which its error is against: all "
+        "rows are loads and orders that the fit has not seen.",
         f"The client was late by {1e3 * late:.0f} ms at most."
         + (f" Answers as long as in fcfs's run: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]
@@ -129,11 +129,11 @@ def _row(load: float, side: str, real: Found, model: Found) -> list[str]:
     cells = [f"{load}x", side, str(len(runs))]
     for name, (_, digits) in SHOWN.items():
         cells.append(_cell(*interval([metrics[name] for metrics in runs.values()]), digits=digits))
-    cells += [_change(side, load, real, name) for name in ("per_token_mean", "window_tokens_per_s")]
+    cells += [_change(side, load, real, f"{clock}{name}") for clock in ("", "clock_") for name in COMPARED]
     cells.append(_cell(*interval([metrics["per_token_mean"] for metrics in told.values()]), digits=3))
     cells.append(_change(side, load, model, "per_token_mean"))
     cells.append(_cell(*interval([metrics["ttlt_mean"] for metrics in told.values()]), digits=2))
-    errors = [100 * (told[number]["ttlt_mean"] / runs[number]["ttlt_mean"] - 1) for number in runs]
+    errors = [100 * (told[number]["ttlt_mean"] / runs[number]["clock_ttlt_mean"] - 1) for number in runs]
     return [*cells, _cell(*interval(errors), digits=1) + " %"]
 
 

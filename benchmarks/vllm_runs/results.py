@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from scheduler_core.plan import PrefillChunk
+from benchmarks.vllm_runs.step_work import step_work
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import SimulationConfig, Trace, TraceRequest, run_simulation
 from scheduler_core.simulator.calibrate import fit_calibration
 from scheduler_core.simulator.fetch import Predictions, oracle_predictions
 from scheduler_core.simulator.fitting import Fit, StepSample
-from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_time import StepTime
 
 #: Metric -> unit.
 METRICS = {
@@ -26,18 +26,22 @@ METRICS = {
 #: Order of the simulator for sides that are not named after their policy. The proxy's default policy is tie.
 POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
 
-#: An engine's log of its steps (`step_log`): end, seconds, prefill tokens, decodes, context tokens, new tokens.
+#: Names of arrival, first token and end in a run's rows.
+Times = tuple[str, str, str]
+REAL: Times = ("arrival_s", "first_token_s", "finish_s")
+#: By the engine's clock, see `clock.py`.
+CLOCK: Times = ("arrival_clock_s", "first_token_clock_s", "finish_clock_s")
+#: An engine's log of its steps, see `step_log.py`.
 Steps = Sequence[Sequence[float]]
 
 
-def run_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[str, float]:
     """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
 
     Throughput is over the whole run, from the first arrival to the last answer.
     """
     arrival, first, finish, tokens = (
-        np.array([row[name] for row in rows], float)
-        for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
+        np.array([row[name] for row in rows], float) for name in (*times, "output_tokens")
     )
     ttlt = finish - arrival
     return {
@@ -50,14 +54,15 @@ def run_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def window_throughput(run: Mapping[str, Any]) -> float:
+def window_throughput(run: Mapping[str, Any], times: Times = REAL) -> float:
     """New tokens per second of the engine until the last arrival.
 
     The window is the same for all sides of a repetition, and none of them has run out of requests yet: at the end of a
     run, sides differ in how many long answers are left alone.
     """
     last = max(row["arrival_s"] for row in run["requests"])
-    return float(sum(step[5] for step in run["steps"] if step[0] <= last) / last)
+    seconds = max(row[times[0]] for row in run["requests"])
+    return float(sum(step[5] for step in run["steps"] if step[0] <= last) / seconds)
 
 
 def measured_capacity(rows: Sequence[Mapping[str, Any]], max_num_seqs: int) -> float:
@@ -79,40 +84,23 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     return mean, float(student.ppf(0.5 + level / 2, len(values) - 1)) * scale
 
 
-def mean_step_s(steps: Steps) -> float:
-    """Seconds of a decode step with no prompt in it and all places taken, or most of those that ever were: the median."""
-    return float(np.median([step[1] for step in _full(steps)]))
+def slowness(steps: Steps, fit: Fit) -> float:
+    """How many times as long steps took as the fit says of their work, all together."""
+    return sum(step[1] for step in steps) / sum(fit.step_time.step_s(step_work(step)) for step in steps)
 
 
-def slowness(probe: Steps, fit: Fit) -> float:
-    """How many times as long the decode steps of a probe took as the fit says: the median over those with most places."""
-    return float(np.median([step[1] / fit.step_time.step_s(_work(step)) for step in _full(probe)]))
+def scheduling_s(steps: Steps) -> float:
+    """Seconds of a step that its scheduler took, the mean."""
+    return float(np.mean([step[6] for step in steps]))
 
 
-def _full(steps: Steps) -> list[Sequence[float]]:
-    decoding = [step for step in steps if step[2] == 0]
-    most = np.percentile([step[3] for step in decoding], 90)
-    return [step for step in decoding if step[3] >= most]
-
-
-def _work(step: Sequence[float]) -> StepWork:
-    prefill, decodes, context = (int(value) for value in step[2:5])
-    chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
-    each, rest = divmod(context, decodes) if decodes else (0, 0)
-    return StepWork(chunks, [each + (place < rest) for place in range(decodes)])
-
-
-def calibrated(run: Mapping[str, Any], slower: float = 1.0) -> Fit:
-    """The model of step times that `simulate calibrate` fits, from the engine's own log of a run's steps.
-
-    Args:
-        run: The run.
-        slower: How many times as long all steps take on the machine that the model is for.
+def calibrated(steps: Steps) -> Fit:
+    """The model of step times that `simulate calibrate` fits, from the engine's own log.
 
     Raises:
         InputError: There are too few steps.
     """
-    return fit_calibration([StepSample(slower * float(step[1]), _work(step)) for step in run["steps"]])
+    return fit_calibration([StepSample(float(step[1]), step_work(step)) for step in steps])
 
 
 def simulated(
@@ -123,12 +111,12 @@ def simulated(
     max_num_seqs: int,
     max_tokens: int,
 ) -> dict[str, float]:
-    """`run_metrics` of the simulator for the arrivals and answers of a real run."""
+    """`run_metrics` of the simulator for the arrivals, by the engine's clock, and answers of a real run."""
     requests = sorted(
         (
             TraceRequest(
                 request_id=row["request_id"],
-                arrival_s=row["arrival_s"],
+                arrival_s=row["arrival_clock_s"],
                 prompt_tokens=row["prompt_tokens"],
                 output_tokens=row["output_tokens"],
                 max_tokens=max_tokens,

@@ -25,6 +25,27 @@ table = benchmarks.vllm_runs.table_predictor:connect
 """
 
 
+class StepTail:
+    """Reads what a log of steps has got since the last time."""
+
+    def __init__(self, path: Path) -> None:
+        """Args:
+        path: The log; what is in it now is not read.
+        """
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[list[float]]:
+        """Rows that are whole, in their order; a row that is being written comes the next time."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        self._offset += len(whole) + bool(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
 @dataclass(frozen=True, slots=True)
 class EngineServer:
     """A vLLM that answers.
@@ -38,12 +59,6 @@ class EngineServer:
     url: str
     steps: Path
     process: Process
-
-    def steps_between(self, begin_s: float, end_s: float) -> list[list[float]]:
-        """Steps that ended between two times of the monotonic clock; the log is complete whenever nothing runs."""
-        lines = self.steps.read_text(encoding="utf-8").splitlines()
-        rows = [json.loads(line) for line in lines if line.endswith("]")]
-        return [[row[0] - begin_s, *row[1:]] for row in rows if begin_s <= row[0] <= end_s]
 
 
 @contextmanager

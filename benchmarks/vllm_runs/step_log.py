@@ -19,7 +19,8 @@ VARIABLE = "TAILCAST_STEP_LOG"
 
 
 class StepLog:
-    """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens, new tokens].
+    """Writes one JSON line per step: [end, seconds, prefill tokens, decodes, context tokens, new tokens,
+    seconds of scheduling].
 
     A step lasts from the end of the one before, where that left requests behind, to its own end: what the engine does
     between two steps is part of them.
@@ -27,8 +28,8 @@ class StepLog:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._log = open(os.environ[VARIABLE], "a", encoding="utf-8")  # noqa: SIM115
-        self._open_steps: deque[tuple[float, int, int, int, int]] = deque()
+        self._log = open(os.environ[VARIABLE], "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._open_steps: deque[tuple[float, float, int, int, int, int]] = deque()
         self._ended_s = 0.0
         self._was_busy = False
 
@@ -36,6 +37,7 @@ class StepLog:
         begin = time.monotonic()
         before = {name: request.num_computed_tokens for name, request in self.requests.items()}  # type: ignore[attr-defined]
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        scheduling = time.monotonic() - begin
         prefill = decodes = context = new = 0
         for name, num_tokens in output.num_scheduled_tokens.items():
             done, prompt = before.get(name, 0), self.requests[name].num_prompt_tokens  # type: ignore[attr-defined]
@@ -45,20 +47,20 @@ class StepLog:
                 context += done
             else:
                 prefill += num_tokens
-        self._open_steps.append((begin, prefill, decodes, context, new))
+        self._open_steps.append((begin, scheduling, prefill, decodes, context, new))
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        updated = time.monotonic()
         result = super().update_from_output(*args, **kwargs)  # type: ignore[misc]
-        begin, *work = self._open_steps.popleft()
+        begin, scheduling, *work = self._open_steps.popleft()
         now = time.monotonic()
         if any(work):
             start = self._ended_s if self._was_busy else max(begin, self._ended_s)
-            self._log.write(json.dumps([now, now - start, *work]) + "\n")
+            row = [now, now - start, *work, scheduling + now - updated]
+            self._log.write(json.dumps(row) + "\n")
         self._ended_s = now
         self._was_busy = bool(self.requests)  # type: ignore[attr-defined]
-        if not self.running:  # type: ignore[attr-defined]
-            self._log.flush()
         return result
 
 

@@ -5,25 +5,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.vllm_runs.client import Answer, read_event
+from benchmarks.vllm_runs.client import Answer, Ask, read_event, send_all
+from benchmarks.vllm_runs.clock import EngineClock
 from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, Cell, asks, cells
 from benchmarks.vllm_runs.results import (
+    CLOCK,
     calibrated,
     interval,
-    mean_step_s,
     measured_capacity,
     run_metrics,
+    scheduling_s,
     simulated,
     slowness,
     window_throughput,
 )
+from benchmarks.vllm_runs.server import StepTail
 from benchmarks.vllm_runs.table_predictor import TablePredictor
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.predictions import LengthPrediction
@@ -42,7 +51,9 @@ def logged(rows: Any) -> list[list[float]]:
         contexts = [context] + [0] * (decodes - 1) if decodes else []
         seconds = STEP.step_s(StepWork(chunks, contexts))
         now += seconds
-        steps.append([now, seconds, prefill, decodes, context if decodes else 0, decodes + bool(prefill)])
+        steps.append(
+            [now, seconds, prefill, decodes, context if decodes else 0, decodes + bool(prefill), 0.002]
+        )
     return steps
 
 
@@ -77,28 +88,118 @@ def test_an_interval_is_students() -> None:
 
 
 def test_step_times_are_found_again() -> None:
-    fit = calibrated({"steps": some_steps()})
+    fit = calibrated(some_steps())
     for name, value in fit.parameters.items():
         assert value == pytest.approx(getattr(STEP, name)), name
-    slower = calibrated({"steps": some_steps()}, 1.5)
-    assert {name: value / 1.5 for name, value in slower.parameters.items()} == pytest.approx(fit.parameters)
+    slower = [[end, 1.1 * seconds, *work] for end, seconds, *work in some_steps()]
+    assert slowness(slower, fit) == pytest.approx(1.1)
+    assert scheduling_s(slower) == pytest.approx(0.002)
 
 
-def test_a_probe_tells_how_slow_the_machine_is_now() -> None:
-    """Half the places empty, or a prompt in a step, is not what is asked; one hiccup changes nothing."""
-    fit = calibrated({"steps": some_steps()})
-    probe = [[end, 1.1 * seconds, *work] for end, seconds, *work in full_steps()]
-    probe[3][1] = 9.0
-    assert slowness(probe, fit) == pytest.approx(1.1)
-    assert mean_step_s(probe) == pytest.approx(1.1 * STEP.step_s(StepWork((), [25] * 8)), rel=0.01)
-    others = logged([[100, 8, 50], [0, 2, 50], [0, 1, 50]])
-    assert slowness(others + probe, fit) == pytest.approx(1.1)
+def test_a_clock_goes_as_fast_as_the_engines_steps() -> None:
+    """The machine takes 1.5 times as long for half of the run; then half as long."""
+    clock, now, said = EngineClock(STEP, recent=1), 0.0, 0.0
+    assert clock.at(2.0) == 2.0
+    for number, (_, seconds, *work) in enumerate(full_steps()):
+        took = seconds * (1.5 if number < 20 else 0.5)
+        clock.update(now, [[now, took, *work]])  # its speed is known when the next one begins
+        assert clock.at(now) == pytest.approx(said)
+        now, said = now + took, said + seconds
+        assert clock.at(now) == pytest.approx(said)
+        assert clock.when(said) == pytest.approx(now)
+    plain = EngineClock()
+    plain.update(1.0, full_steps())
+    assert (plain.at(3.0), plain.when(3.0)) == (3.0, 3.0)
+
+
+def test_a_log_is_read_while_it_grows(tmp_path: Path) -> None:
+    path = tmp_path / "steps"
+    early = StepTail(path)
+    assert early.read() == []
+    path.write_text("[1, 2]\n")
+    late = StepTail(path)
+    with path.open("a") as file:
+        for text, found in (
+            ("[3, 4]\n[5,", [[3, 4]]),
+            (" 6]", []),
+            ("\n[7, 8]\n", [[5, 6], [7, 8]]),
+            ("", []),
+        ):
+            file.write(text)
+            file.flush()
+            assert late.read() == found
+    assert early.read() == [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+@contextmanager
+def engine(steps: Path) -> Iterator[str]:
+    """An OpenAI server that answers each request with two tokens at once; its steps take twice as long as they should."""
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if body["messages"][0]["content"] == "refused":
+                self.send_error(503, "overloaded")
+                return
+            self.send_response(200)
+            self.end_headers()
+            for event in (
+                {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]},
+                {"choices": [{"delta": {"content": ""}, "finish_reason": "stop"}]},
+                {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+            ):
+                self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    def work() -> None:
+        while not ended.wait(0.03):
+            said = STEP.step_s(StepWork((), [25] * 8))
+            with steps.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([time.monotonic(), 2 * said, 0, 8, 200, 8, 0.0]) + "\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threads = [threading.Thread(target=run, daemon=True) for run in (server.serve_forever, work)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_requests_are_sent_by_the_engines_clock(tmp_path: Path) -> None:
+    rows = [Ask(f"q{number}", "Hello?", 0.5 * number, number, 80) for number in range(3)]
+    steps = tmp_path / "steps"
+    with engine(steps) as url:
+        run = send_all(url, "m", rows, 1.0, EngineClock(STEP), StepTail(steps))
+        with pytest.raises(RuntimeError, match="q0: HTTP 503"):
+            send_all(url, "m", [Ask("q0", "refused", 0.0, 0, 80)], 1.0, EngineClock(), StepTail(steps))
+        (tmp_path / "torn").write_text("")
+        tail = StepTail(tmp_path / "torn")
+        (tmp_path / "torn").write_text("no step\n")
+        with pytest.raises(json.JSONDecodeError):
+            send_all(url, "m", [replace(rows[0], at_s=60.0)], 1.0, EngineClock(), tail)
+    found = run["requests"]
+    assert [row["request_id"] for row in found] == ["q0", "q1", "q2"]
+    assert [row["arrival_clock_s"] for row in found] == [0.0, 0.5, 1.0]
+    assert 1.5 < found[-1]["arrival_s"] < 2.1, "twice as long, up to the first step"
+    assert 10 < len(run["steps"]) < 80
+    for row in found:
+        assert row["arrival_s"] <= row["sent_s"] <= row["first_token_s"] <= row["finish_s"]
+        took, by_clock = row["finish_s"] - row["arrival_s"], row["finish_clock_s"] - row["arrival_clock_s"]
+        assert by_clock <= took + 0.02
 
 
 def test_the_simulator_prefers_short_answers_where_told_of_them() -> None:
     lengths = [60, 60, *([4] * 20)]
     rows = [
-        {"request_id": f"q{i}", "arrival_s": 0.001 * i, "prompt_tokens": 10, "output_tokens": length}
+        {"request_id": f"q{i}", "arrival_clock_s": 0.001 * i, "prompt_tokens": 10, "output_tokens": length}
         for i, length in enumerate(lengths)
     ]
     known = {f"q{i}": LengthPrediction(math.log(length), 0.1, 5.0) for i, length in enumerate(lengths)}
@@ -157,13 +258,14 @@ def test_a_capacity_is_that_of_full_places() -> None:
 
 
 def test_throughput_ends_with_the_last_arrival() -> None:
-    rows = [{"arrival_s": 0.0}, {"arrival_s": 2.0}]
+    rows = [{"arrival_s": 0.0, "arrival_clock_s": 0.0}, {"arrival_s": 2.0, "arrival_clock_s": 4.0}]
     steps = [[0.5, 0.5, 5, 0, 0, 1], [2.0, 1.5, 0, 3, 9, 3], [2.5, 0.5, 0, 2, 9, 2]]
     assert window_throughput({"requests": rows, "steps": steps}) == pytest.approx(2.0)
+    assert window_throughput({"requests": rows, "steps": steps}, CLOCK) == pytest.approx(1.0)
 
 
 def test_a_stream_is_read_as_it_comes() -> None:
-    answer = Answer("q0", 1.0, 1.5)
+    answer = Answer("q0", 1.0, 0.5, 1.5)
     events = [
         (1.6, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}),
         (2.0, {"choices": [{"delta": {"content": "a"}, "finish_reason": None}]}),
@@ -171,9 +273,9 @@ def test_a_stream_is_read_as_it_comes() -> None:
         (3.5, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}}),
     ]
     for now_s, event in events:
-        read_event(b"data: " + json.dumps(event).encode() + b"\n", answer, now_s)
-    read_event(b"data: [DONE]\n", answer, 4.0)
-    assert answer == Answer("q0", 1.0, 1.5, 2.0, 3.0, 7, 2, "stop")
+        read_event(b"data: " + json.dumps(event).encode() + b"\n", answer, now_s, now_s / 2)
+    read_event(b"data: [DONE]\n", answer, 4.0, 2.0)
+    assert answer == Answer("q0", 1.0, 0.5, 1.5, 2.0, 3.0, 1.0, 1.5, 7, 2, "stop")
 
 
 def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
@@ -187,12 +289,13 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
             {
                 "request_id": f"q{number}", "arrival_s": float(number), "sent_s": number + 0.25,
                 "first_token_s": number + slower, "finish_s": number + 2 * slower, "prompt_tokens": 5,
-                "output_tokens": 8, "finish_reason": "stop",
+                "output_tokens": 8, "finish_reason": "stop", "arrival_clock_s": 0.5 * number,
+                "first_token_clock_s": 0.5 * (number + slower), "finish_clock_s": 0.5 * number + slower,
             }
             for number in range(6)
         ]  # fmt: skip
-        probe = [[end, 1.2 * seconds, *work] for end, seconds, *work in full_steps()]
-        content = {"requests": rows, "steps": some_steps(60), "probe": None if cell == CAPACITY else probe}
+        steps = [[end, 1.2 * seconds, *work] for end, seconds, *work in some_steps(60)]
+        content = {"requests": rows, "steps": some_steps(60) if cell == CAPACITY else steps}
         cell.file(tmp_path).write_text(json.dumps(content), encoding="utf-8")
 
     write(CAPACITY, 1.0)
@@ -207,9 +310,11 @@ def test_a_table_of_whatever_is_there(tmp_path: Path) -> None:
     [fcfs, tie] = [line.split(" | ") for line in table.splitlines() if line.startswith("| 1.2x")]
     assert fcfs[2:4] == ["2", "0.625 ± 4.765"], "means 0.25 and 1, Student's t of one degree of freedom"
     assert tie[2:4] == ["1", "0.750"]
-    assert tie[11] == "-25.0 %"
+    assert (tie[15], tie[17]) == ("-25.0 %", "-25.0 %"), (
+        "of the same repetition, by the wall and by the clock"
+    )
     assert "late by 250 ms" in table
-    assert "1.20 to 1.20 times" in table
+    assert (tie[9], tie[10], tie[11]) == ("1.20", "2.00", "0.375")
     assert "as in fcfs's run: 100.0 %" in table
 
 

@@ -1,0 +1,16 @@
+"""What a step of an engine's log did, as the simulator says it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler_core.plan import PrefillChunk
+from scheduler_core.simulator.step_time import StepWork
+
+
+def step_work(step: Sequence[float]) -> StepWork:
+    """The work of a row of `step_log.StepLog`; contexts of decodes are taken to be equal."""
+    prefill, decodes, context = (int(value) for value in step[2:5])
+    chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
+    each, rest = divmod(context, decodes) if decodes else (0, 0)
+    return StepWork(chunks, [each + (place < rest) for place in range(decodes)])
