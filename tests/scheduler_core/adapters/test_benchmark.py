@@ -188,8 +188,8 @@ def test_requests_are_sent_by_the_engines_clock(tmp_path: Path) -> None:
     found = run["requests"]
     assert [row["request_id"] for row in found] == ["q0", "q1", "q2"]
     assert [row["arrival_clock_s"] for row in found] == [0.0, 0.5, 1.0]
-    assert 1.5 < found[-1]["arrival_s"] < 2.1, "twice as long, up to the first step"
-    assert 10 < len(run["steps"]) < 80
+    assert 1.2 < found[-1]["arrival_s"] < 2.1, "twice as long from the first step on"
+    assert 3 < len(run["steps"]) < 80
     for row in found:
         assert row["arrival_s"] <= row["sent_s"] <= row["first_token_s"] <= row["finish_s"]
         took, by_clock = row["finish_s"] - row["arrival_s"], row["finish_clock_s"] - row["arrival_clock_s"]
