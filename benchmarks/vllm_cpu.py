@@ -126,9 +126,7 @@ class Bench:
             if name == "priority":
                 url = self.stack.enter_context(self._proxy(url))
             self.engines[name] = engine, url
-            # Three full batches, and every smaller one on the way.
-            caps = [4 + 2 * (place % 16) for place in range(3 * options.max_num_seqs)]
-            rows, tail = short_requests(caps), StepTail(engine.steps)
+            rows, tail = warm_up(3 * options.max_num_seqs), StepTail(engine.steps)
             send_all(url, MODEL, rows, options.temperature, EngineClock(), tail)
         return self.engines[name]
 
@@ -152,9 +150,12 @@ class Bench:
             yield f"http://127.0.0.1:{port_file.read_text(encoding='utf-8').split()[0]}"
 
 
-def short_requests(caps: Sequence[int]) -> list[Ask]:
-    """Requests that are there at once, one for each cap of its answer."""
-    return [Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, cap) for place, cap in enumerate(caps)]
+def warm_up(count: int) -> list[Ask]:
+    """Short requests of different lengths, there at once, so that every number of running requests has been there."""
+    return [
+        Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, 4 + 2 * (place % 16))
+        for place in range(count)
+    ]
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -98,7 +98,7 @@ class _Run:
         self._asks = sorted(asks, key=lambda ask: ask.at_s)
         self._clock, self._tail = clock, tail
         self._steps: list[list[float]] = []
-        self._begin = time.monotonic()
+        self._begin = 0.0
 
     async def all(self) -> dict[str, Any]:
         async with aiohttp.ClientSession(
@@ -132,12 +132,18 @@ class _Run:
 
     async def _send_all(self, client: aiohttp.ClientSession) -> list[dict[str, Any]]:
         tasks = []
-        for ask in self._asks:
-            while (wait := self._clock.when(ask.at_s) - self._now()) > 0:
-                await asyncio.sleep(min(wait, TICK_S))
-            answer = Answer(ask.request_id, self._clock.when(ask.at_s), ask.at_s, self._now())
-            tasks.append(asyncio.create_task(self._send(client, ask, answer)))
-        return [asdict(answer) for answer in await asyncio.gather(*tasks)]
+        try:
+            async with (
+                asyncio.TaskGroup() as group
+            ):  # the first failure ends the run, whatever is still to be sent
+                for ask in self._asks:
+                    while (wait := self._clock.when(ask.at_s) - self._now()) > 0:
+                        await asyncio.sleep(min(wait, TICK_S))
+                    answer = Answer(ask.request_id, self._clock.when(ask.at_s), ask.at_s, self._now())
+                    tasks.append(group.create_task(self._send(client, ask, answer)))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [asdict(task.result()) for task in tasks]
 
     async def _send(self, client: aiohttp.ClientSession, ask: Ask, answer: Answer) -> Answer:
         body = {

@@ -179,7 +179,8 @@ def test_requests_are_sent_by_the_engines_clock(tmp_path: Path) -> None:
     with engine(steps) as url:
         run = send_all(url, "m", rows, 1.0, EngineClock(STEP), StepTail(steps))
         with pytest.raises(RuntimeError, match="q0: HTTP 503"):
-            send_all(url, "m", [Ask("q0", "refused", 0.0, 0, 80)], 1.0, EngineClock(), StepTail(steps))
+            asked = [Ask("q0", "refused", 0.0, 0, 80), replace(rows[1], at_s=60.0)]
+            send_all(url, "m", asked, 1.0, EngineClock(), StepTail(steps))
         (tmp_path / "torn").write_text("")
         tail = StepTail(tmp_path / "torn")
         (tmp_path / "torn").write_text("no step\n")
