@@ -6,6 +6,8 @@
 Each study prints the paper's value, ours, their ratio, and whether the effect points the same way, and keeps its findings
 under --out; --markdown writes the page of all studies whose findings are there, whatever their scales. --missing leaves out
 those that are there at this scale or a larger one, so that an interrupted run goes on. --list names them and what they cost.
+
+The page in docs is that of --out benchmarks/results/reproduction: run a study into it and write the page again.
 """
 
 from __future__ import annotations

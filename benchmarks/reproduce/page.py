@@ -114,7 +114,8 @@ def page(parts: Sequence[tuple[Study, Findings, Mapping[str, Any]]]) -> str:
         "",
         "Made by `python -m benchmarks.reproduce`; not edited by hand. Paper values are as printed; ours are simulated by",
         "`scheduler_core.simulator` with equal memory and batch limits for every system, every resident token charged, no",
-        "request left out. The direction is that of the effect: within 3 % (or 3 points) there is none.",
+        "request left out. The direction is that of the effect: within 3 % (or 3 points) there is none. The findings as JSON are",
+        "in `benchmarks/results/reproduction`.",
         "",
         f"{same} of {len(with_direction)} values with a direction point where the paper's do; "
         f"{sum(one.holds for one in claims)} of {len(claims)} claims hold. {_scales(parts)}",

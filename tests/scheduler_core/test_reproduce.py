@@ -118,6 +118,13 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
     assert "at best a direction: 2 requests, 1 seed." in text
 
 
+def test_the_page_in_docs_is_made_of_the_findings_kept_with_it() -> None:
+    root = Path(__file__).parents[2]
+    kept = [(study, root / f"benchmarks/results/reproduction/{study.name}.json") for study in STUDIES]
+    made = page([(study, *load(path)) for study, path in kept if path.exists()])
+    assert made == (root / "docs/reproduction.md").read_text(encoding="utf-8")
+
+
 def test_scale_takes_requests_and_seeds_down_to_what_the_quick_version_has() -> None:
     scaled = Effort(scale=0.25)
     assert (scaled.num(10_000, 800), scaled.num(1000, 800)) == (2500, 800)
