@@ -16,6 +16,8 @@ from benchmarks.vllm_runs.server import StepTail
 
 #: How often the engine's log is looked at.
 TICK_S = 0.02
+#: Servers close kept connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
+KEEPALIVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ class _Run:
 
     async def all(self) -> dict[str, Any]:
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
         ) as client:
             self._begin = time.monotonic()
             work = asyncio.create_task(self._send_all(client))
