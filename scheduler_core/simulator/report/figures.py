@@ -17,10 +17,13 @@ from scheduler_core.simulator.watch import LoadTimeline, Segment
 FloatArray = NDArray[np.float64]
 #: Points of a drawn distribution function.
 NUM_POINTS = 400
-#: More curves than this are not named: no colours are left.
-MAX_NAMED = 8
 #: Okabe and Ito's colours, told apart by everybody.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_DASHES = ("-", "--", ":")
+#: More curves than this are not named: no colours and dashes are left.
+MAX_NAMED = len(_COLOURS) * len(_DASHES)
+#: An axis with fewer marks than this says nothing about its scale.
+MIN_MARKS = 3
 _KINDS = {"prefill": "#D55E00", "decode": "#0072B2", "waiting": "#dddddd"}
 
 
@@ -49,18 +52,29 @@ def _svg(figure: Any) -> str:
 
 
 def _mark_decades(axis: Any, limits: tuple[float, float]) -> None:
-    """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis, at 1 alone where that would be many."""
+    """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis: at 1 alone where that would be many, and at evenly
+    spaced numbers where it would be too few."""
+    from matplotlib.ticker import MaxNLocator
+
     low, high = limits
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     digits = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    ticks = [digit * 10.0**power for power in decades for digit in digits]
-    axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+    ticks = [
+        digit * 10.0**power for power in decades for digit in digits if low <= digit * 10.0**power <= high
+    ]
+    if len(ticks) < MIN_MARKS:
+        ticks = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    axis.set_ticks(ticks)
     axis.set_ticks([], minor=True)
     axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 def _colour(index: int) -> str:
     return _COLOURS[index % len(_COLOURS)]
+
+
+def _dash(index: int) -> str:
+    return _DASHES[index // len(_COLOURS) % len(_DASHES)]
 
 
 def empirical(values: Sequence[float] | FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -96,7 +110,15 @@ def ratio_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
 
 def _draw_curves(axis: Any, curves: Mapping[str, Curve]) -> None:
     for index, (name, (x, y)) in enumerate(curves.items()):
-        axis.step(np.maximum(x, 1e-6), y, where="post", color=_colour(index), label=name, linewidth=1.4)
+        axis.step(
+            np.maximum(x, 1e-6),
+            y,
+            where="post",
+            color=_colour(index),
+            linestyle=_dash(index),
+            label=name,
+            linewidth=1.4,
+        )
     axis.set_xscale("log")
     _mark_decades(axis.xaxis, axis.get_xlim())
     axis.set_ylim(0, 1.01)
@@ -159,6 +181,7 @@ def load_over_time(loads: Mapping[str, LoadTimeline]) -> str:
                 series,
                 where="post",
                 color=_colour(index),
+                linestyle=_dash(index),
                 linewidth=0.9,
                 alpha=0.8,
                 label=f"replica {name}",
@@ -180,7 +203,15 @@ def load_latency(
         means: list[float] = []
         for index, (name, points) in enumerate(curves.items()):
             x, mean, low, high = np.array(sorted(points)).T
-            axis.plot(x, mean, "o-", color=_colour(index), label=name, markersize=3.5, linewidth=1.3)
+            axis.plot(
+                x,
+                mean,
+                f"o{_dash(index)}",
+                color=_colour(index),
+                label=name,
+                markersize=3.5,
+                linewidth=1.3,
+            )
             known = np.isfinite(low) & np.isfinite(high)
             axis.vlines(x[known], np.maximum(low, 1e-9)[known], high[known], color=_colour(index), alpha=0.4)
             means.extend(mean[np.isfinite(mean) & (mean > 0)])
