@@ -1,5 +1,7 @@
 """A real vLLM behind the proxy: a later short or urgent request overtakes earlier long ones, and nobody is lost.
 
+vLLM's engine stands still until all requests are there: on a loaded machine the first ones could be answered before.
+
 Minutes, in vLLM's own environment (see tests/data_gen/conftest.py).
 """
 
@@ -8,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +28,25 @@ pytestmark = pytest.mark.slow
 
 LONG, SHORT = "essay essay", "name name name"  # the artifact's predictions: see test_limits.py
 NUM_LONG = 8
+#: Until requests that have been asked for are in vLLM's queue.
+SENDING_S = 1.0
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A running vLLM."""
+
+    url: str
+    server: Server
+
+    def stopped(self) -> AbstractContextManager[None]:
+        """Requests reach it, and none is begun."""
+        return self.server.stopped("VLLM::EngineCor")
 
 
 @pytest.fixture(scope="module")
-def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a vLLM with one place that orders by priority."""
+def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """With one place, by priority."""
     from benchmarks.serving.processes import free_port
 
     folder = tmp_path_factory.mktemp("vllm")
@@ -42,7 +60,7 @@ def engine(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     try:
         url = f"http://127.0.0.1:{port}"
         server.wait(lambda: answers(f"{url}/health"), 900)
-        yield url
+        yield Engine(url, server)
     finally:
         server.kill()
 
@@ -54,7 +72,9 @@ def asks(text: str, num_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def finish_order(proxy: RunningProxy, last_prompt: str, last_tier: int | None) -> list[str]:
+async def finish_order(
+    engine: Engine, proxy: RunningProxy, last_prompt: str, last_tier: int | None
+) -> list[str]:
     """Long requests one after the other, and then a last one; their names as they are answered."""
     finished: list[str] = []
 
@@ -66,10 +86,13 @@ async def finish_order(proxy: RunningProxy, last_prompt: str, last_tier: int | N
         finished.append(name)
 
     tasks = []
-    for number in range(NUM_LONG):
-        tasks.append(asyncio.create_task(ask(f"long{number}", LONG, 80, None)))
-        await asyncio.sleep(0.005)
-    tasks.append(asyncio.create_task(ask("last", last_prompt, 4, last_tier)))
+    with engine.stopped():
+        for number in range(NUM_LONG):
+            tasks.append(asyncio.create_task(ask(f"long{number}", LONG, 80, None)))
+            await asyncio.sleep(0.005)
+        tasks.append(asyncio.create_task(ask("last", last_prompt, 4, last_tier)))
+        await asyncio.sleep(SENDING_S)
+        assert not finished
     await asyncio.gather(*tasks)
     return finished
 
@@ -83,33 +106,34 @@ def overtaken(order: list[str]) -> int:
     ("policy", "prompt", "tier"), [("sept", SHORT, None), ("tie", SHORT, None), ("semantic", LONG, 0)]
 )
 async def test_a_later_short_or_urgent_request_overtakes(
-    engine: str, artifact_folder: Path, policy: str, prompt: str, tier: int | None
+    engine: Engine, artifact_folder: Path, policy: str, prompt: str, tier: int | None
 ) -> None:
     options: dict[str, Any] = {"engine": "vllm", "predictor": str(artifact_folder), "max_num_seqs": 1}
-    async with running_proxy(engine, policy=policy, **options) as proxy:
-        assert overtaken(await finish_order(proxy, prompt, tier)) >= NUM_LONG // 2
+    async with running_proxy(engine.url, policy=policy, **options) as proxy:
+        assert overtaken(await finish_order(engine, proxy, prompt, tier)) >= NUM_LONG // 2
         assert await proxy.metric('tailcast_proxy_hints_total{outcome="policy"}') == NUM_LONG + 1
 
 
-async def test_first_come_first_served_does_not(engine: str, artifact_folder: Path) -> None:
+async def test_first_come_first_served_does_not(engine: Engine, artifact_folder: Path) -> None:
     """Neither the proxy's own fcfs, nor the engine where it is told nothing."""
     for options in ({"predictor": str(artifact_folder), "policy": "fcfs"}, {"without_prediction": "nothing"}):
-        async with running_proxy(engine, engine="vllm", **options) as proxy:
-            assert overtaken(await finish_order(proxy, SHORT, 0)) == 0
+        async with running_proxy(engine.url, engine="vllm", **options) as proxy:
+            assert overtaken(await finish_order(engine, proxy, SHORT, 0)) == 0
 
 
-async def test_no_request_is_lost_when_the_predictor_goes(engine: str, artifact_folder: Path) -> None:
+async def test_no_request_is_lost_when_the_predictor_goes(engine: Engine, artifact_folder: Path) -> None:
     async with running_server(open_runtime(artifact_folder)) as (_, address):
         manager = running_proxy(
-            engine, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
+            engine.url, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
         )
         proxy = await manager.__aenter__()
-        first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]
         answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
-        async with asyncio.timeout(60):
-            while await proxy.metric(answered) < 6:
-                await asyncio.sleep(0.01)
-        assert not all(task.done() for task in first)
+        with engine.stopped():
+            first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]
+            async with asyncio.timeout(60):
+                while await proxy.metric(answered) < 6:
+                    await asyncio.sleep(0.01)
+            assert not any(task.done() for task in first)
     rest = [asyncio.create_task(proxy.post(asks(SHORT, 40))) for _ in range(6)]
     assert [status for status, _ in await asyncio.gather(*first, *rest)] == [200] * 12
     assert await proxy.metric(answered) == 6
