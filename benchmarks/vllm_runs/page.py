@@ -91,7 +91,13 @@ def report(setting: Setting) -> str:
     header += [
         f"{clock}{words}, to fcfs" for clock in ("", "engine's clock: ") for words in COMPARED.values()
     ]
-    header += ["simulated: per token, s", "to fcfs", "TTLT, s", "its error", "its error by the engine's clock"]
+    header += [
+        "simulated: per token, s",
+        "to fcfs",
+        "TTLT, s",
+        "its error",
+        "its error by the engine's clock",
+    ]
     rows = [_row(load, side, real, model) for load in setting.loads for side in SIDES if (side, load) in real]
     tokens = [row["output_tokens"] for row in base["requests"]]
     parameters = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in fit.parameters.items())
