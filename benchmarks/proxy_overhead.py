@@ -45,7 +45,7 @@ class Variant:
         pid: Of the proxy; None: there is none.
         admin: Its port for metrics.
         first_ms, total_ms: To the first byte of the body, and to its end; one entry for each request but the first of a turn.
-        paused_ms: To the first byte, of the first request of each turn: the proxy has slept, and its caches are cold.
+        paused_ms: To the first byte, of the first request of each turn: the proxy has slept meanwhile.
         cpu_s: CPU seconds of the proxy.
         own_share: Share of requests that the proxy itself, by its own clock, kept for less than a millisecond.
     """
