@@ -16,11 +16,9 @@ from scheduler_core.policies.hpjf import Hpjf
 from scheduler_core.policies.hrrn import Hrrn
 from scheduler_core.policies.las import Las
 from scheduler_core.policies.ltr import Ltr
-from scheduler_core.policies.mixed_boost import MixedBoost
 from scheduler_core.policies.mlfq import Mlfq
 from scheduler_core.policies.predicted_boost import PredictedBoost
 from scheduler_core.policies.priority import Priority
-from scheduler_core.policies.reserve import Reserve
 from scheduler_core.policies.s3 import S3
 from scheduler_core.policies.semantic import Semantic
 from scheduler_core.policies.sept import Sept
@@ -58,8 +56,6 @@ POLICIES: dict[str, type[Policy]] = {
     "vtc": Vtc,
     "gittins": Gittins,
     "predicted_boost": PredictedBoost,
-    "mixed_boost": MixedBoost,
-    "reserve": Reserve,
     "slo_tie": SloTie,
     "tail_guard": TailGuard,
 }
@@ -111,12 +107,10 @@ __all__ = [
     "Hrrn",
     "Las",
     "Ltr",
-    "MixedBoost",
     "Mlfq",
     "Policy",
     "PredictedBoost",
     "Priority",
-    "Reserve",
     "Semantic",
     "Sept",
     "SloTie",

@@ -18,7 +18,7 @@ ALL = pytest.mark.parametrize("name", POLICIES)
 #: Their keys tell apart any two requests that differ in what they order by, whoever came first in the same instant.
 ORDER_FREE = (
     "priority", "spf", "ssjf", "sept", "ltr", "tie", "edf", "srpt", "semantic", "distboost",
-    "predicted_boost", "mixed_boost", "slo_tie",
+    "predicted_boost", "slo_tie",
 )  # fmt: skip
 
 
@@ -128,7 +128,6 @@ def short(name: str, now: float) -> Item:
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
 FAIR: dict[str, dict[str, float]] = {
     "fcfs": {},
-    "reserve": {},
     "ltr": {},
     "tie": {"tau_s": 1.0},
     "hrrn": {"token_s": 0.05},
@@ -137,7 +136,6 @@ FAIR: dict[str, dict[str, float]] = {
     "distboost": {"gamma_per_s": 1.0},
     "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
     "predicted_boost": {"gamma_per_s": 1.0, "adapt_gamma": False},
-    "mixed_boost": {"gamma_per_s": 1.0},
     "tail_guard": {},
     "vtc": {},
 }

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scheduler_core.errors import InputError
 from scheduler_core.indices.boost import boost_s, predicted_boost_s
 from scheduler_core.indices.coverage import Coverage
-from scheduler_core.indices.hedge import Hedge
 from scheduler_core.indices.length_table import LengthTable
 from scheduler_core.indices.prediction_bias import PredictionBias
 from scheduler_core.indices.tail_rate import TailRate
@@ -228,32 +227,12 @@ def test_coverage_tells_a_wrong_predictor_from_a_right_one(shift: float, bad: bo
     assert sure.gap == pytest.approx(0.0, abs=1e-6), "knowing the length is no fault"
 
 
-def test_hedge_finds_the_best_expert_within_its_bound() -> None:
-    rng = np.random.default_rng(1)
-    hedge = Hedge(4)
-    for _ in range(2000):
-        hedge.observe([float(value) for value in rng.random(4) * np.array([1.0, 0.9, 0.8, 1.0])])
-    assert int(np.argmax(hedge.weights)) == 2
-    assert hedge.weights[2] > 0.9
-    assert 0 < hedge.regret <= hedge.regret_bound
-
-
-def test_hedge_holds_its_bound_against_an_adversary() -> None:
-    """Who leads loses: the regret grows with the root of the rounds, not with the rounds."""
-    hedge = Hedge(2)
-    for _ in range(3000):
-        leader = int(hedge.weights[1] > hedge.weights[0])
-        hedge.observe([1.0 - leader, float(leader)])
-    assert hedge.regret <= hedge.regret_bound < 0.1 * 3000
-
-
 def test_wrong_arguments_are_named() -> None:
     for make, named in (
         (lambda: WorkRate(0.0, 1.0), "prefill_token_s"),
         (lambda: TailRate(1.0, smoothing=0.0), "smoothing"),
         (lambda: TailRate(1.0, window=5, update_every=6), "window"),
         (lambda: Coverage(5, 6), "fewest"),
-        (lambda: Hedge(1), "num_experts"),
     ):
         with pytest.raises(InputError, match=named):
             make()

@@ -10,7 +10,6 @@ import pytest
 from benchmarks.policies import Job, fluid_gain
 from scheduler_core.indices.boost import boost_s
 from scheduler_core.policies import make_policy
-from scheduler_core.policies.mixed_boost import MixedBoost
 from scheduler_core.policies.predicted_boost import PredictedBoost
 from scheduler_core.policies.slo_tie import SloTie
 from scheduler_core.policies.tail_guard import TailGuard
@@ -81,15 +80,13 @@ def test_gittins_gives_up_on_an_answer_that_outlives_its_median() -> None:
     assert not dear.may_preempt(old, new, 0.0)
 
 
-def learn(policy: PredictedBoost | MixedBoost, shift: float, num: int, seed: int = 0) -> None:
+def learn(policy: PredictedBoost, shift: float, num: int, seed: int = 0) -> None:
     """Finishes requests whose predictions are right but for a shift of ln length."""
     rng = np.random.default_rng(seed)
     for index in range(num):
         mu = float(rng.normal(4.0, 1.0))
         tokens = int(max(1, round(math.exp(mu + 0.5 * rng.standard_t(3.5)))))
-        seen = LengthPrediction(
-            mu + shift * float(rng.standard_normal() if isinstance(policy, MixedBoost) else 1.0), 0.5, 3.5
-        )
+        seen = LengthPrediction(mu + shift, 0.5, 3.5)
         item = state(f"r{index}", prediction=seen, cap=10_000, prompt=int(rng.integers(5, 500)))
         enter(policy, item)
         policy.on_step(float(index), 1.0)
@@ -122,35 +119,6 @@ def test_an_aborted_request_teaches_nothing() -> None:
         policy.on_step(1.0, 1.0)
         policy.on_finish(item)
     assert policy.trusted
-
-
-@pytest.mark.parametrize(("shift", "low", "high"), [(0.0, 0.85, 1.0), (6.0, 0.0, 0.75)])
-def test_mixed_boost_learns_how_far_to_believe_the_predictor(shift: float, low: float, high: float) -> None:
-    policy = MixedBoost()
-    learn(policy, shift, 400)
-    assert low <= policy.share <= high
-    assert policy.regret <= policy.regret_bound
-
-
-def test_reserve_asks_for_the_quantile_of_what_remains() -> None:
-    seen = LengthPrediction(math.log(100), 0.5, 3.5)
-    policy = make_policy("reserve", {"quantile": 0.9})
-    item = state(prompt=20, prediction=seen, cap=1000)
-    enter(policy, item)
-    assert policy.admission_tokens(item) == pytest.approx(20 + float(seen.distribution().ppf(0.9)), abs=2)
-    item.num_output_tokens = 150
-    rest = float(seen.distribution().remaining(150.0).ppf(0.9))
-    assert policy.admission_tokens(item) == pytest.approx(170 + rest, abs=4)
-    unknown = state("b", prompt=20)
-    assert policy.admission_tokens(unknown) == 20
-
-
-def test_reserve_preempts_less_than_fcfs_when_memory_is_short() -> None:
-    trace = overload(150, 64, 1.5, seed=3, prompt=30)
-    limits = {"max_num_seqs": 64, "num_kv_blocks": 260}
-    plain, reserved = simulate(trace, "fcfs", **limits), simulate(trace, "reserve", **limits)
-    assert plain["preemptions"] >= 5
-    assert reserved["preemptions"] <= 0.5 * plain["preemptions"]
 
 
 def test_slo_tie_lets_the_late_overtake_by_urgency_and_gives_up_the_missed() -> None:

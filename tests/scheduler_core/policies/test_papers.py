@@ -319,8 +319,6 @@ def test_uniboost_signal_by_phase() -> None:
         ("vtc", {"output_weight": 0.0}, "output_weight"),
         ("gittins", {"switch_cost": -1.0}, "switch_cost"),
         ("predicted_boost", {"max_gap": 0.0}, "max_gap"),
-        ("mixed_boost", {"compare": 0}, "compare"),
-        ("reserve", {"quantile": 1.0}, "quantile"),
         ("slo_tie", {"margin_s": 0.0}, "margin_s"),
         ("tail_guard", {"exempt_share": 1.0}, "exempt_share"),
     ],
