@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import run_command
+from scheduler_core.command import entry_point, run_command
+from scheduler_core.errors import InputError
 
 #: By name: module, its configuration, fields given by position.
 COMMANDS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -34,6 +34,7 @@ simulate COMMAND --help explains the options.
 """
 
 
+@entry_point("simulate", extra="sim")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of the console script `simulate`; returns the exit code."""
     words = list(sys.argv[1:] if args is None else args)
@@ -41,8 +42,9 @@ def main(args: Sequence[str] | None = None) -> int:
         (sys.stdout if words else sys.stderr).write(USAGE)
         return 0 if words else 2
     if words[0] not in COMMANDS:
-        sys.stderr.write(f"simulate: error: COMMAND: got {words[0]!r}; allowed: {', '.join(COMMANDS)}\n")
-        return 2
+        raise InputError("COMMAND", words[0], ", ".join(COMMANDS))
+    import importlib
+
     module, config, positionals = COMMANDS[words[0]]
     command = importlib.import_module(module)
     return run_command(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file
@@ -112,15 +112,24 @@ def read_log(path: str | Path) -> list[Entry]:
     """Entries of a written log.
 
     Raises:
-        InputError: Not a file, or a line is not a JSON object.
+        InputError: Not a file, a line is not a JSON object, or another version wrote it.
     """
     entries: list[Entry] = []
     with open(existing_file(path, "decision log"), encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_lines(stream, path), start=1):
             try:
                 entry = json.loads(line)
                 entry["op"]
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise InputError(f"{path} line {number}", line.strip(), "a decision log entry") from error
             entries.append(entry)
+    if entries and entries[0].get("schema", SCHEMA) != SCHEMA:
+        raise InputError("decision log", entries[0]["schema"], f"a log of schema {SCHEMA}")
     return entries
+
+
+def _lines(stream: TextIO, path: str | Path) -> Iterator[str]:
+    try:
+        yield from stream
+    except UnicodeDecodeError as error:
+        raise InputError("decision log", str(path), f"UTF-8 text ({error.reason})") from error

@@ -17,7 +17,10 @@ class InputError(TailcastError, ValueError):
     """
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        shown = repr(value)
+        try:
+            shown = repr(value)
+        except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
+            shown = f"a value of type {type(value).__name__}"
         if len(shown) > 160:
             shown = shown[:157] + "..."
         super().__init__(f"{field}: got {shown}; allowed: {allowed}")

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
+import errno
 import hashlib
 import importlib.util
 import json
 import os
+import re
+import secrets
 import shutil
+import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
+
+#: In a folder that tailcast wrote: which of its entries, by kind of output. Verification of artifacts ignores it.
+RECORD = ".tailcast.json"
 
 
 def existing_file(path: str | Path, field: str) -> Path:
@@ -45,55 +54,207 @@ def inside_package(source: str, field: str) -> Path:
 
 
 def writable_target(path: str | Path, field: str) -> Path:
-    """`path` with its parent made; `InputError` if the parent cannot be a directory."""
+    """`path` with its parent made; `InputError` if it cannot be written."""
     path = Path(path)
+    if path.is_file() or _is_stream(path):
+        if not os.access(path, os.W_OK):
+            raise InputError(field, str(path), "a path that can be written to")
+        if _is_stream(path):
+            return path
+    folder = Path(os.path.realpath(path)).parent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(field, str(path), f"a path whose folder can be made ({error.strerror})") from error
-    if not os.access(path.parent, os.W_OK):
+    if not os.access(folder, os.W_OK):
         raise InputError(field, str(path), "a path in a writable folder")
     return path
 
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; on success it is fsynced and renamed, else removed."""
+    """Yields a temporary path; on success its content becomes that of `path` in one step, else nothing changes.
+
+    A symbolic link stays and its target is replaced; an existing file keeps its mode. The content for a device, a
+    named pipe or /dev/stdout is appended there.
+
+    Raises:
+        InputError: `path` is a folder.
+    """
     path = Path(path)
     if path.is_dir():
         raise InputError("output", str(path), "a file path, but a folder stands there")
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    if _is_stream(path):
+        with tempfile.TemporaryDirectory() as folder:
+            temporary = Path(folder, path.name)
+            temporary.touch()
+            yield temporary
+            with open(temporary, "rb") as source, open(path, "ab") as target:
+                shutil.copyfileobj(source, target)
+        return
+    path = Path(os.path.realpath(path))
+    temporary = _temporary_beside(path)
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
-        yield temporary
-        with open(temporary, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.chmod(temporary, 0o644)
+        mode = (path if path.exists() else temporary).stat().st_mode
+        with _disk_errors(path):
+            yield temporary
+        os.chmod(temporary, stat.S_IMODE(mode))
+        _sync(temporary)
         os.replace(temporary, path)
+        _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def atomic_directory(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`; on success it takes the place of `path`, else it is removed."""
+def remove_output(path: str | Path) -> None:
+    """Removes a file that was written to `path`; a device, a pipe or a symbolic link stays."""
     path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise InputError("output", str(path), "a folder path, but a file stands there")
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    if not _is_stream(path):
+        Path(os.path.realpath(path)).unlink(missing_ok=True)
+
+
+def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
+    """The folder of an option `out` that `atomic_directory` can write; its parent is made.
+
+    Args:
+        path: The folder.
+        kind: What it will hold, such as "checkpoint".
+        overwrite: Replace an earlier output of this kind.
+
+    Raises:
+        InputError: It cannot be written, or holds an earlier output and `overwrite` is false, or something else.
+        TailcastError: The earlier output has got a file of somebody else.
+    """
+    out = writable_target(path, "out")
+    if out.exists() and not out.is_dir():
+        raise InputError("out", str(path), "a folder path, but a file stands there")
+    _check_replaceable(out, kind, overwrite=overwrite)
+    return out
+
+
+@contextlib.contextmanager
+def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
+    """Yields a temporary folder beside `path`; on success it takes the place of `path`, else it is removed.
+
+    The folder gets a record of its kind and entries. Only a new or empty folder is replaced, and with `overwrite` one
+    whose record is of the same kind and lists everything in it. Of two processes that write the same folder each
+    replaces it whole, or is refused.
+
+    Raises:
+        InputError, TailcastError: As `folder_target`, where that became true meanwhile.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = _temporary_beside(path)
+    temporary.mkdir()
     try:
-        yield temporary
-        os.chmod(temporary, 0o755)
+        with _disk_errors(path):
+            yield temporary
+            entries = _entries(temporary)
+            write_json(temporary / RECORD, {kind: entries})
+        for entry in entries:
+            _sync(temporary / entry)
         if path.exists():
-            old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-            os.replace(path, old / "old")
-            os.replace(temporary, path)
-            shutil.rmtree(old)
-        else:
-            os.replace(temporary, path)
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
+        try:
+            os.rename(temporary, path)  # also onto an empty folder
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _check_replaceable(path, kind, overwrite=overwrite)
+            _exchange(temporary, path)
+        _sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_shared_folder(
+    path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
+) -> Path:
+    """The folder of an output of several files, made if it is missing; other files in it stay.
+
+    Args:
+        path: The folder.
+        kind: What the files are, such as "sweep".
+        names: Files that will be written; None: any, so that a folder without this record must be empty.
+        field: Of the option.
+
+    Raises:
+        InputError: The folder cannot be made or written to.
+        TailcastError: One of the names is there, and no earlier output of this kind wrote it.
+    """
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(field, str(path), "a folder path, but a file stands there")
+    try:
+        writable_target(folder / RECORD, field)
+    except InputError as error:
+        raise InputError(field, str(path), "a folder that can be made and written to") from error
+    record = _read_record(folder)
+    if names is None:
+        others = [] if kind in record else [entry.name for entry in folder.iterdir()]
+    else:
+        written = record.get(kind, [])
+        others = [name for name in names if name not in written and os.path.lexists(folder / name)]
+    if others:
+        raise TailcastError(
+            f"{field}: {path} holds {min(others)}, which no {kind} wrote; move it or choose another folder"
+        )
+    return folder
+
+
+def shared_folder(
+    path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
+) -> Path:
+    """As `check_shared_folder`, for files that are written now: their names are added to the folder's record."""
+    folder = check_shared_folder(path, kind, names, field=field)
+    record = _read_record(folder)
+    entries = sorted({*record.get(kind, []), *(names or ())})
+    if record.get(kind) != entries:
+        write_json(folder / RECORD, record | {kind: entries})
+    return folder
+
+
+@contextlib.contextmanager
+def locked_folder(folder: Path, field: str) -> Iterator[None]:
+    """Makes `folder` if it is missing and locks it against other processes; an empty one is removed at the end.
+
+    Without a lock where the system has none for folders.
+
+    Raises:
+        InputError: It cannot be made, or another process has locked it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        folder.mkdir(exist_ok=True)
+        yield
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        try:
+            folder.mkdir(exist_ok=True)
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # removed by the process that had the lock
+        except OSError as error:
+            raise InputError(field, str(folder), f"a folder that can be made ({error.strerror})") from error
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, handle)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise InputError(field, str(folder), "a run that no other process is working on") from error
+            except OSError:
+                pass  # a file system without locks
+            if not folder.exists() or not os.path.samestat(os.stat(folder), os.fstat(handle)):
+                continue
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+            return
 
 
 def write_json(path: str | Path, content: object) -> None:
@@ -108,3 +269,181 @@ def sha256_file(path: str | Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
+    """`check_outputs` for the options of a command.
+
+    Args:
+        config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
+            may also be a pattern such as "{out}.run.json". Without them nothing is checked.
+        config_files: Values of --config.
+    """
+    inputs = {name: _input_paths(_option(config, name)) for name in getattr(config, "INPUTS", ())}
+    outputs: dict[str, str | Path | None] = {}
+    for name in getattr(config, "OUTPUTS", ()):
+        options = re.findall(r"{(.+?)}", name) or [name]
+        values = {option: getattr(config, option) for option in options}
+        if None not in values.values():
+            outputs[name] = name.format(**values) if "{" in name else values[name]
+    check_outputs(inputs | {"config": config_files}, outputs)
+
+
+def check_outputs(
+    inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
+) -> None:
+    """Raises InputError if writing an output would replace an input or another output.
+
+    Refused are the same file, by whatever path or link, and an output inside an input folder or around an input.
+
+    Args:
+        inputs: Paths by option; those that do not exist are passed over.
+        outputs: Path by option; None and "-" are passed over, as are devices and pipes.
+    """
+    targets = {
+        field: Path(path)
+        for field, path in outputs.items()
+        if path is not None and str(path) != "-" and not _is_stream(Path(path))
+    }
+    others = [
+        *(
+            (field, Path(path), "read")
+            for field, paths in inputs.items()
+            for path in paths
+            if os.path.exists(path)
+        ),
+        *((field, target, "written too") for field, target in targets.items()),
+    ]
+    for field, target in targets.items():
+        for other_field, other, use in others:
+            relation = None if field == other_field else _overlap(target, other)
+            if relation is not None:
+                raise InputError(field, str(target), f"{relation} of {other_field}, which is {use}")
+
+
+def _overlap(target: Path, other: Path) -> str | None:
+    """What `target` would have to be so that writing it leaves `other` alone; None if it does."""
+    if target.exists() and other.exists() and target.samefile(other):
+        return "another path than that"
+    real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
+    if real == other_real:
+        return "another path than that"
+    if real.is_relative_to(other_real):
+        return "a path outside the folder"
+    return "a path that does not contain that" if other_real.is_relative_to(real) else None
+
+
+def _option(config: object, name: str) -> object:
+    """Value of an option by its dotted name; None where a group on the way is unset."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _input_paths(value: object) -> list[str]:
+    """Paths that an option may name: every text in it, and PATH of NAME=PATH, of each between commas."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [path for each in value for path in _input_paths(each)]
+    if not isinstance(value, str | Path) or str(value) in ("", "-"):
+        return []
+    named = [part.partition("=")[2] for part in str(value).split(",")]
+    return [str(value), *filter(None, named)]
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether `path` is a device, a pipe, or an open file of a process, as /dev/stdout is."""
+    if not path.exists() or path.is_dir():
+        return False
+    link = path
+    while link.is_symlink():
+        folder = os.path.realpath(link.parent)
+        if re.fullmatch(r"/proc/\d+(/task/\d+)?/fd", folder):
+            return True
+        link = Path(folder, os.readlink(link))
+    return not link.is_file()
+
+
+def _temporary_beside(path: Path) -> Path:
+    return path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}")
+
+
+@contextlib.contextmanager
+def _disk_errors(path: Path) -> Iterator[None]:
+    """Turns a full disk as Rust's libraries (safetensors, tokenizers) report it into an `OSError`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None or int(number[1]) not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
+
+
+def _sync(path: Path) -> None:
+    """Forces a file, or the entries of a folder, to the disk; a folder only where the system allows it."""
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        if path.is_dir():
+            return
+        raise
+    try:
+        os.fsync(handle)
+    except OSError:
+        if not path.is_dir():
+            raise
+    finally:
+        os.close(handle)
+
+
+def _entries(folder: Path) -> list[str]:
+    """Relative paths of everything in a folder but its record."""
+    paths = (path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    return sorted(path for path in paths if path != RECORD)
+
+
+def _read_record(folder: Path) -> dict[str, list[str]]:
+    """Kind of output -> entries that tailcast wrote; empty where there is no readable record."""
+    try:
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return {str(kind): [str(entry) for entry in entries] for kind, entries in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _check_replaceable(folder: Path, kind: str, *, overwrite: bool) -> None:
+    """Raises unless `folder` is missing, empty, or an output that may be replaced; see `folder_target`."""
+    if not folder.exists() or all(entry.name == RECORD for entry in folder.iterdir()):
+        return
+    record = _read_record(folder)
+    if list(record) != [kind]:
+        raise InputError("out", str(folder), f"a new or empty folder, or an earlier {kind} to replace")
+    others = sorted(set(_entries(folder)) - set(record[kind]))
+    if others:
+        raise TailcastError(
+            f"out: {folder} holds {others[0]}, which is not part of the {kind}; move it or choose another folder"
+        )
+    if not overwrite:
+        raise InputError("out", str(folder), f"a new or empty folder; --overwrite true replaces this {kind}")
+
+
+def _exchange(first: Path, second: Path) -> None:
+    """Swaps two folders: in one step on Linux, else in three renames."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if os.name == "posix" else None
+    at_cwd, exchange = -100, 2
+    if rename and rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
+        return
+    aside = _temporary_beside(second)
+    os.rename(second, aside)
+    try:
+        os.rename(first, second)
+    except OSError:
+        os.rename(aside, second)
+        raise
+    os.rename(aside, first)

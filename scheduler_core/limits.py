@@ -8,6 +8,9 @@ from typing import Literal
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cache import KVCache
 
+#: Engines have 16 to 256; per replica there is a table with an entry for each token of a block.
+MAX_BLOCK_TOKENS = 65_536
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -44,6 +47,10 @@ class Limits:
             )
         if self.preemption not in ("recompute", "swap"):
             raise InputError("preemption", self.preemption, "recompute, swap")
+        if self.kv_block_tokens > MAX_BLOCK_TOKENS:
+            raise InputError(
+                "kv_block_tokens", self.kv_block_tokens, f"integers from 1 to {MAX_BLOCK_TOKENS}"
+            )
         if self.num_swap_blocks is not None and self.preemption != "swap":
             raise InputError("num_swap_blocks", self.num_swap_blocks, "unset, unless preemption is swap")
         self.kv_cache()

@@ -1,8 +1,19 @@
-"""How torch's threads wait."""
+"""Threads of model libraries: how many, and how they wait."""
 
 from __future__ import annotations
 
 import os
+
+from scheduler_core.errors import InputError
+
+#: torch and ONNX Runtime take any 32-bit number and then fail, or start as many.
+MAX_THREADS = 1024
+
+
+def check_threads(field: str, value: int | None) -> None:
+    """Raises InputError unless `value` is a number of threads, or None for the library's own choice."""
+    if value is not None and not 1 <= value <= MAX_THREADS:
+        raise InputError(field, value, f"integers from 1 to {MAX_THREADS}, or unset")
 
 
 def wait_without_spinning() -> None:

@@ -22,7 +22,7 @@ PROMPT_PARTS = ("user", "whole")
 
 
 def engine_policies() -> dict[str, type[Policy]]:
-    """The policies that only order: all but those that reserve memory, which the engine's own batch former gives out."""
+    """The policies that only order: all but s3, which reserves memory that the engine's own batch former allocates."""
     return {name: kind for name, kind in POLICIES.items() if kind.admission_tokens is Policy.admission_tokens}
 
 

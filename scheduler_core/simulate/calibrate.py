@@ -20,6 +20,8 @@ class CalibrateCommand(CalibrateConfig):
     An API key is taken from the environment, OPENAI_API_KEY.
     """
 
+    OUTPUTS = ("json",)
+
     json: str
     """Where to write the result: the model and its parameters for simulate run, and the errors on both loads."""
 

@@ -27,6 +27,8 @@ class CapacityConfig(BaseConfig):
     At every load seeds are added until the confidence intervals tell whether the targets are met.
     """
 
+    OUTPUTS = ("json", "cells")
+
     json: str
     """Where to write the result."""
     at_most: dict[str, float] = field(default_factory=dict)

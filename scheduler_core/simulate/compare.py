@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, writable_target, write_json
+from scheduler_core.files import check_outputs, existing_file, writable_target, write_json
 from scheduler_core.simulator.column_file import Columns
 from scheduler_core.simulator.comparison import (
     Comparison,
@@ -25,10 +25,10 @@ from scheduler_core.simulator.comparison import (
 )
 from scheduler_core.simulator.pairing import paired, paired_groups, paired_latencies
 from scheduler_core.simulator.request_table import read_table
+from scheduler_core.simulator.run import SCHEMA
 
 logger = logging.getLogger(__name__)
 
-_SCHEMA = "tailcast.simulation/"
 _GROUPED = ("ttft_s", "ttlt_s", "per_token_latency_s")
 
 
@@ -39,6 +39,9 @@ class CompareConfig:
 
     Both runs need a table of requests (--requests, Parquet) for the comparison by request.
     """
+
+    INPUTS = ("a", "b")
+    OUTPUTS = ("json", "report")
 
     a: str
     """JSON result of the first run."""
@@ -58,22 +61,41 @@ class CompareConfig:
     def __post_init__(self) -> None:
         if not 0 < self.confidence < 1:
             raise InputError("confidence", self.confidence, "numbers between 0 and 1")
-        if self.num_resamples < 1:
-            raise InputError("num_resamples", self.num_resamples, "integers > 0")
+        if not 1 <= self.num_resamples <= 1_000_000:
+            raise InputError("num_resamples", self.num_resamples, "integers from 1 to 1000000")
         if self.seed < 0:
             raise InputError("seed", self.seed, "integers >= 0")
 
 
 def _read(path: str, field: str) -> dict[str, Any]:
+    file = existing_file(path, field)
     try:
-        found = json.loads(existing_file(path, field).read_text(encoding="utf-8"))
-    except ValueError as error:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise InputError(field, path, f"a JSON result of simulate run ({error})") from error
-    if not isinstance(found, dict) or not str(found.get("schema", "")).startswith(_SCHEMA):
+    if not isinstance(found, dict) or not str(found.get("schema", "")).startswith("tailcast.simulation/"):
         raise InputError(field, path, "a JSON result of simulate run")
-    if "runs" not in found:
-        raise InputError(field, path, "a JSON result of this version of simulate run, with runs by seed")
+    if found["schema"] != SCHEMA:
+        raise InputError(
+            f"schema of {field}", found["schema"], f"{SCHEMA}, which this version reads and writes"
+        )
+    if not _is_whole(found):
+        raise InputError(field, path, "a JSON result as simulate run wrote it, with runs by seed")
     return found
+
+
+def _is_whole(result: Mapping[str, Any]) -> bool:
+    """What is compared is there: seed, requests and metrics of each run, the configuration, the path of the table."""
+    runs = result.get("runs")
+    return (
+        isinstance(runs, list)
+        and len(runs) > 0
+        and all(isinstance(one, dict) and isinstance(one.get("metrics"), dict) for one in runs)
+        and all(isinstance(one.get("seed"), int) and isinstance(one.get("trace"), str) for one in runs)
+        and all(isinstance(result.get(name), dict) for name in ("config", "trace"))
+        and {"num_requests", "source"} <= set(result["trace"])
+        and isinstance(result.get("requests"), str | None)
+    )
 
 
 def compare(config: CompareConfig) -> Comparison:
@@ -83,6 +105,12 @@ def compare(config: CompareConfig) -> Comparison:
         InputError: One of them cannot be read, or they are not of the same requests.
     """
     a, b = _read(config.a, "a"), _read(config.b, "b")
+    tables = {
+        f"requests of {name}": [_table_path(path, one)]
+        for name, path, one in (("a", config.a, a), ("b", config.b, b))
+        if one["requests"] is not None
+    }
+    check_outputs(tables, {"json": config.json, "report": config.report})
     seeds = checked_seeds(a, b)
     metrics = differences(
         [one["metrics"] for one in a["runs"]], [one["metrics"] for one in b["runs"]], config.confidence
@@ -103,7 +131,11 @@ def compare(config: CompareConfig) -> Comparison:
 
 
 def _table(path: str, result: Mapping[str, Any], field: str) -> Columns:
-    return read_table(Path(path).parent / result["requests"], f"requests of {field}")
+    return read_table(_table_path(path, result), f"requests of {field}")
+
+
+def _table_path(path: str, result: Mapping[str, Any]) -> Path:
+    return Path(path).parent / str(result["requests"])
 
 
 def run(config: CompareConfig) -> None:

@@ -14,7 +14,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.simulate.progress import progress_bar
 from scheduler_core.simulator.column_file import Columns, check_table_path
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.config import SimulationConfig, check_seeds
 from scheduler_core.simulator.fingerprint import trace_fingerprint
 from scheduler_core.simulator.metrics import with_cluster
 from scheduler_core.simulator.regret import counterfactuals, regret
@@ -33,6 +33,8 @@ _PATHS = ("json", "requests", "steps", "metrics", "decisions", "report", "chrome
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(SimulationConfig):
     """Simulate one scheduling policy on a request trace or a drawn workload and write its latencies as JSON."""
+
+    OUTPUTS = ("json", "requests", "steps", "metrics", "decisions", "report", "chrome_trace")
 
     json: str
     """Where to write the result: configuration, versions, metrics, statistics of the predictor."""
@@ -61,8 +63,7 @@ class RunConfig(SimulationConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_seeds < 1:
-            raise InputError("num_seeds", self.num_seeds, "integers > 0")
+        check_seeds("num_seeds", self.num_seeds)
         if self.num_seeds > 1 and self.decisions is not None:
             raise InputError("decisions", self.decisions, "unset with more than one seed")
         if self.gantt and self.report is None:

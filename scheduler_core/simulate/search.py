@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import write_json
+from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.simulate.capacity import targets_of
 from scheduler_core.simulate.progress import progress_bar
 from scheduler_core.simulate.sweep import BaseConfig
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.config import SimulationConfig, check_seeds
 from scheduler_core.simulator.sweep.cells import Cell, grid
 from scheduler_core.simulator.sweep.execute import run_cells
 from scheduler_core.simulator.sweep.halving import Scored, Settings, rungs, successive_halving
@@ -21,6 +20,9 @@ from scheduler_core.simulator.sweep.store import CellStore
 from scheduler_core.simulator.sweep.tables import write_rows
 
 logger = logging.getLogger(__name__)
+
+#: Files in OUT.
+_RESULTS = ("search.json", "ranking.parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class SearchConfig(BaseConfig):
     scheduler.max_num_batched_tokens (the budget of a step, and so the largest chunk), scheduler.batching_parameters.NAME,
     cluster.num_replicas. Simulations are kept as by simulate sweep.
     """
+
+    OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
 
     out: str
     """Folder of the results; OUT/search.json and OUT/ranking.parquet have the ranking."""
@@ -60,8 +64,7 @@ class SearchConfig(BaseConfig):
             raise InputError("workload", None, "a workload: a search changes the number of requests")
         if not self.vary:
             raise InputError("vary", self.vary, "at least one setting with its values")
-        if self.num_seeds < 1:
-            raise InputError("num_seeds", self.num_seeds, "integers > 0")
+        check_seeds("num_seeds", self.num_seeds)
 
 
 def _resized(config: SimulationConfig, num_requests: int) -> SimulationConfig:
@@ -95,7 +98,8 @@ def run(config: SearchConfig) -> None:
     schedule = [(len(by_point), full)]
     if config.method == "halving":
         schedule = rungs(len(by_point), full, config.eta, config.min_requests)
-    store = CellStore(Path(config.out) / "cells")
+    folder = check_shared_folder(config.out, "search", _RESULTS)
+    store = CellStore(folder / "cells")
     total = sum(count for count, _ in schedule) * config.num_seeds
     who = config.who()
     with progress_bar(total, "simulating", "run") as bar, who.ready():
@@ -121,8 +125,9 @@ def run(config: SearchConfig) -> None:
         "rounds": [{"candidates": count, "num_requests": num} for count, num in schedule],
         "ranking": [asdict(one) for one in ranking],
     }
-    write_json(Path(config.out) / "search.json", content)
-    write_rows(_rows(ranking), Path(config.out) / "ranking.parquet")
+    shared_folder(folder, "search", _RESULTS)
+    write_json(folder / "search.json", content)
+    write_rows(_rows(ranking), folder / "ranking.parquet")
     best = ranking[0]
     met = "all targets met" if best.excess == 0 else "no candidate meets the targets"
     logger.info("best: %s, %s = %.4g, %s", dict(best.settings), config.objective, best.objective, met)

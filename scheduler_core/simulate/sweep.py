@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import write_json
+from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.simulate.progress import progress_bar
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.config import SimulationConfig, check_seeds
 from scheduler_core.simulator.regret import with_regret
 from scheduler_core.simulator.sweep.cells import Cell, grid
 from scheduler_core.simulator.sweep.execute import Workers, run_cells
@@ -19,6 +18,9 @@ from scheduler_core.simulator.sweep.store import CellStore
 from scheduler_core.simulator.sweep.tables import cell_rows, point_rows, write_rows
 
 logger = logging.getLogger(__name__)
+
+#: Files in OUT.
+_RESULTS = ("cells.parquet", "points.parquet", "config.json", "report.html")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,10 @@ class SweepConfig(BaseConfig):
     OUT/report.html the curves of latency over load. With fcfs and sjf among the policies, every one has its regret.
     """
 
+    OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
+
     out: str
-    """Folder of the results."""
+    """Folder of the results; other files in it stay."""
     policies: list[str] = field(default_factory=list)
     """Policies. Empty: the one of `policy`."""
     batchings: list[str] = field(default_factory=list)
@@ -89,8 +93,7 @@ class SweepConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_seeds < 1:
-            raise InputError("num_seeds", self.num_seeds, "integers > 0")
+        check_seeds("num_seeds", self.num_seeds)
         if self.loads and self.rates:
             raise InputError("loads, rates", (self.loads, self.rates), "one of them")
 
@@ -111,10 +114,11 @@ class SweepConfig(BaseConfig):
 def run(config: SweepConfig) -> None:
     """Carries out `simulate sweep`."""
     cells = config.cells()
-    store = CellStore(Path(config.out) / "cells")
+    folder = check_shared_folder(config.out, "sweep", _RESULTS)
+    store = CellStore(folder / "cells")
     with progress_bar(len(cells), "simulating", "cell") as bar:
         results = with_regret(run_cells(cells, store, config.who(), bar.update))
-    folder = Path(config.out)
+    shared_folder(folder, "sweep", _RESULTS)
     write_rows(cell_rows(results), folder / "cells.parquet")
     write_rows(point_rows(results), folder / "points.parquet")
     write_json(folder / "config.json", asdict(config))

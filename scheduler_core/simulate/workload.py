@@ -13,6 +13,9 @@ from scheduler_core.simulator.workloads import Workload
 class WorkloadConfig(Workload):
     """Draw requests from the description of a workload and write them as a trace."""
 
+    INPUTS = ("lengths", "classes")
+    OUTPUTS = ("out",)
+
     out: str
     """Where to write the trace (.parquet, .csv or .jsonl)."""
     seed: int = 0

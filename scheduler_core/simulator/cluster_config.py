@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,10 @@ from scheduler_core.routing import (
     make_router,
 )
 from scheduler_core.simulator.kv_link import KvLink
+from scheduler_core.simulator.trace import MAX_TIME_S
+
+#: Each replica has a scheduler of its own; 10,000 take about half a GB.
+MAX_REPLICAS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +70,8 @@ class ClusterConfig:
     """Auto-scaling: drain one when it is higher."""
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise InputError("num_replicas", self.num_replicas, "integers > 0")
+        if not 1 <= self.num_replicas <= MAX_REPLICAS:
+            raise InputError("num_replicas", self.num_replicas, f"integers from 1 to {MAX_REPLICAS}")
         if self.router not in ROUTERS:
             raise InputError("router", self.router, ", ".join(ROUTERS))
         if (self.router == "disaggregated") != (self.num_prefill_replicas > 0):
@@ -83,8 +86,8 @@ class ClusterConfig:
             )
         if self.min_replicas is not None and not 1 <= self.min_replicas <= self.num_replicas:
             raise InputError("min_replicas", self.min_replicas, "integers from 1 to num_replicas, or unset")
-        if not 0 <= self.startup_s < math.inf:
-            raise InputError("startup_s", self.startup_s, "seconds >= 0")
+        if not 0 <= self.startup_s <= MAX_TIME_S:
+            raise InputError("startup_s", self.startup_s, f"seconds from 0 to {MAX_TIME_S:g}")
         self.headroom()
         self.make_router(0)
 

@@ -12,12 +12,24 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.cluster_config import ClusterConfig
 from scheduler_core.simulator.step_time import LinearStepTime, StepTime
 from scheduler_core.simulator.step_times import make_step_time
+from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.simulator.workloads import Workload
 
 #: Names for an order policy together with the true lengths: (policy, predictor).
 BOUNDS = {"sjf": "ssjf"}
 
 POLICY_NAMES = (*POLICIES, *BOUNDS)
+
+#: Runs of one command that differ in their seed alone.
+MAX_SEEDS = 10_000
+#: Calls of a live predictor at the same time: each has a thread.
+MAX_IN_FLIGHT = 10_000
+
+
+def check_seeds(name: str, value: int) -> None:
+    """Raises `InputError` for a number of seeds that is outside its range."""
+    if not 1 <= value <= MAX_SEEDS:
+        raise InputError(name, value, f"integers from 1 to {MAX_SEEDS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +39,8 @@ class SimulationConfig:
     Raises:
         InputError: A value is outside its range, or two values contradict each other.
     """
+
+    INPUTS = ("trace", "workload", "step_time_parameters", "vary")
 
     policy: str
     """Order of the requests: fcfs (arrival), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean
@@ -102,28 +116,32 @@ class SimulationConfig:
             raise InputError("predictor_noise", self.predictor_noise, "numbers >= 0")
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
-        if self.predictor_delay_s is not None and not 0 <= self.predictor_delay_s < math.inf:
-            raise InputError("predictor_delay_s", self.predictor_delay_s, "seconds >= 0")
+        for name in ("predictor_delay_s", "client_think_time_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_TIME_S:
+                raise InputError(name, value, f"seconds from 0 to {MAX_TIME_S:g}")
         if self.rate is not None and self.load is not None:
             raise InputError("rate, load", (self.rate, self.load), "one of them")
         for name in ("rate", "load"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(name, value, "numbers > 0")
-        if self.default_max_tokens is not None and self.default_max_tokens < 1:
-            raise InputError("default_max_tokens", self.default_max_tokens, "integers > 0, or unset")
+        if self.default_max_tokens is not None and not 1 <= self.default_max_tokens <= MAX_TOKENS:
+            raise InputError(
+                "default_max_tokens", self.default_max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset"
+            )
         if self.num_clients is not None and self.num_clients < 1:
             raise InputError("num_clients", self.num_clients, "integers > 0, or unset")
-        if not 0 <= self.client_think_time_s < math.inf:
-            raise InputError("client_think_time_s", self.client_think_time_s, "seconds >= 0")
         if self.prefix_cache_tokens < 0:
             raise InputError("prefix_cache_tokens", self.prefix_cache_tokens, "integers >= 0")
         if self.step_time_model is None and self.step_time_parameters:
             raise InputError("step_time_model", None, "a model for step_time_parameters")
-        if self.max_in_flight <= 0:
-            raise InputError("max_in_flight", self.max_in_flight, "integers > 0")
-        if not 0 < self.predictor_timeout_s < math.inf:
-            raise InputError("predictor_timeout_s", self.predictor_timeout_s, "seconds > 0")
+        if not 1 <= self.max_in_flight <= MAX_IN_FLIGHT:
+            raise InputError("max_in_flight", self.max_in_flight, f"integers from 1 to {MAX_IN_FLIGHT}")
+        if not 0 < self.predictor_timeout_s <= MAX_TIME_S:
+            raise InputError(
+                "predictor_timeout_s", self.predictor_timeout_s, f"seconds > 0, at most {MAX_TIME_S:g}"
+            )
         if self.seed < 0:
             raise InputError("seed", self.seed, "integers >= 0")
 

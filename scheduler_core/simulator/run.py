@@ -30,7 +30,7 @@ from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.trace_file import load_trace
 from scheduler_core.simulator.watch import RunWatch
-from scheduler_core.simulator.workloads import Workload
+from scheduler_core.simulator.workloads import Workload, check_rate
 from scheduler_core.simulator.workloads.workload import mean_rate_rps
 
 SCHEMA = "tailcast.simulation/2"
@@ -95,7 +95,9 @@ def prepare_trace(config: SimulationConfig) -> Trace:
     trace = load_trace(config.trace, need_arrivals=not draws, default_max_tokens=config.default_max_tokens)
     if not draws:
         return trace
-    return poisson_arrivals(trace, _rate(config, trace), np.random.default_rng(config.seed))
+    rate = _rate(config, trace)
+    check_rate("rate" if config.load is None else "load, as a rate", rate, len(trace))
+    return poisson_arrivals(trace, rate, np.random.default_rng(config.seed))
 
 
 def _drawn(config: SimulationConfig, workload: Workload) -> Trace:
@@ -103,6 +105,7 @@ def _drawn(config: SimulationConfig, workload: Workload) -> Trace:
         return workload.trace(config.seed)
     # Lengths do not depend on the rate, so that the load can be found from any.
     rate = config.rate if config.rate is not None else _rate(config, workload.trace(config.seed))
+    check_rate("rate" if config.load is None else "load, as a rate", rate, workload.num_requests)
     return replace(workload, arrivals=replace(workload.arrivals, rate_rps=rate)).trace(config.seed)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, overload
@@ -10,6 +9,11 @@ from typing import Protocol, overload
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
+
+#: Shortest step in seconds: a shorter one is lost when it is added to the simulated clock.
+MIN_STEP_S = 1e-9
+#: Longest time of a step's part, in seconds: with longer ones the simulated clock, a float, has no resolution left.
+MAX_STEP_S = 3600.0
 
 
 class DecodeContexts(Sequence[int]):
@@ -135,10 +139,11 @@ class LinearStepTime:
             "per_swapped_token_s",
         ):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InputError(name, value, "seconds >= 0")
-        if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) <= 0:
-            raise InputError("base_s", self.base_s, "seconds > 0, if the time per token is 0")
+            if not 0 <= value <= MAX_STEP_S:
+                raise InputError(name, value, f"seconds from 0 to {MAX_STEP_S:g}")
+        if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
+            allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
+            raise InputError("base_s", self.base_s, allowed)
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`."""

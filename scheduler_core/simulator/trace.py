@@ -9,6 +9,12 @@ from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
 
+#: Latest arrival in seconds: the simulated clock is a float, which has a resolution of 2 microseconds there. Times since
+#: 1970 are below it.
+MAX_TIME_S = 1e10
+#: Most tokens of a prompt or an answer.
+MAX_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceRequest:
@@ -62,6 +68,14 @@ class TraceRequest:
     prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
+        if not -MAX_TIME_S <= self.arrival_s <= MAX_TIME_S:
+            allowed = f"seconds up to {MAX_TIME_S:g}"
+            raise InputError(f"arrival_s of request {self.request_id}", self.arrival_s, allowed)
+        if not max(self.prompt_tokens, self.max_tokens) <= MAX_TOKENS:
+            allowed = f"prompt_tokens and max_tokens of at most {MAX_TOKENS}"
+            raise InputError(
+                f"tokens of request {self.request_id}", (self.prompt_tokens, self.max_tokens), allowed
+            )
         if self.turn < 0:
             raise InputError(f"turn of request {self.request_id}", self.turn, "integers >= 0")
         if self.think_time_s is not None and not 0 <= self.think_time_s < math.inf:

@@ -13,20 +13,23 @@ from typing import Any
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.request import MAX_TIERS
+from scheduler_core.simulator.row_file import parquet_file, text_rows
+from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
 
 REQUIRED = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
+SCHEMA = b"trace/1"
 _PREDICTED = ("mu", "sigma", "nu")
-#: Columns beyond the required ones that are numbers: name -> (whole numbers, smallest).
+#: Columns beyond the required ones that are numbers: name -> (integers, smallest, largest).
 _NUMBERS = {
-    "tier": (True, 0.0),
-    "priority": (True, -math.inf),
-    "ttft_slo_s": (False, 0.0),
-    "tbt_slo_s": (False, 0.0),
-    "ttlt_slo_s": (False, 0.0),
-    "turn": (True, 0.0),
-    "think_time_s": (False, 0.0),
-    "prefix_tokens": (True, 0.0),
+    "tier": (True, 0, MAX_TIERS - 1),
+    "priority": (True, -(2**53), 2**53),
+    "ttft_slo_s": (False, 0, MAX_TIME_S),
+    "tbt_slo_s": (False, 0, MAX_TIME_S),
+    "ttlt_slo_s": (False, 0, MAX_TIME_S),
+    "turn": (True, 0, 2**31),
+    "think_time_s": (False, 0, MAX_TIME_S),
+    "prefix_tokens": (True, 0, MAX_TOKENS),
 }
 _TEXTS = ("prompt", "prompt_id", "tenant", "category", "session_id")
 COLUMNS = (*REQUIRED, *_TEXTS, *_NUMBERS, *_PREDICTED)
@@ -68,52 +71,19 @@ def load_trace(
 
 def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(number of the row from 1, columns) of each row."""
-    readers = {".jsonl": _json_rows, ".csv": _csv_rows, ".parquet": _parquet_rows}
-    if file.suffix not in readers:
+    if file.suffix == ".parquet":
+        yield from enumerate(_parquet_rows(file), start=1)
+    elif file.suffix in (".jsonl", ".csv"):
+        yield from enumerate(text_rows(file, "trace"), start=1)
+    else:
         raise InputError("trace", file.name, "a name that ends in .jsonl, .csv or .parquet")
-    try:
-        yield from enumerate(readers[file.suffix](file), start=1)
-    except UnicodeDecodeError as error:
-        raise InputError("trace", file.name, f"UTF-8 text ({error.reason} at byte {error.start})") from error
-
-
-def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    with open(file, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{file.name} line {number}", line.strip(), "a JSON object") from error
-            if not isinstance(row, dict):
-                raise InputError(f"{file.name} line {number}", line.strip(), "a JSON object")
-            yield row
-
-
-def _csv_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    with open(file, encoding="utf-8", newline="") as stream:
-        reader = csv.DictReader(stream, strict=True)
-        try:
-            for row in reader:
-                yield {name: None if value == "" else value for name, value in row.items()}
-        except csv.Error as error:
-            raise InputError(f"{file.name} line {reader.line_num}", str(error), "a CSV row") from error
 
 
 def _parquet_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "sim") from error
-    try:
-        table = pq.ParquetFile(file)
+    with parquet_file(file, "trace") as table:
         columns = [name for name in table.schema_arrow.names if name in COLUMNS]
         for batch in table.iter_batches(columns=columns):
             yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise InputError("trace", str(file), f"a readable Parquet file ({error})") from error
 
 
 def _way_out(name: str) -> str:
@@ -167,10 +137,10 @@ class _Row:
         return self._raw.get(name) is not None
 
     def _optional_number(self, name: str) -> int | float:
-        whole, low = _NUMBERS[name]
-        allowed = ("integers" if whole else "numbers") + (f" >= {low:g}" if low > -math.inf else "")
+        whole, low, high = _NUMBERS[name]
+        allowed = f"{'integers' if whole else 'numbers'} from {low} to {high if whole else f'{high:g}'}"
         number = self._number(name, allowed)
-        if number < low or (whole and number != int(number)):
+        if not low <= number <= high or (whole and number != int(number)):
             raise self._wrong(name, allowed)
         return int(number) if whole else number
 
@@ -183,7 +153,7 @@ class _Row:
             raise self._wrong(name, allowed)
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise self._wrong(name, allowed) from error
         if not math.isfinite(number):
             raise self._wrong(name, allowed)
@@ -191,18 +161,21 @@ class _Row:
 
     def _integer(self, name: str, high: int | None = None, of: str = "") -> int:
         """A number from 1, at most `high`, which is the value of `of`."""
-        allowed = "integers > 0" + _way_out(name) if high is None else f"integers from 1 to {of} = {high}"
+        allowed = f"integers from 1 to {MAX_TOKENS}" + _way_out(name)
+        if high is not None:
+            allowed = f"integers from 1 to {of} = {high}"
         number = self._number(name, allowed)
-        if number != int(number) or number < 1 or (high is not None and number > high):
+        if number != int(number) or not 1 <= number <= (MAX_TOKENS if high is None else high):
             raise self._wrong(name, allowed)
         return int(number)
 
     def _arrival(self) -> float:
         if "arrival_s" in self._optional and self._raw.get("arrival_s") is None:
             return 0.0
-        number = self._number("arrival_s", "seconds >= 0")
-        if number < 0:
-            raise self._wrong("arrival_s", "seconds >= 0")
+        allowed = f"seconds from 0 to {MAX_TIME_S:g}"
+        number = self._number("arrival_s", allowed)
+        if not 0 <= number <= MAX_TIME_S:
+            raise self._wrong("arrival_s", allowed)
         return number
 
     def _text(self, name: str) -> str:
@@ -252,7 +225,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
                 raise MissingExtraError("pyarrow", "sim") from error
             table = pa.table({name: [row.get(name) for row in rows] for name in columns})
             pq.write_table(
-                table.replace_schema_metadata({"tailcast.schema": "trace/1"}), temporary, compression="zstd"
+                table.replace_schema_metadata({"tailcast.schema": SCHEMA}), temporary, compression="zstd"
             )
             return
         with open(temporary, "w", encoding="utf-8", newline="") as stream:

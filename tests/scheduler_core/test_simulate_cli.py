@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.cli import main
 from scheduler_core.decision_log import read_log
+from scheduler_core.errors import InputError
 from scheduler_core.replay import replay
+from tests.hostile import DEEP, TRACE
 from tests.scheduler_core.helpers import random_trace
 
 
@@ -382,3 +385,162 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     assert main([*words, "--workload.num_requests", "40"]) == 0
     content = json.loads((tmp_path / "out.json").read_text())
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
+
+
+_FIXED = '{"num_requests": 4, "lengths": {"prompt": {"law": "fixed", "low": 5}, "output": {"law": "fixed", "low": 3}}}'
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--rate", "1e-308"], "rate: got 1e-308; allowed: at least 4e-10: 4 requests in 1e+10 s"),
+        (["--load", "1e-300"], "load, as a rate: got"),
+        (["--workload.arrivals.rate_rps", "1e-308"], "rate_rps: got 1e-308"),
+        (["--cluster.num_replicas", "100000000"], "num_replicas: got 100000000; allowed: integers from 1 to 10000"),
+        (["--workload.num_requests", "1000000000000"], "num_requests: got 1000000000000; allowed: integers from 1 to 100000000"),
+        (["--num_seeds", "1000000000"], "num_seeds: got 1000000000; allowed: integers from 1 to 10000"),
+        (["--scheduler.kv_block_tokens", "1000000000000"], "kv_block_tokens: got 1000000000000; allowed: integers from 1 to 65536"),
+        (["--workload.lengths.max_tokens", "9223372036854775807"], "max_tokens: got 9223372036854775807; allowed: integers from 1 to 2147483647"),
+        (["--workload.lengths.output.high", "9223372036854775807"], "low, high"),
+        (["--workload.lengths.output", '{"law": "zipf", "high": 2000000000}'], "high: got 2000000000; allowed: less than low + 10000000 for zipf"),
+        (["--workload.tiers.num_tiers", "1000000000"], "num_tiers: got 1000000000; allowed: integers from 1 to 100"),
+        (["--step_time.base_s", "1e308"], "base_s: got 1e+308; allowed: seconds from 0 to 3600"),
+        (["--predictor_delay_s", "1e308"], "predictor_delay_s"),
+        (["--seed", "9223372036854775808"], "seed: got 9223372036854775808; allowed: integers of 64 bits"),
+    ],
+)  # fmt: skip
+def test_values_beyond_what_a_simulation_can_hold(
+    options: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    assert main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("options", [["--rate", "1e-9"], ["--rate", "1e308"], ["--step_time.base_s", "1e-9"]])
+def test_extreme_values_that_a_simulation_can_hold(options: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["run", "--policy", "fcfs", "--workload", _FIXED, "--json", str(out), *options]) == 0
+    content = json.loads(out.read_text())
+    assert content["metrics"]["num_finished"] == 4
+    assert content["metrics"]["ttft_s"]["mean"] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"arrival_s": 1e308}, "column arrival_s: got 1e+308; allowed: seconds from 0 to 1e+10"),
+        ({"arrival_s": float("inf")}, "column arrival_s: got inf"),
+        ({"arrival_s": float("nan")}, "column arrival_s: got nan"),
+        ({"arrival_s": -1}, "column arrival_s: got -1"),
+        ({"max_tokens": 2**63}, f"column max_tokens: got {2**63}; allowed: integers from 1 to 2147483647"),
+        ({"prompt_tokens": 2**31}, "column prompt_tokens: got 2147483648"),
+        ({"priority": 2**53 + 1}, ""),
+        ({"priority": 2**60}, "column priority"),
+        ({"tier": 100}, "column tier: got 100; allowed: integers from 0 to 99"),
+        ({"max_tokens": 10**400}, "column max_tokens"),
+    ],
+)
+def test_values_in_a_trace_that_have_no_place_on_the_simulated_clock(
+    change: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(json.dumps(TRACE | change) + "\n")
+    assert run(path, "--policy", "fcfs") == (2 if told else 0)
+    assert told in capsys.readouterr().err
+
+
+def _lengths_of(path: Path) -> str:
+    """A workload whose lengths are those of a file."""
+    return json.dumps({"lengths": {"file": str(path), "prompt": None, "output": None}})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("t.jsonl", "[" * DEEP, "t.jsonl line 1"),
+        ("t.csv", "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens,tier,tier\na,0,1,1,1,1,2\n", "columns of t.csv: got 'tier'; allowed: each name once"),
+        ("t.csv", "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens\na,0,1,1,1,9\n", "t.csv line 2"),
+        ("t.csv", "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens\na,0,1,1\n", "a CSV row of 5 values"),
+        ("t.csv", "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens\ncaf\udce9,0,1,1,1\n", "UTF-8 text"),
+    ],
+)  # fmt: skip
+def test_traces_that_would_be_read_as_something_else(
+    name: str, text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, errors="surrogateescape")
+    for options in (["--trace", str(path)], ["--workload", _lengths_of(path)]):
+        assert main(["run", "--policy", "fcfs", "--json", str(tmp_path / "o.json"), *options]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert told in line
+
+
+def test_parquet_traces_with_a_column_twice_or_of_another_version(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = pa.table({name: [value] for name, value in TRACE.items()})
+    cases = {
+        "max_tokens": table.append_column("max_tokens", pa.array([99])),
+        "a table of schema trace/1; this one has trace/2": table.replace_schema_metadata(
+            {"tailcast.schema": "trace/2"}
+        ),
+    }
+    for told, content in cases.items():
+        path = tmp_path / "t.parquet"
+        pq.write_table(content, path)
+        for options in (["--trace", str(path)], ["--workload", _lengths_of(path)]):
+            assert main(["run", "--policy", "fcfs", "--json", str(tmp_path / "o.json"), *options]) == 2
+            assert told in capsys.readouterr().err
+
+
+def test_a_comparison_reads_results_of_this_version_alone(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(trace, "--policy", "fcfs") == 0
+    good, bad = trace.parent / "out.json", trace.parent / "bad.json"
+    content = json.loads(good.read_text())
+    cases = [
+        (
+            json.dumps(content | {"schema": "tailcast.simulation/3"}),
+            "schema of b: got 'tailcast.simulation/3'",
+        ),
+        (json.dumps(content | {"runs": []}), "as simulate run wrote it"),
+        (json.dumps(content | {"runs": [1]}), "as simulate run wrote it"),
+        (json.dumps(content | {"config": None}), "as simulate run wrote it"),
+        ("[" * DEEP, "b: got"),
+        ("caf\udce9", "b: got"),
+    ]
+    for text, told in cases:
+        bad.write_text(text, errors="surrogateescape")
+        assert main(["compare", str(good), str(bad)]) == 2
+        assert told in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("vary", "told"),
+    [
+        ('{"seed.x": [1]}', "setting seed.x"),
+        ('{"scheduler.max_num_seqs": ["many"]}', "max_num_seqs: got 'many'; allowed: int"),
+        ('{"policy": [[]]}', "policy: got []; allowed: str"),
+        ('{"rate": [null], "client_think_time_s": [null]}', "client_think_time_s: got None; allowed: float or int"),
+        ('{"policy_parameters.a.b": [1]}', "setting a.b"),
+        (json.dumps({f"policy_parameters.p{place}": list(range(100)) for place in range(4)}), "at most 1000000"),
+    ],
+)  # fmt: skip
+def test_settings_to_vary_are_checked_as_options_are(
+    vary: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["sweep", str(tmp_path / "out"), "--workload", _FIXED, "--num_seeds", "1", "--vary", vary]
+    assert main(args) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+def test_a_decision_log_of_another_version_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"op": "open", "schema": "tailcast.decisions/3"}\n')
+    with pytest.raises(InputError, match="decisions/3.*a log of schema tailcast.decisions/2"):
+        read_log(path)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.config import SimulationConfig, check_seeds
 from scheduler_core.simulator.statistics import Interval, interval
 from scheduler_core.simulator.sweep.cells import Cell
 from scheduler_core.simulator.sweep.tables import metric
@@ -91,14 +91,16 @@ class CapacitySearch:
     confidence: float = 0.95
 
     def __post_init__(self) -> None:
-        if not 0 < self.low < self.high:
-            raise InputError("low, high", (self.low, self.high), "numbers with 0 < low < high")
+        if not 1e-9 <= self.low < self.high <= 1e9:
+            allowed = "numbers with 1e-09 <= low < high <= 1e+09"
+            raise InputError("low, high", (self.low, self.high), allowed)
         if self.unit not in ("load", "rate"):
             raise InputError("unit", self.unit, "load, rate")
-        if not 0 < self.tolerance < 1:
-            raise InputError("tolerance", self.tolerance, "numbers between 0 and 1")
+        if not 1e-6 <= self.tolerance < 1:
+            raise InputError("tolerance", self.tolerance, "numbers from 1e-06 to below 1")
         if not 2 <= self.min_seeds <= self.max_seeds:
             raise InputError("min_seeds", self.min_seeds, "integers from 2 to max_seeds")
+        check_seeds("max_seeds", self.max_seeds)
         if not 0 < self.confidence < 1:
             raise InputError("confidence", self.confidence, "numbers between 0 and 1")
 

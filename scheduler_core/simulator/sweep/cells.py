@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
@@ -20,6 +21,9 @@ from scheduler_core.simulator.config import SimulationConfig
 SHORT = {"batching": "scheduler.batching", "router": "cluster.router"}
 #: Names for settings that make sense only together: K of the multi-tier paper is of the workload and of the cluster.
 JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
+
+#: Simulations of one sweep or search: all are laid out before the first begins.
+MAX_CELLS = 1_000_000
 
 #: Settings whose change changes what a load of 1 is.
 _CAPACITY = (
@@ -90,16 +94,30 @@ def with_setting(config: Any, name: str, value: Any) -> Any:
     """
     head, _, rest = name.partition(".")
     if isinstance(config, Mapping):
+        if rest and not isinstance(config.get(head), Mapping):
+            raise InputError(f"setting {name}", head, "a setting that is set and has parts")
         return {**config, head: with_setting(config[head], rest, value) if rest else value}
     known = [item.name for item in fields(config)]
     if head not in known:
         raise InputError(f"setting {name}", head, ", ".join(known))
     if not rest:
+        _check_type(head, value, get_type_hints(type(config))[head])
         return replace(config, **{head: value})
     part = getattr(config, head)
     if not is_dataclass(part) and not isinstance(part, Mapping):
         raise InputError(f"setting {name}", head, "a setting that is set and has parts")
     return replace(config, **{head: with_setting(part, rest, value)})
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises `InputError` where a value of a setting is not of its type; options are checked by the command line."""
+    kinds = {get_origin(member) or member for member in get_args(hint) or (hint,)}
+    if float in kinds:
+        kinds.add(int)
+    plain = {int, float, str, bool, type(None)}
+    if kinds <= plain and type(value) not in kinds:
+        names = sorted("unset" if kind is type(None) else kind.__name__ for kind in kinds)
+        raise InputError(name, value, " or ".join(names))
 
 
 def grid(
@@ -127,6 +145,9 @@ def grid(
             raise InputError(f"values of {name}", values, "at least one")
     if "seed" in named:
         raise InputError("vary", "seed", "num_seeds instead")
+    num_cells = math.prod(map(len, named.values())) * len(seeds)
+    if num_cells > MAX_CELLS:
+        raise InputError("vary, num_seeds", f"{num_cells} simulations", f"at most {MAX_CELLS}")
     _check_load(base, named)
     cells = []
     for combination in itertools.product(*named.values()):

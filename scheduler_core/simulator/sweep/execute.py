@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,6 +22,9 @@ from scheduler_core.simulator.watch import RunWatch
 
 #: How often a simulation is begun again whose worker or node was lost.
 RETRIES = 2
+
+#: More than any machine has cores.
+MAX_PROCESSES = 1024
 
 Simulated = Generator[tuple[str, SimulationResult], None, None]
 
@@ -42,8 +47,8 @@ class Workers:
     ray_address: str | None = None
 
     def __post_init__(self) -> None:
-        if self.num_processes < 1:
-            raise InputError("workers", self.num_processes, "integers > 0")
+        if not 1 <= self.num_processes <= MAX_PROCESSES:
+            raise InputError("workers", self.num_processes, f"integers from 1 to {MAX_PROCESSES}")
         if self.ray and self.num_processes > 1:
             raise InputError(
                 "workers", self.num_processes, "1 with ray, whose cluster says how many there are"
@@ -127,14 +132,38 @@ def _simulated(todo: dict[str, Cell], workers: Workers) -> Simulated:
 
 
 def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num, mp_context=context)
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
+    finished = False
     try:
-        futures = {pool.submit(simulate_cell, cell): key for key, cell in todo.items()}
+        with _interrupts_blocked():
+            futures = {pool.submit(simulate_cell, cell): key for key, cell in todo.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
+        finished = True
+    except BrokenProcessPool as error:
+        raise TailcastError(
+            "a process that simulated died, killed or out of memory; simulations that are done are kept, the same "
+            "command goes on from there; fewer --workers need less memory"
+        ) from error
     finally:
+        if not finished:  # they write nothing: what they do is lost anyway
+            for child in set(multiprocessing.active_children()) - before:
+                child.terminate()
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Processes that are started inherit it: Ctrl-C, which reaches the whole group, is the parent's to handle."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _on_ray(todo: dict[str, Cell]) -> Simulated:

@@ -48,7 +48,7 @@ class CellStore:
         try:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             known = content["key"] == key and content["schema"] == SCHEMA
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise InputError("out", str(path), "a folder with files of sweeps alone") from error
         if not known:
             raise InputError("out", str(path), f"a result of schema {SCHEMA} with key {key}")

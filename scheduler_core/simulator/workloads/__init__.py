@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate
+from scheduler_core.simulator.workloads.arrivals import Arrivals, at_rate, check_rate
 from scheduler_core.simulator.workloads.classes import RequestClass, Tiers, paying_and_free, tier_weights
 from scheduler_core.simulator.workloads.lengths import Law, Lengths
 from scheduler_core.simulator.workloads.sessions import Sessions
@@ -17,6 +17,7 @@ __all__ = [
     "Tiers",
     "Workload",
     "at_rate",
+    "check_rate",
     "paying_and_free",
     "tier_weights",
 ]

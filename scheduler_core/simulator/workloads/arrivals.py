@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.simulator.trace import MAX_TIME_S
 
 FloatArray = NDArray[np.float64]
 
@@ -52,14 +53,14 @@ class Arrivals:
             raise InputError("process", self.process, ", ".join(PROCESSES))
         if self.rate_rps is not None and not 0 < self.rate_rps < math.inf:
             raise InputError("rate_rps", self.rate_rps, "numbers > 0")
-        for name in ("cv", "period_s", "gap_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "numbers > 0")
+        for name, high in (("cv", 1000.0), ("period_s", MAX_TIME_S), ("gap_s", MAX_TIME_S)):
+            if not 1e-6 <= getattr(self, name) <= high:
+                raise InputError(name, getattr(self, name), f"numbers from 1e-06 to {high:g}")
         if not 0 <= self.swing <= 1:
             raise InputError("swing", self.swing, "numbers from 0 to 1")
-        if self.max_burst < 1:
-            raise InputError("max_burst", self.max_burst, "integers > 0")
-        if self.max_gap_ratio is not None and not self.max_gap_ratio > 0:
+        if not 1 <= self.max_burst <= 1_000_000:
+            raise InputError("max_burst", self.max_burst, "integers from 1 to 1000000")
+        if self.max_gap_ratio is not None and not 0 < self.max_gap_ratio < math.inf:
             raise InputError("max_gap_ratio", self.max_gap_ratio, "numbers > 0, or unset")
 
     def times(self, num: int, rng: np.random.Generator) -> FloatArray:
@@ -113,6 +114,12 @@ class Arrivals:
         return np.asarray((whole + np.interp(operational / period - whole, mass, grid)) * period)
 
 
+def check_rate(name: str, rate_rps: float, num: int) -> None:
+    """Raises `InputError` for a rate at which the simulated clock does not reach the last of `num` requests."""
+    if not num / MAX_TIME_S <= rate_rps < math.inf:
+        raise InputError(name, rate_rps, f"at least {num / MAX_TIME_S:g}: {num} requests in {MAX_TIME_S:g} s")
+
+
 def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
     """Real arrivals, faster or slower: all gaps times one factor, so that bursts stay bursts.
 
@@ -124,6 +131,7 @@ def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
         InputError: The arrivals are all at the same time.
     """
     span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
-    if span <= 0:
+    factor = (len(times) - 1) / span / rate_rps if span > 0 else math.inf
+    if not factor * span < math.inf:
         raise InputError("rate_rps", rate_rps, "unset: the trace's requests arrive all at the same time")
-    return np.asarray((times - times[0]) * ((len(times) - 1) / span / rate_rps))
+    return np.asarray((times - times[0]) * factor)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.request import MAX_TIERS
 from scheduler_core.simulator.workloads.lengths import Lengths
 
 MIXES = ("uniform", "gaussian", "gaussian_released", "enterprise")
@@ -35,8 +36,8 @@ def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
     Raises:
         InputError: There is no such mix, or K is below 1.
     """
-    if num_tiers < 1:
-        raise InputError("num_tiers", num_tiers, "integers > 0")
+    if not 1 <= num_tiers <= MAX_TIERS:
+        raise InputError("num_tiers", num_tiers, f"integers from 1 to {MAX_TIERS}")
     distance = np.arange(num_tiers) - (num_tiers - 1) / 2
     if mix == "uniform":
         weights = np.ones(num_tiers)

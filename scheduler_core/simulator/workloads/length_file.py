@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import csv
-import json
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -11,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.simulator.row_file import parquet_file, text_rows
+from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 
@@ -73,7 +74,10 @@ def _read(path: str, _changed: int) -> LengthRows:
     if output is None:
         laws = _laws(path, table)
     arrival = table.get("arrival_s")
-    if arrival is not None and not np.all(np.isfinite(arrival)):
+    if arrival is not None and not np.all(np.abs(arrival) <= MAX_TIME_S):
+        bad = arrival[~(np.abs(arrival) <= MAX_TIME_S)]
+        if not np.all(np.isnan(bad)):
+            raise InputError("lengths.file", path, f"arrival_s up to {MAX_TIME_S:g} in all rows")
         arrival = None
     return LengthRows(path, prompt, output, laws, arrival)
 
@@ -92,51 +96,40 @@ def _tokens(path: str, table: dict[str, NDArray[np.float64]], name: str) -> NDAr
     column = table.get(name)
     if column is None or np.all(np.isnan(column)):
         return None
-    bad = np.flatnonzero(~(column >= 1) | (column != np.floor(column)))
+    bad = np.flatnonzero(~((column >= 1) & (column <= MAX_TOKENS)) | (column != np.floor(column)))
     if len(bad):
-        raise InputError(
-            f"{Path(path).name} row {bad[0] + 1} column {name}", float(column[bad[0]]), "integers > 0"
-        )
+        where = f"{Path(path).name} row {bad[0] + 1} column {name}"
+        raise InputError(where, float(column[bad[0]]), f"integers from 1 to {MAX_TOKENS}")
     return column.astype(np.int64)
 
 
 def _columns(file: Path) -> dict[str, NDArray[np.float64]]:
     """The columns of interest as numbers, what is empty as NaN."""
     if file.suffix == ".parquet":
-        return _parquet(file)
-    if file.suffix not in (".csv", ".jsonl"):
+        columns = _parquet(file)
+    elif file.suffix in (".csv", ".jsonl"):
+        columns = _numbers(file)
+    else:
         raise InputError("lengths.file", file.name, "a name that ends in .parquet, .csv or .jsonl")
-    with open(file, encoding="utf-8", newline="") as stream:
-        if file.suffix == ".csv":
-            rows = list(csv.DictReader(stream))
-        else:
-            rows = [json.loads(line) for line in stream if line.strip()]
-    if not rows:
-        raise InputError("lengths.file", str(file), "a file with at least one row")
+    if not columns or not len(next(iter(columns.values()))):
+        raise InputError("lengths.file", str(file), "a file with at least one row and a column of lengths")
+    return columns
+
+
+def _numbers(file: Path) -> dict[str, NDArray[np.float64]]:
+    rows = list(text_rows(file, "lengths.file"))
+    names = [name for name in _COLUMNS if rows and name in rows[0]]
     try:
         return {
-            name: np.array([float("nan") if row[name] in (None, "") else float(row[name]) for row in rows])
-            for name in _COLUMNS
-            if name in rows[0]
+            name: np.array([math.nan if row[name] in (None, "") else float(row[name]) for row in rows])
+            for name in names
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InputError("lengths.file", str(file), f"numbers in all rows ({error})") from error
 
 
 def _parquet(file: Path) -> dict[str, NDArray[np.float64]]:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "sim") from error
-    try:
-        names = [name for name in pq.ParquetFile(file).schema_arrow.names if name in _COLUMNS]
-        table = pq.read_table(file, columns=names)
-        columns = {name: np.asarray(table[name].cast(pa.float64()).to_numpy(), float) for name in names}
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(
-            "lengths.file", str(file), f"a readable Parquet file of numbers ({error})"
-        ) from error
-    if not table.num_rows:
-        raise InputError("lengths.file", str(file), "a file with at least one row")
-    return columns
+    with parquet_file(file, "lengths.file") as parquet:
+        names = [name for name in parquet.schema_arrow.names if name in _COLUMNS]
+        table = parquet.read(columns=names)
+        return {name: np.asarray(table[name].cast("float64").to_numpy(), float) for name in names}

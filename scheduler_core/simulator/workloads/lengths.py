@@ -10,8 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.simulator.trace import MAX_TOKENS
 
 IntArray = NDArray[np.int64]
+
+#: The law zipf has a table with the probability of each value.
+MAX_ZIPF_VALUES = 10_000_000
 
 LAWS = ("fixed", "uniform", "zipf", "log_t", "buckets")
 
@@ -51,14 +55,19 @@ class Law:
             raise InputError("law", self.law, ", ".join(LAWS))
         if self.law == "buckets":
             ascends = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
-            if len(self.edges) < 2 or not ascends or self.edges[0] < 1:
-                raise InputError("edges", self.edges, "ascending integers > 0, at least two")
+            if len(self.edges) < 2 or not ascends or self.edges[0] < 1 or self.edges[-1] > MAX_TOKENS:
+                allowed = f"ascending integers from 1 to {MAX_TOKENS}, at least two"
+                raise InputError("edges", self.edges, allowed)
             good = len(self.weights) == len(self.edges) - 1 and all(weight >= 0 for weight in self.weights)
-            if not good or sum(self.weights) <= 0:
+            if not good or not 0 < sum(self.weights) < math.inf:
                 raise InputError("weights", self.weights, f"{len(self.edges) - 1} numbers >= 0, not all 0")
             return
-        if not 1 <= self.low <= self.high:
-            raise InputError("low, high", (self.low, self.high), "integers with 1 <= low <= high")
+        if not 1 <= self.low <= self.high <= MAX_TOKENS:
+            raise InputError(
+                "low, high", (self.low, self.high), f"integers with 1 <= low <= high <= {MAX_TOKENS}"
+            )
+        if self.law == "zipf" and self.high - self.low >= MAX_ZIPF_VALUES:
+            raise InputError("high", self.high, f"less than low + {MAX_ZIPF_VALUES} for zipf")
         for name in ("theta", "sigma", "nu"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(name, getattr(self, name), "numbers > 0")
@@ -142,8 +151,8 @@ class Lengths:
             raise InputError("lengths.total", "given", "unset together with prompt or output")
         if not 0 < self.prompt_share < 1:
             raise InputError("prompt_share", self.prompt_share, "numbers between 0 and 1")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "integers > 0, or unset")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
+            raise InputError("max_tokens", self.max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
             raise InputError("max_total_tokens", self.max_total_tokens, "integers > 1, or unset")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace import TraceRequest
+from scheduler_core.simulator.trace import MAX_TIME_S, TraceRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class Sessions:
             raise InputError("mean_turns", self.mean_turns, "numbers >= 1")
         if self.max_turns < 1:
             raise InputError("max_turns", self.max_turns, "integers > 0")
-        if not 0 <= self.mean_think_time_s < math.inf:
-            raise InputError("mean_think_time_s", self.mean_think_time_s, "seconds >= 0")
+        if not 0 <= self.mean_think_time_s <= MAX_TIME_S:
+            raise InputError("mean_think_time_s", self.mean_think_time_s, f"seconds from 0 to {MAX_TIME_S:g}")
         if self.max_prompt_tokens < 1:
             raise InputError("max_prompt_tokens", self.max_prompt_tokens, "integers > 0")
 

@@ -11,12 +11,14 @@ import numpy as np
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate
+from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate, check_rate
 from scheduler_core.simulator.workloads.classes import RequestClass, Tiers, tier_weights
 from scheduler_core.simulator.workloads.length_file import LengthRows, read_lengths
 from scheduler_core.simulator.workloads.lengths import IntArray, Law, Lengths, log_t_tokens, shortened
 from scheduler_core.simulator.workloads.sessions import Sessions
 
+#: A request takes about half a kilobyte.
+MAX_REQUESTS = 100_000_000
 #: Longest answer drawn from a fitted distribution when the workload sets no cap.
 MAX_DRAWN_TOKENS = 32_768
 
@@ -53,8 +55,10 @@ class Workload:
     """Conversations of several turns; rate_rps then counts conversations. Unset: every request stands alone."""
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise InputError("num_requests", self.num_requests, "integers > 0")
+        if not 1 <= self.num_requests <= MAX_REQUESTS:
+            raise InputError("num_requests", self.num_requests, f"integers from 1 to {MAX_REQUESTS}")
+        if self.arrivals.rate_rps is not None:
+            check_rate("rate_rps", self.arrivals.rate_rps, self.num_requests)
         if self.arrivals.process == "trace" and self.lengths.file is None:
             raise InputError("arrivals.process", "trace", "trace only with lengths.file")
         if self.arrivals.process == "trace" and not self.lengths.in_order:
