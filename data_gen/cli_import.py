@@ -14,6 +14,9 @@ from scheduler_core.errors import InputError, MissingExtraError
 class ImportLengthsConfig:
     """Import a public set of answer lengths, a serving trace or a production log."""
 
+    INPUTS = ("file",)
+    OUTPUTS = ("out", "{out}.run.json")
+
     kind: str
     """What it is: castillo, tot-gpt4, oasst, alpaca-eval, zeroeval, alpaca-52k, alpaca-52k-vicuna, azure, burstgpt, mooncake, vidur, apex, lengths, feedback, openai-log or log."""
     file: str
@@ -44,8 +47,9 @@ def import_file(config: ImportLengthsConfig) -> None:
     """Runs the command; see `data_gen.importers.import_lengths` for what it guarantees."""
     try:
         import pyarrow  # noqa: F401
+        import pydantic  # noqa: F401
     except ImportError as error:
-        raise MissingExtraError("pyarrow", "gen") from error
+        raise MissingExtraError(error.name or "pyarrow", "gen") from error
     from data_gen.importers import ImportOptions, import_lengths
 
     options = ImportOptions(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import csv
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,16 +19,34 @@ from scheduler_core.files import existing_file
 BUFFER_BYTES = 1 << 20
 
 
+#: Newest version of each schema `NAME/VERSION`, the metadata `tailcast.schema` of a file, that is read.
+SCHEMA_VERSIONS: Mapping[str, int] = {"samples": 2, "fits": 2, "trace": 1}
+
+
 @contextlib.contextmanager
 def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
-    """Turns what Arrow raises while it reads `path` into an `InputError` that names `field` and the `kind` of file."""
+    """Turns what Arrow, gzip and csv raise while they read `path` into an `InputError` that names `field` and the `kind` of file."""
     try:
         yield
     except InputError:
         raise
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+    except pa.ArrowCancelled as error:
+        raise KeyboardInterrupt from error
+    except (pa.ArrowException, OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InputError(field, str(path), f"a whole {kind} file ({detail})") from error
+
+
+@contextlib.contextmanager
+def convertible(where: str) -> Iterator[None]:
+    """Turns what Arrow raises while it converts columns into an `InputError` that names `where`."""
+    try:
+        yield
+    except pa.ArrowCancelled as error:
+        raise KeyboardInterrupt from error
+    except (pa.ArrowException, UnicodeError, OverflowError) as error:
+        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{where}: columns", detail, "values of the documented types") from error
 
 
 def read_parquet(path: str | Path, field: str) -> pa.Table:
@@ -36,11 +57,10 @@ def read_parquet(path: str | Path, field: str) -> pa.Table:
         field: Name of the option that gave the path, for messages.
 
     Raises:
-        InputError: It is missing, empty, truncated or no Parquet file; the message names `field`.
+        InputError: As `open_parquet`.
     """
-    file = existing_file(path, field)
-    with readable(path, field, "Parquet"):
-        return pq.read_table(file, partitioning=None)
+    with open_parquet(path, field) as file, readable(path, field, "Parquet"):
+        return file.read()
 
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
@@ -51,11 +71,32 @@ def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
         field: Name of the option that gave the path, for messages.
 
     Raises:
-        InputError: As `read_parquet`.
+        InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
+            schema than this version of tailcast reads; the message names `field`.
     """
     file = existing_file(path, field)
     with readable(path, field, "Parquet"):
-        return pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        schema = parquet.schema_arrow
+    require_unique(schema.names, file.name)
+    require_known_schema(schema, file.name)
+    return parquet
+
+
+def require_known_schema(schema: pa.Schema, where: str) -> None:
+    """Raises `InputError`, naming `where`, if the metadata name a newer version of one of our schemas."""
+    label = (schema.metadata or {}).get(b"tailcast.schema", b"").decode(errors="replace")
+    name, _, version = label.partition("/")
+    newest = SCHEMA_VERSIONS.get(name)
+    if newest is not None and not (version.isdecimal() and 1 <= int(version[:9]) <= newest):
+        raise InputError(f"{where}: schema", label, f"{name}/{newest} or older; a newer tailcast wrote it")
+
+
+def require_unique(names: Iterable[str], where: str) -> None:
+    """Raises `InputError`, naming `where`, if two columns have one name."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise InputError(f"{where}: columns", repeated[0], "each name once")
 
 
 def require_columns(table: pa.Table, names: list[str], where: str) -> None:

@@ -30,7 +30,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.tables import read_parquet, require_columns
+from data_gen.tables import convertible, read_parquet, require_columns
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 
@@ -127,7 +127,8 @@ def read_trace(path: str | Path) -> pa.Table:
     table = read_parquet(path, "trace")
     require_columns(table, TRACE_SCHEMA.names, f"{Path(path).name}: columns")
     metadata = {**(table.schema.metadata or {}), **(TRACE_SCHEMA.metadata or {})}
-    return table.select(TRACE_SCHEMA.names).cast(TRACE_SCHEMA).replace_schema_metadata(metadata)
+    with convertible(Path(path).name):
+        return table.select(TRACE_SCHEMA.names).cast(TRACE_SCHEMA).replace_schema_metadata(metadata)
 
 
 def write_trace(path: str | Path, trace: pa.Table) -> None:

@@ -18,6 +18,7 @@ from data_gen.draws import uniforms
 from data_gen.models import model_name, resolve_model
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.threads import check_threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +37,7 @@ class TransformersOptions:
     def __post_init__(self) -> None:
         if self.max_rows < 1:
             raise InputError("max_rows", self.max_rows, "a whole number of at least 1")
-        if self.threads is not None and self.threads < 1:
-            raise InputError("threads", self.threads, "a whole number of at least 1, or unset")
+        check_threads("threads", self.threads)
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ _TITLES = {
     "skewness": "skewness",
 }
 
+FIGURES = ("lengths.png", "survival.png", "spread.png")
+
 
 def draw(lengths: Lengths, spread: Spread, unit: str, folder: Path) -> list[str]:
     """Draws the figures into a folder and returns their names; the spread only if some prompt has enough answers."""
@@ -31,7 +33,7 @@ def draw(lengths: Lengths, spread: Spread, unit: str, folder: Path) -> list[str]
     except ImportError as error:
         raise MissingExtraError("matplotlib", "gen") from error
     drawn = []
-    for name, painter in (("lengths.png", _histogram), ("survival.png", _survival), ("spread.png", _spread)):
+    for name, painter in zip(FIGURES, (_histogram, _survival, _spread), strict=True):
         if painter is _spread and not len(spread.counts):
             continue
         figure = plt.figure(figsize=(11, 6.4) if painter is _spread else (8, 4.6), layout="constrained")

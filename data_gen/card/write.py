@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from data_gen.card.figures import draw
+from data_gen.card.figures import FIGURES, draw
 from data_gen.card.lengths import SETTING_COLUMNS, Lengths, read_lengths
 from data_gen.card.page import markdown
 from data_gen.card.statistics import Spread, by_label, by_prompt_length, spread_of, summary_of
-from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, sha256_file, write_json
+from scheduler_core.files import atomic_file, sha256_file, shared_folder, write_json
 
 CARD_NAME = "data-card/1"
+FILES = ("card.json", "card.md", *FIGURES)
 
 
 def write_card(samples_path: str | Path, folder: str | Path, *, figures: bool = True) -> dict[str, Any]:
@@ -30,12 +30,11 @@ def write_card(samples_path: str | Path, folder: str | Path, *, figures: bool = 
         figures: Draw them too; needs matplotlib.
 
     Raises:
-        InputError: The file cannot be read, lacks a column or holds no answer; or the folder is a file.
+        InputError: The file cannot be read, lacks a column or holds no answer; or the folder cannot be made.
+        TailcastError: The folder holds a file of one of these names that no card wrote.
     """
-    target = Path(folder)
-    if target.exists() and not target.is_dir():
-        raise InputError("folder", str(folder), "a folder, but a file stands there")
     lengths = read_lengths(samples_path)
+    target = shared_folder(folder, "card", FILES, field="card")
     spread = spread_of(lengths)
     unit = lengths.metadata.get("tokens", "tokens")
     card = {
@@ -48,7 +47,6 @@ def write_card(samples_path: str | Path, folder: str | Path, *, figures: bool = 
         else f"tokens of {unit}",
         **_content(lengths, spread),
     }
-    target.mkdir(parents=True, exist_ok=True)
     axis = "tokens" if unit in ("tokens", "the model's own") else f"{unit} tokens"
     drawn = draw(lengths, spread, axis, target) if figures else []
     write_json(target / "card.json", card)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,8 @@ from scheduler_core.errors import InputError
 BATCH_ROWS = 8192
 STOP, LENGTH, UNKNOWN, ERROR = "stop", "length", "unknown", "error"
 MAX_TOKENS = 2**31 - 1
+#: Times further from zero are no seconds: 3,000 years.
+MAX_TIME_S = 1e11
 
 #: Columns that importers may fill; `samples/2` and `trace/1` each take their part.
 TYPES: Mapping[str, pa.DataType] = {
@@ -53,10 +56,17 @@ class Batch:
         columns: Canonical columns (`TYPES`), each [rows]; output_tokens always, finish_reason "stop", "length",
             "unknown" or "error".
         rows: Number of the source's row that each comes from, as an editor or `file_rows` counts, [rows].
+        left_out: Rows of the source that the importer skipped, by reason.
     """
 
     columns: dict[str, pa.Array]
     rows: NDArray[np.int64]
+    left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_left_out(cls, left_out: Mapping[str, int]) -> Batch:
+        """A batch without rows that reports skipped ones."""
+        return cls({"output_tokens": pa.array([], pa.int64())}, np.empty(0, dtype=np.int64), left_out)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -64,6 +74,23 @@ class Batch:
     def where(self, row: int, column: str, name: str) -> str:
         """Place of a value, for messages."""
         return f"{name} row {self.rows[row]} column {column}"
+
+    def typed(self, name: str) -> Batch:
+        """The batch with columns of the types `TYPES`; numbers become text where text is due.
+
+        Raises:
+            InputError: A column has values of another kind, lists or booleans for instance.
+        """
+        columns = {}
+        for column, array in self.columns.items():
+            kind = TYPES[column]
+            plain = pa.types.is_null(array.type) or not (
+                pa.types.is_nested(array.type) or pa.types.is_boolean(array.type)
+            )
+            if array.type != kind and (pa.types.is_nested(kind) or not plain):
+                raise InputError(f"{name} column {column}", str(array.type), str(kind))
+            columns[column] = array.cast(kind)
+        return Batch(columns, self.rows, self.left_out)
 
     def filter(self, kept: NDArray[np.bool_]) -> Batch:
         """The rows where `kept` is true."""
@@ -102,17 +129,20 @@ def whole_numbers(column: pa.Array, rows: NDArray[np.int64], name: str, where: s
     return pa.array(np.where(given, values, 0).astype(np.int64), mask=~given)
 
 
-def finite_numbers(column: pa.Array, rows: NDArray[np.int64], name: str, where: str) -> pa.Array:
-    """A column of finite numbers, float64, from numbers or text; empty text is null.
+def finite_numbers(
+    column: pa.Array, rows: NDArray[np.int64], name: str, where: str, limit: float = sys.float_info.max
+) -> pa.Array:
+    """A column of numbers from -`limit` to `limit`, float64, from numbers or text; empty text is null.
 
     Raises:
         InputError: Names row, column and value that is none.
     """
     values, given = _floats(column)
-    good = ~given | np.isfinite(values)
+    good = ~given | (np.abs(values) <= limit)
     if not good.all():
         at = int(np.argmin(good))
-        raise InputError(f"{where} row {rows[at]} column {name}", column[at].as_py(), "a finite number")
+        allowed = f"a finite number from -{limit:g} to {limit:g}"
+        raise InputError(f"{where} row {rows[at]} column {name}", column[at].as_py(), allowed)
     return pa.array(np.where(given, values, 0.0), mask=~given)
 
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from data_gen.importers.batch import ERROR, LENGTH, MAX_TOKENS, STOP, UNKNOWN, Batch, batches_of
+from data_gen.importers.batch import ERROR, LENGTH, MAX_TIME_S, MAX_TOKENS, STOP, UNKNOWN, Batch, batches_of
 from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of
+from data_gen.sources.digests import DigestSet
 from data_gen.sources.layouts import messages_of
 from data_gen.sources.rows import file_rows
 from scheduler_core.errors import InputError
@@ -112,8 +113,9 @@ def _since_first(path: str | Path, rows: Callable[[], Iterator[LogRow]]) -> Iter
 
 def _mapped_rows(path: str | Path, mapping: Mapping[str, str]) -> Iterator[LogRow]:
     name = Path(path).name
+    known = DigestSet()
     for number, raw in file_rows(path, "file"):
-        row = _Values(raw, f"{name} row {number}")
+        row = RowValues(raw, f"{name} row {number}")
         found: dict[str, Any] = {}
         for column, source in mapping.items():
             if column in _WHOLE:
@@ -130,11 +132,13 @@ def _mapped_rows(path: str | Path, mapping: Mapping[str, str]) -> Iterator[LogRo
                 found[column] = row.text(source)
         if "prompt_id" not in mapping and found.get("prompt"):
             found.setdefault("prompt_id", prompt_id_of(found["prompt"]))
+        _check_new(known, found.get("request_id"), f"{name} row {number} column request_id")
         yield number, found
 
 
 def _openai_rows(path: str | Path) -> Iterator[LogRow]:
     name = Path(path).name
+    known = DigestSet()
     for number, raw in file_rows(path, "file"):
         where = f"{name} row {number}"
         response = raw.get("response", raw)
@@ -143,13 +147,23 @@ def _openai_rows(path: str | Path) -> Iterator[LogRow]:
         request = raw.get("request", raw if "messages" in raw or "prompt" in raw else {})
         if isinstance(request, Mapping) and "body" in request:
             request = request["body"]
+        if not isinstance(request or {}, Mapping):
+            raise InputError(f"{where} column request", request, "an object")
+        if isinstance(response, Mapping):
+            _check_new(known, response.get("id"), f"{where} column id")
         yield number, _openai_row(raw, request or {}, response, where)
+
+
+def _check_new(known: DigestSet, identifier: object, where: str) -> None:
+    """Raises `InputError` if the same answer is there again: it must not count twice."""
+    if identifier is not None and not known.add(str(identifier)):
+        raise InputError(where, identifier, "an id not used before")
 
 
 def _openai_row(
     raw: Mapping[str, Any], request: Mapping[str, Any], response: Any, where: str
 ) -> dict[str, Any]:
-    asked = _Values(request, where)
+    asked = RowValues(request, where)
     found: dict[str, Any] = {
         "temperature": asked.number("temperature", needed=False),
         "top_p": asked.number("top_p", needed=False),
@@ -174,7 +188,7 @@ def _openai_row(
             "finish_reason": ERROR,
             "error": f"refused: {text}",
         }
-    answer = _Values(response, where)
+    answer = RowValues(response, where)
     found["model"] = answer.text("model", needed=False) or asked.text("model", needed=False)
     found["arrival_s"] = answer.time("created", needed=False)
     found["prompt_tokens"] = answer.whole("usage.prompt_tokens", needed=False)
@@ -185,10 +199,10 @@ def _openai_row(
     if len(choices) > 1:
         problem = f"shared_count: {len(choices)} choices share one token count"
         return found | {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
-    return found | _Values(choices[0], f"{where} choices").ending("finish_reason")
+    return found | RowValues(choices[0], f"{where} choices").ending("finish_reason")
 
 
-class _Values:
+class RowValues:
     """Checks and converts values of one row; a name with dots goes into objects."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
@@ -216,13 +230,8 @@ class _Values:
     def number(self, name: str, *, needed: bool = True) -> float | None:
         """A finite number or None."""
         value = self._get(name, needed)
-        if value is None:
-            return None
-        try:
-            number = math.nan if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
+        number = None if value is None else _number(value)
+        if value is not None and number is None:
             raise self._wrong(name, value, "a finite number")
         return number
 
@@ -236,20 +245,22 @@ class _Values:
         return int(number)
 
     def time(self, name: str, *, needed: bool = True) -> float | None:
-        """Seconds: a number, or a date and time (without zone: UTC)."""
+        """Seconds, at most `MAX_TIME_S` from zero: a number, or a date and time (without zone: UTC)."""
         value = self._get(name, needed)
-        if isinstance(value, datetime):
-            value = value.isoformat()
-        if isinstance(value, str):
+        if isinstance(value, str) and _number(value) is None:
             with suppress(ValueError):
-                return float(value)
-            try:
-                moment = datetime.fromisoformat(value.strip())
-            except ValueError as error:
-                raise self._wrong(name, value, "seconds, or a date and time as ISO 8601 writes it") from error
-            zoned = moment if moment.tzinfo else datetime.fromisoformat(f"{moment.isoformat()}+00:00")
-            return zoned.timestamp()
-        return self.number(name, needed=needed)
+                value = datetime.fromisoformat(value.strip())
+        if isinstance(value, datetime):
+            return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+        if value is None:
+            return None
+        seconds = _number(value)
+        if seconds is None or abs(seconds) > MAX_TIME_S:
+            allowed = (
+                f"seconds from -{MAX_TIME_S:g} to {MAX_TIME_S:g}, or a date and time as ISO 8601 writes it"
+            )
+            raise self._wrong(name, value, allowed)
+        return seconds
 
     def text(self, name: str, *, needed: bool = True) -> str | None:
         """The value as text or None."""
@@ -283,6 +294,15 @@ class _Values:
             raise self._wrong(name, value, "null or one of " + ", ".join(ENDINGS))
         problem = {"output_tokens": 0, "error": f"{value}: the log says so"} if reason == ERROR else {}
         return {"finish_reason": reason, **problem}
+
+
+def _number(value: object) -> float | None:
+    """A finite number from a number or text; None where it is none."""
+    if isinstance(value, bool):
+        return None
+    with suppress(TypeError, ValueError, OverflowError):
+        return number if math.isfinite(number := float(value)) else None  # type: ignore[arg-type]
+    return None
 
 
 def _several(messages: tuple[Message, ...]) -> tuple[Message, ...]:

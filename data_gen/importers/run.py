@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_gen.importers.batch import Batch
+from data_gen.importers.batch import MAX_TOKENS, Batch
 from data_gen.importers.kinds import KINDS, Kind, SchemaName
 from data_gen.importers.logs import log_batches, parse_mapping
 from data_gen.importers.sinks import Counts, Given, SamplesSink, TraceSink, Unknown
+from data_gen.tables import convertible
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 
@@ -43,8 +44,8 @@ class ImportOptions:
     tokens: str = ""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "a whole number of at least 1, or unset")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
+            raise InputError("max_tokens", self.max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset")
         if self.unknown not in ("keep", "stop", "length", "drop"):
             raise InputError("unknown", self.unknown, "keep, stop, length or drop")
 
@@ -137,8 +138,9 @@ def _written(target: Path, given: Given, schema: SchemaName, batches: Iterator[B
     with atomic_file(target) as temporary:
         sink = (SamplesSink if schema == "samples" else TraceSink)(temporary, given, counts)
         try:
-            for batch in batches:
-                sink.write(batch)
+            with convertible(given.name):
+                for batch in batches:
+                    sink.write(batch)
         finally:
             sink.close()
         if not counts.num_written:
@@ -168,6 +170,11 @@ def _log(report: ImportReport) -> None:
         ", ".join(f"{count} {reason}" for reason, count in report.finish_reasons.items()),
         ", ".join(f"{count} {reason}" for reason, count in report.left_out.items()) or "none",
     )
+    if report.num_out_of_order:
+        log.warning(
+            "%d requests come before the one above them: the rows keep the order of the source",
+            report.num_out_of_order,
+        )
     unknown = report.finish_reasons.get("unknown", 0)
     if unknown and report.schema == "samples/2":
         log.warning("of %d answers nothing says whether they were cut: finish_reason is unknown", unknown)

@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from data_gen.importers.batch import LENGTH, STOP, UNKNOWN, Batch, batches_of, whole_numbers
+from data_gen.importers.batch import LENGTH, MAX_TOKENS, STOP, UNKNOWN, Batch, batches_of, whole_numbers
+from data_gen.importers.logs import RowValues
 from data_gen.importers.tabular import Part, parts
 from data_gen.prompts import prompt_id_of
 from data_gen.sources.rows import file_rows, file_suffix
@@ -51,31 +52,34 @@ def castillo(path: str | Path) -> Iterator[Batch]:
 
 
 def _castillo_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    needed = ("prompt_id", "model", "dataset", "prompt_text", "input_size", "output_sizes", "temp", "top_p")
-    for number, row in file_rows(path, "file"):
-        missing = [name for name in needed if name not in row]
-        if missing:
-            raise InputError(f"{path.name} row {number}: columns", sorted(row), f"also {', '.join(missing)}")
-        lengths = row["output_sizes"]
-        if not isinstance(lengths, list) or not all(type(n) is int and n >= 0 for n in lengths):
-            raise InputError(
-                f"{path.name} row {number} column output_sizes", lengths, "a list of whole numbers"
-            )
+    for number, raw in file_rows(path, "file"):
+        where = f"{path.name} row {number}"
+        row = RowValues(raw, where)
+        model = row.text("model") or ""
+        common = {
+            "prompt_id": row.text("prompt_id"),
+            "prompt": row.text("prompt_text"),
+            "category": row.text("category", needed=False) or "",
+            "dataset": row.text("dataset"),
+            "model": model.replace("--", "/", 1),
+            "temperature": row.number("temp"),
+            "top_p": row.number("top_p"),
+            "max_tokens": CASTILLO_CAP,
+            "prompt_tokens": row.whole("input_size"),
+        }
+        lengths = raw.get("output_sizes")
+        if not isinstance(lengths, list) or not all(
+            type(length) is int and 0 <= length <= MAX_TOKENS for length in lengths
+        ):
+            raise InputError(f"{where} column output_sizes", lengths, "a list of whole numbers")
         for index, length in enumerate(lengths):
+            ending = {"output_tokens": min(length, CASTILLO_CAP)}
             yield (
                 number,
-                {
-                    "prompt_id": row["prompt_id"],
-                    "prompt": row["prompt_text"],
-                    "category": row.get("category") or "",
-                    "dataset": row["dataset"],
-                    "model": row["model"].replace("--", "/", 1),
-                    "temperature": float(row["temp"]),
-                    "top_p": float(row["top_p"]),
+                common
+                | ending
+                | {
                     "sample_index": index,
-                    "max_tokens": CASTILLO_CAP,
-                    "prompt_tokens": row["input_size"],
-                    "output_tokens": min(length, CASTILLO_CAP),
                     "finish_reason": LENGTH if length >= CASTILLO_CAP else STOP,
                 },
             )

@@ -31,6 +31,11 @@ class Counts:
     finish_reasons: Counter[str] = field(default_factory=Counter)
     left_out: Counter[str] = field(default_factory=Counter)
 
+    def add_source(self, batch: Batch) -> None:
+        """Counts the rows of the source that a batch stands for."""
+        self.num_rows += len(batch) + sum(batch.left_out.values())
+        self.left_out.update(batch.left_out)
+
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -116,7 +121,8 @@ class SamplesSink:
         Raises:
             InputError: A row has no prompt id or model, or is there twice.
         """
-        self._counts.num_rows += len(batch)
+        self._counts.add_source(batch)
+        batch = batch.typed(self._given.name)
         columns = dict(batch.columns)
         empty = pc.equal(columns["output_tokens"], 0)
         reasons = columns.get("finish_reason", batch.constant("finish_reason", UNKNOWN))
@@ -230,8 +236,8 @@ class TraceSink:
         Raises:
             InputError: A request id is there twice.
         """
-        self._counts.num_rows += len(batch)
-        batch = self._answered(batch)
+        self._counts.add_source(batch)
+        batch = self._answered(batch.typed(self._given.name))
         if not len(batch):
             return
         batch = self._ends.decided(batch)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from data_gen.importers.batch import BATCH_ROWS
 from data_gen.sources.rows import file_rows, file_suffix
-from data_gen.tables import open_parquet, readable
+from data_gen.tables import open_parquet, readable, require_unique
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
@@ -58,6 +58,7 @@ def parts(path: str | Path, columns: Sequence[str]) -> Iterator[Part]:
     """
     file = existing_file(path, "file")
     names = column_names(file)
+    require_unique(names, file.name)
     missing = [name for name in columns if name not in names]
     if missing:
         raise InputError(f"{file.name}: columns", names, f"also {', '.join(missing)}")
@@ -70,8 +71,7 @@ def _heading(file: Path) -> list[str]:
         readable(file, "file", "CSV"),
         gzip.open(file) if file.suffix == ".gz" else open(file, "rb") as stream,
     ):
-        line = stream.readline().decode("utf-8-sig")
-    return next(csv.reader([line]), [])
+        return next(csv.reader([stream.readline().decode("utf-8-sig")]), [])
 
 
 def _csv_parts(file: Path, columns: list[str]) -> Iterator[Part]:
@@ -116,12 +116,19 @@ def _row_parts(file: Path, columns: list[str]) -> Iterator[Part]:
 def _array(values: list[Any], rows: NDArray[np.int64], name: str, where: str) -> pa.Array:
     try:
         return pa.array(values)
-    except (pa.ArrowException, TypeError) as error:
-        kinds = [type(value) for value in values if value is not None]
-        differs = (
-            number for number, value in enumerate(values) if value is not None and type(value) is not kinds[0]
-        )
-        odd = next(differs, 0)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        first = next((value for value in values if value is not None), None)
+        odd = next((row for row, value in enumerate(values) if not _converts([first, value])), 0)
         raise InputError(
-            f"{where} row {rows[odd]} column {name}", values[odd], f"values of one type, {kinds[0].__name__}"
+            f"{where} row {rows[odd]} column {name}",
+            values[odd],
+            f"values of one type, {type(first).__name__}, that a column can hold",
         ) from error
+
+
+def _converts(values: list[Any]) -> bool:
+    try:
+        pa.array(values)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError):
+        return False
+    return True

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from data_gen.importers.batch import TYPES, Batch, finite_numbers, whole_numbers
+from data_gen.importers.batch import MAX_TIME_S, TYPES, Batch, finite_numbers, whole_numbers
 from data_gen.importers.tabular import Part, column_names, parts
 from scheduler_core.errors import InputError
 
@@ -128,15 +128,17 @@ def _column(
         return _since(_times(column, part.rows, source, time, file), start, time)
     if pa.types.is_integer(TYPES[name]):
         return whole_numbers(column, part.rows, source, file)
-    return column.cast(TYPES[name])
+    return column
 
 
 def _times(column: pa.Array, rows: NDArray[np.int64], name: str, unit: TimeUnit, file: str) -> pa.Array:
     """Times of a column: seconds as they are, or nanoseconds since 1970 of dates."""
     if unit != "datetime":
-        return finite_numbers(column, rows, name, file)
+        return finite_numbers(column, rows, name, file, MAX_TIME_S / _UNIT_S[unit])
     if pa.types.is_timestamp(column.type):
         return column.cast(pa.timestamp("ns", tz=column.type.tz)).cast(pa.int64())
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise InputError(f"{file} column {name}", str(column.type), "dates and times")
     zoned = pc.match_substring_regex(column, r"(Z|[+-]\d\d:?\d\d)\s*$")
     kind = pa.timestamp("ns", tz="UTC") if pc.any(zoned).as_py() else pa.timestamp("ns")
     try:

@@ -16,6 +16,7 @@ from data_gen.openai.options import EngineError, OpenAIOptions
 from data_gen.openai.pace import retry_after_s
 from data_gen.openai.wire import Reply, ReplyError, StreamReader, read_refusal, read_reply
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import parse_json
 
 UNREACHABLE = "unreachable"
 DISCONNECTED = "disconnected"
@@ -111,7 +112,7 @@ class Client:
             async with self._session.request(method, url, data=body, timeout=timeout) as response:
                 payload = await response.read()
                 try:
-                    return response.status, json.loads(payload)
+                    return response.status, parse_json(payload)
                 except ValueError:
                     return response.status, None
         except (aiohttp.ClientError, OSError) as error:

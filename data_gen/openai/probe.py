@@ -69,7 +69,7 @@ async def identify(client: Client, base_url: str, model: str) -> Engine:
         owner = ""
     else:
         model = _served(model, [str(entry["id"]) for entry in entries])
-        owner = next(str(entry.get("owned_by")) for entry in entries if entry["id"] == model)
+        owner = next(str(entry.get("owned_by")) for entry in entries if str(entry["id"]) == model)
     name, version = await _engine(client, root_of(base_url), _OWNERS.get(owner))
     return Engine(name, version, model)
 

@@ -11,8 +11,12 @@ from data_gen.backend import SamplingSettings
 from data_gen.draws import answer_seed
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
+from scheduler_core.json_text import valid_unicode
 
 _STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
+# What reading an unexpected JSON value raises, an infinite index and deep nesting included.
+_UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+_MAX_TOKENS = 2**31 - 1
 _GAVE_UP = ("abort", "error", "cancelled")
 _TOO_LONG = (
     "context length",
@@ -129,7 +133,7 @@ def read_reply(payload: bytes) -> Reply:
             raise ReplyError("server_error", _message_of(found), retry=True)
         choices = [_read_choice(entry) for entry in sorted(found["choices"], key=_index_of)]
         prompt_tokens, completion_tokens = _read_usage(found)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         shown = payload[:80].decode(errors="replace")
         raise ReplyError(
             "malformed", f"not an answer of this API: {shown!r} ({error})", retry=True
@@ -170,7 +174,7 @@ def _read_usage(found: Mapping[str, Any]) -> tuple[int | None, int | None]:
         return None, None
     prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
     for count in (prompt_tokens, completion_tokens):
-        if count is not None and (type(count) is not int or count < 0):
+        if count is not None and (type(count) is not int or not 0 <= count <= _MAX_TOKENS):
             raise ValueError(f"usage holds {count!r}")
     return prompt_tokens, completion_tokens
 
@@ -179,6 +183,8 @@ def _checked(reply: Reply) -> Reply:
     if not reply.choices:
         raise ReplyError("empty", "the server sent no choices", retry=True)
     for choice in reply.choices:
+        # Only now: a stream may split a surrogate pair between two events.
+        choice.text = valid_unicode(choice.text)
         reason = choice.finish_reason
         if reason in _STOPPED:
             choice.finish_reason = _STOPPED[reason]
@@ -227,7 +233,7 @@ class StreamReader:
                 self._usage = _read_usage(found)
             for entry in found.get("choices") or ():
                 self._piece(entry, now)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except _UNREADABLE as error:
             shown = data[:80].decode(errors="replace")
             raise ReplyError(
                 "malformed", f"not an event of this API: {shown!r} ({error})", retry=True
@@ -273,7 +279,7 @@ def read_refusal(status: int, payload: bytes) -> ReplyError:
     """What an answer with an HTTP status other than 200 means."""
     try:
         reason = _message_of(json.loads(payload))
-    except (ValueError, TypeError, AttributeError):
+    except _UNREADABLE:
         reason = payload[:200].decode(errors="replace")
     shown = f"HTTP {status}: {reason}"
     lowered = payload[:4000].decode(errors="replace").lower()

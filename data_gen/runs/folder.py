@@ -22,6 +22,7 @@ from data_gen.runs.shards import shard_paths, sync_folder
 from data_gen.samples import SCHEMA_NAME
 from scheduler_core.errors import InputError
 from scheduler_core.files import write_json
+from scheduler_core.json_text import parse_json
 
 MANIFEST = "manifest.json"
 LOCK = "lock"
@@ -100,7 +101,9 @@ class Manifest:
                 raise InputError("out", str(folder), f"a folder with {MANIFEST}, or none of that name")
             return self._written(path)
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            found = parse_json(path.read_bytes())
+            if not isinstance(found, dict) or "run_id" not in found:
+                raise ValueError("no manifest")
         except (OSError, ValueError) as error:
             raise InputError("out", str(path), "the readable state of an interrupted run, or none") from error
         different = sorted(key for key in IDENTITY if found.get(key) != self.content[key])

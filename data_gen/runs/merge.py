@@ -76,7 +76,8 @@ def write_sorted(
                     waiting, size = [], 0
             if waiting:
                 writer.write_table(pa.Table.from_pylist(waiting, schema=SCHEMA))
-        merged.replace(target)
+        with atomic_file(target) as temporary:
+            shutil.move(merged, temporary)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from data_gen.backend import Answer, Failure
 from data_gen.prompts import Prompt
 from data_gen.samples import prompt_sha256
+from scheduler_core.json_text import valid_unicode
 
 PROMPT, RESULT = "p", "r"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -49,8 +50,8 @@ class Damage:
 
 
 def encode(kind: str, position: int, content: object) -> bytes:
-    """One record as a line; lone surrogates, which JSON can carry and UTF-8 cannot, become question marks."""
-    body = f"{kind} {position} {_ENCODER.encode(content)}".encode(errors="replace")
+    """One record as a line of valid Unicode."""
+    body = valid_unicode(f"{kind} {position} {_ENCODER.encode(content)}").encode()
     return b"%08x %s\n" % (zlib.crc32(body), body)
 
 

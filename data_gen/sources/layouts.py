@@ -67,12 +67,25 @@ def _text_of(row: Mapping[str, Any], name: str, where: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"{where}: {name}", value, "a text that is not empty")
-    return value
+    return _valid(value, f"{where}: {name}")
+
+
+def _valid(text: str, where: str) -> str:
+    """The text, which can be written to a file.
+
+    Raises:
+        InputError: It has half of a surrogate pair, as JSON's escapes allow.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(where, text, "text that is valid Unicode") from error
+    return text
 
 
 def _optional(row: Mapping[str, Any], name: str) -> str:
     value = row.get(name)
-    return "" if value is None else str(value)
+    return "" if value is None else _valid(str(value), name)
 
 
 def messages_of(
@@ -95,7 +108,7 @@ def messages_of(
             raise InputError(f"{where} message {number}: {role}", item.get(role), ", ".join(ROLES))
         if not isinstance(text, str) or (name != "assistant" and not text.strip()):
             raise InputError(f"{where} message {number}: {content}", text, "a text that is not empty")
-        messages.append(Message(name, text))
+        messages.append(Message(name, _valid(text, f"{where} message {number}: {content}")))
     return tuple(messages)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from data_gen.tables import open_parquet, readable
+from data_gen.tables import open_parquet, readable, require_unique
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.json_text import parse_json, replace_lone_surrogates
 
 Row = tuple[int, Mapping[str, Any]]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
@@ -48,13 +49,12 @@ def file_rows(path: str | Path, field: str) -> Iterator[Row]:
         yield from _parquet_rows(file, field)
         return
     readers = {".csv": _csv_rows, ".json": _array_rows, ".txt": _text_rows}
-    try:
-        with _text(file) as stream:
+    kind = "gzip" if file.suffix == ".gz" else "text"
+    with readable(path, field, kind), _text(file) as stream:
+        try:
             yield from readers.get(suffix, _json_lines)(stream, file.name)
-    except UnicodeDecodeError as error:
-        raise InputError(field, f"{path} (byte {error.start})", "text in UTF-8") from error
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise InputError(field, str(path), f"a whole gzip file ({error})") from error
+        except UnicodeDecodeError as error:
+            raise InputError(field, f"{path} (byte {error.start})", "text in UTF-8") from error
 
 
 def _text(file: Path) -> TextIO:
@@ -67,7 +67,7 @@ def _json_lines(stream: TextIO, name: str) -> Iterator[Row]:
     for number, line in enumerate(stream, start=1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError as error:
                 raise InputError(
                     f"{name} row {number}", line.strip(), f"one JSON object ({_reason(error)})"
@@ -81,7 +81,9 @@ def _object(row: object, name: str, number: int) -> Mapping[str, Any]:
     return row
 
 
-def _reason(error: ValueError) -> str:
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 
@@ -139,11 +141,17 @@ class _Unread:
         """The value that starts here; an object is whole only once its last brace is there."""
         while True:
             try:
-                value, self.position = self._decoder.raw_decode(self._text, self.position)
+                value, end = self._decoder.raw_decode(self._text, self.position)
+                value = replace_lone_surrogates(value, self._text[self.position : end])
+                self.position = end
                 return value
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 rest = self._text[self.position :]
-                more = self._stream.read(max(_CHUNK_CHARACTERS, len(rest)))
+                more = (
+                    ""
+                    if isinstance(error, RecursionError)
+                    else self._stream.read(max(_CHUNK_CHARACTERS, len(rest)))
+                )
                 if not more:
                     raise InputError(
                         f"{self._name} row {number}", rest[:120], f"one JSON object ({_reason(error)})"
@@ -153,6 +161,7 @@ class _Unread:
 
 def _csv_rows(stream: TextIO, name: str) -> Iterator[Row]:
     reader = csv.DictReader(stream, strict=True)
+    require_unique(reader.fieldnames or (), name)
     while True:
         try:
             row = next(reader, None)
@@ -162,6 +171,8 @@ def _csv_rows(stream: TextIO, name: str) -> Iterator[Row]:
             return
         if None in row:
             raise InputError(f"{name} row {reader.line_num}", row[None], "as many values as headings")
+        if None in row.values():
+            raise InputError(f"{name} row {reader.line_num}", row, "as many values as headings")
         yield reader.line_num, row
 
 

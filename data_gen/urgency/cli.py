@@ -16,6 +16,9 @@ log = logging.getLogger(__name__)
 class ImportUrgencyConfig:
     """Write texts with urgency levels (schema urgency/1), from the built-in seed set, public sets and files."""
 
+    INPUTS = ("sources",)
+    OUTPUTS = ("out", "{out}.run.json")
+
     out: str
     """Parquet file to write."""
     sources: str = "llm,quiet"
@@ -34,6 +37,11 @@ class ImportUrgencyConfig:
     """Copies of each training text with a greeting, thanks or the like, so that these are learnt to say nothing."""
     seed: int = 0
     """Decides which phrases are added."""
+
+    def __post_init__(self) -> None:
+        for name in ("augment_claims", "augment_openers", "seed"):
+            if getattr(self, name) < 0:
+                raise InputError(name, getattr(self, name), "integers >= 0")
 
 
 def import_urgency(config: ImportUrgencyConfig) -> None:

@@ -221,7 +221,7 @@ def test_bad_input_is_one_line_and_code_2(
 def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
     from dataclasses import fields
 
-    from data_gen.cli import GenSamplesConfig
+    from data_gen.gen_samples import GenSamplesConfig
 
     with pytest.raises(SystemExit) as stop:
         main(["--help"])

@@ -11,7 +11,9 @@ import pytest
 
 from data_gen.cli_import import main
 from data_gen.importers import ImportOptions, ImportReport, import_lengths
+from data_gen.importers.batch import Batch
 from data_gen.importers.kinds import KINDS
+from data_gen.importers.sinks import TraceSink
 from data_gen.prompts import prompt_id_of
 from data_gen.samples import read_samples
 from data_gen.trace import read_trace
@@ -125,6 +127,7 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
         ),
         ("azure", "a.csv", AZURE_2023.replace("GeneratedTokens", "Tokens"), "GeneratedTokens of kind azure"),
         ("azure", "a.csv", AZURE_2023 + "1,2\n", "whole CSV file"),
+        ("azure", "a.csv", AZURE_2023.replace("MP", "\rM"), "whole CSV file"),
         ("azure", "a.csv", AZURE_2023.splitlines()[0] + "\n", "at least one usable row"),
         ("burstgpt", "b.csv", BURST.replace("118.5", "inf"), "row 4 column Timestamp: got 'inf'"),
         ("mooncake", "m.jsonl", MOONCAKE.replace("490", '"x"'), "row 2 column output_length: got 'x'"),
@@ -136,6 +139,18 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
             "row 2: columns.*output_length",
         ),
         ("vidur", "v.csv", "num_prefill_tokens,num_decode_tokens\n3,\n", "row 2 column output_tokens"),
+        ("burstgpt", "b.csv", BURST.replace("118.5", "1e308"), r"row 4 column Timestamp: got '1e308'"),
+        ("mooncake", "m.jsonl", MOONCAKE.replace("3052", "1e308"), "row 2 column timestamp: got 1e"),
+        ("azure", "a.csv", AZURE_2023.replace("2023", "9999"), "row 2 column TIMESTAMP"),
+        (
+            "azure",
+            "a.csv",
+            AZURE_2023.replace("ContextTokens", "ContextTokens,ContextTokens"),
+            "got 'ContextTokens'; allowed: each name once",
+        ),
+        ("mooncake", "m.jsonl", MOONCAKE + "[" * 100_000, "row 3: .*nested too deeply"),
+        ("mooncake", "m.jsonl", MOONCAKE.replace("490", "9" * 5000), "row 2: .*one JSON object"),
+        ("castillo", "c.json", "[" * 100_000, "row 1: .*nested too deeply"),
         ("nothing", "v.csv", "a\n1\n", "^kind: got 'nothing'"),
         ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also model"),
         ("log", "l.jsonl", "{}", "columns"),
@@ -468,3 +483,77 @@ def test_every_shared_trace_is_imported_and_read_by_the_simulator(
     assert len(trace) == num_rows
     if name == "azure2023_conv":
         assert trace.requests[-1].arrival_s == pytest.approx(58.4 * 60, abs=6)
+
+
+def test_negative_and_unsorted_arrivals_count_from_the_earliest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = "Timestamp,Model,Request tokens,Response tokens,Log Type\n-5,m,1,2,x\n7,m,1,2,x\n-6,m,1,2,x\n"
+    report, rows = imported("burstgpt", write(tmp_path / "b.csv", text))
+    assert [row["arrival_s"] for row in rows] == [1.0, 13.0, 0.0]
+    assert report.num_out_of_order == 1
+    assert "1 requests come before the one above them" in caplog.text
+
+
+@pytest.mark.parametrize("schema", ["samples", "trace"])
+def test_an_answer_that_is_in_a_log_twice_is_refused(tmp_path: Path, schema: Any) -> None:
+    line = (
+        json.dumps(response("r1", 4, "stop", 1000) | {"messages": [{"role": "user", "content": "a"}]}) + "\n"
+    )
+    with pytest.raises(
+        InputError, match=r"o.jsonl row 2 column id: got 'r1'; allowed: an id not used before"
+    ):
+        imported("openai-log", write(tmp_path / "o.jsonl", line * 2), schema=schema)
+
+
+def test_lone_surrogates_of_a_log_are_replaced(tmp_path: Path) -> None:
+    for name, form in (("c.jsonl", "{}\n"), ("c.json", "[{}]")):
+        row = json.dumps({"q": "a\ud800", "n": 3, "m": "m"})
+        path = write(tmp_path / name, form.format(row))
+        _, rows = imported("log", path, columns="prompt=q,output_tokens=n,model=m")
+        assert rows[0]["prompt"] == "a\ufffd"
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "m.jsonl.gz", "a.parquet"])
+def test_truncated_files_are_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / name
+    if name == "a.parquet":
+        pq.write_table(pa.table({"output_tokens": list(range(1, 1000))}), path)
+    else:
+        text = AZURE_2023 if name == "a.csv.gz" else MOONCAKE
+        path.write_bytes(gzip.compress(text.encode() * 100))
+    path.write_bytes(path.read_bytes()[:-40])
+    kind = {"a": "azure", "m": "mooncake"}[name[0]]
+    assert main([kind, str(path), "--out", str(tmp_path / "out.parquet")]) == 2
+    assert "allowed: a whole " in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+
+
+def test_traces_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
+    imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE), max_tokens=500)
+    path = tmp_path / "m.jsonl.imported.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({"tailcast.schema": "trace/2"}), path)
+    for read in (
+        load_trace,
+        read_trace,
+        lambda path: import_lengths("lengths", path, tmp_path / "out.parquet"),
+    ):
+        with pytest.raises(
+            InputError,
+            match=r"(schema: got .trace/2.; allowed: trace/1|schema trace/1; this one has trace/2)",
+        ):
+            read(path)
+
+
+def test_an_interrupted_import_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(sink: TraceSink, batch: Batch) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TraceSink, "write", interrupted)
+    source = write(tmp_path / "m.jsonl", MOONCAKE)
+    assert main(["mooncake", str(source), "--out", str(tmp_path / "t.parquet")]) == 130
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]

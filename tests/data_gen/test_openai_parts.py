@@ -183,6 +183,9 @@ def test_the_first_token_is_not_the_role() -> None:
     [
         (b"data: {", "malformed"),
         (b"data: [1]", "malformed"),
+        (b"data: " + b"[" * 100_000, "malformed"),
+        (b'data: {"choices": [{"index": 1e999}]}', "malformed"),
+        (b'data: {"usage": {"prompt_tokens": 2147483648}}', "malformed"),
         (b'data: {"error": {"message": "engine died"}}', "server_error"),
         (b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}', "truncated"),
         (b"", "empty"),
@@ -241,12 +244,23 @@ def test_names_of_ends_differ_between_engines(reason: str, kind: str) -> None:
         {"text": "a"},
         {"message": {"content": {"a": 1}}, "finish_reason": "stop"},
         {"text": "a", "finish_reason": "stop", "index": "x"},
+        {"text": "a", "finish_reason": "stop", "index": float("inf")},
         7,
     ],
 )
 def test_values_of_other_types_are_malformed(entry: object) -> None:
     with pytest.raises(ReplyError, match="malformed"):
         read_reply(json.dumps({"choices": [entry]}).encode())
+
+
+def test_surrogates_are_joined_over_events_and_lone_ones_replaced() -> None:
+    reader = StreamReader()
+    for text in ("a\ud83d", "\ude00b\ud800"):
+        event = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]})
+        reader.feed(f"data: {event}\n\n".encode(), 1.0)
+    reader.feed(chunks_of([{"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}]), 2.0)
+    (choice,) = reader.finish().choices
+    assert choice.text == "a\U0001f600b\ufffd"
 
 
 def test_choices_are_put_in_order() -> None:

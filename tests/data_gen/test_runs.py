@@ -547,7 +547,7 @@ def test_conversations_and_any_text_are_recorded_whole(tmp_path: Path) -> None:
     assert rows[0]["messages"] == [{"role": m.role, "content": m.content} for m in chat]
     assert (rows[0]["prompt"], rows[0]["dataset"]) == ("Größe?\u2028\x00", "a-set")
     assert rows[0]["text"] == "answer 0 to Größe?\u2028\x00"
-    assert rows[4]["prompt"] == "half ? of an emoji"
+    assert rows[4]["prompt"] == "half \ufffd of an emoji"
     assert rows[4]["messages"] is None
 
 

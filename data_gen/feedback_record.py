@@ -1,0 +1,139 @@
+"""The schema of a record of the feedback log, `tailcast-feedback/1`: the one validation that all its readers share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from scheduler_core.errors import InputError
+from scheduler_core.json_text import parse_json
+
+FORMAT = "tailcast-feedback/1"
+MAX_TOKENS = 2**31 - 1
+
+Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Seconds = Annotated[FiniteFloat, Field(ge=0, le=1e11)]
+NonNegative = Annotated[FiniteFloat, Field(ge=0)]
+# The ranges of `scheduler_core.predictions.LengthPrediction`.
+Mu = Annotated[float, Field(ge=-50, le=50)]
+Sigma = Annotated[float, Field(ge=1e-9, le=50)]
+Nu = Annotated[float, Field(ge=0.1, le=1e9)]
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A validated JSON object: no value is converted to another type."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class PredictedLength(Strict):
+    """A log-t distribution of the output length and the artifact that predicted it."""
+
+    mu: Mu
+    sigma: Sigma
+    nu: Nu
+    artifact_id: str = ""
+    artifact_version: str = ""
+
+
+class LoggedMessage(Strict):
+    """A message of the prompt."""
+
+    role: str
+    content: str
+
+
+class FeedbackRecord(Strict):
+    """A finished completion; keys are described in docs/proxy.md, keys of later versions are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    format: Literal["tailcast-feedback/1"]
+    time: Seconds
+    output_tokens: Tokens
+    counted_by: Literal["usage", "tokenizer", "deltas"]
+    finish_reason: str
+    finished: bool | None = None
+    request_id: str | None = None
+    tenant: str | None = None
+    tier: Tokens | None = None
+    served_model: str | None = None
+    max_tokens: MaxTokens | None = None
+    temperature: NonNegative | None = None
+    top_p: NonNegative | None = None
+    prompt_tokens: Tokens | None = None
+    waited_s: Seconds | None = None
+    ttft_s: Seconds | None = None
+    total_s: Seconds | None = None
+    prompt: str | None = None
+    prompt_sha256: str | None = None
+    messages: list[LoggedMessage] | None = None
+    mu: Mu | None = None
+    sigma: Sigma | None = None
+    nu: Nu | None = None
+    artifact_id: str = ""
+    artifact_version: str = ""
+    shadow: PredictedLength | None = None
+
+    @model_validator(mode="after")
+    def _whole_prediction(self) -> FeedbackRecord:
+        if len({value is None for value in (self.mu, self.sigma, self.nu)}) > 1:
+            raise ValueError("mu, sigma and nu come together")
+        return self
+
+    @property
+    def main(self) -> PredictedLength | None:
+        """The prediction of the first predictor."""
+        if self.mu is None or self.sigma is None or self.nu is None:
+            return None
+        return PredictedLength(
+            mu=self.mu,
+            sigma=self.sigma,
+            nu=self.nu,
+            artifact_id=self.artifact_id,
+            artifact_version=self.artifact_version,
+        )
+
+    @property
+    def cap(self) -> int | None:
+        """max_tokens, but never below output_tokens: servers may count a token more than the cap they were given."""
+        return None if self.max_tokens is None else max(self.max_tokens, self.output_tokens)
+
+
+def parse_object(line: str | bytes) -> dict[str, Any]:
+    """The JSON object of a line.
+
+    Raises:
+        InputError: There is none; its field is "line".
+    """
+    try:
+        content = parse_json(line)
+    except ValueError as error:
+        raise InputError("line", line[:80], "a JSON object in UTF-8") from error
+    if not isinstance(content, dict):
+        raise InputError("line", line[:80], "a JSON object in UTF-8")
+    return content
+
+
+def validated(model: type[M], content: dict[str, Any]) -> M:
+    """An object as an instance of `model`.
+
+    Raises:
+        InputError: Names the first key with a value that is not allowed.
+    """
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        [first, *_] = error.errors(include_url=False, include_context=False)
+        keys = ".".join(str(key) for key in first["loc"] if isinstance(key, str))
+        value = first["input"] if first["loc"] and first["type"] != "missing" else None
+        raise InputError(keys or "record", value, _allowed(first["msg"])) from error
+
+
+def _allowed(message: str) -> str:
+    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
+    return text[:1].lower() + text[1:]

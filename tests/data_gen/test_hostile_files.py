@@ -1,0 +1,301 @@
+"""Damaged and hostile files: every reader ends with a row, a value and a file name, never with a traceback or rests."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import resource
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_gen.cli import main as gen_samples
+from data_gen.cli_import import main as import_lengths
+from training.cli_fit_dist import main as fit_dist
+from training.drift.cli import main as evaluate_stream
+from training.feedback.cli import main as read_feedback
+
+Main = Callable[[Sequence[str]], int]
+
+CHAT = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+]
+PREDICTION = {"mu": 1.0, "sigma": 0.5, "nu": 3.5}
+RECORD = {
+    "format": "tailcast-feedback/1", "time": 1.0, "output_tokens": 5, "counted_by": "usage", "finish_reason": "stop",
+    "finished": True, "served_model": "m", "prompt": "p", "max_tokens": 9, "messages": CHAT, "tier": 0,
+    "shadow": PREDICTION, **PREDICTION,
+}  # fmt: skip
+OPENAI = {
+    "request": {"messages": CHAT, "max_tokens": 30, "temperature": 0.5, "user": "u"},
+    "response": {
+        "id": "r1", "model": "gpt-4o", "created": 1700000000,
+        "choices": [{"index": 0, "finish_reason": "length", "message": {"role": "assistant", "content": "x"}}],
+        "usage": {"prompt_tokens": 9, "completion_tokens": 30},
+    },
+}  # fmt: skip
+CASTILLO = {
+    "prompt_id": "p", "model": "google--gemma", "dataset": "Mbpp", "prompt_text": "Write it.", "input_size": 184,
+    "output_sizes": [170, 15001], "temp": 1.0, "top_p": 1.0, "category": "x",
+}  # fmt: skip
+LOG = {"q": "Hi", "usage": {"out": 12}, "end": "stop", "t": "2024-01-01T00:00:10Z", "llm": "m"}
+MAPPING = "prompt=q,output_tokens=usage.out,finish_reason=end,arrival_s=t,model=llm"
+AZURE = {"TIMESTAMP": "2023-11-16 18:15:46.6805900", "ContextTokens": 374, "GeneratedTokens": 44}
+BURST = {
+    "Timestamp": 5,
+    "Model": "GPT-4",
+    "Request tokens": 472,
+    "Response tokens": 18,
+    "Log Type": "API log",
+}
+MOONCAKE = {"timestamp": 3052, "input_length": 6755, "output_length": 500, "hash_ids": [0, 1]}
+ALPACA = {"prompt": "Hi", "subset": "s", "model": "m", "n_tokens": 3}
+TOT = {
+    "dataset": "d", "model": "m", "prompt_id": "p", "prompt": "x", "temperature": 1.0, "top_p": 1.0,
+    "tokens": [3, 4], "finished": [True, False],
+}  # fmt: skip
+FIT = {
+    "prompt_id": "p", "model": "m", "prompt": "Hi", "run_id": "r", "output_tokens": 7, "finish_reason": "stop",
+    "max_tokens": 50,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Source:
+    """A good file: its rows, how they are written, and the command that reads it."""
+
+    rows: list[dict[str, Any]]
+    suffix: str
+    command: Main
+    words: tuple[str, ...]
+    out: str = "out.parquet"
+
+    def content(self, rows: list[dict[str, Any]]) -> bytes:
+        """The rows as the file has them."""
+        kind = self.suffix.removesuffix(".gz")
+        if kind == ".jsonl":
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+        elif kind == ".json":
+            text = json.dumps(rows)
+        elif kind == ".csv":
+            names = list(rows[0])
+            lines = [names, *([row.get(name, "") for name in names] for row in rows)]
+            text = "".join(",".join(_cell(value) for value in line) + "\n" for line in lines)
+        else:
+            stream = io.BytesIO()
+            pq.write_table(pa.Table.from_pylist(rows), stream)
+            return stream.getvalue()
+        data = text.encode("utf-8", "surrogatepass")
+        return gzip.compress(data, mtime=0) if self.suffix.endswith(".gz") else data
+
+
+def _cell(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return '"' + text.replace('"', '""') + '"' if set(text) & set('",\n') else text
+
+
+def imports(kind: str, rows: list[dict[str, Any]], suffix: str, *words: str) -> Source:
+    return Source(rows, suffix, import_lengths, (kind, "FILE", "--out", "OUT", *words))
+
+
+def fits(rows: list[dict[str, Any]], suffix: str) -> Source:
+    words = ("FILE", "--out", "OUT", "--alternatives", "false", "--progress", "false", "--processes", "1")
+    return Source(rows, suffix, fit_dist, words)
+
+
+FIT_ROWS = [FIT | {"sample_index": index, "output_tokens": 7 + index} for index in range(5)]
+SOURCES = {
+    "feedback": imports("feedback", [RECORD | {"time": float(n)} for n in range(3)], ".jsonl"),
+    "feedback trace": imports("feedback", [RECORD, RECORD | {"time": 2.0}], ".jsonl", "--schema", "trace"),
+    "read-feedback": Source([RECORD, RECORD | {"time": 2.0}], ".jsonl", read_feedback, ("FILE", "--json", "OUT")),
+    "pairs": Source([RECORD], ".jsonl", read_feedback, ("FILE", "--pairs", "OUT")),
+    "stream": Source([PREDICTION | {"output_tokens": 4}] * 2, ".jsonl", evaluate_stream, ("--stream", "FILE", "--out", "OUT")),
+    "openai-log": imports("openai-log", [OPENAI], ".jsonl"),
+    "openai-log gzip": imports("openai-log", [OPENAI], ".jsonl.gz", "--schema", "trace"),
+    "castillo": imports("castillo", [CASTILLO, CASTILLO | {"prompt_id": "q"}], ".json"),
+    "log": imports("log", [LOG, LOG | {"end": None}], ".jsonl", "--columns", MAPPING),
+    "log csv": imports("log", [{"n": 3, "p": "x", "m": "y"}], ".csv", "--columns", "output_tokens=n,prompt=p,model=m"),
+    "log parquet": imports("log", [LOG, LOG], ".parquet", "--columns", MAPPING, "--schema", "trace"),
+    "azure": imports("azure", [AZURE, AZURE], ".csv"),
+    "azure gzip": imports("azure", [AZURE, AZURE], ".csv.gz"),
+    "azure parquet": imports("azure", [AZURE, AZURE], ".parquet"),
+    "burstgpt": imports("burstgpt", [BURST, BURST | {"Timestamp": 6}], ".csv"),
+    "mooncake": imports("mooncake", [MOONCAKE, MOONCAKE | {"timestamp": 9}], ".jsonl"),
+    "lengths": imports("lengths", [{"output_tokens": 4, "arrival_s": 1.5, "tier": 0}], ".jsonl"),
+    "alpaca-eval": imports("alpaca-eval", [ALPACA], ".csv"),
+    "tot-gpt4": imports("tot-gpt4", [TOT], ".parquet"),
+    "fit-dist jsonl": fits(FIT_ROWS, ".jsonl"),
+    "fit-dist csv": fits(FIT_ROWS, ".csv"),
+    "fit-dist parquet": fits(FIT_ROWS, ".parquet"),
+    "fit-dist lists": fits([{"prompt_id": "p", "model": "m", "output_tokens": [3, 4, 9], "finished": [True] * 3}], ".jsonl"),
+}  # fmt: skip
+
+# Values that a field may wrongly have; JSON writes all of them, CSV their text.
+HOSTILE: list[Any] = [
+    None, True, "", "x", -1, 0, 2.5, 2**31, 2**63, 10**400, 1e308, -1e308, float("nan"), float("inf"), "1e309",
+    "9" * 5000, "\ud800", "\x00", "2024-13-45", [], [None], [[1]], {}, {"a": 1}, [{"role": "tool", "content": ""}],
+]  # fmt: skip
+
+
+def run(source: Source, content: bytes, max_bytes: int | None = None) -> tuple[int, list[str]]:
+    """Exit code and standard error; the command has left its file, or nothing."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        redirect_stderr(io.StringIO()) as errors,
+        redirect_stdout(io.StringIO()),
+    ):
+        file, out = Path(folder) / f"file{source.suffix}", Path(folder) / "out.parquet"
+        file.write_bytes(content)
+        words = [{"FILE": str(file), "OUT": str(out)}.get(word, word) for word in source.words]
+        with nullcontext() if max_bytes is None else full_disk(max_bytes):
+            code = source.command(words)
+        left = {path.name for path in Path(folder).iterdir()} - {file.name}
+    lines = errors.getvalue().splitlines()
+    assert "Traceback" not in errors.getvalue()
+    if code == 0:
+        assert left <= {"out.parquet", "out.parquet.run.json"}
+        assert not [line for line in lines if "error:" in line]
+    else:
+        assert code in (2, 3, 130)
+        assert left == set()
+        assert len([line for line in lines if ": error:" in line]) == 1
+        assert len(lines[-1]) < 2000
+    return code, lines
+
+
+def with_value(row: Any, keys: tuple[str | int, ...], value: Any) -> Any:
+    """A copy of a row with another value at a path."""
+    if not keys:
+        return value
+    copy = dict(row) if isinstance(row, dict) else list(row)
+    copy[keys[0]] = with_value(copy[keys[0]], keys[1:], value)  # type: ignore[index]
+    return copy
+
+
+def paths(value: Any) -> list[tuple[str | int, ...]]:
+    """Paths of all values inside a row."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [(key, *rest) for key, inner in items for rest in ((), *paths(inner))]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_good_files_are_read(name: str) -> None:
+    source = SOURCES[name]
+    assert run(source, source.content(source.rows))[0] == 0
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_wrong_values_are_named(name: str, data: st.DataObject) -> None:
+    source = SOURCES[name]
+    number = data.draw(st.integers(0, len(source.rows) - 1))
+    keys = data.draw(st.sampled_from(paths(source.rows[number])))
+    rows = list(source.rows)
+    rows[number] = with_value(rows[number], keys, data.draw(st.sampled_from(HOSTILE)))
+    try:
+        content = source.content(rows)
+    except (pa.ArrowException, UnicodeEncodeError, OverflowError):  # Parquet cannot hold it
+        return
+    run(source, content)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("fit-dist jsonl", "max_tokens", 2**31),
+        ("fit-dist parquet", "max_tokens", 2**31),
+        ("tot-gpt4", "prompt", []),
+        ("tot-gpt4", "prompt", True),
+        ("azure parquet", "TIMESTAMP", 1.5),
+        ("lengths", "arrival_s", 1e308),
+    ],
+)
+def test_values_of_wrong_kinds_and_ranges_are_refused(name: str, key: str, value: Any) -> None:
+    source = SOURCES[name]
+    code, lines = run(source, source.content([row | {key: value} for row in source.rows]))
+    assert code == 2
+    assert key in lines[-1]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@settings(max_examples=8)
+@given(data=st.data())
+def test_damaged_bytes_are_named(name: str, data: st.DataObject) -> None:
+    source = SOURCES[name]
+    content = bytearray(source.content(source.rows))
+    at = data.draw(st.integers(0, len(content) - 1))
+    damage = data.draw(
+        st.sampled_from(["cut", "flip", "wrong encoding", "deep", "huge number", "repeat a line", "insert"])
+    )
+    if damage == "cut":
+        del content[at:]
+    elif damage == "flip":
+        content[at] ^= data.draw(st.integers(1, 255))
+    elif damage == "wrong encoding":
+        content = bytearray(b"\xff\xfe" + bytes(content).decode("latin-1").encode("utf-16-le"))
+    elif damage == "repeat a line":
+        lines = bytes(content).splitlines(keepends=True)
+        content = bytearray(b"".join([*lines, lines[at % len(lines)]]))
+    else:
+        content[at:at] = {
+            "deep": b"[" * 50_000,
+            "huge number": b"9" * 5000,
+            "insert": data.draw(st.binary(min_size=1, max_size=8)),
+        }[damage]
+    run(source, bytes(content))
+
+
+@contextmanager
+def full_disk(max_bytes: int) -> Iterator[None]:
+    """No file may grow beyond `max_bytes`: the write that would fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("name", "max_bytes"),
+    [("azure", 500), ("castillo", 500), ("pairs", 50), ("fit-dist jsonl", 500), ("fit-dist jsonl", 3000)],
+)
+def test_a_full_disk_leaves_no_rests(name: str, max_bytes: int) -> None:
+    source = SOURCES[name]
+    content = source.content(source.rows)
+    code, lines = run(source, content, max_bytes)
+    assert code == 2
+    assert "File too large" in lines[-1]
+
+
+def test_a_full_disk_leaves_a_sampling_run_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    words = [str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "s.parquet"), "--backend", "synthetic"]
+    words += ["--num-samples", "2", "--progress", "false"]
+    with full_disk(4000):  # enough for the answers, too little for the Parquet file
+        assert gen_samples(words) == 2
+    assert "finished answers are kept" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "s.parquet.partial"]
+    names = {path.name for path in (tmp_path / "s.parquet.partial").iterdir()}
+    assert names == {"lock", "manifest.json", "shard-000000.log"}
+    assert gen_samples(words) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "s.parquet", "s.parquet.run.json"]
