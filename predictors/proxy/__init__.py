@@ -2,7 +2,8 @@
 
 | module | what it is |
 |---|---|
-| `asked.py`, `members.py` | what a request asks for; adding members to its body without touching the rest |
+| `asked.py`, `members.py` | what a request asks for; reading its body, and adding members without touching the rest |
+| `rules.py` | which hints of clients pass |
 | `forecast.py` | asking a predictor within a deadline; without an answer the request goes on |
 | `order.py`, `aged.py` | the policy's key of a request; ageing added to it |
 | `engines/` | one file for each engine: how a key and a prediction become its hints |

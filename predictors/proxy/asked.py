@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ CHARS_PER_TOKEN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request whose body could be read; what it does not say, or says in a form nobody knows, is None.
+    """What a request asks for; what it does not say, or says in a form nobody knows, is None.
 
     Nothing here judges the request: that is the engine's work, and its answer reaches the client.
 
     Attributes:
-        content: The parsed body.
+        path: Its endpoint.
+        content: The parsed body; empty where it is no JSON object.
         prompt: What the prediction is made from; None where there is no text (token ids, several prompts).
         messages: Role and text of each message; None for a text completion.
         model: Name of the served model.
@@ -33,9 +33,10 @@ class Asked:
         stream: Whether the answer is to come as events.
         include_usage: Whether the client asked for the last event with the token counts.
         num_answers: Answers asked for; their token counts come as one sum.
-        priority: The client's own.
+        priority: The client's own, if it is an integer of 64 bits.
     """
 
+    path: str
     content: Mapping[str, Any]
     prompt: str | None
     messages: list[tuple[str, str]] | None
@@ -49,25 +50,24 @@ class Asked:
     priority: int | None
 
     @property
+    def is_completion(self) -> bool:
+        """Whether it is a chat or text completion, whose answer can be read."""
+        return self.path in (CHAT, TEXT)
+
+    @property
     def prompt_tokens(self) -> int:
         """An estimate from the characters, at least 1."""
         return 1 + len(self.prompt or "") // CHARS_PER_TOKEN
 
 
-def read_asked(body: bytes, path: str, reads: Reads) -> Asked | None:
-    """The request in a body; None if it is no JSON object.
+def read_asked(content: Mapping[str, Any], path: str, reads: Reads) -> Asked:
+    """The request in a body.
 
     Args:
-        body: What the client sent.
-        path: `CHAT` or `TEXT`.
+        content: The body's members.
+        path: `CHAT`, `TEXT` or another endpoint.
         reads: What artifacts were trained on: the last user message, or the whole conversation.
     """
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(content, dict):
-        return None
     messages = _messages(content.get("messages")) if path == CHAT else None
     prompt = content.get("prompt") if path == TEXT else _prompt(messages, reads)
     if isinstance(prompt, list) and len(prompt) == 1:
@@ -78,7 +78,9 @@ def read_asked(body: bytes, path: str, reads: Reads) -> Asked | None:
     options = content.get("stream_options")
     model = content.get("model")
     cap = _whole(content.get("max_completion_tokens")) or _whole(content.get("max_tokens"))
+    priority = _integer(content.get("priority"))
     return Asked(
+        path=path,
         content=content,
         prompt=prompt if isinstance(prompt, str) and prompt else None,
         messages=messages,
@@ -89,14 +91,14 @@ def read_asked(body: bytes, path: str, reads: Reads) -> Asked | None:
         stream=content.get("stream") is True,
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         num_answers=num_answers,
-        priority=_integer(content.get("priority")),
+        priority=None if priority is None or not -(2**63) <= priority < 2**63 else priority,
     )
 
 
 def _messages(found: object) -> list[tuple[str, str]] | None:
     if not isinstance(found, list):
         return None
-    return [(str(one.get("role", "")), _text(one.get("content"))) for one in found if isinstance(one, dict)]
+    return [(_text(one.get("role")), _text(one.get("content"))) for one in found if isinstance(one, dict)]
 
 
 def _text(content: object) -> str:

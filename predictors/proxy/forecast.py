@@ -124,7 +124,7 @@ class Forecaster:
 
     def _note(self, error: Exception) -> None:
         if self._worked:  # once for each outage
-            logger.warning("no prediction, requests go on without: %s", error)
+            logger.warning("no prediction, requests go on without: %s", _public_text(error))
         self._worked = False
 
 
@@ -146,7 +146,17 @@ def prediction_of(found: pb.PredictResponse, bucket_edges: tuple[float, ...]) ->
     return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank)
 
 
-def _outcome(error: TailcastError) -> str:
+def _public_text(error: Exception) -> str:
+    """What of an error may be logged: texts of other ones can quote a request."""
+    code = getattr(error, "code", None)
+    if code in ("UNAVAILABLE", "UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
+        return str(error)
+    if _outcome(error) == "refused":
+        return "the request is refused; if it is for the name of its model, --served_model sets another"
+    return str(code or type(error).__name__)
+
+
+def _outcome(error: Exception) -> str:
     code = getattr(error, "code", "INVALID_ARGUMENT" if isinstance(error, InputError) else "")
     if code == "DEADLINE_EXCEEDED":
         return "late"

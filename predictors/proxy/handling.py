@@ -14,11 +14,12 @@ import aiohttp
 from aiohttp import web
 
 from predictors.proxy.answers import Reader, StreamReader, WholeReader
-from predictors.proxy.asked import Asked, Reads, read_asked
-from predictors.proxy.engines import Engine, Hint, Outlook
+from predictors.proxy.asked import CHAT, TEXT, Asked, Reads, read_asked
+from predictors.proxy.engines import CLIENT_HINTS, Engine, Hint, Outlook
 from predictors.proxy.forecast import Forecast, Forecaster
+from predictors.proxy.headers import check_unencoded
 from predictors.proxy.holding import HoldQueue
-from predictors.proxy.members import with_members
+from predictors.proxy.members import JsonBody, json_body, may_be_json_object
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.order import SentOrder
 from predictors.proxy.problems import Refusal
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Completions:
-    """Handles POST of chat and text completions.
+    """Handles chat and text completions, and whatever else may make an engine work.
 
     Attributes:
         relay: To the engine.
@@ -77,13 +78,14 @@ class Completions:
             EngineLostError: The answer broke off.
         """
         start = time.perf_counter()
-        body = await self.relay.read(request)
-        encoded = request.headers.get("Content-Encoding", "identity").lower() != "identity"
-        asked = None if encoded else read_asked(body, request.path, self.reads)
-        if asked is None:  # what is wrong with it, the engine says
-            self.metrics.hints.labels("unreadable").inc()
-            return await self._pass(request, body, Hint(), None)
-        state = self._state(request, asked, tenant)
+        data = await self.relay.read(request)
+        restricted = self.rules.restricts(self.book.limits(tenant).most_urgent_tier)
+        try:
+            body = self._body(request, data, restricted)
+            asked = read_asked({} if body is None else body.content, request.path, self.reads)
+            state = self._state(request, asked, tenant)
+        except InputError as error:
+            raise Refusal.of(error) from error
         visit = Visit(asked=asked, state=state, started_s=start)
         if self.recorder is not None:
             self.recorder.shadow(visit, self._question(asked, state))
@@ -91,21 +93,37 @@ class Completions:
         try:
             async with way(asked, state, visit) as hint:
                 hint = self._counting(asked, hint)
-                body = self._body(body, asked, hint)
+                data = data if body is None else body.with_members(hint.members)
                 self.metrics.overhead.observe(time.perf_counter() - start - visit.waited_s)
-                return await self._pass(request, body, hint, visit)
+                return await self._pass(request, data, hint, visit, restricted)
         finally:
             self.metrics.request.observe(time.perf_counter() - start)
             if self.recorder is not None:
                 self.recorder.finish(visit)
 
+    def _body(self, request: web.Request, data: bytes, restricted: bool) -> JsonBody | None:
+        """The body with the hints that its client may send; None where it is no JSON object and passes as it is.
+
+        Raises:
+            Refusal: A completion's body cannot be read, or another one that could hold hints.
+            InputError: It is compressed, or a hint in it is not allowed.
+        """
+        is_completion = request.path in (CHAT, TEXT)
+        try:
+            check_unencoded(request.headers)
+            if not is_completion and not may_be_json_object(data):
+                return None
+            body = json_body(data)
+        except (InputError, Refusal):
+            if is_completion or restricted:
+                raise
+            return None
+        allowed = self.rules.allowed_content(body.content) if restricted else body.content
+        return body if allowed is body.content else JsonBody(None, allowed)
+
     def _state(self, request: web.Request, asked: Asked, tenant: str) -> RequestState:
         """The request as policies see it."""
-        try:
-            tier = self.rules.tier(request.headers, self.book.limits(tenant).most_urgent_tier)
-            self.rules.check_priority(asked.priority)
-        except InputError as error:
-            raise Refusal.of(error) from error
+        tier = self.rules.tier(request.headers, self.book.limits(tenant).most_urgent_tier)
         found = Request(
             request_id=uuid.uuid4().hex,
             arrival_s=self.clock(),
@@ -172,15 +190,18 @@ class Completions:
         assert self.engine is not None
         assert self.order is not None
         prediction = forecast.prediction
+        endpoints = self.engine.endpoints
         try:
             key = self.order.key(state, prediction, self.clock())
+            if endpoints is not None and (asked.path not in endpoints or not asked.content):
+                return self._no_hint("other_endpoint")
             if prediction is None and not self.sends_unpredicted:
                 return self._no_hint("unpredicted")
             hint = self.engine.hint(asked.content, Outlook(key=key, state=state))
         except InputError as error:
             logger.warning("request %s goes on without hint: %s", state.request_id, error)
             return self._no_hint("impossible")
-        if "priority" in hint.members and asked.content.get("priority") is not None and self.rules.keeps:
+        if "priority" in hint.members and asked.content.get("priority") is not None:
             return self._no_hint("clients_own")
         self.metrics.hints.labels("policy" if prediction is not None else "policy_unpredicted").inc()
         return hint
@@ -191,31 +212,25 @@ class Completions:
 
     def _counting(self, asked: Asked, hint: Hint) -> Hint:
         """The hint, and the wish for token counts where the recorder needs it and the client has not said it."""
-        if self.recorder is None or not self.recorder.asks_usage(asked):
+        if self.recorder is None or not asked.is_completion or not self.recorder.asks_usage(asked):
             return hint
         options = asked.content.get("stream_options")
         members = {**hint.members, "stream_options": {**(options or {}), "include_usage": True}}
         # A compressed stream could not be read.
         return replace(hint, members=members, headers={**hint.headers, "Accept-Encoding": "identity"})
 
-    def _body(self, body: bytes, asked: Asked, hint: Hint) -> bytes:
-        try:
-            return with_members(body, asked.content, hint.members)
-        except InputError as error:
-            logger.warning("a body stays as it is: %s", error)
-            self.metrics.hints.labels("impossible").inc()
-            return body
-
     async def _pass(
-        self, request: web.Request, body: bytes, hint: Hint, visit: Visit | None
+        self, request: web.Request, body: bytes, hint: Hint, visit: Visit, restricted: bool
     ) -> web.StreamResponse:
         """Sends it, and passes the answer on."""
-        upstream = await self.relay.send(request, body, hint.headers)
+        without = CLIENT_HINTS.headers if restricted else ()
+        upstream = await self.relay.send(request, body, hint.headers, without=without)
         hides = "stream_options" in hint.members
-        reader = None if visit is None or self.recorder is None else self._reader(upstream, hides)
+        reads = self.recorder is not None and visit.asked.is_completion
+        reader = self._reader(upstream, hides) if reads else None
         end = "client_gone"
         try:
-            if visit is not None and reader is not None:
+            if reader is not None:
                 visit.seen = reader.seen
             response = await self.relay.answer(
                 request, upstream, reader, shortens=hides and reader is not None
@@ -226,8 +241,7 @@ class Completions:
             end = "engine_lost"
             raise
         finally:
-            if visit is not None:
-                visit.end = end
+            visit.end = end
             self.metrics.ends.labels(end).inc()
             # Closes the connection unless the answer was read to its end: the engine learns that nobody listens.
             upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()

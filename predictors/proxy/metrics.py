@@ -41,7 +41,6 @@ class ProxyMetrics:
         self.shadows = counter("shadow_predictions", "Predictions of the second predictor.", "outcome")
         self.hints = counter("hints", "Completions sent on, by what they carry.", "outcome")
         self.ends = counter("ends", "How answers ended.", "end")
-        self.retries = counter("engine_retries", "Requests sent again because a kept connection had ended.")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by who counted.", "by")
         self.overhead = seconds(

@@ -40,16 +40,23 @@ class Refusal(TailcastError):
         """400 for a field of the request."""
         return cls(400, str(error), param=error.field, code="invalid_value")
 
-    def response(self) -> web.Response:
-        """The answer to the client."""
+    def response(self, *, closes: bool) -> web.Response:
+        """The answer to the client.
+
+        Args:
+            closes: The connection ends with it: the request has not been read to its end.
+        """
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return web.Response(
+        response = web.Response(
             status=self.status,
             text=json.dumps({"error": error}),
             content_type="application/json",
             headers=headers,
         )
+        if closes:
+            response.force_close()
+        return response
 
 
 def too_large(num_bytes: int | None, limit: int) -> Refusal:
@@ -58,6 +65,11 @@ def too_large(num_bytes: int | None, limit: int) -> Refusal:
     return Refusal(
         413, f"body: got {found}; allowed: at most {limit} bytes", param="body", code="body_too_large"
     )
+
+
+def bad_body(what: str) -> Refusal:
+    """400 for a body that cannot be read as the engine reads it."""
+    return Refusal(400, f"the body is {what}", param="body", code="invalid_value")
 
 
 def engine_failed(what: str, *, late: bool = False) -> Refusal:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import io
 import math
-from collections.abc import AsyncIterator, Callable, Mapping
+import select
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
 
 import aiohttp
 from aiohttp import web
+from aiohttp.client_middlewares import ClientHandlerType
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.connector import Connection
+from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from predictors.proxy.answers import Reader
 from predictors.proxy.headers import end_to_end
-from predictors.proxy.problems import Refusal, engine_failed, too_large
+from predictors.proxy.problems import Refusal, bad_body, engine_failed, too_large
 from scheduler_core.errors import InputError
 
 #: Servers close kept connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
@@ -59,28 +69,75 @@ class EngineAddress:
                 raise InputError(name, getattr(self, name), "a finite number of seconds > 0")
 
 
+class LiveConnector(aiohttp.TCPConnector):
+    """Keeps connections, and uses a kept one again only if the engine has not ended it meanwhile.
+
+    A request is never sent twice: whether the engine has worked on one whose answer is lost, nobody knows. So one that
+    would meet a connection which has ended must not be sent at all.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._used = WeakSet[ResponseHandler]()
+
+    async def connect(self, *arguments: Any, **options: Any) -> Connection:
+        """See `aiohttp.BaseConnector.connect`."""
+        while True:
+            connection = await super().connect(*arguments, **options)
+            protocol = connection.protocol
+            assert protocol is not None
+            if protocol not in self._used:
+                self._used.add(protocol)
+                return connection
+            if not protocol.should_close and not _has_input(connection.transport):
+                return connection
+            connection.close()
+
+
+def _has_input(transport: asyncio.Transport | None) -> bool:
+    """Whether a connection at rest has something to read that is its end or an answer to no request."""
+    file = None if transport is None else transport.get_extra_info("socket")
+    if file is None or file.fileno() < 0:
+        return True
+    if sys.platform == "win32":
+        return bool(select.select([file.fileno()], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(file.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+async def _send_once(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
+    """Takes errors out of the reach of aiohttp, which sends GET, PUT and DELETE again after some of them."""
+    try:
+        return await handler(request)
+    except aiohttp.ClientConnectorError:
+        raise  # nothing was sent, and aiohttp leaves it at that
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise engine_failed("closed the connection without an answer") from error
+
+
 class Relay:
     """The connections to one engine.
 
     Args:
         address: Where it is.
         max_body_bytes: Largest body of a request.
-        retried: Called when a request is sent again.
+        request_timeout_s: Longest time until a client has sent a body, in seconds > 0.
     """
 
-    def __init__(
-        self, address: EngineAddress, max_body_bytes: int, retried: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, address: EngineAddress, max_body_bytes: int, request_timeout_s: float) -> None:
         self._address = address
         self._base = address.url.rstrip("/")
         self._max_body_bytes = max_body_bytes
-        self._retried = retried
+        self._request_timeout_s = request_timeout_s
+        self._num_reading = 0
+        self._all_read = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
         """Makes the session; nothing is connected yet."""
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
+            connector=LiveConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             skip_auto_headers=_OWN_HEADERS,
@@ -89,6 +146,7 @@ class Relay:
                 sock_connect=self._address.connect_timeout_s,
                 sock_read=self._address.idle_timeout_s,
             ),
+            middlewares=(_send_once,),
         )
 
     async def stop(self) -> None:
@@ -100,58 +158,76 @@ class Relay:
         """The body of a request.
 
         Raises:
-            Refusal: It is too large (413).
+            Refusal: It is too large (413), late (408), or breaks the rules of HTTP (400).
         """
         limit = self._max_body_bytes
         if request.content_length is not None and request.content_length > limit:
             raise too_large(request.content_length, limit)
+        self._num_reading += 1
         try:
-            return await request.read()
+            async with asyncio.timeout(self._request_timeout_s):
+                return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise too_large(None, limit) from error
+        except TimeoutError as error:
+            text = f"body: not complete after {self._request_timeout_s:g} s"
+            raise Refusal(408, text, param="body", code="body_late") from error
+        except (web.RequestPayloadError, HttpProcessingError) as error:
+            raise bad_body("not valid HTTP") from error
+        finally:
+            self._num_reading -= 1
+            if not self._num_reading:
+                self._all_read.set()
+
+    async def finish_reading(self) -> None:
+        """Waits until all bodies that are under way are there, or late."""
+        if self._num_reading:
+            self._all_read.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._request_timeout_s):
+                    await self._all_read.wait()
 
     async def send(
-        self, request: web.Request, body: bytes | None, headers: Mapping[str, str] | None = None
+        self,
+        request: web.Request,
+        body: bytes | None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        without: tuple[str, ...] = (),
     ) -> aiohttp.ClientResponse:
-        """Sends a request on; returns when the head of the answer is there.
+        """Sends a request on, once; returns when the head of the answer is there.
 
         Args:
             request: Method, path, query and headers go on.
-            body: What goes instead of the request's own body; None: its own, as it comes.
+            body: The body; None: there is none.
             headers: Further ones; a header of the client's wins over one of these, but for Accept-Encoding.
+            without: Beginnings of names of the client's headers that stay behind.
 
         Raises:
-            Refusal: The engine cannot be reached (502), does not answer in time (504), or the body is too large (413).
+            Refusal: The engine cannot be reached or breaks off before an answer (502), or does not answer in time (504).
         """
         assert self._session is not None
-        sent = end_to_end(request.headers, without=_NOT_SENT)
+        sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
         for name, value in (headers or {}).items():
             if name == "Accept-Encoding" or name not in sent:
                 sent[name] = value
         path = request.raw_path if request.raw_path.startswith("/") else request.rel_url.raw_path_qs
-        url = URL(self._base + path, encoded=True)
-        data: bytes | io.BytesIO | AsyncIterator[bytes] | None
-        data = None if body is not None else self._own_body(request, sent)
-        for attempt in (1, 2):
-            if body is not None:  # a large one is written piece by piece, so that others get their turn
-                data = body if len(body) <= LARGE_BYTES else io.BytesIO(body)
-            try:
-                return await self._session.request(
-                    request.method, url, headers=sent, data=data, allow_redirects=False
-                )
-            except (aiohttp.ServerDisconnectedError, ConnectionResetError) as error:
-                # A kept connection may end in the moment it is used again, before the engine has seen the request.
-                if attempt == 2 or (body is None and data is not None):
-                    raise engine_failed("closed the connection without an answer") from error
-                self._retried()
-            except (aiohttp.ServerTimeoutError, TimeoutError) as error:
-                raise engine_failed("did not answer in time", late=True) from error
-            except (aiohttp.ClientError, OSError) as error:
-                cause = error.__cause__
-                if isinstance(cause, Refusal):
-                    raise cause from error
-                raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
-        raise AssertionError("the second attempt returns or raises")
+        # A large body is written piece by piece, so that others get their turn.
+        data = body if body is None or len(body) <= LARGE_BYTES else io.BytesIO(body)
+        try:
+            return await self._session.request(
+                request.method,
+                URL(self._base + path, encoded=True),
+                headers=sent,
+                data=data,
+                allow_redirects=False,
+            )
+        except TimeoutError as error:
+            raise engine_failed("did not answer in time", late=True) from error
+        except aiohttp.ClientResponseError as error:
+            raise engine_failed("sent no valid HTTP") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
 
     async def answer(
         self,
@@ -189,7 +265,7 @@ class Relay:
                     await _write(response, reader.end())
                 if request.transport is not None:
                     request.transport.close()  # no end of the body: the client sees the break as it was
-                raise EngineLostError(str(error) or type(error).__name__) from error
+                raise EngineLostError(type(error).__name__) from error
             if not data:
                 break
             await _write(response, data if reader is None else reader.feed(data))
@@ -197,24 +273,6 @@ class Relay:
             await _write(response, reader.end())
         await response.write_eof()
         return response
-
-    def _own_body(self, request: web.Request, sent: Mapping[str, str]) -> AsyncIterator[bytes] | None:
-        if not request.body_exists:
-            return None
-        length = request.content_length
-        if length is not None:
-            if length > self._max_body_bytes:
-                raise too_large(length, self._max_body_bytes)
-            sent["Content-Length"] = str(length)  # type: ignore[index]
-        return self._limited(request)
-
-    async def _limited(self, request: web.Request) -> AsyncIterator[bytes]:
-        size = 0
-        async for data in request.content.iter_any():
-            size += len(data)
-            if size > self._max_body_bytes:
-                raise too_large(None, self._max_body_bytes)
-            yield data
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:

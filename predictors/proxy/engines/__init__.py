@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from predictors.proxy.engines.base import Engine, Hint, Outlook
+from predictors.proxy.engines import dynamo, llm_d, sglang, vllm
+from predictors.proxy.engines.base import ClientHints, Engine, Hint, Outlook
 from predictors.proxy.engines.dynamo import Dynamo
 from predictors.proxy.engines.llm_d import LlmD, LlmDLevels
 from predictors.proxy.engines.scale import PriorityScale
@@ -20,6 +21,13 @@ from predictors.proxy.engines.vllm import Vllm
 from scheduler_core.errors import InputError
 
 ENGINES = ("vllm", "sglang", "dynamo", "llm-d", "none")
+_HINTS = (vllm.CLIENT_HINTS, sglang.CLIENT_HINTS, dynamo.CLIENT_HINTS, llm_d.CLIENT_HINTS)
+#: Of all engines, whichever is used: behind a gateway of one kind there are engines of another.
+CLIENT_HINTS = ClientHints(
+    members=tuple({path: None for hints in _HINTS for path in hints.members}),
+    priorities=tuple({path: None for hints in _HINTS for path in hints.priorities}),
+    headers=tuple(name for hints in _HINTS for name in hints.headers),
+)
 
 
 def make_engine(name: str, resolution: float, levels: LlmDLevels) -> Engine | None:
@@ -46,4 +54,14 @@ def make_engine(name: str, resolution: float, levels: LlmDLevels) -> Engine | No
     return engines[name]
 
 
-__all__ = ["ENGINES", "Engine", "Hint", "LlmDLevels", "Outlook", "PriorityScale", "make_engine"]
+__all__ = [
+    "CLIENT_HINTS",
+    "ENGINES",
+    "ClientHints",
+    "Engine",
+    "Hint",
+    "LlmDLevels",
+    "Outlook",
+    "PriorityScale",
+    "make_engine",
+]

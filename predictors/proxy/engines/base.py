@@ -35,8 +35,28 @@ class Hint:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientHints:
+    """Where engines read a request's place in the order, so that a client could set it past the proxy.
+
+    Attributes:
+        members: Paths of members of the body, in lower case.
+        priorities: Those paths in or below them that are integer priorities.
+        headers: Beginnings of header names, in lower case.
+    """
+
+    members: tuple[tuple[str, ...], ...] = ()
+    priorities: tuple[tuple[str, ...], ...] = ()
+    headers: tuple[str, ...] = ()
+
+
 class Engine(Protocol):
     """How one engine is told."""
+
+    @property
+    def endpoints(self) -> frozenset[str] | None:
+        """Paths whose bodies may carry the hint's members; None: the hint has headers only, for all paths."""
+        ...
 
     def hint(self, content: Mapping[str, Any], outlook: Outlook) -> Hint:
         """What to add to a request.

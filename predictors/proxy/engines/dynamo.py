@@ -1,7 +1,7 @@
 """NVIDIA Dynamo: member `nvext.agent_hints` with `osl` (expected output length, u32) and `priority` (i32, the higher
 number is the more important).
 
-Members of `nvext` and of `agent_hints` that the client has set stay, `osl` and `priority` among them.
+Members of `nvext` and, where they are kept, of `agent_hints` that the client has set stay, `osl` and `priority` among them.
 Range: a signed integer of 32 bits. Seconds since 2026 in thousandths (policy `fcfs`, resolution 1000) leave it after 24
 days: a lower resolution lasts longer. `tie` with its own ageing stays inside for decades.
 """
@@ -11,12 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from predictors.proxy.engines.base import Hint, Outlook
+from predictors.proxy.asked import CHAT, TEXT
+from predictors.proxy.engines.base import ClientHints, Hint, Outlook
 from predictors.proxy.engines.scale import PriorityScale
 from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.request import RequestState
 
 MAX_OSL = 2**32 - 1
+CLIENT_HINTS = ClientHints(
+    members=(("nvext", "agent_hints"),),
+    priorities=(("nvext", "agent_hints", "priority"),),
+    headers=("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
+)
 
 
 class Dynamo:
@@ -25,6 +31,8 @@ class Dynamo:
     Args:
         resolution: Integers per unit of the policy's key.
     """
+
+    endpoints = frozenset({CHAT, TEXT, "/v1/responses"})
 
     def __init__(self, resolution: float) -> None:
         self._scale = PriorityScale(sooner="higher", low=-(2**31), high=2**31 - 1, resolution=resolution)

@@ -8,7 +8,7 @@
 
 The router has no header for an expected length yet. Its priorities are those of the InferenceObjective resources, where
 the higher number is the more important; here only their names are told, so no sign has to be turned. Headers that the
-client has set stay.
+client has set stay where they are kept.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from predictors.proxy.engines.base import Hint, Outlook
+from predictors.proxy.engines.base import ClientHints, Hint, Outlook
 from scheduler_core.effective_urgency import effective_urgency
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 
 TTFT, TPOT = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms"
 OBJECTIVE, FAIRNESS = "x-llm-d-inference-objective", "x-llm-d-inference-fairness-id"
+# The second and third are the names that its router had before.
+CLIENT_HINTS = ClientHints(headers=("x-llm-d-", "x-gateway-inference-", "x-slo-"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,8 @@ class LlmD:
     Args:
         levels: What each level of urgency asks for.
     """
+
+    endpoints = None
 
     def __init__(self, levels: LlmDLevels) -> None:
         self._levels = levels

@@ -12,8 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from predictors.proxy.engines.base import Hint, Outlook
+from predictors.proxy.asked import CHAT, TEXT
+from predictors.proxy.engines.base import ClientHints, Hint, Outlook
 from predictors.proxy.engines.scale import PriorityScale
+
+CLIENT_HINTS = ClientHints(
+    members=(("priority",), ("parameters", "priority")),  # the second one: /vertex_generate
+    priorities=(("priority",), ("parameters", "priority")),
+    headers=("x-smg-priority", "x-smg-tenant-id"),  # of its gateway
+)
 
 
 class SgLang:
@@ -22,6 +29,8 @@ class SgLang:
     Args:
         resolution: Integers per unit of the policy's key.
     """
+
+    endpoints = frozenset({CHAT, TEXT, "/v1/responses", "/generate"})
 
     def __init__(self, resolution: float) -> None:
         self._scale = PriorityScale(sooner="higher", low=-(2**63), high=2**63 - 1, resolution=resolution)

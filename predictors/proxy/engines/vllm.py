@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from predictors.proxy.engines.base import Hint, Outlook
+from predictors.proxy.asked import CHAT, TEXT
+from predictors.proxy.engines.base import ClientHints, Hint, Outlook
 from predictors.proxy.engines.scale import PriorityScale
+
+CLIENT_HINTS = ClientHints(members=(("priority",),), priorities=(("priority",),))
 
 
 class Vllm:
@@ -19,6 +22,10 @@ class Vllm:
     Args:
         resolution: Integers per unit of the policy's key.
     """
+
+    endpoints = frozenset(
+        {CHAT, TEXT, "/v1/responses", "/v1/chat/completions/batch", "/inference/v1/generate"}
+    )
 
     def __init__(self, resolution: float) -> None:
         self._scale = PriorityScale(sooner="lower", low=-(2**63), high=2**63 - 1, resolution=resolution)

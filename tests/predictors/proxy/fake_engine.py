@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
 from predictors.cli_proxy import ProxyConfig, build_proxy
 from predictors.proxy.server import ProxyServer
@@ -132,6 +133,14 @@ class RunningProxy:
         async with self.client.post(self.url + path, data=data, headers=sent) as response:
             return response.status, await response.read()
 
+    async def send(
+        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        """As `post`, for any method and with the path's own bytes."""
+        url = URL(self.url + path, encoded=True)
+        async with self.client.request(method, url, data=data, headers=headers) as response:
+            return response.status, await response.read()
+
     async def metric(self, line: str) -> float:
         """The number of a line of /metrics; 0 where there is none."""
         async with self.client.get(self.admin + "/metrics") as response:
@@ -148,7 +157,9 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
     port, admin = await server.start(config.warm_up_s)
     url = f"http://127.0.0.1:{port}"
     try:
-        async with aiohttp.ClientSession(auto_decompress=False) as client:
+        async with aiohttp.ClientSession(
+            auto_decompress=False, timeout=aiohttp.ClientTimeout(total=60)
+        ) as client:
             yield RunningProxy(server, url, f"http://127.0.0.1:{admin}", client)
     finally:
         await server.stop()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictors.proxy.answers import StreamReader, WholeReader
-from predictors.proxy.members import with_members
+from predictors.proxy.members import json_body
 from tests.predictors.proxy.fake_engine import event, stream_events, whole_answer
 
 WORDS = st.lists(
@@ -101,7 +101,7 @@ JSON: Any = st.recursive(
 )
 def test_added_members_change_nothing_else(content: dict[str, Any], number: int, space: str) -> None:
     body = (space + json.dumps(content)).encode()
-    found = with_members(body, content, {"priority": number})
+    found = json_body(body).with_members({"priority": number})
     assert json.loads(found) == {**content, "priority": number}
     if "priority" not in content:
         added = b'"priority":%d' % number + (b"," if content else b"")

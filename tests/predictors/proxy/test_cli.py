@@ -122,6 +122,9 @@ async def test_sigterm_answers_what_is_inside_and_ends_with_0(artifact_folder: P
             async with aiohttp.ClientSession() as client:
                 async with client.get(f"http://127.0.0.1:{admin}/readyz") as response:
                     assert response.status == 200
+                _, writer = await asyncio.open_connection("127.0.0.1", int(port))
+                writer.write(b"GET / HTTP/1.1\r\nAuthorization Bearer canary4711\r\n\r\n")
+                await writer.drain()
                 body = asks("name sea", stream=True)
                 async with client.post(f"http://127.0.0.1:{port}{CHAT}", json=body) as response:
                     assert await response.content.readany()
@@ -133,7 +136,10 @@ async def test_sigterm_answers_what_is_inside_and_ends_with_0(artifact_folder: P
     assert process.returncode == 0
     assert rest.endswith(b"data: [DONE]\n\n")
     assert b'"usage"' not in rest
+    writer.close()
+    assert b"canary4711" not in errors
     lines = [json.loads(line) for line in errors.decode().splitlines()]
+    assert any("BadHttpMessage" in line.get("traceback", "") for line in lines)
     assert [line["code"] for line in lines if "code" in line] == ["200"]
     [segment] = log.iterdir()
     record = json.loads(segment.read_text())

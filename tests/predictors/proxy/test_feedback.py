@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ SHORT = "name three rivers"
 
 
 def records(folder: Path) -> list[dict[str, Any]]:
-    return [record for _, record in feedback_records(folder)]
+    return [record.model_dump(exclude_unset=True) for _, record in feedback_records(folder)]
 
 
 async def test_lengths_come_back_and_the_client_sees_no_difference(
@@ -132,7 +136,7 @@ async def test_errors_and_broken_answers_are_no_lengths(tmp_path: Path) -> None:
         response = await proxy.client.post(proxy.url + CHAT, json=asks("x", stream=True))
         assert response.status == 200
         response.close()
-    assert records(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []  # nor a segment without records
 
 
 async def test_from_live_traffic_to_training_drift_and_comparison(
@@ -238,30 +242,208 @@ def test_segments_rotate_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
     os.truncate(segments[0], segments[0].stat().st_size - 3)
     kept = [found["output_tokens"] for found in records(tmp_path)]
     assert len(kept) == 19
-    segments[1].write_bytes(b"no record\n")
-    with pytest.raises(InputError, match="a JSON object"):
-        records(tmp_path)
     with pytest.raises(InputError, match="feedback log"):
         records(tmp_path / "nothing")
+    (tmp_path / "bad.jsonl").write_bytes(b"no record\n")
+    with pytest.raises(
+        InputError, match="at least one record .skipped 1 of 1 lines: 1 x line .allowed: a JSON object"
+    ):
+        records(tmp_path / "bad.jsonl")
 
 
-def test_a_disk_that_refuses_costs_records_and_nothing_else(
+async def test_text_that_utf8_cannot_carry_is_replaced(tmp_path: Path) -> None:
+    async with (
+        running_engine() as fake,
+        running_proxy(fake.url, feedback=str(tmp_path), feedback_prompts="stored") as proxy,
+    ):
+        assert (await proxy.post(asks("x")))[0] == 200
+    [plain] = sorted(tmp_path.iterdir())
+    record = json.loads(plain.read_text())
+    plain.unlink()
+    log = FeedbackLog(tmp_path)
+    log.put(record | {"prompt": "half \ud83d of an emoji", "request_id": "a"})
+    log.put(record | {"served_model": "tiny\udc00", "request_id": "b"})
+    log.close()
+    assert [(found["prompt"], found["served_model"]) for found in records(tmp_path)] == [
+        ("half \ufffd of an emoji", "tiny-llm"),
+        ("x", "tiny\ufffd"),
+    ]
+    assert import_lengths("feedback", sorted(tmp_path.iterdir())[0], tmp_path / "s.parquet").num_written == 2
+
+
+# What a field may hold wrongly, and the keys that the readers name.
+WRONG: list[tuple[str, list[Any]]] = [
+    ("format", ["tailcast-feedback/2", None]),
+    ("time", ["1", None, -1, 1e308, True, [], float("nan")]),
+    ("output_tokens", [-1, 2**31, 1.5, "5", None, True, {}, 10**4000]),
+    ("counted_by", ["guess", None, 3]),
+    ("finish_reason", [None, 3, []]),
+    ("finished", [1, "true"]),
+    ("served_model", [3, []]),
+    ("max_tokens", [0, -1, 2**40, "5", False]),
+    ("temperature", ["1", -1, float("inf")]),
+    ("prompt_tokens", [-1, 1.5]),
+    ("tier", ["0", -1]),
+    ("ttft_s", ["0", float("inf")]),
+    ("prompt", [3, [], {}]),
+    ("prompt_sha256", [3]),
+    ("messages", ["x", [1], [{"role": "user"}], [{"role": "user", "content": None}]]),
+    ("mu", ["1", 51, None, float("nan")]),
+    ("sigma", [0, -1]),
+    ("nu", [None, 0]),
+    ("shadow", [1, {"mu": 1.0}, {"mu": "x", "sigma": 1.0, "nu": 3.5}]),
+    ("request_id", [3]),
+]
+
+
+def test_bad_lines_are_skipped_and_counted_by_all_readers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    good = record(mu=1.0, sigma=0.5, nu=3.5, shadow={"mu": 1.2, "sigma": 0.5, "nu": 3.5})
+    good |= {"request_id": "r", "max_tokens": 4}  # a token more than the cap
+    bad = [json.dumps(good | {name: value}) for name, values in WRONG for value in values]
+    bad += ["{", "[1]", "[" * 100_000, "9" * 5000, json.dumps(good)]
+    surrogate = json.dumps(
+        good | {"prompt": "\ud800", "request_id": "s"}
+    )  # as logs of earlier versions have it
+    path = tmp_path / "feedback-1.jsonl"
+    path.write_bytes("\n".join([json.dumps(good), *bad, surrogate]).encode() + b"\n\xff\n")
+    summary = f"skipped {len(bad) + 1} of {len(bad) + 3} lines: "
+    assert [found["prompt"] for found in records(tmp_path)] == ["p", "\ufffd"]
+    assert summary in caplog.text
+    assert "1 x shadow.mu (allowed: a valid number)" in caplog.text
+    assert "1 x record (allowed: one not read before)" in caplog.text
+
+    assert cli.main([str(path)]) == 0
+    assert json.loads(capsys.readouterr().out)["num_compared"] == 2
+    for schema in ("samples", "trace"):
+        report = import_lengths("feedback", path, tmp_path / "s.parquet", ImportOptions(schema=schema))  # type: ignore[arg-type]
+        assert (report.num_rows, report.num_written) == (len(bad) + 3, 2)
+        assert sum(report.left_out.values()) == len(bad) + 1
+    from training.drift.cli import main as evaluate_stream
+
+    assert evaluate_stream(["--stream", str(path), "--out", str(tmp_path / "e.jsonl")]) == 0
+    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+    # The copy of a record is an outcome too: a stream is not searched for what came before.
+    assert (last["num_outcomes"], last["num_bad_lines"]) == (3, len(bad))
+
+
+class Disk:
+    """Counts outcomes, and tells when one has come."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.changed = threading.Condition()
+
+    def __call__(self, outcome: str) -> None:
+        with self.changed:
+            self.outcomes.append(outcome)
+            self.changed.notify_all()
+
+    def wait(self, number: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.outcomes) >= number, 60)
+
+
+@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
+def test_a_removed_folder_is_made_again_and_loses_nothing(tmp_path: Path, fsync: Any) -> None:
+    disk = Disk()
+    folder = tmp_path / "log"
+    log = FeedbackLog(folder, fsync=fsync, fsync_s=0.01, counted=disk)
+    log.put(record(output_tokens=1))
+    disk.wait(1)
+    shutil.rmtree(folder)
+    for number in range(2, 5):
+        log.put(record(output_tokens=number))
+    disk.wait(4)
+    shutil.rmtree(folder)
+    log.put(record(output_tokens=5))
+    log.close()
+    assert disk.outcomes == ["written"] * 5
+    assert [found["output_tokens"] for found in records(folder)] == [5]
+
+
+def test_a_disk_that_refuses_for_a_while_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes: list[str] = []
-    log = FeedbackLog(tmp_path, fsync="always", counted=outcomes.append)
+    disk, attempts = Disk(), threading.Semaphore(0)
+    log = FeedbackLog(tmp_path, fsync="always", counted=disk, retry_s=(0.001, 0.001))
     real = os.fsync
 
-    def refused(number: int) -> None:
+    def refused(descriptor: int) -> None:
+        attempts.release()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", refused)
-    monkeypatch.setattr(log, "_begin", lambda: refused(0))
-    log._size = log._segment_bytes  # the next record needs a new segment
-    log.put(record())
+    for number in range(1, 4):
+        log.put(record(output_tokens=number))
+    for _ in range(5):
+        assert attempts.acquire(timeout=60)
+    assert disk.outcomes == []
     monkeypatch.setattr(os, "fsync", real)
+    disk.wait(3)
     log.close()
-    assert outcomes == ["failed"]
+    assert disk.outcomes == ["written"] * 3
+    assert [found["output_tokens"] for found in records(tmp_path)] == [1, 2, 3]
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_record_that_is_no_json_is_counted(tmp_path: Path) -> None:
+    disk = Disk()
+    log = FeedbackLog(tmp_path, counted=disk)
+    log.put(record(temperature=float("nan")))
+    log.close()
+    assert disk.outcomes == ["failed"]
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(InputError, match="a folder to write to"):
         (tmp_path / "file").write_text("x")
         FeedbackLog(tmp_path / "file" / "log")
+
+
+FULL_DISK = """
+import json, sys
+from collections import Counter
+from predictors.proxy.feedback_log import FeedbackLog
+{limit}
+counts = Counter()
+log = FeedbackLog(sys.argv[1], fsync="always", counted=lambda outcome: counts.update([outcome]), retry_s=(0.001, 0.01))
+for number in range(300):
+    log.put({{"number": number, "text": "x" * 1000}})
+log.close()
+print(json.dumps(counts))
+"""
+
+
+def full_disk(folder: Path, limit: str, *command: str) -> tuple[dict[str, int], list[int]]:
+    """Outcomes of 300 records of 1 KB, and the numbers of those that are in the files."""
+    code = FULL_DISK.format(limit=limit)
+    done = subprocess.run(
+        [*command, sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    found = done.stdout.splitlines()
+    return json.loads(found[0]), [int(line) for line in found[1:]]
+
+
+def test_a_full_disk_leaves_whole_segments_only(tmp_path: Path) -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))"
+    counts, _ = full_disk(tmp_path, limit)
+    segments = [segment.read_bytes() for segment in sorted(tmp_path.iterdir())]
+    lines = [json.loads(line)["number"] for segment in segments for line in segment.splitlines()]
+    assert all(segment.endswith(b"\n") for segment in segments)
+    assert counts["written"] == len(set(lines)) == len(lines)
+    assert counts["written"] + counts["failed"] == 300
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounts a disk of its own")
+def test_a_truly_full_disk_leaves_no_empty_segments(tmp_path: Path) -> None:
+    script = (
+        'mount -t tmpfs -o size=100k none "$0" || { echo "{}"; exit 0; }; "$@" && '
+        'cat "$0"/* | grep -o \'^{"number":[0-9]*\' | cut -d: -f2; find "$0" -size 0 -type f | sed s/.*/-1/'
+    )
+    counts, lines = full_disk(tmp_path, "", "unshare", "-m", "sh", "-c", script, str(tmp_path))
+    if not counts:
+        pytest.skip("may not mount")
+    assert counts["written"] + counts["failed"] == 300
+    assert 50 < counts["written"] < 110
+    assert lines == list(range(counts["written"]))
