@@ -2,8 +2,7 @@
 
 `connect("host:port")` gives the asynchronous client that a scheduler or simulator uses (the `Predictor` protocol of
 scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connections at the
-first call, give every call a deadline, try again what no server took, within a budget, and stop calling a service that
-fails. `InProcessPredictor` and `SyncInProcessPredictor` run the artifact in this process instead.
+first call, give every call a deadline, and leave retries to gRPC's own retry policy. `InProcessPredictor` and `SyncInProcessPredictor` run the artifact in this process instead.
 """
 
 from __future__ import annotations
@@ -23,13 +22,11 @@ except ModuleNotFoundError as error:
 
 from predictors.client.asynchronous import GrpcPredictor
 from predictors.client.blocking import SyncPredictor
-from predictors.client.errors import CircuitOpenError, PredictorError
 from predictors.client.in_process import InProcessPredictor, LocalService, SyncInProcessPredictor
-from predictors.client.settings import BreakerSettings, ClientSettings, RetrySettings, TlsSettings
+from predictors.client.messages import PredictorError
+from predictors.client.settings import ClientSettings, RetrySettings, TlsSettings
 
 __all__ = [
-    "BreakerSettings",
-    "CircuitOpenError",
     "ClientSettings",
     "GrpcPredictor",
     "InProcessPredictor",

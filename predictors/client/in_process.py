@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from predictors.client.messages import (
+    Result,
     failure,
     length_prediction,
     outcome_result,
     request_message,
     succeeded,
 )
-from predictors.client.retrying import Result
 from predictors.client.settings import checked_timeout
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
@@ -87,7 +87,11 @@ class LocalService:
 
         runtime = await asyncio.to_thread(open_runtime, self._artifact, public_key=self._public_key)
         table = ArtifactTable([runtime], self._batching or BatchingSettings.cpu(1))
-        await table.start()
+        try:
+            await table.start()
+        except BaseException:
+            await table.close()
+            raise
         return PredictorCalls(
             table, max_batch_requests=MAX_BATCH_REQUESTS, max_message_bytes=MAX_MESSAGE_BYTES
         )

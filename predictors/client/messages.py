@@ -1,69 +1,38 @@
-"""Between the scheduler's words and the messages of the interface."""
+"""Conversion between the scheduler's types and the messages of the gRPC interface."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 
-from predictors.client.errors import PredictorError
-from predictors.client.retrying import Result
-from predictors.client.settings import ClientSettings, TlsSettings
+from predictors.client.settings import ClientSettings
 from predictors.proto import predictor_v1_pb2 as pb
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.predictor import PredictionRequest
 
 
-def checked_address(address: str) -> str:
-    """The address itself if it is "host:port" or "unix:PATH"; raises InputError otherwise."""
-    if re.fullmatch(r"unix:.+", address):
-        return address
-    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
-    if match is None or not 1 <= int(match[1]) <= 65535:
-        raise InputError("predictor address", address, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
-    return address
+class PredictorError(TailcastError):
+    """The service could not be reached, refused a request or failed.
+
+    Args:
+        message: What happened, naming the address.
+        code: Name of the gRPC status, for example "RESOURCE_EXHAUSTED".
+        request_id: The request it is about, if it is about one.
+    """
+
+    def __init__(self, message: str, code: str, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.request_id = request_id
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, str | None]]:
+        return type(self), (str(self), self.code, self.request_id)
 
 
-def channel_options(settings: ClientSettings) -> list[tuple[str, Any]]:
-    """Options of a gRPC channel."""
-    return [
-        # A name with several addresses (a headless Kubernetes service) is spread over all of them.
-        ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
-        # `retrying` does this, with a budget, and for the parts of a batch.
-        ("grpc.enable_retries", 0),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        # Reconnect quickly: a restarted server is back in about a second.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        # In spite of its name the time a connection may take to be made: a busy server, or a far one with TLS, needs some.
-        ("grpc.min_reconnect_backoff_ms", 10_000),
-        # A connection that died without a word is found within half a minute of a call; servers allow such pings.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Otherwise channels to the same address share one connection.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-
-
-def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials:
-    """Reads the PEM files; raises InputError naming the one that cannot be read."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=_pem("tls ca", tls.ca),
-        private_key=_pem("tls key", tls.key),
-        certificate_chain=_pem("tls certificate", tls.certificate),
-    )
-
-
-def call_metadata(settings: ClientSettings) -> tuple[tuple[str, str], ...]:
-    """What every call carries beside its message."""
-    return () if settings.token is None else (("authorization", f"Bearer {settings.token}"),)
+Result = pb.PredictResponse | PredictorError
 
 
 def request_message(request: PredictionRequest, *, capped: bool) -> pb.PredictRequest:
@@ -132,11 +101,6 @@ def failure(message: pb.PredictRequest, code: str, details: str | None, address:
     return PredictorError(text, code, message.request_id)
 
 
-def all_failed(results: Sequence[Result]) -> bool:
-    """Whether there is no answer among the results."""
-    return all(isinstance(result, PredictorError) for result in results)
-
-
 def succeeded(results: Sequence[Result]) -> list[pb.PredictResponse]:
     """The responses; raises the first error there is."""
     found = []
@@ -166,12 +130,3 @@ def length_prediction(found: pb.PredictResponse, address: str) -> LengthPredicti
 
 def _code_name(number: int) -> str:
     return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
-
-
-def _pem(field: str, path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(field, path, f"a readable PEM file ({error.strerror})") from error

@@ -10,19 +10,16 @@ from typing import Any
 
 import grpc
 
-from predictors.client.errors import PredictorError
-from predictors.client.messages import failure, outcome_result
-from predictors.client.retrying import Result
+from predictors.client.messages import PredictorError, Result, failure, outcome_result
 from predictors.proto import predictor_v1_pb2 as pb
 
 
 @dataclass(slots=True, eq=False)
-class _Asked:
-    """A request on its way and the future of its answer; `num_read` answers had come when it was sent."""
+class _InFlight:
+    """A request in flight and the future of its result."""
 
     message: pb.PredictRequest
     future: asyncio.Future[Result]
-    num_read: int
 
 
 class PredictionStream:
@@ -57,48 +54,39 @@ class _OpenStream:
         self._call = call
         self._address = address
         self._numbers = itertools.count(1)
-        self._asked: dict[str, _Asked] = {}
+        self._in_flight: dict[str, _InFlight] = {}
         self._to_write: asyncio.Queue[pb.PredictRequest] = asyncio.Queue()
-        self._num_read = 0
         self.ended = False
         self._tasks = [asyncio.ensure_future(self._write()), asyncio.ensure_future(self._read())]
 
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[Result]:
-        asked = {}
+        sent = {}
         loop = asyncio.get_running_loop()
         for message in messages:
             number = str(next(self._numbers))
-            asked[number] = _Asked(message, loop.create_future(), self._num_read)
+            sent[number] = _InFlight(message, loop.create_future())
             numbered = pb.PredictRequest()
             numbered.CopyFrom(message)
             numbered.request_id = number
             numbered.timeout_s = timeout_s
             self._to_write.put_nowait(numbered)
-        self._asked |= asked
-        begin = loop.time()
+        self._in_flight |= sent
         try:
-            await asyncio.wait([one.future for one in asked.values()], timeout=timeout_s)
+            await asyncio.wait([one.future for one in sent.values()], timeout=timeout_s)
         finally:  # also when the caller gives up, which at the deadline may happen first
-            for number in asked:
-                self._asked.pop(number, None)
-            late = [one for one in asked.values() if not one.future.done()]
-            if loop.time() - begin >= 0.9 * timeout_s and any(one.num_read == self._num_read for one in late):
-                # Nothing at all has come since: the connection may be dead without anybody having said so.
-                self.abandon("UNAVAILABLE", "the stream no longer answers")
-        return [self._result(one) for one in asked.values()]
+            for number in sent:
+                self._in_flight.pop(number, None)
+        return [self._result(one) for one in sent.values()]
 
-    def abandon(self, code: str, details: str) -> None:
-        """Ends the stream; requests on their way fail."""
+    async def close(self, code: str, details: str) -> None:
+        """Ends the stream; requests in flight fail."""
         self._end(code, details)
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
-
-    async def close(self, code: str, details: str) -> None:
-        self.abandon(code, details)
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _result(self, one: _Asked) -> Result:
+    def _result(self, one: _InFlight) -> Result:
         if one.future.done():
             return one.future.result()
         return failure(one.message, "DEADLINE_EXCEEDED", "no answer in time", self._address)
@@ -107,7 +95,7 @@ class _OpenStream:
         try:
             while True:
                 message = await self._to_write.get()
-                if message.request_id in self._asked:  # else given up in the meantime
+                if message.request_id in self._in_flight:  # else given up in the meantime
                     await self._call.write(message)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError, grpc.aio.UsageError):
             return  # the stream has ended; `_read` knows why
@@ -116,7 +104,6 @@ class _OpenStream:
         code, details = "UNAVAILABLE", "the stream ended"
         try:
             while (outcome := await self._call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                self._num_read += 1
                 self._answer(outcome)
             code, details = (await self._call.code()).name, await self._call.details() or ""
         except grpc.aio.AioRpcError as error:
@@ -134,16 +121,16 @@ class _OpenStream:
 
     def _answer(self, outcome: pb.Outcome) -> None:
         number = outcome.prediction.request_id or outcome.error.request_id
-        asked = self._asked.get(number)
-        if asked is None or asked.future.done():
+        request = self._in_flight.get(number)
+        if request is None or request.future.done():
             return
-        result = outcome_result(outcome, asked.message, self._address)
+        result = outcome_result(outcome, request.message, self._address)
         if not isinstance(result, PredictorError):
-            result.request_id = asked.message.request_id
-        asked.future.set_result(result)
+            result.request_id = request.message.request_id
+        request.future.set_result(result)
 
     def _end(self, code: str, details: str) -> None:
         self.ended = True
-        for asked in self._asked.values():
-            if not asked.future.done():
-                asked.future.set_result(failure(asked.message, code, details, self._address))
+        for request in self._in_flight.values():
+            if not request.future.done():
+                request.future.set_result(failure(request.message, code, details, self._address))

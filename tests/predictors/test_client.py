@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +12,6 @@ import grpc
 import pytest
 
 from predictors.client import (
-    BreakerSettings,
-    CircuitOpenError,
     ClientSettings,
     GrpcPredictor,
     PredictorError,
@@ -33,7 +31,7 @@ from tests.predictors.scripted import NOBODY, Scripted, serving
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 ONE_TRY = ClientSettings(retries=RetrySettings(max_attempts=1))
-QUICK = RetrySettings(max_attempts=3, first_backoff_s=0.005)
+QUICK = RetrySettings(max_attempts=3, initial_backoff_s=0.01)
 
 
 def requests(prompts: list[str] = PROMPTS, **options: Any) -> list[PredictionRequest]:
@@ -235,50 +233,16 @@ async def test_capped_numbers_come_when_asked_for(address: str, client: str) -> 
     assert not (await ask(False)).HasField("capped")
 
 
-@pytest.mark.parametrize("client", ["asynchronous", "blocking"])
-async def test_hedge_answers_where_the_first_call_hangs(client: str) -> None:
-    servicer = Scripted(num_silent=1)
-    settings = ClientSettings(hedge_after_s=0.02, num_connections=2)
-    async with serving(servicer) as address:
-        if client == "blocking":
-            [found] = await asyncio.to_thread(SyncPredictor(address, settings).predict, requests(["sea"]))
-        else:
-            async with GrpcPredictor(address, settings) as predictor:
-                [found] = await predictor.predict(requests(["sea"]))
-        await until(lambda: servicer.num_under_way == 0)  # the loser was cancelled
-    assert found.mu == 3.0
-    assert len(servicer.calls) == 2
-
-
-async def test_no_hedge_is_made_by_default_or_without_budget() -> None:
-    broke = RetrySettings(max_budget=0.0)
-    for settings in (ClientSettings(), ClientSettings(hedge_after_s=0.01, retries=broke)):
-        servicer = Scripted(num_silent=1)
-        async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
-            with pytest.raises(PredictorError, match="DEADLINE_EXCEEDED"):
-                await predictor.predict(requests(["sea"]), timeout_s=0.1)
-        assert len(servicer.calls) == 1
-
-
-async def test_identical_prompts_of_concurrent_callers_are_asked_once() -> None:
-    servicer = Scripted()
-    async with serving(servicer) as address, connect(address) as predictor:
-        found = await asyncio.gather(*(predictor.predict(requests(["sea"])) for _ in range(20)))
-    assert [one.mu for [one] in found] == [3.0] * 20
-    assert servicer.calls == [["sea"]]
-
-
-async def test_concurrent_callers_share_calls(address: str) -> None:
+async def test_concurrent_callers_get_their_own_predictions(address: str) -> None:
     prompts = ["sea" + " a" * (index % 12) for index in range(100)]
     async with connect(address) as predictor:
         found = await asyncio.gather(*(predictor.predict(requests([prompt])) for prompt in prompts))
     assert [one.mu for [one] in found] == pytest.approx([expected(prompt)[0] for prompt in prompts], rel=1e-5)
 
 
-async def test_without_coalescing_every_caller_has_a_call_of_its_own() -> None:
+async def test_every_caller_has_a_call_of_its_own() -> None:
     servicer = Scripted()
-    settings = ClientSettings(coalesce=False)
-    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+    async with serving(servicer) as address, connect(address) as predictor:
         await asyncio.gather(*(predictor.predict(requests(["sea"])) for _ in range(5)))
         await predictor.predict(requests())
     assert servicer.calls == [["sea"]] * 5 + [PROMPTS]
@@ -287,7 +251,7 @@ async def test_without_coalescing_every_caller_has_a_call_of_its_own() -> None:
 async def test_several_connections_are_used_and_answer_alike() -> None:
     servicer = Scripted()
     servicer.gate.clear()
-    settings = ClientSettings(num_connections=3, coalesce=False)
+    settings = ClientSettings(num_connections=3)
     async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
         calls = [asyncio.ensure_future(predictor.predict(requests(["sea"]))) for _ in range(6)]
         await until(lambda: servicer.num_under_way == 6)
@@ -295,25 +259,6 @@ async def test_several_connections_are_used_and_answer_alike() -> None:
         servicer.gate.set()
         assert [one.mu for [one] in await asyncio.gather(*calls)] == [3.0] * 6
         assert predictor.num_calls == (0, 0, 0)
-
-
-async def test_breaker_stops_calls_to_a_service_that_fails_and_finds_it_again() -> None:
-    servicer = Scripted(num_failures=4)
-    breaker = BreakerSettings(max_failures=4, open_s=0.2)
-    settings = ClientSettings(retries=RetrySettings(max_attempts=1), breaker=breaker)
-    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
-        for _ in range(4):
-            with pytest.raises(PredictorError, match="not now"):
-                await predictor.predict(requests(["sea"]))
-        with pytest.raises(CircuitOpenError, match="not sent"):
-            await predictor.predict(requests(["sea"]))
-        assert len(servicer.calls) == 4
-        async with asyncio.timeout(20):
-            while predictor.policy.breaker is not None and predictor.policy.breaker.is_open:
-                with contextlib.suppress(CircuitOpenError):
-                    await predictor.predict(requests(["sea"]))
-                await asyncio.sleep(0.02)
-    assert len(servicer.calls) == 5
 
 
 @pytest.mark.parametrize("target", ["nobody", "silent"])
@@ -419,8 +364,6 @@ def test_good_address_is_accepted(address: str) -> None:
         ("max_batch_bytes", 0),
         ("max_message_bytes", 0),
         ("num_connections", 0),
-        ("max_calls", 0),
-        ("hedge_after_s", 0.0),
         ("transport", "pigeon"),
         ("token", ""),
         ("token", "two\nlines"),
@@ -429,3 +372,42 @@ def test_good_address_is_accepted(address: str) -> None:
 def test_bad_client_setting_is_named(field: str, value: Any) -> None:
     with pytest.raises(InputError, match=field):
         ClientSettings(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_attempts", 0),
+        ("max_attempts", 6),
+        ("initial_backoff_s", 0.0),
+        ("initial_backoff_s", 3.0),
+        ("max_tokens", 0),
+        ("token_ratio", float("nan")),
+    ],
+)
+def test_bad_retry_setting_is_named(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=field):
+        RetrySettings(**{field: value})
+
+
+async def test_retries_stop_while_most_calls_fail() -> None:
+    """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
+    servicer = Scripted(num_failures=100)
+    settings = ClientSettings(retries=RetrySettings(max_attempts=5, initial_backoff_s=0.01, max_tokens=4))
+    async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
+        for _ in range(10):
+            with pytest.raises(PredictorError, match="UNAVAILABLE"):
+                await predictor.predict(requests(["sea"]))
+    assert len(servicer.calls) == 11
+
+
+async def test_a_call_may_wait_for_a_service_that_is_not_there_yet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as reserved:
+        port = reserved.getsockname()[1]
+    settings = ClientSettings(timeout_s=60.0, wait_for_ready=True)
+    async with GrpcPredictor(f"127.0.0.1:{port}", settings) as predictor:
+        call = asyncio.ensure_future(predictor.predict(requests(["sea"])))
+        await until(lambda: predictor.num_calls == (1,))
+        async with serving(Scripted(), port):
+            [prediction] = await call
+    assert prediction.mu == 3.0

@@ -14,9 +14,9 @@ import pytest
 from predictors.client import InProcessPredictor, PredictorError, SyncInProcessPredictor, connect, load
 from predictors.runtime import open_runtime
 from predictors.service.grouping import BatchingSettings
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest, Predictor
-from tests.predictors.fakes import expected, running_server
+from tests.predictors.fakes import expected, running_server, without_numbers, write_artifact
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 
@@ -109,9 +109,22 @@ def test_blocking_client_is_shared_by_threads_and_leaves_none_behind(artifact_fo
     assert set(threading.enumerate()) <= before
 
 
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(
+    tmp_path: Path, attempts: int
+) -> None:
+    folder = without_numbers(write_artifact(tmp_path / "a"))
+    before = set(threading.enumerate())
+    with SyncInProcessPredictor(folder) as predictor:
+        for _ in range(attempts):
+            with pytest.raises(TailcastError, match="the model gave mu = nan"):
+                predictor.predict(requests(["sea"]))
+    assert set(threading.enumerate()) <= before
+
+
 def test_client_imports_without_what_only_the_service_needs() -> None:
     code = (
-        "import sys; blocked = ('torch', 'onnxruntime', 'tokenizers', 'grpc_health', 'jsonargparse')\n"
+        "import sys; blocked = ('torch', 'pydantic', 'onnxruntime', 'tokenizers', 'grpc_health', 'jsonargparse')\n"
         "for name in blocked: sys.modules[name] = None\n"
         "import predictors.client as c; c.connect('127.0.0.1:1'); c.SyncPredictor('127.0.0.1:1'); c.load('x')\n"
         "assert not any(name.startswith(('predictors.service', 'predictors.runtime')) for name in sys.modules)\n"

@@ -19,7 +19,7 @@ from tests.predictors.fakes import GatedRuntime, expected, running_server, until
 from tests.predictors.scripted import NOBODY, answer, serving
 
 ONE_TRY = RetrySettings(max_attempts=1)
-SETTINGS = ClientSettings(transport="stream", retries=RetrySettings(first_backoff_s=0.005))
+SETTINGS = ClientSettings(transport="stream")
 
 
 def requests(prompts: list[str]) -> list[PredictionRequest]:
@@ -92,13 +92,16 @@ class Streaming(predictor_v1_pb2_grpc.PredictorServicer):
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, None])
-async def test_what_a_broken_stream_left_unanswered_is_asked_again(code: grpc.StatusCode | None) -> None:
-    servicer = Streaming(2, 3, code)
-    prompts = ["x" * (index + 1) for index in range(20)]
+async def test_a_broken_stream_fails_what_was_in_flight_and_the_next_call_opens_another(
+    code: grpc.StatusCode | None,
+) -> None:
+    servicer = Streaming(1, 3, code)
     async with serving(servicer) as address, GrpcPredictor(address, SETTINGS) as predictor:
-        found = await predictor.predict(requests(prompts))
-    assert [one.mu for one in found] == [len(prompt) for prompt in prompts]
-    assert servicer.num_streams == 3
+        with pytest.raises(PredictorError, match="UNAVAILABLE") as caught:
+            await predictor.predict(requests(["x" * (index + 1) for index in range(20)]))
+        [prediction] = await predictor.predict(requests(["river"]))
+    assert caught.value.code == "UNAVAILABLE"
+    assert (prediction.mu, servicer.num_streams) == (5.0, 2)
 
 
 async def test_a_refused_stream_is_an_error_with_its_code() -> None:
@@ -107,15 +110,6 @@ async def test_a_refused_stream_is_an_error_with_its_code() -> None:
     async with serving(refusing) as address, GrpcPredictor(address, settings) as predictor:
         with pytest.raises(PredictorError, match="UNAUTHENTICATED: not now"):
             await predictor.predict(requests(["sea"]))
-
-
-async def test_a_stream_that_fell_silent_is_given_up() -> None:
-    servicer = Streaming(1, 0, None, silent=True)
-    async with serving(servicer) as address, GrpcPredictor(address, SETTINGS) as predictor:
-        with pytest.raises(PredictorError, match="DEADLINE_EXCEEDED"):
-            await predictor.predict(requests(["sea"]), timeout_s=0.1)
-        [found] = await predictor.predict(requests(["river"]))
-    assert (found.mu, servicer.num_streams) == (5.0, 2)
 
 
 async def test_unreachable_server_is_named_over_a_stream_too() -> None:
