@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from export.packaging import PackageConfig, package
-from scheduler_core.command import run_command
+from scheduler_core.command import entry_point, run_command
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from export.packaging import PackageConfig
 
 
+@entry_point("package-artifact", extra="export")
 def main(args: Sequence[str] | None = None) -> int:
     """Console script `package-artifact`; returns the exit code."""
+    from export.packaging import PackageConfig
+
     return run_command(
         "package-artifact",
         PackageConfig,
@@ -20,9 +26,10 @@ def main(args: Sequence[str] | None = None) -> int:
     )
 
 
-def _run(config: PackageConfig) -> int:
+def _run(config: PackageConfig) -> None:
+    from export.packaging import package
+
     package(config)
-    return 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from predictors.artifact import (
     CAPPED_MODEL,
     CONFORMAL,
+    KIND,
     MANIFEST,
     MODEL,
     NORMALIZATION,
@@ -24,16 +25,15 @@ from predictors.artifact import (
     CappedLengths,
     Conditions,
     EncoderCard,
+    Head,
     Manifest,
     TruncationSide,
-    content_version,
-    hash_files,
     open_artifact,
     write_manifest,
 )
 from predictors.minisign import SecretKey, read_secret_key, sign_file
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, writable_target, write_json
+from scheduler_core.files import atomic_directory, folder_target, write_json
 
 if TYPE_CHECKING:
     from predictors.modules import Checkpoint
@@ -59,14 +59,19 @@ VERSIONS_OF = (
 class ExportConfig:
     """Exports a checkpoint as an artifact: one ONNX graph, its tokenizer and a manifest, checked against torch."""
 
+    INPUTS = ("checkpoint", "sign")
+    OUTPUTS = ("out",)
+
     checkpoint: str
     """Checkpoint folder, as train writes it."""
     out: str
-    """Artifact folder to write; an earlier artifact there is replaced once the new one has passed all checks."""
+    """Artifact folder to write; nothing appears there unless every check passes."""
+    overwrite: bool = False
+    """Replace an earlier artifact at `out`, if it holds nothing else; anything else there is never replaced."""
     artifact_id: str | None = None
     """Name of the artifact; default: the name of the checkpoint folder."""
     artifact_version: str | None = None
-    """Version of the artifact; default: twelve digits that follow from its content."""
+    """Put before the version, as in 1.2.0+3f9c2d41b07a; the version is twelve digits that follow from the content."""
     license: str | None = None
     """Licence of the artifact (SPDX), for the manifest."""
     abstain_threshold: float | None = None
@@ -122,15 +127,15 @@ def export_onnx(config: ExportConfig) -> Manifest:
         The manifest that was written.
 
     Raises:
-        InputError: The checkpoint is refused, or `out` holds something that is no artifact.
+        InputError: The checkpoint is refused, or `out` may not be replaced.
         TailcastError: The model cannot be exported, or differs from torch by more than the tolerance.
     """
-    out = _checked_target(config.out)
+    out = folder_target(config.out, KIND, overwrite=config.overwrite)
     from predictors.modules import load_checkpoint
 
     key = None if config.sign is None else read_secret_key(config.sign, os.environ.get(PASSWORD))
     checkpoint = load_checkpoint(config.checkpoint)
-    with atomic_directory(out) as folder:
+    with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
         manifest = _write(config, checkpoint, folder)
         if key is not None:
             sign_artifact(folder, key)
@@ -147,13 +152,6 @@ def sign_artifact(folder: Path, key: SecretKey) -> None:
     manifest = open_artifact(folder).manifest
     named = f"artifact:{manifest.artifact_id} version:{manifest.artifact_version} created:{manifest.created}"
     sign_file(folder / MANIFEST, key, " ".join(named.split()))
-
-
-def _checked_target(path: str) -> Path:
-    out = writable_target(path, "out")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise InputError("out", path, "a new or empty folder, or an earlier artifact to replace")
-    return out
 
 
 def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manifest:
@@ -179,9 +177,6 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
         "versions": dict(manifest.versions),
     }
     write_json(folder / "run.json", run)
-    files = hash_files(folder)
-    version = config.artifact_version or content_version(files)
-    manifest = dataclasses.replace(manifest, files=files, artifact_version=version)
     write_manifest(folder, manifest)
     # From here on the artifact is read as any consumer reads it: what is checked is what is shipped.
     runtime = open_runtime(folder, provider="cpu")
@@ -200,8 +195,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
     if manifest.capped is not None:
         found["capped"] = measure_capped(runtime.artifact, rng=rng)
     manifest = dataclasses.replace(manifest, parity=found)
-    write_manifest(folder, manifest)
-    return manifest
+    return write_manifest(folder, manifest, version_prefix=config.artifact_version)
 
 
 def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
@@ -212,10 +206,8 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
     nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
     return Manifest(
         artifact_id=config.artifact_id or checkpoint.path.resolve().name,
-        artifact_version="",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        heads=heads.names,
-        files={},
+        heads=cast(tuple[Head, ...], heads.names),
         encoder=_encoder_card(checkpoint),
         capped=None
         if heads.length is None or not config.capped

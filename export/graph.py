@@ -56,6 +56,8 @@ def export_graph(
     try:
         with quiet_export():
             _torch_export(model, manifest, path, legacy_exporter=legacy_exporter, external_data=is_large)
+    except OSError:
+        raise
     except Exception as error:  # the exporters raise whatever the failing layer raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"

@@ -16,7 +16,7 @@ from export.triton.repository import RepositoryOptions, Runtime, write_repositor
 from predictors.artifact import Artifact, open_artifact
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
-from scheduler_core.files import atomic_directory, atomic_file, writable_target
+from scheduler_core.files import atomic_directory, atomic_file, folder_target, writable_target
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,17 @@ class PackageConfig:
     the resource that serves it).
     """
 
+    INPUTS = ("artifact", "public_key")
+    OUTPUTS = ("out",)
+
     target: str
     """text, triton or kserve."""
     artifact: str
     """Artifact folder, as export-onnx writes it."""
     out: str
-    """File (text) or folder to write; a folder must be new or empty."""
+    """File (text) or folder to write; a file is replaced, a folder must be new or empty."""
+    overwrite: bool = False
+    """Replace an earlier folder of the same target at `out`, if it holds nothing else; anything else there is never replaced."""
     public_key: str | None = None
     """Public key of minisign, file or base64 line: the artifact must be signed with it."""
     capped: bool = False
@@ -113,12 +118,13 @@ def package(config: PackageConfig) -> None:
         InputError: The artifact is refused, or cannot be packaged so.
         TailcastError: The tokenizer in the graph gives other token ids.
     """
+    if config.target == "text":
+        out = writable_target(config.out, "out")
+    else:
+        out = folder_target(config.out, config.target, overwrite=config.overwrite)
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     if artifact.manifest.kind != "encoder":
         raise InputError("artifact manifest, kind", artifact.manifest.kind, "encoder, which reads token ids")
-    out = writable_target(config.out, "out")
-    if config.target != "text" and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError("out", config.out, "a new or empty folder")
     if config.target == "text" or config.runtime == "onnxruntime":
         check_tokenizer_graph(artifact)
     options = config.repository
@@ -131,7 +137,7 @@ def package(config: PackageConfig) -> None:
     else:
         from export.triton.kserve import write_kserve
 
-        with atomic_directory(out) as folder:
+        with atomic_directory(out, config.target, overwrite=config.overwrite) as folder:
             if config.target == "triton":
                 write_repository(artifact, options, folder)
             else:

@@ -1,15 +1,15 @@
 """The artifact folder: what export writes and every consumer verifies before use.
 
 An artifact holds `model.onnx` and `manifest.json`, and for an encoder `tokenizer.json` and `normalization.json`. The
-manifest names every file with its SHA-256, so that a folder is either exactly what was exported or is refused; a
-signature of the manifest, where there is one, says by whom. Nothing here needs torch or onnxruntime.
+manifest names every file with its SHA-256, and its version is a hash of all of that, so that a folder is either exactly
+what was exported or is refused; a signature of the manifest, where there is one, says by whom. Nothing here needs torch
+or onnxruntime.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from predictors.manifest import (
     CappedLengths,
     Conditions,
     EncoderCard,
+    Head,
     Kind,
     LexicalInput,
     Manifest,
@@ -30,16 +31,18 @@ from predictors.manifest import (
     TensorSpec,
     TruncationSide,
 )
-from predictors.manifest_reader import MANIFEST, SIGNATURE, parse_manifest
+from predictors.manifest_reader import MANIFEST, SIGNATURE, content_version, parse_manifest
 from predictors.minisign import read_public_key, verify_file
-from predictors.onnx_header import read_opset
+from predictors.onnx_header import check_opset, read_header
+from predictors.strict_json import read_json_object
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file, write_json
+from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
 
 __all__ = [
     "CAPPED_MODEL",
     "CONFORMAL",
     "FORMAT_VERSION",
+    "KIND",
     "MANIFEST",
     "MODEL",
     "NORMALIZATION",
@@ -49,6 +52,7 @@ __all__ = [
     "CappedLengths",
     "Conditions",
     "EncoderCard",
+    "Head",
     "Kind",
     "LexicalInput",
     "Manifest",
@@ -60,6 +64,11 @@ __all__ = [
     "open_artifact",
     "write_manifest",
 ]
+
+# What the manifest does not list: itself, its signature, and the record of the command that wrote the folder.
+_UNLISTED = frozenset({MANIFEST, SIGNATURE, RECORD})
+#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+KIND = "artifact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +103,9 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
             is not looked at.
 
     Raises:
-        InputError: The folder, its manifest or a file is missing, the format is of another version, a manifest field
-            is wrong, a file's SHA-256 or the graph's opset differs from the manifest, or the signature is missing or
-            wrong.
+        InputError: The folder, its manifest or a file is missing, the format is of another version, a manifest field or
+            the artifact version is wrong, a file is not listed, lies elsewhere, or differs from the manifest in its
+            SHA-256, opset or external data, or the signature is missing or wrong.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -104,56 +113,83 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
     manifest_path = existing_file(folder / MANIFEST, "artifact")
     if public_key is not None:
         verify_file(manifest_path, read_public_key(public_key))
-    manifest = _read_manifest(manifest_path)
+    manifest = parse_manifest(read_json_object(manifest_path, "artifact manifest"))
+    _check_entries(folder, manifest)
     for name, expected in manifest.files.items():
-        file = folder / name
-        if not file.is_file():
-            raise InputError(
-                f"artifact file {name}", str(file), "a file that the manifest lists and that exists"
-            )
-        actual = sha256_file(file)
+        actual = sha256_file(folder / name)
         if actual != expected:
             raise InputError(f"artifact file {name}", f"SHA-256 {actual}", f"{expected}, as in {MANIFEST}")
-    opset = read_opset(folder / MODEL)
-    if opset != manifest.opset:
-        raise InputError(f"artifact file {MODEL}, opset", opset, f"{dict(manifest.opset)}, as in {MANIFEST}")
+        if name.endswith(".onnx"):
+            _check_graph(folder / name, manifest)
+        elif name.endswith(".json") and name not in manifest.tokenizer_files:
+            read_json_object(folder / name, f"artifact file {name}")
     return Artifact(folder, manifest)
 
 
-def write_manifest(folder: str | Path, manifest: Manifest) -> None:
-    """Writes `manifest` into `folder`, with the opset of the graph that stands there.
+def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
+    """Writes `manifest` into `folder`, with the hashes and the opset of the files there and the version of it all.
+
+    Args:
+        folder: Holds all other files of the artifact.
+        manifest: Its fields `files`, `opset` and `artifact_version` are replaced.
+        version_prefix: Put before the version, as "PREFIX+".
+
+    Returns:
+        What was written.
 
     Raises:
         InputError: A field is wrong or contradicts another one, so that it would not be read back, or the graph is of
             an opset that is not accepted.
     """
-    content = replace(manifest, opset=read_opset(Path(folder) / MODEL)).to_json()
-    parsed = parse_manifest(json.loads(json.dumps(content, allow_nan=False)))
-    assert parsed.files == manifest.files
-    write_json(Path(folder) / MANIFEST, content)
+    folder = Path(folder)
+    complete = replace(manifest, files=hash_files(folder), opset=read_header(folder / MODEL).opset)
+    content = json.loads(json.dumps(complete.to_json(), allow_nan=False))
+    version = content_version(content)
+    content["artifact_version"] = version if version_prefix is None else f"{version_prefix}+{version}"
+    written = parse_manifest(content)
+    write_json(folder / MANIFEST, content)
+    return written
 
 
 def hash_files(folder: str | Path) -> dict[str, str]:
-    """File name -> SHA-256 of every file in `folder` but the manifest and its signature."""
+    """File name -> SHA-256 of every file in `folder` that a manifest lists: all but itself, its signature and .tailcast.json."""
     return {
         file.name: sha256_file(file)
         for file in sorted(Path(folder).iterdir())
-        if file.is_file() and file.name not in (MANIFEST, SIGNATURE)
+        if file.is_file() and file.name not in _UNLISTED
     }
 
 
-def content_version(files: Mapping[str, str]) -> str:
-    """Twelve hex digits that change with model, tokenizer, normalisation or conformal quantiles, and with nothing else."""
-    digest = hashlib.sha256()
-    for name in sorted(files):
-        if name in (TOKENIZER, NORMALIZATION, CAPPED_MODEL, CONFORMAL) or name.startswith(MODEL):
-            digest.update(f"{name}:{files[name]}\n".encode())
-    return digest.hexdigest()[:12]
+def _check_entries(folder: Path, manifest: Manifest) -> None:
+    """The folder holds what the manifest lists and nothing else, and all of it lies there itself."""
+    entries = set(os.listdir(folder))
+    for name in (MANIFEST, *manifest.files):
+        file = folder / name
+        if not file.is_file():
+            raise InputError(
+                f"artifact file {name}", str(file), "a file that the manifest lists and that exists"
+            )
+        if file.resolve().parent != folder.resolve():
+            raise InputError(
+                f"artifact file {name}", str(file.resolve()), "a file inside the artifact folder"
+            )
+    extra = entries - manifest.files.keys() - _UNLISTED
+    if extra:
+        raise InputError(
+            "artifact", sorted(extra), f"a folder with the files that {MANIFEST} lists, and no other"
+        )
 
 
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise InputError("artifact manifest", str(path), f"a file with valid JSON ({error})") from error
-    return parse_manifest(content)
+def _check_graph(path: Path, manifest: Manifest) -> None:
+    header = read_header(path)
+    if path.name != MODEL:
+        check_opset(header.opset, f"artifact file {path.name}")
+    elif header.opset != manifest.opset:
+        raise InputError(
+            f"artifact file {MODEL}, opset", header.opset, f"{dict(manifest.opset)}, as in {MANIFEST}"
+        )
+    unlisted = sorted(header.external_files - manifest.files.keys())
+    if unlisted:
+        raise InputError(
+            f"artifact file {path.name}, external data", unlisted, f"files that {MANIFEST} lists"
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import signal
@@ -16,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from predictors.service.logs import set_up_logs
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, writable_target, write_json
+from scheduler_core.files import atomic_file, remove_output, writable_target
+from scheduler_core.threads import check_threads
 
 if TYPE_CHECKING:
     from predictors.service.grouping import BatchingSettings
@@ -27,10 +30,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+STOP_GRACE_S = 2.0  # for a worker to close its ports and end, after all it may wait for
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Serves the predictions of artifacts over gRPC, and HTTP where wanted, until SIGTERM or Ctrl-C. SIGHUP looks for new versions of the artifacts."""
+
+    INPUTS = (
+        "artifact",
+        "more_artifacts",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "public_key",
+        "token_file",
+    )
+    OUTPUTS = ("port_file",)
 
     artifact: str
     """Artifact folder, as export-onnx writes it; what answers where a request names no artifact."""
@@ -43,7 +59,7 @@ class ServeConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
     port_file: str | None = None
-    """File that gets the port number once the service is ready; removed at the end."""
+    """File that gets the port number once the service is ready; removed at the end, and before the start if it is there."""
     provider: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes CUDA where it works, else the CPU; cuda fails where it does not work."""
     max_batch: int | None = None
@@ -62,10 +78,10 @@ class ServeConfig:
     """Model calls that run at the same time; default: one per core on a CPU, 1 on a GPU."""
     threads_per_worker: int = 1
     """Threads of one model call on a CPU."""
-    worker_niceness: int = 5
-    """By how much model calls stand back behind the event loop, 0 to 19 (Linux; a nice value): a full service refuses sooner. Beside other busy processes they stand back behind those too."""
-    max_message_mib: int = 16
-    """Largest gRPC message or HTTP body in MiB."""
+    worker_niceness: int = 0
+    """By how much model calls have a lower priority than the event loop, 0 to 19 (Linux; a nice value). With 5 a full service refuses sooner; but then other busy processes of the same session or container come before the model calls too."""
+    max_message_mib: int = 4
+    """Largest gRPC message or HTTP body in MiB; to parse one takes up to 10 ms per MiB, in which nothing else is answered."""
     max_prompt_chars: int | None = None
     """Longest prompt in characters; longer ones are refused; default: what fits into a message."""
     max_streams: int = 256
@@ -93,7 +109,7 @@ class ServeConfig:
     drain_delay_s: float = 0.0
     """Seconds that SIGTERM goes on to serve while health says NOT_SERVING, so that load balancers look away first."""
     drain_timeout_s: float = 30.0
-    """Seconds that SIGTERM leaves to the requests inside."""
+    """Seconds that SIGTERM leaves to the requests inside; with workers > 1 a worker that still runs 2.5 s later is killed."""
 
     def __post_init__(self) -> None:
         if not self.artifact:
@@ -104,6 +120,8 @@ class ServeConfig:
                 raise InputError(name, value, "0 to 65535; 0 takes a free port")
         if not 1 <= self.max_message_mib <= 1024:
             raise InputError("max_message_mib", self.max_message_mib, "1 to 1024")
+        check_threads("num_workers", self.num_workers)
+        check_threads("threads_per_worker", self.threads_per_worker)
         if not 1 <= self.workers <= 256:
             raise InputError("workers", self.workers, "1 to 256")
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
@@ -125,45 +143,81 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def serve(config: ServeConfig) -> int:
     """Loads the artifacts and serves them until SIGTERM or SIGINT; requests inside are answered first."""
+    port_file = _PortFile(config.port_file)
     _check_packages()
     from predictors.service.loop import run
 
-    port_file = None if config.port_file is None else writable_target(config.port_file, "port_file")
-    if port_file is not None and port_file.is_dir():
-        raise InputError("port_file", config.port_file, "a file path, but a folder stands there")
-    if config.log_format == "json":
-        from predictors.service.logs import use_json
-
-        use_json()
+    set_up_logs(config.log_format)
     if config.workers > 1:
         return asyncio.run(_supervise(config, port_file))
-    server, watch = build_server(config)
-    run(_serve(server, config, port_file, watch))
+    server, places = build_server(config)
+    run(_serve(server, config, places, port_file.write, port_file.remove))
     logger.info("stopped")
     return 0
 
 
-def serve_worker(config: ServeConfig, ready_file: Path) -> int:
-    """One of several workers: as `serve`, but it shares its ports, and ends when its standard input does."""
+def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
+    """One of several workers: as `serve`, but it shares its ports, and ends when its standard input does.
+
+    Args:
+        config: What to serve, where.
+        number: Of the worker, from 0.
+        ready_fd: File descriptor that gets a byte when the worker is ready.
+    """
     from predictors.service.loop import run
+    from predictors.service.metrics import count_as_worker
 
-    if config.log_format == "json":
-        from predictors.service.logs import use_json
+    def on_ready(port: int) -> None:
+        os.write(ready_fd, b"\n")
+        os.close(ready_fd)
 
-        use_json()
-    server, watch = build_server(config, shares_ports=True)
-    run(_serve(server, config, ready_file, watch, until_eof=True))
+    set_up_logs(config.log_format)
+    if config.http_port is not None:
+        count_as_worker(number)
+    server, places = build_server(config, worker=number)
+    run(_serve(server, config, places, on_ready, until_eof=True))
     return 0
 
 
+class _PortFile:
+    """The file that gets the port of a ready service, or none.
+
+    What a killed service left there is removed at once: whoever waits for the file must not take it for this one's.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else writable_target(path, "port_file")
+        if self._path is not None and self._path.is_dir():
+            raise InputError("port_file", path, "a file path, but a folder stands there")
+        self.remove()
+
+    def write(self, port: int) -> None:
+        """Writes the port, atomically."""
+        if self._path is not None:
+            with atomic_file(self._path) as temporary:
+                temporary.write_text(f"{port}\n", encoding="ascii")
+
+    def remove(self) -> None:
+        """Removes the file if it is there."""
+        if self._path is not None:
+            remove_output(self._path)
+
+
 def build_server(
-    config: ServeConfig, *, shares_ports: bool = False
+    config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactPlace]]:
-    """The server that `config` asks for, nothing bound yet; and the places of its artifacts by id."""
+    """The server that `config` asks for, nothing bound yet; and the places of its artifacts by id.
+
+    Args:
+        config: What to serve, where.
+        worker: Number of the worker process that it runs in; None: there is one process.
+    """
+    from predictors.runtime import CPU
     from predictors.service.metrics import PrometheusMetrics, ServiceMetrics
     from predictors.service.places import open_places
     from predictors.service.security import BearerTokens, TlsFiles
     from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.threads import worker_cores
     from predictors.service.tracing import OpenTelemetryTracing, Tracing, set_up_exporting
 
     tls = None
@@ -176,7 +230,7 @@ def build_server(
         host=config.host,
         port=config.port,
         http_port=config.http_port,
-        reuse_port=shares_ports,
+        reuse_port=worker is not None,
         max_message_bytes=config.max_message_mib * 2**20,
         max_prompt_chars=config.max_prompt_chars,
         max_streams=config.max_streams,
@@ -193,13 +247,18 @@ def build_server(
         threads_per_run=config.threads_per_worker,
         public_key=config.public_key,
     )
+    provider = runtimes[0].provider
+    batching = batching_settings(config, provider)
+    if provider == CPU and config.threads_per_worker == 1:
+        cores = worker_cores(batching.num_workers, worker or 0, config.workers)
+        settings = dataclasses.replace(settings, worker_cores=tuple(cores))
     tracing = Tracing()
     if config.traces:
         set_up_exporting()
         tracing = OpenTelemetryTracing()
     server = PredictionServer(
         runtimes,
-        batching_settings(config, runtimes[0].provider),
+        batching,
         settings,
         reopen=lambda name: places[name].open(),
         metrics=ServiceMetrics() if config.http_port is None else PrometheusMetrics(),
@@ -238,13 +297,12 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
 async def _serve(
     server: PredictionServer,
     config: ServeConfig,
-    port_file: Path | None,
     places: dict[str, ArtifactPlace],
+    on_ready: Callable[[int], None],
+    on_stop: Callable[[], None] = lambda: None,
     *,
     until_eof: bool = False,
 ) -> None:
-    from predictors.service.memory import settle_memory
-
     stop = asyncio.Event()
     tasks: set[asyncio.Task[None]] = set()
 
@@ -258,10 +316,7 @@ async def _serve(
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
     try:
         port = await server.start()
-        settle_memory()
-        if port_file is not None:
-            with atomic_file(port_file) as temporary:
-                temporary.write_text(f"{port}\n", encoding="ascii")
+        on_ready(port)
         http = "" if server.http_port is None else f", http on {config.host}:{server.http_port}"
         logger.info("ready on %s:%d%s with %s", config.host, port, http, server.pipeline.settings)
         if config.reload_poll_s:
@@ -271,8 +326,7 @@ async def _serve(
     finally:
         for task in tasks:
             task.cancel()
-        if port_file is not None:
-            port_file.unlink(missing_ok=True)
+        on_stop()
         await server.stop()
 
 
@@ -287,38 +341,42 @@ async def _watch(server: PredictionServer, places: dict[str, ArtifactPlace], eve
             await server.reload()
 
 
-async def _supervise(config: ServeConfig, port_file: Path | None) -> int:
+async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
+    from predictors.service.metrics import WorkerMetricFiles
+    from predictors.service.server import LAST_WORDS_S
     from predictors.service.supervisor import Supervisor, reserved_port, worker_command
 
     with ExitStack() as stack:
         port = reserved_port(stack, config.host, config.port)
         http_port = config.http_port
+        metric_files: WorkerMetricFiles | None = None
         if http_port is not None:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-")))
+            metric_files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-")))
-        write_json(folder / "worker.json", dataclasses.asdict(shared))
-        supervisor = Supervisor(worker_command(folder / "worker.json"), config.workers)
+        supervisor = Supervisor(
+            worker_command(json.dumps(dataclasses.asdict(shared))),
+            config.workers,
+            stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + LAST_WORDS_S + STOP_GRACE_S,
+            environment={} if metric_files is None else metric_files.environment,
+            on_end=None if metric_files is None else metric_files.reset_live,
+        )
 
         def stop() -> None:
-            if port_file is not None:  # who watches it, looks away before the workers drain
-                port_file.unlink(missing_ok=True)
+            port_file.remove()  # who watches it, looks away before the workers drain
             supervisor.stop()
 
-        _on_signals(stop, supervisor.reload)
-
-        def tell() -> None:
-            if port_file is not None:
-                with atomic_file(port_file) as temporary:
-                    temporary.write_text(f"{port}\n", encoding="ascii")
+        def on_ready() -> None:
+            port_file.write(port)
             http = "" if http_port is None else f", http on {config.host}:{http_port}"
             logger.info("ready on %s:%d%s with %d workers", config.host, port, http, config.workers)
 
+        _on_signals(stop, supervisor.reload)
         try:
-            return await supervisor.run(tell)
+            return await supervisor.run(on_ready)
         finally:
-            if port_file is not None:
-                port_file.unlink(missing_ok=True)
+            port_file.remove()
 
 
 def _check_packages() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.files import atomic_file, remove_output, writable_target
 
 if TYPE_CHECKING:
     from predictors.proxy.forecast import Responder
@@ -28,6 +28,9 @@ ORIGIN_S = 1_767_225_600.0
 @dataclass(frozen=True, kw_only=True)
 class ProxyConfig:
     """Proxies the OpenAI API before an engine: predicts how long each answer will be, tells the engine, or holds the queue where it cannot be told. SIGTERM answers what is inside."""
+
+    INPUTS = ("predictor", "shadow_predictor", "tenants", "served_tokenizer")
+    OUTPUTS = ("port_file", "feedback")
 
     engine_url: str
     """Where the engine is: http://HOST:PORT, maybe with a path in front of /v1."""
@@ -72,7 +75,9 @@ class ProxyConfig:
     max_body_mib: int = 16
     """Largest body of a request in MiB; larger ones get 413."""
     max_inside: int = 4096
-    """Completions inside the proxy; further ones get 429."""
+    """Requests inside the proxy; further ones that may make the engine generate get 429."""
+    request_timeout_s: float = 30.0
+    """Seconds in which a client has to send a request's headers, and then its body; idle connections of clients are closed after them."""
     connect_timeout_s: float = 5.0
     """Seconds to connect to the engine."""
     idle_timeout_s: float = 600.0
@@ -94,11 +99,11 @@ class ProxyConfig:
     most_urgent_tier: int = 0
     """Most urgent tier that clients may declare; others get 400."""
     client_priority: Literal["keep", "replace"] = "keep"
-    """A client's own `priority`: kept, or replaced by the policy's."""
+    """A client's own hints to the engine, such as `priority`: kept, or replaced by the policy's."""
     lowest_priority: int | None = None
-    """Least `priority` that a client may send; default: any."""
+    """Least priority that a client may send; default: any."""
     highest_priority: int | None = None
-    """Greatest `priority` that a client may send; default: any."""
+    """Greatest priority that a client may send; default: any."""
     slo_ttft_ms: list[int] = field(default_factory=list)
     """Of llm-d: target of the time to the first token for each of the five tiers, the most urgent first."""
     slo_tpot_ms: list[int] = field(default_factory=list)
@@ -159,13 +164,11 @@ def serve(config: ProxyConfig) -> int:
         del aiohttp, prometheus_client
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "aiohttp", "serve") from error
+    from predictors.service.logs import set_up_logs
     from predictors.service.loop import run
 
     port_file = None if config.port_file is None else writable_target(config.port_file, "port_file")
-    if config.log_format == "json":
-        from predictors.service.logs import use_json
-
-        use_json()
+    set_up_logs(config.log_format)
     run(_serve(config, build_proxy(config), port_file))
     logger.info("stopped")
     return 0
@@ -200,6 +203,7 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
         max_body_bytes=config.max_body_mib * 2**20,
         max_inside=config.max_inside,
         tenant_header=config.tenant_header,
+        request_timeout_s=config.request_timeout_s,
         drain_delay_s=config.drain_delay_s,
         drain_timeout_s=config.drain_timeout_s,
         access_log=config.access_log,
@@ -257,7 +261,7 @@ def build_proxy(config: ProxyConfig) -> ProxyServer:
             rival=rival,
         )
     completions = Completions(
-        relay=Relay(address, settings.max_body_bytes, metrics.retries.inc),
+        relay=Relay(address, settings.max_body_bytes, settings.request_timeout_s),
         forecaster=forecasters[0],
         engine=engine,
         order=order,
@@ -336,7 +340,7 @@ async def _serve(config: ProxyConfig, server: ProxyServer, port_file: Path | Non
         logger.info("draining %d requests", server.num_inside)
     finally:
         if port_file is not None:
-            port_file.unlink(missing_ok=True)
+            remove_output(port_file)
         await server.stop()
 
 

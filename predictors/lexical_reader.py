@@ -58,6 +58,7 @@ class LexicalReader:
                 f"{', '.join(FEATURE_NAMES)}",
             )
         self.max_chars = lexical.max_chars
+        self.vocabulary_size: int | None = None  # it reads no tokens
         self._features = LexicalFeatures()
 
     def __call__(self, prompts: Sequence[str]) -> list[LexicalPrompt]:

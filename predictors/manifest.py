@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from datetime import datetime, timedelta
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from scheduler_core.errors import InputError
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 MODEL = "model.onnx"
 CAPPED_MODEL = "length.onnx"
 TOKENIZER = "tokenizer.json"
@@ -25,14 +28,45 @@ LEXICAL_INPUT = "lexical"
 TruncationSide = Literal["left", "right", "middle"]
 Kind = Literal["encoder", "lexical"]
 Precision = Literal["fp32", "fp16", "int8"]
+Head = Literal["length", "urgency", "bucket", "regression", "rank"]
 TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
-PRECISIONS: tuple[str, ...] = get_args(Precision)
 
-REQUIRED_FILES: dict[Kind, tuple[str, ...]] = {
-    "encoder": (MODEL, TOKENIZER, NORMALIZATION),
-    "lexical": (MODEL,),
-}
-HEADS = ("length", "urgency", "bucket", "regression", "rank")
+
+def _different(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError("different entries")
+    return values
+
+
+def _ascending(values: tuple[float, ...]) -> tuple[float, ...]:
+    if sorted(set(values)) != list(values):
+        raise ValueError("ascending numbers")
+    return values
+
+
+def _utc(value: str) -> str:
+    try:
+        offset = datetime.fromisoformat(value).utcoffset()
+    except ValueError:
+        offset = None
+    if offset != timedelta(0):
+        raise ValueError("a time in ISO 8601, UTC")
+    return value
+
+
+# What a JSON value may be; `predictors.manifest_reader` checks it, a manifest under construction is a draft.
+Name = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
+Names = Annotated[
+    tuple[Name, ...], AfterValidator(_different), Field(json_schema_extra={"uniqueItems": True})
+]
+Count = Annotated[int, Field(ge=1, le=10**13)]
+Level = Annotated[float, Field(gt=0, lt=1)]
+Levels = Annotated[tuple[Level, ...], Field(min_length=1), AfterValidator(_ascending)]
+Edge = Annotated[float, Field(gt=0, le=1e9)]
+FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=255)]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+CalibrationTable = Annotated[tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...], Field(min_length=1)]
+_STRICT = ConfigDict(strict=True, extra="forbid", json_schema_serialization_defaults_required=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +75,8 @@ class TensorSpec:
 
     An optional input has a default inside the graph and may be left out.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: str
     dtype: str
@@ -59,9 +95,11 @@ class LexicalInput:
         max_chars: Most characters of a prompt that are read.
     """
 
-    feature_names: tuple[str, ...]
-    feature_version: int
-    max_chars: int
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    feature_names: Annotated[Names, Field(min_length=1)]
+    feature_version: Annotated[int, Field(ge=1, le=1000)]
+    max_chars: Annotated[int, Field(ge=1, le=10**9)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +114,13 @@ class EncoderCard:
         width: Width of its hidden states.
     """
 
-    architecture: str
-    source: str
-    num_parameters: int
-    num_layers: int | None
-    width: int
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    architecture: Name
+    source: Name
+    num_parameters: Count
+    num_layers: Annotated[int, Field(ge=1, le=10_000)] | None
+    width: Annotated[int, Field(ge=1, le=10**6)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +135,10 @@ class CappedLengths:
         has_nu: nu is an input too, because it is predicted.
     """
 
-    cvar_level: float
-    quantile_levels: tuple[float, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    cvar_level: Level
+    quantile_levels: Levels
     has_nu: bool
 
     @property
@@ -130,6 +172,8 @@ class Conditions:
         temperature: There is an input temperature; NaN = unknown.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     unknown_models: bool
     temperature: bool
 
@@ -140,12 +184,13 @@ class Manifest:
 
     Attributes:
         artifact_id: Name of what is predicted with, chosen at export.
-        artifact_version: Changes whenever model, tokenizer or normalisation change.
+        artifact_version: Twelve hex digits that change with anything in this manifest but this field, `created` and
+            run.json, behind "PREFIX+" where the export named one; `write_manifest` computes them.
         created: Time of export, ISO 8601 in UTC.
         kind: "encoder" reads token ids (and features of the text, where `lexical` is set), "lexical" features alone.
         heads: What is predicted, out of length, urgency, bucket, regression, rank.
-        files: File name -> hex SHA-256 of every file but the manifest and its signature.
-        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` reads it from there.
+        files: File name -> hex SHA-256 of every file but the manifest and its signature; `write_manifest` fills it in.
+        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` fills it in.
         encoder: What the encoder is; None for a lexical artifact.
         precision: Of the weights and activations of `model.onnx`.
         variant: How the graph was made faster, and what it costs in accuracy; empty: not at all.
@@ -173,35 +218,37 @@ class Manifest:
         license: Licence of the artifact, if stated.
     """
 
-    artifact_id: str
-    artifact_version: str
-    created: str
-    heads: tuple[str, ...]
-    files: Mapping[str, str]
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    artifact_id: Name
+    created: Annotated[str, AfterValidator(_utc)]
+    heads: Annotated[tuple[Head, ...], Field(min_length=1), AfterValidator(_different)]
+    artifact_version: Name = ""
+    files: Mapping[FileName, Sha256] = field(default_factory=dict)
     opset: Mapping[str, int] = field(default_factory=dict)
     kind: Kind = "encoder"
     encoder: EncoderCard | None = None
     precision: Precision = "fp32"
     variant: Mapping[str, Any] = field(default_factory=dict)
     capped: CappedLengths | None = None
-    nu: float | None = None
+    nu: Annotated[float, Field(ge=0.1, le=1e9)] | None = None
     within: bool = False
-    max_length: int | None = None
+    max_length: Annotated[int, Field(ge=1, le=10**6)] | None = None
     truncation_side: TruncationSide | None = None
-    pad_token_id: int | None = None
+    pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     lexical: LexicalInput | None = None
     conversations: bool = False
-    served_models: tuple[str, ...] = ()
+    served_models: Names = ()
     conditioning: Conditions | None = None
-    urgency_levels: tuple[str, ...] = ()
-    abstain_threshold: float | None = None
-    bucket_edges: tuple[float, ...] = ()
-    calibration: Mapping[str, Any] = field(default_factory=dict)
+    urgency_levels: Names = ()
+    abstain_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+    bucket_edges: Annotated[tuple[Edge, ...], AfterValidator(_ascending)] = ()
+    calibration: Mapping[str, CalibrationTable] = field(default_factory=dict)
     training_data: Mapping[str, Any] = field(default_factory=dict)
     metrics: Mapping[str, Any] = field(default_factory=dict)
     parity: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
-    license: str | None = None
+    license: Name | None = None
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

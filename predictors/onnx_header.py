@@ -1,49 +1,71 @@
-"""Which operator sets an ONNX file is written in, read from the file's header without the onnx package.
+"""What an ONNX file says of itself before it is loaded: operator sets, and files that hold its weights.
 
-An ONNX file is a protobuf message `ModelProto`; field 8 repeats `OperatorSetIdProto` (field 1 domain, field 2 version).
-The graph, field 7, is skipped by its length, so that gigabytes of weights cost nothing.
+An ONNX file is a protobuf message `ModelProto`. Only the messages that can hold a tensor are entered; everything else,
+weights included, is skipped by its length, so that gigabytes cost nothing. The onnx package is not needed.
 Source: onnx/onnx.proto; protobuf encoding guide (varint, length-delimited).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 from scheduler_core.errors import InputError
 
 # Operator set -> oldest and newest version that is accepted. An empty domain is ai.onnx.
 OPSETS: Mapping[str, tuple[int, int]] = {"ai.onnx": (13, 23), "ai.onnx.ml": (1, 5), "com.microsoft": (1, 1)}
 
-_OPSET_FIELD = 8
+# Message -> its fields that are entered, and what they are.
+_NESTED: Mapping[str, Mapping[int, str]] = {
+    "model": {7: "graph", 8: "opset", 20: "training", 25: "function"},
+    "training": {1: "graph", 2: "graph"},
+    "function": {7: "node", 11: "attribute"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse tensor"},
+    "node": {5: "attribute"},
+    "attribute": {
+        5: "tensor",
+        6: "graph",
+        10: "tensor",
+        11: "graph",
+        22: "sparse tensor",
+        23: "sparse tensor",
+    },
+    "sparse tensor": {1: "tensor", 2: "tensor"},
+    "tensor": {13: "external data"},
+}
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-_MOST_OPSET_BYTES = 1024
 
 
-def read_opset(path: Path) -> dict[str, int]:
-    """Operator set -> version of an ONNX file.
+@dataclass(frozen=True, slots=True)
+class OnnxHeader:
+    """What an ONNX file needs.
+
+    Attributes:
+        opset: Operator set -> version.
+        external_files: Files with weights, relative to the file's folder, as the file names them.
+    """
+
+    opset: dict[str, int] = field(default_factory=dict)
+    external_files: set[str] = field(default_factory=set)
+
+
+def read_header(path: Path) -> OnnxHeader:
+    """Operator sets and external files of an ONNX file.
 
     Raises:
-        InputError: The file is not ONNX.
+        InputError: The file is not ONNX, or ends too early.
     """
-    found: dict[str, int] = {}
-    size = os.path.getsize(path)
+    header = OnnxHeader()
     try:
-        with open(path, "rb") as stream:
-            while stream.tell() < size:
-                number, wire = divmod(_varint(stream), 8)
-                if number == _OPSET_FIELD and wire == _BYTES:
-                    domain, version = _opset(stream)
-                    found[domain or "ai.onnx"] = version
-                else:
-                    _skip(stream, wire, size)
-    except (ValueError, UnicodeDecodeError) as error:
+        with open(path, "rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            _walk(data, header)
+    except ValueError as error:
         raise InputError(f"artifact file {path.name}", str(path), f"a valid ONNX model ({error})") from error
-    if not found:
+    if not header.opset:
         raise InputError(f"artifact file {path.name}", str(path), "a valid ONNX model (it names no opset)")
-    return found
+    return header
 
 
 def check_opset(opset: Mapping[str, int], where: str) -> None:
@@ -56,47 +78,57 @@ def check_opset(opset: Mapping[str, int], where: str) -> None:
             raise InputError(f"{where}, opset {domain}", version, f"a version from {low} to {high}")
 
 
-def _opset(stream: BinaryIO) -> tuple[str, int]:
-    length = _varint(stream)
-    if length > _MOST_OPSET_BYTES:
-        raise ValueError("an opset is too long")
-    end = stream.tell() + length
-    domain, version = "", 0
-    while stream.tell() < end:
-        number, wire = divmod(_varint(stream), 8)
-        if number == 1 and wire == _BYTES:
-            domain = _read(stream, _varint(stream)).decode()
-        elif number == 2 and wire == _VARINT:
-            version = _varint(stream)
+def _walk(data: mmap.mmap, header: OnnxHeader) -> None:
+    messages = [("model", 0, len(data))]
+    while messages:
+        kind, start, end = messages.pop()
+        if kind in _NESTED:
+            for number, low, high in _fields(data, start, end):
+                if number in _NESTED[kind]:
+                    messages.append((_NESTED[kind][number], low, high))
         else:
-            _skip(stream, wire, end)
-    return domain, version
+            # OperatorSetIdProto: domain, version; StringStringEntryProto: key, value.
+            first, second = _pair(data, start, end)
+            if kind == "opset":
+                header.opset[first.decode() or "ai.onnx"] = _varint(second, 0)[0] if second else 0
+            elif first == b"location":
+                header.external_files.add(second.decode())
 
 
-def _skip(stream: BinaryIO, wire: int, end: int) -> None:
-    if wire == _VARINT:
-        _varint(stream)
-        return
-    if wire not in (_FIXED64, _BYTES, _FIXED32):
-        raise ValueError(f"wire type {wire}")
-    length = _varint(stream) if wire == _BYTES else {_FIXED64: 8, _FIXED32: 4}[wire]
-    if stream.tell() + length > end:
-        raise ValueError("it ends too early")
-    stream.seek(length, os.SEEK_CUR)
+def _pair(data: mmap.mmap, start: int, end: int) -> tuple[bytes, bytes]:
+    values = {number: data[low:high] for number, low, high in _fields(data, start, end)}
+    return values.get(1, b""), values.get(2, b"")
 
 
-def _varint(stream: BinaryIO) -> int:
+def _fields(data: mmap.mmap, start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Number, start and end of the value of each field of a message."""
+    while start < end:
+        key, start = _varint(data, start)
+        number, wire = divmod(key, 8)
+        low = start
+        if wire == _VARINT:
+            _, high = _varint(data, low)
+        elif wire == _BYTES:
+            length, low = _varint(data, low)
+            high = low + length
+        elif wire in (_FIXED64, _FIXED32):
+            high = low + (8 if wire == _FIXED64 else 4)
+        else:
+            raise ValueError(f"wire type {wire}")
+        if high > end:
+            raise ValueError("it ends too early")
+        yield number, low, high
+        start = high
+
+
+def _varint(data: bytes | mmap.mmap, at: int) -> tuple[int, int]:
+    """The number that begins at `at`, and where it ends."""
     value = 0
     for shift in range(0, 70, 7):
-        byte = _read(stream, 1)[0]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value
+        if at >= len(data):
+            raise ValueError("it ends too early")
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
     raise ValueError("a number is too long")
-
-
-def _read(stream: BinaryIO, length: int) -> bytes:
-    found = stream.read(length)
-    if len(found) < length:
-        raise ValueError("it ends too early")
-    return found

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.predictions import LengthPrediction
 
 Array = NDArray[np.float64]
 
@@ -87,3 +91,22 @@ class PredictedRow:
     bucket: Sequence[float] | None = None
     regression_tokens: float | None = None
     rank: float | None = None
+
+
+def check_range(found: PredictedRow) -> None:
+    """Raises TailcastError for numbers that are not the caller's fault and that no scheduler can use."""
+    if found.mu is not None and found.sigma is not None and found.nu is not None:
+        try:
+            LengthPrediction(found.mu, found.sigma, found.nu)
+        except InputError as error:
+            raise TailcastError(
+                f"the model gave mu = {found.mu}, sigma = {found.sigma}, nu = {found.nu}: {error}"
+            ) from error
+    for name in ("sigma_within", "regression_tokens", "rank"):
+        value = getattr(found, name)
+        if value is not None and not math.isfinite(value):
+            raise TailcastError(f"the model gave {name} = {value}")
+    for name in ("urgency", "bucket"):
+        values = getattr(found, name)
+        if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
+            raise TailcastError(f"the model gave {name} = {values}")

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.artifact import MODEL, Artifact, LexicalInput, open_artifact
+from predictors.artifact import MANIFEST, MODEL, TOKENIZER, Artifact, LexicalInput, open_artifact
 from predictors.lexical_reader import LexicalReader
-from predictors.manifest import LEXICAL_INPUT, Manifest, checked_temperature
-from predictors.predicted import Predicted
+from predictors.manifest import LEXICAL_INPUT, Manifest, TensorSpec, checked_temperature
+from predictors.predicted import Predicted, check_range
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 
@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 ProviderChoice = Literal["auto", "cpu", "cuda"]
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
+
+# What a model is verified with before it serves. A prompt of as many tokens as it reads is one of them, up to a length
+# that takes seconds: position embeddings that end earlier than `max_length` have at most about so many rows.
+PROBES = ("Name three rivers.", "Write a long essay about the sea, and then some more about rivers.")
+PROBE_BATCH = 16
+LONGEST_PROBE = 2048
 
 
 class ArtifactRuntime:
@@ -95,7 +101,8 @@ class ArtifactRuntime:
             found = self._session.run(names, feed)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             shape = next(iter(feed.values())).shape
-            raise TailcastError(f"the ONNX session failed on shape {shape}: {error}") from error
+            reason = " ".join(str(error).split())
+            raise TailcastError(f"the ONNX session failed on shape {shape}: {reason}") from error
         for tensor, values in zip(manifest.outputs, found, strict=True):
             wanted = (len(prompts), *tensor.shape[1:])
             if values.shape != wanted:
@@ -143,17 +150,38 @@ class ArtifactRuntime:
         return Predicted.gathered(parts, batches)
 
     def warm_up(self, shapes: Sequence[tuple[int, int]] = ((1, 16), (4, 32))) -> None:
-        """Runs dummy batches of the given (batch, tokens), so that the first request pays no start-up cost."""
+        """Runs all that a request can ask for, so that the first one pays no start-up cost and none finds a broken model.
+
+        Batches of the given (batch, tokens), one prompt as long as the model reads (up to 2048 tokens) with the highest
+        token id in it, and texts for every served model, with and without a temperature.
+
+        Raises:
+            TailcastError: The model fails, or gives numbers that no scheduler can use.
+        """
         manifest = self.artifact.manifest
-        # A name that every artifact takes.
-        served = manifest.served_models[0] if manifest.served_models else None
-        for batch, tokens in shapes:
+        names: list[str | None] = list(manifest.served_models)
+        if manifest.conditioning is None:
+            names = names[:1] or [None]  # the graph does not see them
+        elif manifest.conditioning.unknown_models:
+            names.append(None)
+        for batch, tokens in (*shapes, (1, LONGEST_PROBE)):
             if manifest.kind == "encoder":
                 prompt: NDArray[Any] = np.zeros(min(tokens, manifest.max_length or 1), dtype=np.int64)
+                prompt[-1] = (self.tokenizer.vocabulary_size or 1) - 1
             else:
                 assert manifest.lexical is not None
                 prompt = np.zeros(len(manifest.lexical.feature_names), dtype=np.float32)
-            self.run([prompt] * batch, [served] * batch)
+            _check(self.run([prompt] * batch, names[:1] * batch))
+        probes = [read for read in self.tokenizer(PROBES) if len(read.values) > 0]
+        asks = [
+            (read, name, temperature)
+            for read, temperature in zip(probes, (None, 1.0), strict=False)
+            for name in names
+        ]
+        for start in range(0, len(asks), PROBE_BATCH):
+            reads, served, temperatures = zip(*asks[start : start + PROBE_BATCH], strict=True)
+            lexical = [read.lexical for read in reads]
+            _check(self.run([read.values for read in reads], served, temperatures, lexical=lexical))
 
     def _tokens(self, prompts: Sequence[NDArray[Any]], seq: int | None) -> dict[str, NDArray[Any]]:
         longest = max(len(ids) for ids in prompts)
@@ -176,6 +204,11 @@ class ArtifactRuntime:
             for tensor in manifest.outputs
         }
         return Predicted.of(arrays, nu=manifest.nu)
+
+
+def _check(predicted: Predicted) -> None:
+    for row in predicted.rows():
+        check_range(row)
 
 
 def _lexical(lexical: LexicalInput, features: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
@@ -232,12 +265,18 @@ def _open_tokenizer(artifact: Artifact) -> PromptTokenizer | LexicalReader:
         assert lexical is not None
         return lexical
     assert manifest.max_length is not None and manifest.truncation_side is not None  # noqa: PT018
-    return PromptTokenizer(
+    tokenizer = PromptTokenizer(
         artifact.tokenizer_path,
         max_length=manifest.max_length,
         truncation_side=manifest.truncation_side,
         lexical=lexical,
     )
+    pad, size = manifest.pad_token_id, tokenizer.vocabulary_size
+    assert pad is not None and size is not None  # noqa: PT018
+    if pad >= size:
+        allowed = f"0 to {size - 1}, the token ids of {TOKENIZER}"
+        raise InputError("artifact manifest, pad_token_id", pad, allowed)
+    return tokenizer
 
 
 def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) -> ort.InferenceSession:
@@ -265,21 +304,20 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     try:
         session = ort.InferenceSession(str(artifact.model_path), options, providers=wanted)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"artifact file {MODEL}", str(artifact.model_path), f"a valid ONNX model ({error})"
+            f"artifact file {MODEL}", str(artifact.model_path), f"a valid ONNX model ({reason})"
         ) from error
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
     manifest = artifact.manifest
-    for kind, found_inputs, optional in (
-        ("inputs", session.get_inputs(), False),
-        ("optional inputs", session.get_overridable_initializers(), True),
-    ):
-        wanted_inputs = {tensor.name for tensor in manifest.inputs if tensor.optional is optional}
-        _check_tensors(kind, {tensor.name for tensor in found_inputs}, wanted_inputs)
-    wanted_outputs = {tensor.name for tensor in manifest.outputs}
-    found = {tensor.name for tensor in session.get_outputs()}
-    _check_tensors("outputs", found & wanted_outputs, wanted_outputs)
+    inputs = {
+        optional: [each for each in manifest.inputs if each.optional is optional]
+        for optional in (False, True)
+    }
+    _check_tensors("inputs", session.get_inputs(), inputs[False])
+    _check_tensors("optional inputs", session.get_overridable_initializers(), inputs[True])
+    _check_tensors("outputs", session.get_outputs(), manifest.outputs)
     return session
 
 
@@ -293,6 +331,25 @@ def _warn_of_two_packages() -> None:
     logger.warning("onnxruntime and onnxruntime-gpu are both installed and overwrite each other; keep one")
 
 
-def _check_tensors(kind: str, found: set[str], expected: set[str]) -> None:
-    if found != expected:
-        raise InputError(f"artifact file {MODEL}, {kind}", sorted(found), f"exactly {sorted(expected)}")
+def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[TensorSpec]) -> None:
+    """Names, types and shapes of the graph's tensors are the manifest's; a free axis is free in both."""
+    by_name = {node.name: node for node in nodes}
+    if by_name.keys() != {spec.name for spec in specs}:
+        expected = f"exactly {sorted(spec.name for spec in specs)}, as in {MANIFEST}"
+        raise InputError(f"artifact file {MODEL}, {kind}", sorted(by_name), expected)
+    for spec in specs:
+        node = by_name[spec.name]
+        type_name = f"tensor({'float' if spec.dtype == 'float32' else spec.dtype})"
+        fits = not node.shape or (  # no shape: the graph does not tell
+            len(node.shape) == len(spec.shape)
+            and all(
+                not isinstance(actual, int) or actual == size
+                for actual, size in zip(node.shape, spec.shape, strict=True)
+            )
+        )
+        if node.type != type_name or not fits:
+            raise InputError(
+                f"artifact file {MODEL}, {kind}, {spec.name}",
+                f"{node.type} {node.shape}",
+                f"{type_name} {list(spec.shape)}, as in {MANIFEST}",
+            )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from predictors.artifact import TruncationSide
 from predictors.lexical_reader import LexicalReader
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -65,6 +65,9 @@ class PromptTokenizer:
         truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
         lexical: Computes the lexical features too; None: there are none.
 
+    Attributes:
+        vocabulary_size: All its token ids are below it.
+
     Raises:
         InputError: The file is not a tokenizer, or `max_length` leaves no room for a prompt's own tokens.
     """
@@ -83,10 +86,15 @@ class PromptTokenizer:
             raise MissingExtraError("tokenizers", "serve") from error
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the binding raises plain Exception for any malformed file
+        except BaseException as error:  # plain Exception for a malformed file, or pyo3's PanicException
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+            reason = " ".join(str(error).split())
             raise InputError(
-                "tokenizer", str(path), f"a tokenizer.json that can be read ({error})"
+                f"artifact file {path.name}", str(path), f"a tokenizer of the package tokenizers ({reason})"
             ) from error
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        self.vocabulary_size: int | None = max(ids, default=-1) + 1
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         if max_length <= special:
             raise InputError("max_length", max_length, f"more than the {special} special tokens")
@@ -104,9 +112,15 @@ class PromptTokenizer:
 
         Equal to tokenising the whole text and truncating, as long as the tokenizer splits at white space; a text with
         more than 64 characters per token over its whole length is read only that far.
+
+        Raises:
+            TailcastError: The tokenizer fails on a text.
         """
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
-        read = [encode(prompt) for prompt in prompts]
+        try:
+            read = [encode(prompt) for prompt in prompts]
+        except Exception as error:  # the binding raises plain Exception
+            raise TailcastError(f"the tokenizer failed: {' '.join(str(error).split())}") from error
         if self._lexical is None:
             return read
         return [

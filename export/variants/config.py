@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
+from scheduler_core.threads import check_threads
 
 KINDS = ("fused", "int8", "fp16", "fp16-fused")
 
@@ -36,6 +37,9 @@ class Limits:
 class VariantsConfig:
     """Makes faster variants of an artifact, keeps those whose answers hold, and says which is best on this machine."""
 
+    INPUTS = ("artifact", "data", "public_key", "sign")
+    OUTPUTS = ("out", "markdown")
+
     artifact: str
     """Artifact folder of export-onnx, with an encoder."""
     data: str
@@ -43,6 +47,8 @@ class VariantsConfig:
     Up to a third of its prompts calibrate int8; the others judge all variants."""
     out: str
     """Folder to write: an artifact folder for each accepted variant, report.json and report.md."""
+    overwrite: bool = False
+    """Replace an earlier set of variants at `out`, if it holds nothing else; anything else there is never replaced."""
     public_key: str | None = None
     """Public key of minisign, file or base64 line: the artifact must be signed with it."""
     sign: str | None = None
@@ -80,9 +86,10 @@ class VariantsConfig:
         unknown = [name for name in self.variants if name not in KINDS]
         if unknown or not self.variants or len(set(self.variants)) < len(self.variants):
             raise InputError("variants", self.variants, f"one or more of {', '.join(KINDS)}, each once")
-        for name, least in (("calibration_prompts", 1), ("repetitions", 1), ("threads", 1), ("seed", 0)):
+        for name, least in (("calibration_prompts", 1), ("repetitions", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(name, getattr(self, name), f"a whole number of at least {least}")
+        check_threads("threads", self.threads)
         self.timed_shapes  # noqa: B018  (raises for a wrong shape)
 
     @property

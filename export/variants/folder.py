@@ -16,8 +16,6 @@ from predictors.artifact import (
     Artifact,
     Manifest,
     Precision,
-    content_version,
-    hash_files,
     write_manifest,
 )
 from scheduler_core.files import write_json
@@ -51,25 +49,19 @@ def write_variant(
             shutil.copyfile(artifact.path / file, folder / file)
     onnx.save(model, folder / MODEL)
     write_json(folder / "run.json", dict(run))
-    files = hash_files(folder)
     manifest = replace(
         artifact.manifest,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        files=files,
-        artifact_version=content_version(files),
         precision=precision,
         variant={"name": name, "made_from": artifact.manifest.artifact_version},
         parity={},
     )
-    write_manifest(folder, manifest)
-    return manifest
+    return write_manifest(folder, manifest)
 
 
 def note_result(folder: Path, manifest: Manifest, result: Mapping[str, Any]) -> Manifest:
     """Adds what was measured of a variant to its manifest."""
-    noted = replace(manifest, variant={**manifest.variant, **result})
-    write_manifest(folder, noted)
-    return noted
+    return write_manifest(folder, replace(manifest, variant={**manifest.variant, **result}))
 
 
 def size_of(folder: Path) -> int:

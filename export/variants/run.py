@@ -33,6 +33,7 @@ from scheduler_core.files import (
     atomic_directory,
     atomic_file,
     existing_file,
+    folder_target,
     sha256_file,
     writable_target,
     write_json,
@@ -41,6 +42,8 @@ from scheduler_core.files import (
 logger = logging.getLogger(__name__)
 
 REPORT = "report.json"
+#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+KIND = "variants"
 #: Prompts on which answers are compared one by one.
 COMPARED = 64
 
@@ -52,12 +55,15 @@ def export_variants(config: VariantsConfig) -> dict[str, Any]:
         InputError: Artifact, data or options cannot be used together.
         TailcastError: A graph cannot be rewritten, or `evaluate` failed.
     """
-    out = _checked_target(config.out)
+    out = folder_target(config.out, KIND, overwrite=config.overwrite)
     page = None if config.markdown is None else writable_target(config.markdown, "markdown")
     existing_file(config.data, "data")
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     key = None if config.sign is None else read_secret_key(config.sign, os.environ.get(PASSWORD))
-    with atomic_directory(out) as folder, tempfile.TemporaryDirectory() as temporary:
+    with (
+        atomic_directory(out, KIND, overwrite=config.overwrite) as folder,
+        tempfile.TemporaryDirectory() as temporary,
+    ):
         parts = part_prompts(
             config.data,
             Path(temporary) / "judged.parquet",
@@ -78,18 +84,6 @@ def export_variants(config: VariantsConfig) -> dict[str, Any]:
     for provider, name in content["best"].items():
         logger.info("best on %s: %s", provider, name)
     return content
-
-
-def _checked_target(path: str) -> Path:
-    out = writable_target(path, "out")
-    if out.is_dir() and any(out.iterdir()):
-        try:
-            earlier = json.loads((out / REPORT).read_text(encoding="utf-8")).get("schema") == SCHEMA
-        except (OSError, ValueError, AttributeError):
-            earlier = False
-        if not earlier:
-            raise InputError("out", path, "a new or empty folder, or earlier variants to replace")
-    return out
 
 
 def _command(config: VariantsConfig) -> str:

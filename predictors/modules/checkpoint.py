@@ -13,7 +13,6 @@ Loading needs neither the network nor the folder the encoder came from, and runs
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,13 +24,16 @@ from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
+from predictors.strict_json import read_json_object
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, existing_file, writable_target, write_json
+from scheduler_core.files import atomic_directory, atomic_file, existing_file, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_VERSION = 4
+#: Of the folder's record, see `scheduler_core.files.atomic_directory`.
+KIND = "checkpoint"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 NORMALIZATION = "normalization.json"
@@ -51,20 +53,6 @@ class Checkpoint:
     training_info: dict[str, Any]
 
 
-def checkpoint_target(path: str) -> Path:
-    """The folder of an option `out` that a checkpoint is to be written to.
-
-    Raises:
-        InputError: It cannot be written, or holds something that is no checkpoint.
-    """
-    out = writable_target(path, "out")
-    if out.exists() and not out.is_dir():
-        raise InputError("out", path, "a folder path, but a file stands there")
-    if out.is_dir() and any(out.iterdir()) and not (out / CONFIG).is_file():
-        raise InputError("out", path, "a new or empty folder, or an earlier checkpoint to replace")
-    return out
-
-
 def save_checkpoint(
     path: str | Path,
     model: PromptPredictor,
@@ -72,8 +60,9 @@ def save_checkpoint(
     training_info: Mapping[str, Any],
     *,
     extra_files: Mapping[str, Path] | None = None,
+    overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder in one step; a folder that stands there is replaced.
+    """Writes a checkpoint folder in one step.
 
     Args:
         path: The folder.
@@ -81,6 +70,10 @@ def save_checkpoint(
         tokenizer: The encoder's tokenizer.
         training_info: Content of `training.json`; JSON without NaN.
         extra_files: Name in the folder -> file to copy, for logs.
+        overwrite: Replace an earlier checkpoint.
+
+    Raises:
+        InputError: The folder holds a checkpoint and `overwrite` is false, or something else.
     """
     from safetensors.torch import save_file
 
@@ -93,12 +86,12 @@ def save_checkpoint(
     weights = {
         name: tensor.detach().cpu().float().contiguous() for name, tensor in model.state_dict().items()
     }
-    with atomic_directory(path) as folder:
+    with atomic_directory(path, KIND, overwrite=overwrite) as folder:
         write_json(folder / CONFIG, config)
         write_json(folder / NORMALIZATION, model.normalization.to_json())
         write_json(folder / TRAINING, dict(training_info))
-        save_file(weights, str(folder / WEIGHTS), metadata={"format": "pt"})
-        (folder / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone
+        with atomic_file(folder / WEIGHTS) as temporary:  # safetensors writes for the owner alone
+            save_file(weights, str(temporary), metadata={"format": "pt"})
         _save_tokenizer(folder, tokenizer)
         for name, source in (extra_files or {}).items():
             shutil.copyfile(source, folder / name)
@@ -121,20 +114,21 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     folder = Path(path)
     if not folder.is_dir():
         raise InputError("checkpoint", str(path), "an existing checkpoint folder, as train writes it")
-    content = _read_json(folder / CONFIG)
+    content = read_json_object(folder / CONFIG, "checkpoint")
     _check_format(content.get("format_version"))
     config = PredictorConfig.from_json(content.get("predictor"), f"checkpoint {CONFIG}, predictor")
     encoder_config = content.get("encoder_config")
     if not isinstance(encoder_config, dict):
         raise InputError(f"checkpoint {CONFIG}, encoder_config", encoder_config, "a JSON object")
-    normalization = Normalization.from_json(_read_json(folder / NORMALIZATION))
+    normalization = Normalization.from_json(read_json_object(folder / NORMALIZATION, "checkpoint"))
     calibration = Calibration.from_json(content.get("calibration"))
     model = PromptPredictor(config, build_encoder(encoder_config), normalization, calibration=calibration)
     _load_weights(model, folder / WEIGHTS)
     for name in (TOKENIZER, TOKENIZER_CONFIG):
         existing_file(folder / name, "checkpoint")
     tokenizer = load_tokenizer(str(folder), truncation_side=config.truncation_side)
-    return Checkpoint(folder, model.eval(), tokenizer, config, _read_json(folder / TRAINING))
+    training = read_json_object(folder / TRAINING, "checkpoint")
+    return Checkpoint(folder, model.eval(), tokenizer, config, training)
 
 
 def _check_format(version: object) -> None:
@@ -162,14 +156,3 @@ def _load_weights(model: PromptPredictor, path: Path) -> None:
         raise InputError(
             "checkpoint", str(path), f"weights that fit {CONFIG} ({' '.join(lines[1:2])})"
         ) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    existing_file(path, "checkpoint")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError("checkpoint", str(path), f"a file with valid JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise InputError("checkpoint", str(path), "a JSON object")
-    return content

@@ -54,7 +54,7 @@ class Batcher(Generic[I, R]):
     """Groups concurrent `submit` calls into calls of `work`.
 
     Args:
-        work: Takes 1..max_batch items, calls back with one result each, in order. At most `num_workers` batches at a time.
+        work: Takes 1..max_batch items, calls back with one result each, in order. At most `max_running` batches at a time.
         settings: Limits and grouping.
         clock: Source of time.
     """
@@ -152,7 +152,7 @@ class Batcher(Generic[I, R]):
         """Drops what has expired, and starts batches while there is a free worker and a group that need not wait."""
         now = self._clock.now()
         self._expire(now)
-        while self._waiting and self._num_running < self._settings.num_workers and self._is_due(now):
+        while self._waiting and self._num_running < self._settings.max_running and self._is_due(now):
             self._start(self._take(), now)
         self._set_timer()
 
@@ -187,7 +187,7 @@ class Batcher(Generic[I, R]):
     def _set_timer(self) -> None:
         """One timer for what comes first: the end of the oldest item's wait, or a deadline."""
         wanted = self._deadlines[0][0] if self._deadlines else math.inf
-        if self._waiting and self._num_running < self._settings.num_workers:
+        if self._waiting and self._num_running < self._settings.max_running:
             wanted = min(wanted, self._due)
         if self._timer is not None and (wanted == math.inf or wanted < self._timer_at):
             self._timer.cancel()

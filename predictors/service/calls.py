@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import math
+from collections.abc import Coroutine, Iterable, Iterator
 from importlib import metadata
 from typing import Any, TypeVar
 
+import grpc
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
 from predictors.artifact import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.service.errors import QueueFullError, UnparsableError, renamed
+from predictors.service.errors import ClosedError, QueueFullError, UnparsableError, renamed
 from predictors.service.models import ArtifactTable, Served
 from predictors.service.pipeline import Prediction
 from predictors.service.response import predict_response
@@ -18,6 +24,13 @@ from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError
 
 M = TypeVar("M")
+T = TypeVar("T")
+# Of requests, read in one go.
+PART_BYTES = 2**15
+# Elements of a message: as many take some milliseconds to parse.
+MAX_ELEMENTS = 20_000
+# As few bytes are parsed in no longer, whatever they are.
+UNCOUNTED_BYTES = 2**16
 OK = "OK"
 
 
@@ -129,18 +142,26 @@ class PredictorCalls:
 
         Raises:
             InputError: Too many or none.
+            ClosedError: The service took none of them: as a status of the whole call, which gRPC clients retry.
         """
-        if not 1 <= len(request.requests) <= self.max_batch_requests:
-            raise InputError(
-                "requests", f"{len(request.requests)} requests", f"1 to {self.max_batch_requests} of them"
+        self.check_batch(len(request.requests))
+        outcomes = await at_once(
+            (
+                one.ByteSize(),
+                self.outcome(one, timeout_s, method="PredictBatch", where=f"requests[{index}].", trace=trace),
             )
-        outcomes = await asyncio.gather(
-            *(
-                self.outcome(one, timeout_s, method="PredictBatch", where=f"requests[{index}].", trace=trace)
-                for index, one in enumerate(request.requests)
-            )
+            for index, one in enumerate(request.requests)
         )
+        if all(outcome.error.code == grpc.StatusCode.UNAVAILABLE.value[0] for outcome in outcomes):
+            raise ClosedError
         return pb.PredictBatchResponse(outcomes=outcomes)
+
+    def check_batch(self, num_requests: int) -> None:
+        """Raises InputError for more requests than one PredictBatch may have, or none."""
+        if not 1 <= num_requests <= self.max_batch_requests:
+            raise InputError(
+                "requests", f"{num_requests} requests", f"1 to {self.max_batch_requests} of them"
+            )
 
     def metadata(self, request: pb.GetMetadataRequest) -> pb.GetMetadataResponse:
         """What is served.
@@ -186,16 +207,90 @@ class PredictorCalls:
             served.metrics.answered(method, code, seconds, prediction.tokenise_s, prediction.queue_s)
 
 
+async def at_once(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) -> list[T]:
+    """Results of coroutines that run at the same time; between starting large ones, others get their turns.
+
+    Args:
+        calls: Size in bytes of what each reads, and the coroutine, which must not raise.
+    """
+    tasks, size = [], 0
+    async with asyncio.TaskGroup() as group:
+        for num_bytes, call in calls:
+            tasks.append(group.create_task(call))
+            size += num_bytes
+            if size > PART_BYTES:
+                size = 0
+                await asyncio.sleep(0)
+    return [task.result() for task in tasks]
+
+
 def parsed(kind: type[M], data: bytes) -> M:
     """The message that `data` is.
 
     Raises:
-        UnparsableError: It is none, for example cut off, or text that is not UTF-8.
+        UnparsableError: It is none, for example cut off, or text that is not UTF-8; or it has too many elements.
     """
+    if len(data) > UNCOUNTED_BYTES:
+        elements = _elements(kind.DESCRIPTOR, data, 0, len(data))  # type: ignore[attr-defined]
+        if next(itertools.islice(elements, MAX_ELEMENTS, None), 1) is None:
+            raise UnparsableError(kind.__name__, f"more than {MAX_ELEMENTS} elements")
     try:
         return kind.FromString(data)  # type: ignore[attr-defined,no-any-return]
     except Exception as error:  # which one, differs between the implementations of protobuf
         raise UnparsableError(kind.__name__, error) from error
+
+
+def _elements(message: Descriptor, data: bytes, at: int, end: int) -> Iterator[None]:
+    """One None for each field of a serialized message and of those in it, repeated ones one by one.
+
+    Parsing takes a time that they bound, and cannot be interrupted. Fields in a group (which parsers skip) count as those
+    around it. What is no message ends the count: the parser will refuse it.
+    """
+    inner = _counted_messages(message)
+    while at < end:
+        yield None
+        tag, at = _varint(data, at, end)
+        kind = tag & 7
+        if kind == 0:
+            _, at = _varint(data, at, end)
+        elif kind == 2:
+            length, at = _varint(data, at, end)
+            if tag >> 3 in inner:
+                yield from _elements(inner[tag >> 3], data, at, min(end, at + length))
+            at += length
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        elif kind > 5:
+            return
+
+
+@functools.cache
+def _counted_messages(message: Descriptor) -> dict[int, Descriptor]:
+    """Of a message's fields those that hold messages in which again messages or texts are repeated: number -> message."""
+    return {
+        field.number: field.message_type
+        for field in message.fields
+        if field.message_type is not None and any(_is_counted(one) for one in field.message_type.fields)
+    }
+
+
+def _is_counted(field: FieldDescriptor) -> bool:
+    return field.message_type is not None or (
+        field.is_repeated and field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+    )
+
+
+def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """A number and the position behind it."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            break
+        shift += 7
+    return value, at
 
 
 def _deadline(now: float, timeout_s: float | None, request: pb.PredictRequest) -> float | None:

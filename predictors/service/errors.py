@@ -27,10 +27,13 @@ class ClosedError(TailcastError):
 
 
 class BatchError(TailcastError):
-    """The batch that the request was in failed; `__cause__` is the reason. Every request of the batch gets its own."""
+    """The batch that the request was in failed; `__cause__` is the reason. Every request of the batch gets its own.
+
+    The message has not the text of the cause: that can quote the prompt of another request.
+    """
 
     def __init__(self, cause: BaseException) -> None:
-        super().__init__(f"the batch failed: {cause}")
+        super().__init__(f"the batch failed ({type(cause).__name__}); the server's log has the details")
         self.__cause__ = cause
 
 

@@ -30,6 +30,8 @@ class BatchingSettings:
         max_padded_tokens: Largest batch x longest of a batch of more than one.
         max_queue: Most requests waiting; one more is refused.
         num_workers: Batches that run at the same time.
+        num_ahead: Batches handed over beyond these: a worker that ends one goes on with the next without waiting for
+            the event loop.
     """
 
     max_batch: int
@@ -40,12 +42,15 @@ class BatchingSettings:
     max_padded_tokens: int = 16_384
     max_queue: int = 512
     num_workers: int = 1
+    num_ahead: int = 0
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_padded_tokens", "max_queue", "num_workers"):
             value = getattr(self, name)
             if value < 1:
                 raise InputError(name, value, "an integer >= 1")
+        if self.num_ahead < 0:
+            raise InputError("num_ahead", self.num_ahead, "an integer >= 0")
         if not (0 <= self.max_wait_s < math.inf):
             raise InputError("max_wait_s", self.max_wait_s, "a finite number of seconds >= 0")
         if not self.max_padding >= 1:
@@ -61,7 +66,12 @@ class BatchingSettings:
         wait for all.
         """
         return cls(
-            max_batch=4, max_wait_s=0.0, max_padding=1.1, max_padded_tokens=256, num_workers=num_workers
+            max_batch=4,
+            max_wait_s=0.0,
+            max_padding=1.1,
+            max_padded_tokens=256,
+            num_workers=num_workers,
+            num_ahead=1,
         )
 
     @classmethod
@@ -72,9 +82,14 @@ class BatchingSettings:
         """
         return cls(max_batch=32, max_wait_s=0.003, flush_when_idle=True, num_workers=2)
 
+    @property
+    def max_running(self) -> int:
+        """Batches handed over and not yet ended."""
+        return self.num_workers + self.num_ahead
+
     def starts_at_once(self, num_running: int) -> bool:
-        """Whether a request that finds nobody waiting is worked on in the same moment, alone."""
-        if num_running >= self.num_workers:
+        """Whether a request that finds the queue empty is handed over in the same moment, alone."""
+        if num_running >= self.max_running:
             return False
         return self.max_wait_s == 0 or self.max_batch == 1 or (self.flush_when_idle and num_running == 0)
 

@@ -16,6 +16,7 @@ from scheduler_core.errors import InputError
 
 MAX_QUANTILE_LEVELS = 100
 MAX_REQUEST_ID_CHARS = 1024
+MAX_MESSAGES = 4096
 MAX_TEMPERATURE = 100.0  # far above what any engine samples with; beyond it the model's numbers overflow
 
 
@@ -40,7 +41,6 @@ class RequestReader:
         self._pipeline = pipeline
         self._artifact: Artifact = pipeline.runtime.artifact
         self._max_prompt_chars = max_prompt_chars
-        self._vocabulary_size: int | None = None
 
     def read(self, request: pb.PredictRequest) -> Asked:
         """The request's input and conditions.
@@ -49,7 +49,11 @@ class RequestReader:
             InputError: The first field that is wrong.
         """
         if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-            raise InputError("request_id", request.request_id, f"at most {MAX_REQUEST_ID_CHARS} characters")
+            raise InputError(
+                "request_id",
+                f"{len(request.request_id)} characters",
+                f"at most {MAX_REQUEST_ID_CHARS} of them",
+            )
         kind = request.WhichOneof("input")
         if kind == "token_ids":
             prompt: str | TokenIds = self._ids(request.token_ids)
@@ -74,23 +78,24 @@ class RequestReader:
 
     def _message_text(self, chat: pb.ChatMessages) -> str:
         """What the artifact was trained to read of a conversation."""
+        if len(chat.messages) > MAX_MESSAGES:
+            raise InputError("messages", f"{len(chat.messages)} messages", f"at most {MAX_MESSAGES} of them")
         last = _last_user_message(chat)
         if not self._artifact.manifest.conversations:
             return last
         return conversation_text((message.role, message.content) for message in chat.messages)
 
     def _ids(self, token_ids: pb.TokenIds) -> TokenIds:
-        manifest = self._artifact.manifest
-        if manifest.max_length is None:
+        max_length = self._artifact.manifest.max_length
+        size = self._pipeline.runtime.tokenizer.vocabulary_size
+        if max_length is None or size is None:
             raise InputError("token_ids", "token ids", "a prompt: this artifact reads texts, not tokens")
+        if not 1 <= len(token_ids.ids) <= max_length:
+            raise InputError("token_ids", f"{len(token_ids.ids)} ids", f"1 to {max_length} of them")
         ids = np.array(token_ids.ids, dtype=np.int64)
-        if not 1 <= len(ids) <= manifest.max_length:
-            raise InputError("token_ids", f"{len(ids)} ids", f"1 to {manifest.max_length} of them")
-        if self._vocabulary_size is None:
-            self._vocabulary_size = _vocabulary_size(self._artifact)
-        wrong = ids[(ids < 0) | (ids >= self._vocabulary_size)]
+        wrong = ids[(ids < 0) | (ids >= size)]
         if len(wrong):
-            raise InputError("token_ids", int(wrong[0]), f"0 to {self._vocabulary_size - 1}")
+            raise InputError("token_ids", int(wrong[0]), f"0 to {size - 1}")
         return TokenIds(ids)
 
     def _check_numbers(self, request: pb.PredictRequest) -> None:
@@ -122,10 +127,3 @@ def _last_user_message(chat: pb.ChatMessages) -> str:
         raise InputError("messages", role, "a conversation whose last message has the role user")
     content: str = chat.messages[-1].content
     return content
-
-
-def _vocabulary_size(artifact: Artifact) -> int:
-    from tokenizers import Tokenizer
-
-    size: int = Tokenizer.from_file(str(artifact.tokenizer_path)).get_vocab_size(with_added_tokens=True)
-    return size

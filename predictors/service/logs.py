@@ -6,6 +6,8 @@ import json
 import logging
 from datetime import UTC, datetime
 
+from predictors.edge_logging import redact_request_data
+
 STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -21,13 +23,17 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "pid": record.process,
         }
-        if record.exc_info:
-            found["traceback"] = self.formatException(record.exc_info)
+        if record.exc_info or record.exc_text:
+            found["traceback"] = record.exc_text or self.formatException(
+                record.exc_info or (None, None, None)
+            )
         found |= {key: value for key, value in record.__dict__.items() if key not in STANDARD}
         return json.dumps(found, default=str, ensure_ascii=False)
 
 
-def use_json() -> None:
-    """Makes all handlers of the root logger write JSON."""
-    for handler in logging.getLogger().handlers:
-        handler.setFormatter(JsonFormatter())
+def set_up_logs(log_format: str) -> None:
+    """Makes the handlers of the root logger write `text` or `json`, without what clients have sent."""
+    if log_format == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonFormatter())
+    redact_request_data()

@@ -1,25 +1,89 @@
 """What the service counts, in Prometheus' format; names and labels are in the README.
 
 Without metrics the classes `ServiceMetrics` and `ArtifactMetrics` themselves are used: they count nothing. One
-registry belongs to one server. With several worker processes (environment variable PROMETHEUS_MULTIPROC_DIR, which
-`prometheus_client` reads when it is imported) every worker shows the sums over all of them.
+registry belongs to one server. With several worker processes (`WorkerMetricFiles`) every worker reports the sums over
+all of them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.errors import MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
+
+logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # From the half millisecond of a cached answer to the seconds of an overloaded server.
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
+
+
+FOLDER_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # read by prometheus_client when it is imported
+# Bytes for the metrics of one artifact, by the prefix of the file that prometheus_client keeps them in. A test counts
+# what all methods and statuses take of them.
+LIVE_FILES = {"gauge_livesum": 2**12, "gauge_livemax": 2**12}
+FILES = LIVE_FILES | {"counter": 2**16, "histogram": 2**17}
+
+
+class WorkerMetricFiles:
+    """Files that the workers of one service count in.
+
+    prometheus_client maps its files into memory and extends them without taking disk space, so that a full disk ends
+    the process at its next count (SIGBUS). Therefore the space is taken here, before any worker starts. A file belongs
+    to the number of a worker: the next process of that number counts on in it.
+
+    Args:
+        folder: An empty folder.
+        num_workers: Workers, numbered from 0.
+        num_artifacts: Artifacts that each of them serves.
+
+    Raises:
+        TailcastError: There is not enough space.
+    """
+
+    def __init__(self, folder: Path, num_workers: int, num_artifacts: int) -> None:
+        self._folder = folder
+        self._num_artifacts = num_artifacts
+        try:
+            for number in range(num_workers):
+                for prefix, size in FILES.items():
+                    (folder / f"{prefix}_{number}.db").write_bytes(bytes(size * num_artifacts))
+        except OSError as error:
+            kib = num_workers * num_artifacts * sum(FILES.values()) // 1024
+            raise TailcastError(
+                f"temporary folder {folder.parent}: the metrics of {num_workers} workers need {kib} KiB there "
+                f"({error.strerror}); free some space, set TMPDIR to another folder, or leave out http_port"
+            ) from error
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the workers."""
+        return {FOLDER_VARIABLE: str(self._folder)}
+
+    def reset_live(self, number: int) -> None:
+        """Sets the gauges of a worker that has ended to 0; in place, which takes no space."""
+        try:
+            for prefix, size in LIVE_FILES.items():
+                with (self._folder / f"{prefix}_{number}.db").open("r+b") as file:
+                    file.write(bytes(size * self._num_artifacts))
+        except OSError as error:  # the folder has been deleted
+            logger.error("metrics of worker %d: %s", number, error)
+
+
+def count_as_worker(number: int) -> None:
+    """Lets this process count in the files of that worker; to be called before any metric is made."""
+    from prometheus_client import values
+
+    untyped: Any = values
+    untyped.ValueClass = untyped.MultiProcessValue(process_identifier=lambda: number)
 
 
 class ArtifactMetrics:
@@ -135,7 +199,7 @@ class PrometheusMetrics(ServiceMetrics):
         """All numbers in Prometheus' text format."""
         from prometheus_client import CollectorRegistry, generate_latest
 
-        if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        if FOLDER_VARIABLE not in os.environ:
             return generate_latest(self.registry)
         from prometheus_client import multiprocess
 

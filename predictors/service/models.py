@@ -45,7 +45,7 @@ class ArtifactTable:
         clock: Source of time; None: the event loop's.
         cache_entries: Predictions that each remembers; 0: none.
         max_prompt_chars: Longest prompt; None: any.
-        worker_niceness: As of `ServiceThreads`.
+        worker_niceness, worker_cores: `niceness` and `cores` of `ServiceThreads`.
         metrics: Who counts.
         reopen: Loads the artifact of a name again, called in a thread; None: nothing can be replaced.
     """
@@ -59,6 +59,7 @@ class ArtifactTable:
         cache_entries: int = 0,
         max_prompt_chars: int | None = None,
         worker_niceness: int = 0,
+        worker_cores: Sequence[int] = (),
         metrics: ServiceMetrics | None = None,
         reopen: Reopen | None = None,
     ) -> None:
@@ -68,7 +69,7 @@ class ArtifactTable:
         self._max_prompt_chars = max_prompt_chars
         self._metrics = metrics or ServiceMetrics()
         self._reopen = reopen
-        self._threads = ServiceThreads(batching.num_workers, worker_niceness)
+        self._threads = ServiceThreads(batching.num_workers, worker_niceness, worker_cores)
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -123,7 +124,11 @@ class ArtifactTable:
         return found
 
     async def start(self) -> None:
-        """Warms up; requests are accepted from then on."""
+        """Warms up and verifies; requests are accepted from then on.
+
+        Raises:
+            TailcastError: A model fails, or gives numbers that no scheduler can use.
+        """
         for served in self._served.values():
             await served.pipeline.start()
             served.metrics.loaded(served.version, served.pipeline.runtime.provider, None)
@@ -149,7 +154,6 @@ class ArtifactTable:
                 _check_successor(served, runtime)
                 successor = self._made(runtime, served.metrics)
                 await successor.pipeline.start()
-                await successor.pipeline.verify()
                 if self._closing:
                     raise ClosedError
             except Exception as error:  # whatever it is, what is in service must stay

@@ -5,7 +5,7 @@ A model is an artifact, its name the artifact's id. Inputs, N rows each, as [N] 
 | input | type | |
 |---|---|---|
 | prompt | BYTES | the texts |
-| input_ids, attention_mask | INT64 [N, tokens] | instead of prompt: the tokenizer's ids, padded on the right |
+| input_ids, attention_mask | INT64 [N, tokens] | instead of prompt: the tokenizer's ids, padded on the right to at most max_length |
 | served_model | BYTES | may be left out; an empty name: not told |
 | temperature | FP32 | may be left out; NaN: not told |
 | max_tokens | INT64 | may be left out |
@@ -16,9 +16,9 @@ quantile_tokens (0.5, 0.9, 0.99) of the capped length.
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.service.calls import PredictorCalls
+from predictors.service.calls import PredictorCalls, at_once
 from predictors.service.capped import DEFAULT_QUANTILE_LEVELS
 from predictors.service.errors import UnknownArtifactError, renamed
 from predictors.service.models import Served
@@ -48,6 +48,23 @@ DTYPES: dict[str, Any] = {
     "FP32": np.float32,
     "FP64": np.float64,
     "BYTES": np.object_,
+}
+TOKEN_INPUTS = ("input_ids", "attention_mask")
+# Input -> kinds of numpy's dtypes that it can have, and their names for messages.
+KINDS = {
+    "prompt": ("O", "BYTES"),
+    "served_model": ("O", "BYTES"),
+    "temperature": ("iuf", "FP32 or another number type"),
+    "max_tokens": ("iu", "INT64 or another integer type"),
+    "input_ids": ("iu", "INT64 or another integer type"),
+    "attention_mask": ("iu", "INT64 or another integer type"),
+}
+# Of values in JSON or protobuf, by the kind of the dtype; null is NaN.
+PYTHON_TYPES: dict[str, set[type]] = {
+    "O": {str, bytes},
+    "i": {int},
+    "u": {int},
+    "f": {int, float, type(None)},
 }
 PLATFORM = "onnxruntime_onnx"
 # Where a response has what the graph's output of another name gives.
@@ -113,7 +130,7 @@ async def infer(
     calls: PredictorCalls,
     served: Served,
     inputs: Mapping[str, Tensor],
-    wanted: Sequence[str],
+    wanted: Collection[str],
     timeout_s: float | None,
     trace: Any = None,
 ) -> dict[str, Tensor]:
@@ -130,7 +147,6 @@ async def infer(
     Raises:
         TailcastError: The first row's that failed, or an input or output is wrong.
     """
-    requests = _requests(calls, served, inputs)
     available = {
         output.name: output
         for output in output_types(served)
@@ -139,18 +155,22 @@ async def infer(
     for name in wanted:
         if name not in available:
             raise InputError("outputs", name, f"out of {', '.join(available)}")
-    responses = await asyncio.gather(
-        *(calls.predict(request, timeout_s, method="ModelInfer", trace=trace) for request in requests),
-        return_exceptions=True,
-    )
+
+    async def outcome(request: pb.PredictRequest) -> pb.PredictResponse | Exception:
+        try:
+            return await calls.predict(request, timeout_s, method="ModelInfer", trace=trace)
+        except Exception as error:
+            return error
+
+    responses = await at_once((one.ByteSize(), outcome(one)) for one in _requests(served, inputs))
     good: list[pb.PredictResponse] = []
     for row, response in enumerate(responses):
         if isinstance(response, InputError):
             raise renamed(response, f"{response.field}[{row}]")
-        if isinstance(response, BaseException):
+        if isinstance(response, Exception):
             raise response
         good.append(response)
-    chosen = wanted or list(available)
+    chosen = wanted or available
     return {
         name: np.array(
             [_value(response, name) for response in good], dtype=DTYPES[available[name].datatype]
@@ -159,95 +179,159 @@ async def infer(
     }
 
 
-def checked_tensor(name: str, datatype: str, shape: Sequence[int], values: Any) -> Tensor:
-    """A tensor of the given type from flat or nested values.
+class InputTensors:
+    """The inputs of one request by name; each one's name, type and shape are checked before its values are read.
 
-    Raises:
-        InputError: The type is unknown, or the values do not fit type or shape.
+    Args:
+        calls: What the service does.
+        served: The model.
     """
-    if datatype not in DTYPES:
-        raise InputError(f"inputs.{name}.datatype", datatype, f"one of {', '.join(DTYPES)}")
-    sizes = list(shape)
-    if any(size < 0 for size in sizes) or math.prod(sizes) > 2**31:
-        raise InputError(f"inputs.{name}.shape", sizes, "sizes >= 0")
-    try:
-        found = np.array(values, dtype=DTYPES[datatype])
-        if found.size != math.prod(sizes):
-            raise ValueError
-        return found.reshape(sizes)
-    except (TypeError, ValueError, OverflowError) as error:
+
+    def __init__(self, calls: PredictorCalls, served: Served) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._max_rows = calls.max_batch_requests
+        self._max_length = served.pipeline.runtime.artifact.manifest.max_length
+
+    def expect(self, name: str, datatype: str, shape: Sequence[int]) -> int:
+        """Checks what is said of an input; the number of its values.
+
+        Raises:
+            InputError: The input is unknown or there already, or its type or shape is none that it can have.
+        """
+        if name not in KINDS:
+            raise InputError("inputs", name, f"out of {', '.join(sorted(KINDS))}")
+        if name in self.tensors:
+            raise InputError("inputs", name, "every name once")
+        if datatype not in DTYPES:
+            raise InputError(f"inputs.{name}.datatype", datatype, f"one of {', '.join(DTYPES)}")
+        kinds, allowed = KINDS[name]
+        if np.dtype(DTYPES[datatype]).kind not in kinds:
+            raise InputError(f"inputs.{name}.datatype", datatype, allowed)
+        if name in TOKEN_INPUTS:
+            if self._max_length is None:
+                raise InputError(
+                    f"inputs.{name}", "token ids", "a prompt: this artifact reads texts, not tokens"
+                )
+            if len(shape) != 2 or not 0 <= shape[1] <= self._max_length:
+                raise InputError(f"inputs.{name}.shape", shape[:3], f"[N, 0 to {self._max_length} tokens]")
+        elif len(shape) not in (1, 2) or list(shape[1:]) not in ([], [1]):
+            raise InputError(f"inputs.{name}.shape", shape[:3], "[N] or [N, 1]")
+        if not 0 <= shape[0] < 2**31:
+            raise InputError(f"inputs.{name}.shape", shape[:3], "sizes >= 0")
+        if not 1 <= shape[0] <= self._max_rows:
+            raise InputError(f"inputs.{name}", f"{shape[0]} rows", f"1 to {self._max_rows} of them")
+        return math.prod(shape)
+
+    def add(self, name: str, datatype: str, shape: Sequence[int], values: Any) -> None:
+        """Adds an input that is expected, from flat values.
+
+        Raises:
+            InputError: They do not fit.
+        """
+        dtype = np.dtype(DTYPES[datatype])
+        try:
+            if isinstance(values, list) and not set(map(type, values)) <= PYTHON_TYPES[dtype.kind]:
+                raise TypeError
+            with np.errstate(over="ignore"):  # infinity, which is then refused
+                self.tensors[name] = np.array(values, dtype=dtype).reshape(tuple(shape))
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(
+                f"inputs.{name}",
+                f"values that do not fit {datatype} {list(shape)}",
+                "values of that type and shape",
+            ) from error
+
+    def add_raw(self, name: str, datatype: str, shape: Sequence[int], raw: bytes) -> None:
+        """Adds an input from its raw bytes: little-endian, row by row; BYTES elements each after their length in 4 bytes.
+
+        Raises:
+            InputError: They do not fit.
+        """
+        count = self.expect(name, datatype, shape)
+        if datatype == "BYTES":
+            self.add(name, datatype, shape, _byte_strings(name, raw, count))
+            return
+        dtype = np.dtype(DTYPES[datatype]).newbyteorder("<")
+        if len(raw) != count * dtype.itemsize:
+            raise InputError(f"inputs.{name}", f"{len(raw)} raw bytes", str(count * dtype.itemsize))
+        self.add(name, datatype, shape, np.frombuffer(raw, dtype=dtype))
+
+
+def _byte_strings(name: str, raw: bytes, count: int) -> list[bytes]:
+    found = []
+    at = 0
+    for _ in range(count):
+        (length,) = struct.unpack_from("<I", raw, at) if at + 4 <= len(raw) else (len(raw),)
+        at += 4 + length
+        found.append(raw[at - length : at])
+    if at != len(raw):
         raise InputError(
-            f"inputs.{name}", f"values that do not fit {datatype} {sizes}", "values of that type and shape"
-        ) from error
+            f"inputs.{name}", f"{len(raw)} raw bytes", f"{count} times a length and as many bytes"
+        )
+    return found
 
 
-def _requests(calls: PredictorCalls, served: Served, inputs: Mapping[str, Tensor]) -> list[pb.PredictRequest]:
-    known = {"prompt", "input_ids", "attention_mask", *(tensor.name for tensor in OPTIONAL_INPUTS)}
-    for name in inputs:
-        if name not in known:
-            raise InputError("inputs", name, f"out of {', '.join(sorted(known))}")
+def _requests(served: Served, inputs: Mapping[str, Tensor]) -> Iterator[pb.PredictRequest]:
+    """The rows, one by one; what is wrong with any of them is found before the first."""
     if ("prompt" in inputs) == ("input_ids" in inputs):
         raise InputError("inputs", sorted(inputs), "either prompt, or input_ids with attention_mask")
+    source = inputs["prompt" if "prompt" in inputs else "input_ids"]
+    columns = {}
+    for tensor in OPTIONAL_INPUTS:
+        if tensor.name in inputs:
+            values = inputs[tensor.name].reshape(-1)
+            if len(values) != len(source):
+                raise InputError(
+                    f"inputs.{tensor.name}", f"{len(values)} rows", f"{len(source)}, as of the prompts"
+                )
+            columns[tensor.name] = (
+                _texts(tensor.name, values) if tensor.datatype == "BYTES" else values.tolist()
+            )
+    for row, value in enumerate(columns.get("max_tokens", ())):
+        if not -(2**63) <= value < 2**63:
+            raise InputError(f"inputs.max_tokens[{row}]", value, "an integer of 64 bits")
+    rows: Iterable[pb.PredictRequest]
     if "prompt" in inputs:
-        requests = [pb.PredictRequest(prompt=text) for text in _texts("prompt", inputs["prompt"])]
+        rows = (pb.PredictRequest(prompt=text) for text in _texts("prompt", source.reshape(-1)))
     else:
-        requests = [pb.PredictRequest(token_ids=pb.TokenIds(ids=ids)) for ids in _token_rows(inputs)]
-    if not 1 <= len(requests) <= calls.max_batch_requests:
-        raise InputError("inputs", f"{len(requests)} rows", f"1 to {calls.max_batch_requests} of them")
-    for name in ("served_model", "temperature", "max_tokens"):
-        if name not in inputs:
-            continue
-        values = (
-            _texts(name, inputs[name]) if name == "served_model" else _numbers(name, inputs[name]).tolist()
-        )
-        if len(values) != len(requests):
-            raise InputError(f"inputs.{name}", f"{len(values)} rows", f"{len(requests)}, as of the prompts")
-        for request, value in zip(requests, values, strict=True):
-            if value == value:  # NaN: not told
-                setattr(request, name, value)
-    for request in requests:
-        request.artifact_id = served.name
-    return requests
+        rows = (pb.PredictRequest(token_ids=pb.TokenIds(ids=ids)) for ids in _token_rows(inputs))
+    return _with_columns(rows, columns, served.name)
 
 
-def _column(name: str, tensor: Tensor) -> Tensor:
-    if tensor.ndim not in (1, 2) or (tensor.ndim == 2 and tensor.shape[1] != 1):
-        raise InputError(f"inputs.{name}.shape", list(tensor.shape), "[N] or [N, 1]")
-    return tensor.reshape(-1)
+def _with_columns(
+    rows: Iterable[pb.PredictRequest], columns: Mapping[str, Sequence[Any]], artifact_id: str
+) -> Iterator[pb.PredictRequest]:
+    for number, request in enumerate(rows):
+        request.artifact_id = artifact_id
+        for name, values in columns.items():
+            if values[number] == values[number]:  # NaN: not told
+                setattr(request, name, values[number])
+        yield request
 
 
-def _texts(name: str, tensor: Tensor) -> list[str]:
+def _texts(name: str, values: Tensor) -> list[str]:
     texts = []
-    for value in _column(name, tensor):
-        if not isinstance(value, bytes | str):
-            raise InputError(f"inputs.{name}.datatype", type(value).__name__, "BYTES")
+    for value in values:
         try:
-            texts.append(value if isinstance(value, str) else value.decode())
-        except UnicodeDecodeError as error:
-            raise InputError(f"inputs.{name}", value[:20], "UTF-8") from error
+            texts.append(value.encode().decode() if isinstance(value, str) else value.decode())
+        except UnicodeError as error:
+            raise InputError(f"inputs.{name}", "bytes that are not UTF-8", "UTF-8") from error
     return texts
 
 
-def _numbers(name: str, tensor: Tensor) -> Tensor:
-    wanted = np.integer if name == "max_tokens" else np.number
-    if not np.issubdtype(tensor.dtype, wanted):
-        allowed = "INT64 or another integer type" if name == "max_tokens" else "FP32 or another number type"
-        raise InputError(f"inputs.{name}.datatype", str(tensor.dtype), allowed)
-    return _column(name, tensor)
-
-
-def _token_rows(inputs: Mapping[str, Tensor]) -> list[list[int]]:
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    if mask is None:
-        mask = np.ones_like(ids)
-    for name, tensor in (("input_ids", ids), ("attention_mask", mask)):
-        if tensor.ndim != 2 or not np.issubdtype(tensor.dtype, np.integer) or tensor.shape != ids.shape:
-            raise InputError(f"inputs.{name}", f"{tensor.dtype} {list(tensor.shape)}", "INT64 [N, tokens]")
+def _token_rows(inputs: Mapping[str, Tensor]) -> Iterator[list[int]]:
+    ids = inputs["input_ids"]
+    mask = inputs.get("attention_mask", np.ones(ids.shape, dtype=np.int8))
+    if mask.shape != ids.shape:
+        raise InputError(
+            "inputs.attention_mask.shape", list(mask.shape), f"{list(ids.shape)}, as of input_ids"
+        )
     if np.any((ids < -(2**31)) | (ids >= 2**31)):
         raise InputError("inputs.input_ids", "an id of more than 32 bits", "the tokenizer's ids")
-    if not np.isin(mask, (0, 1)).all() or np.any(np.diff(mask, axis=1) > 0):
+    if np.any((mask != 0) & (mask != 1)) or np.any(mask[:, 1:] > mask[:, :-1]):
         raise InputError("inputs.attention_mask", "no padding on the right", "rows of ones, then zeros")
-    return [row[: int(count)].tolist() for row, count in zip(ids, mask.sum(axis=1), strict=True)]
+    lengths = mask.sum(axis=1, dtype=np.int64)
+    return (row[:length].tolist() for row, length in zip(ids, lengths, strict=True))
 
 
 def _has_field(path: str) -> bool:

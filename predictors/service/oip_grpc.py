@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from importlib import metadata
 from typing import Any
 
 import grpc
-import numpy as np
 from google.protobuf.message import Message
 
 from predictors.proto import open_inference_pb2 as oip
 from predictors.service.calls import PredictorCalls, parsed
 from predictors.service.errors import UnknownArtifactError
 from predictors.service.oip import (
-    DTYPES,
     PLATFORM,
+    InputTensors,
     Tensor,
     TensorType,
-    checked_tensor,
     find,
     infer,
     input_types,
@@ -100,8 +97,8 @@ class OpenInferenceMethods:
         outputs = await infer(
             self._calls,
             served,
-            _inputs(request),
-            [output.name for output in request.outputs],
+            _inputs(request, InputTensors(self._calls, served)),
+            dict.fromkeys(output.name for output in request.outputs),
             context.time_remaining(),
         )
         response = oip.ModelInferResponse(model_name=served.name, model_version=served.version, id=request.id)
@@ -117,57 +114,23 @@ class OpenInferenceMethods:
         return response
 
 
-def from_raw(name: str, datatype: str, shape: list[int], raw: bytes) -> Tensor:
-    """A tensor from its raw bytes: little-endian, row by row; BYTES elements each after their length in 4 bytes.
-
-    Raises:
-        InputError: The bytes do not fit.
-    """
-    if datatype == "BYTES":
-        return checked_tensor(name, datatype, shape, _byte_strings(name, raw))
-    if datatype not in DTYPES:
-        return checked_tensor(name, datatype, shape, [])
-    dtype = np.dtype(DTYPES[datatype]).newbyteorder("<")
-    if len(raw) % dtype.itemsize:
-        raise InputError(f"inputs.{name}", f"{len(raw)} raw bytes", f"a multiple of {dtype.itemsize}")
-    return checked_tensor(name, datatype, shape, np.frombuffer(raw, dtype=dtype))
-
-
-def _byte_strings(name: str, raw: bytes) -> list[bytes]:
-    found = []
-    at = 0
-    while at < len(raw):
-        if at + 4 > len(raw):
-            raise InputError(f"inputs.{name}", "raw bytes that end early", "lengths and bytes in turn")
-        (length,) = struct.unpack_from("<I", raw, at)
-        at += 4 + length
-        if at > len(raw):
-            raise InputError(f"inputs.{name}", "raw bytes that end early", "lengths and bytes in turn")
-        found.append(raw[at - length : at])
-    return found
-
-
-def _inputs(request: oip.ModelInferRequest) -> dict[str, Tensor]:
-    if request.raw_input_contents and len(request.raw_input_contents) != len(request.inputs):
-        raise InputError(
-            "raw_input_contents", f"{len(request.raw_input_contents)} entries", f"{len(request.inputs)}"
-        )
-    found: dict[str, Tensor] = {}
+def _inputs(request: oip.ModelInferRequest, tensors: InputTensors) -> dict[str, Tensor]:
+    raws = request.raw_input_contents
+    if raws and len(raws) != len(request.inputs):
+        raise InputError("raw_input_contents", f"{len(raws)} entries", f"{len(request.inputs)}")
     for number, tensor in enumerate(request.inputs):
-        if tensor.name in found:
-            raise InputError("inputs", tensor.name, "every name once")
-        shape = list(tensor.shape)
-        if request.raw_input_contents:
-            raw = request.raw_input_contents[number]
-            found[tensor.name] = from_raw(tensor.name, tensor.datatype, shape, raw)
-        elif tensor.datatype in CONTENTS:
-            values = list(getattr(tensor.contents, CONTENTS[tensor.datatype]))
-            found[tensor.name] = checked_tensor(tensor.name, tensor.datatype, shape, values)
-        else:
-            raise InputError(
-                f"inputs.{tensor.name}.datatype", tensor.datatype, f"one of {', '.join(CONTENTS)}"
-            )
-    return found
+        name, datatype, shape = tensor.name, tensor.datatype, tensor.shape
+        if raws:
+            tensors.add_raw(name, datatype, shape, raws[number])
+            continue
+        count = tensors.expect(name, datatype, shape)
+        if datatype not in CONTENTS:
+            raise InputError(f"inputs.{name}.datatype", datatype, f"one of {', '.join(CONTENTS)}")
+        values = getattr(tensor.contents, CONTENTS[datatype])
+        if len(values) != count:
+            raise InputError(f"inputs.{name}", f"{len(values)} values", f"{count}, as its shape says")
+        tensors.add(name, datatype, shape, list(values))
+    return tensors.tensors
 
 
 def _tensor_metadata(tensor: TensorType) -> oip.ModelMetadataResponse.TensorMetadata:

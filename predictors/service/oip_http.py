@@ -8,19 +8,20 @@ from typing import Any
 
 from aiohttp import web
 
+from predictors.http_edge import read_body
 from predictors.service.calls import PredictorCalls
 from predictors.service.errors import UnparsableError
 from predictors.service.json_messages import json_object
 from predictors.service.oip import (
     PLATFORM,
+    InputTensors,
     Tensor,
-    checked_tensor,
     find,
     infer,
     input_types,
     output_types,
 )
-from predictors.service.oip_grpc import SERVER_NAME, from_raw
+from predictors.service.oip_grpc import SERVER_NAME
 from scheduler_core.errors import InputError
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -73,12 +74,11 @@ class OpenInferenceRoutes:
 
     async def _infer(self, request: web.Request) -> web.Response:
         served = self._find(request)
-        body = await request.read()
-        content, binary = _split(body, request.headers.get(HEADER_LENGTH))
-        inputs = _inputs(content, binary)
+        content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
+        inputs = _inputs(content, binary, InputTensors(self._calls, served))
         wanted = _listed(content, "outputs")
         names = [str(output.get("name", "")) for output in wanted]
-        outputs = await infer(self._calls, served, inputs, names, None)
+        outputs = await infer(self._calls, served, inputs, dict.fromkeys(names), None)
         all_binary = bool(_parameters(content).get("binary_data_output", False))
         is_binary = {
             name: bool(_parameters(output).get("binary_data", all_binary))
@@ -110,45 +110,43 @@ class OpenInferenceRoutes:
         return find(self._calls, request.match_info["name"], request.match_info.get("version", ""))
 
 
-def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any], bytes]:
+async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any], memoryview]:
     """The JSON part of a body, and the tensors behind it."""
     if header_length is None:
-        return json_object(body), b""
-    if not header_length.isascii() or not header_length.isdigit() or int(header_length) > len(body):
+        return await json_object(body), memoryview(b"")
+    is_number = header_length.isascii() and header_length.isdigit() and len(header_length) < 20
+    length = int(header_length) if is_number else -1
+    if not 0 <= length <= len(body):
         raise InputError(HEADER_LENGTH, header_length, f"0 to {len(body)}, the length of the body")
-    return json_object(body[: int(header_length)]), body[int(header_length) :]
+    return await json_object(body[:length]), memoryview(body)[length:]
 
 
-def _inputs(content: dict[str, Any], binary: bytes) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _inputs(content: dict[str, Any], binary: memoryview, tensors: InputTensors) -> dict[str, Tensor]:
     at = 0
     for tensor in _listed(content, "inputs"):
-        name, datatype, shape = tensor.get("name"), tensor.get("datatype"), tensor.get("shape")
-        if not isinstance(name, str) or name in found:
-            raise InputError("inputs", name, "every name once")
+        name, datatype = str(tensor.get("name", "")), str(tensor.get("datatype", ""))
+        shape = tensor.get("shape")
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise InputError(f"inputs.{name}.shape", shape, "a list of integers")
+        count = tensors.expect(name, datatype, shape)
         size = _parameters(tensor).get("binary_data_size")
         if size is None:
-            values = tensor.get("data")
-            if datatype == "BYTES":
-                values = _flat(values)
-            found[name] = checked_tensor(name, str(datatype), shape, values)
+            tensors.add(name, datatype, shape, _flat(tensor.get("data"), count))
             continue
-        if type(size) is not int or size < 0 or at + size > len(binary):
+        if type(size) is not int or not 0 <= size <= len(binary) - at:
             raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {len(binary) - at}")
-        found[name] = from_raw(name, str(datatype), shape, binary[at : at + size])
+        tensors.add_raw(name, datatype, shape, bytes(binary[at : at + size]))
         at += size
     if at != len(binary):
         raise InputError("inputs", f"{len(binary)} bytes after the JSON part", f"{at}, as the inputs say")
-    return found
+    return tensors.tensors
 
 
-def _flat(values: Any) -> list[Any]:
-    """The leaves of nested lists, in order."""
-    found = []
+def _flat(values: Any, count: int) -> list[Any]:
+    """The first leaves of nested lists, in order: `count`, or one more if there are more."""
+    found: list[Any] = []
     rest = [values]
-    while rest:
+    while rest and len(found) <= count:
         value = rest.pop()
         if isinstance(value, list):
             rest.extend(reversed(value))

@@ -19,6 +19,11 @@ ERRORS = {
     "503": "Starting or draining.",
     "504": "The time was up before the prompt's turn came.",
 }
+BODY_ERRORS = {
+    "408": {"description": "The body was not complete in time."},
+    "413": {"description": "The body is too large."},
+    "415": {"description": "The body's compression is neither gzip nor deflate."},
+}
 OIP_PATHS = {
     "/v2": ("get", "Server metadata"),
     "/v2/health/live": ("get", "Whether the server runs"),
@@ -103,7 +108,7 @@ def _post(summary: str, request: str, response: str) -> dict[str, Any]:
         "required": True,
         "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{request}"}}},
     }
-    responses = {"200": _json(summary, response), **_errors(*ERRORS)}
+    responses = {"200": _json(summary, response), **_errors(*ERRORS), **BODY_ERRORS}
     return {"post": {"summary": summary, "requestBody": body, "responses": responses}}
 
 

@@ -1,10 +1,9 @@
-"""Text in, prediction out: tokenise, queue, run; the CPU work happens in threads, never in the event loop."""
+"""Text in, prediction out: tokenize, queue, run. Model calls and the tokenizing of long texts happen in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +14,22 @@ from numpy.typing import NDArray
 
 from predictors.artifact import Artifact
 from predictors.manifest import checked_temperature
-from predictors.predicted import Predicted, PredictedRow
+from predictors.predicted import Predicted, PredictedRow, check_range
 from predictors.service.batcher import Answer, Batcher, Done
 from predictors.service.cache import LruCache, cache_key
 from predictors.service.clock import Clock, LoopClock
-from predictors.service.errors import ClosedError, QueueFullError
+from predictors.service.errors import BatchError, ClosedError, QueueFullError
 from predictors.service.grouping import BatchingSettings
 from predictors.service.metrics import ArtifactMetrics
-from predictors.service.threads import ServiceThreads
-from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
+from predictors.service.threads import ServiceThreads, submit
+from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-TOKENISE_BATCH = 32  # texts per hop to the tokenising thread
-PROBES = ("Name three rivers.", "Write a long essay about the sea, and then some more about rivers.")
+# Up to so many characters a prompt is tokenized in the event loop: in less than a quarter of a millisecond, which is
+# less than what a thread on a busy machine waits for its turn.
+MAX_INLINE_CHARS = 1000
+TOKENISE_BATCH = 32  # longer texts per hop to the tokenizing thread
 
 
 class ReadPrompt(Protocol):
@@ -58,6 +58,11 @@ class ReadPrompt(Protocol):
 
 class Tokenizer(Protocol):
     """Text to what the model reads, callable from a thread."""
+
+    @property
+    def vocabulary_size(self) -> int | None:
+        """Token ids are below it; None where the model reads none."""
+        ...
 
     def __call__(self, prompts: Sequence[str]) -> Sequence[ReadPrompt]: ...
 
@@ -100,22 +105,18 @@ class Prediction(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """One row of a batch; rows of different served models and temperatures share batches.
+    """One row of a batch; rows of different served models and temperatures share batches."""
 
-    A text is read in the thread that runs it, where that thread had nothing else to do; else it was read before.
-    """
-
-    prompt: str | ReadPrompt
+    prompt: ReadPrompt
     served_model: str | None
     temperature: float | None
 
 
-class _Found(NamedTuple):
-    """The prediction of one row, the prompt as it was read, and the seconds that reading took in the same thread."""
+class _RowResult(NamedTuple):
+    """The prediction of one row, and the seconds of its model call."""
 
-    row: PredictedRow | None
-    read: ReadPrompt
-    reading_s: float
+    prediction: PredictedRow
+    inference_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +183,7 @@ class PredictionPipeline:
             ),
             clock=self.clock,
         )
-        self._batcher: Batcher[_Row, _Found] = Batcher(self._run, settings=settings, clock=self.clock)
+        self._batcher: Batcher[_Row, _RowResult] = Batcher(self._run, settings=settings, clock=self.clock)
 
     @property
     def num_inside(self) -> int:
@@ -200,17 +201,13 @@ class PredictionPipeline:
         return self._cache is None and self._state == "ready" and self._inside >= self.settings.max_queue
 
     async def start(self) -> None:
-        """Warms the session up; requests are accepted from then on."""
-        await self._threads.run.call(self.runtime.warm_up)
-        self._state = "ready"
-
-    async def verify(self) -> None:
-        """Predicts some fixed prompts.
+        """Warms the session up and verifies it; requests are accepted from then on.
 
         Raises:
             TailcastError: The model fails, or gives numbers that no scheduler can use.
         """
-        await self._threads.run.call(self._probe)
+        await asyncio.get_running_loop().run_in_executor(self._threads.run, self.runtime.warm_up)
+        self._state = "ready"
 
     def knows(self, served_model: str | None) -> bool:
         """Whether the artifact was trained on answers of that model.
@@ -306,108 +303,58 @@ class PredictionPipeline:
         deadline: float | None,
     ) -> Prediction:
         tokenise_s = 0.0
-        reads_later = isinstance(prompt, str) and self._batcher.starts_at_once and self._is_tokeniser_idle
         if isinstance(prompt, TokenIds):
-            row, length = _Row(prompt, served_model, temperature), prompt.num_tokens
-        elif reads_later:
-            # A worker is free and nobody is waiting: reading the text in the same thread saves a hop.
-            row, length = _Row(prompt, served_model, temperature), 1
+            tokens: ReadPrompt = prompt
+        elif len(prompt) <= MAX_INLINE_CHARS:
+            begin = time.perf_counter()
+            try:
+                [tokens] = self.runtime.tokenizer([prompt])
+            except Exception as error:
+                logger.exception("a prompt could not be tokenized")
+                raise BatchError(error) from error
+            tokenise_s = time.perf_counter() - begin
         else:
             tokenised: Answer[ReadPrompt] = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
             tokenise_s = tokenised.queue_s + tokenised.work_s
-            read = tokenised.result
-            _check_tokens(read)
-            row, length = _Row(read, served_model, temperature), max(1, read.num_tokens)
-        answer = await self._batcher.submit(row, length=length, deadline=deadline)
-        found = answer.result
-        if found.row is None:
-            _check_tokens(found.read)
-        assert found.row is not None
-        check_range(found.row)
+            tokens = tokenised.result
+        if len(tokens.values) == 0:
+            raise InputError("prompt", "a text without tokens", "a text with at least one token")
+        answer = await self._batcher.submit(
+            _Row(tokens, served_model, temperature), length=max(1, tokens.num_tokens), deadline=deadline
+        )
+        result = answer.result
+        check_range(result.prediction)
         return Prediction(
-            found=found.row,
-            prompt_tokens=found.read.num_tokens,
-            truncated=found.read.truncated,
-            tokenise_s=tokenise_s + found.reading_s,
-            queue_s=answer.queue_s,
-            inference_s=max(0.0, answer.work_s - found.reading_s),
+            found=result.prediction,
+            prompt_tokens=tokens.num_tokens,
+            truncated=tokens.truncated,
+            tokenise_s=tokenise_s,
+            # A batch that was handed over still waits until a worker is free.
+            queue_s=answer.queue_s + max(0.0, answer.work_s - result.inference_s),
+            inference_s=result.inference_s,
             batch_size=answer.batch_size,
         )
 
-    @property
-    def _is_tokeniser_idle(self) -> bool:
-        return self._tokeniser.num_waiting == 0 and self._tokeniser.num_running == 0
-
-    def _probe(self) -> None:
-        reads = [read for read in self.runtime.tokenizer(PROBES) if len(read.values) > 0]
-        names = self.runtime.artifact.manifest.served_models
-        if reads:
-            found = self.runtime.run(
-                [read.values for read in reads],
-                [names[0] if names else None] * len(reads),
-                lexical=[read.lexical for read in reads],
-            )
-            for row in found.rows():
-                check_range(row)
-
     def _tokenise(self, prompts: Sequence[str], done: Done[ReadPrompt]) -> None:
-        self._threads.tokenise.submit(done, self.runtime.tokenizer, prompts)
+        submit(self._threads.tokenise, done, self.runtime.tokenizer, prompts)
 
-    def _run(self, rows: Sequence[_Row], done: Done[_Found]) -> None:
-        self._threads.run.submit(done, self._run_rows, rows)
+    def _run(self, rows: Sequence[_Row], done: Done[_RowResult]) -> None:
+        submit(self._threads.run, done, self._run_rows, rows)
 
-    def _run_rows(self, rows: Sequence[_Row]) -> list[_Found]:
-        """Runs in a thread. A text without tokens gets no prediction and leaves the others theirs."""
+    def _run_rows(self, rows: Sequence[_Row]) -> list[_RowResult]:
+        """Runs in a thread."""
+        begin = time.perf_counter()
         try:
-            start = time.perf_counter()
-            reads = [
-                self.runtime.tokenizer([row.prompt])[0] if isinstance(row.prompt, str) else row.prompt
-                for row in rows
-            ]
-            reading_s = time.perf_counter() - start
-            filled = [number for number, read in enumerate(reads) if len(read.values) > 0]
-            found: list[PredictedRow | None] = [None] * len(rows)
-            if filled:
-                begin = time.perf_counter()
-                predicted = self.runtime.run(
-                    [reads[number].values for number in filled],
-                    [rows[number].served_model for number in filled],
-                    [rows[number].temperature for number in filled],
-                    lexical=[reads[number].lexical for number in filled],
-                ).rows()
-                lengths = [max(1, reads[number].num_tokens) for number in filled]
-                self._metrics.batch(lengths, time.perf_counter() - begin)
-                for number, row in zip(filled, predicted, strict=True):
-                    found[number] = row
+            predictions = self.runtime.run(
+                [row.prompt.values for row in rows],
+                [row.served_model for row in rows],
+                [row.temperature for row in rows],
+                lexical=[row.prompt.lexical for row in rows],
+            ).rows()
         except Exception:
             self._metrics.failed_batch()
             logger.exception("a batch of %d prompts failed", len(rows))
             raise
-        return [
-            _Found(row, read, reading_s if isinstance(asked.prompt, str) else 0.0)
-            for row, read, asked in zip(found, reads, rows, strict=True)
-        ]
-
-
-def _check_tokens(read: ReadPrompt) -> None:
-    if len(read.values) == 0:
-        raise InputError("prompt", "a text without tokens", "a text with at least one token")
-
-
-def check_range(found: PredictedRow) -> None:
-    """Raises TailcastError for numbers that are not the caller's fault and that no scheduler can use."""
-    if found.mu is not None and found.sigma is not None and found.nu is not None:
-        try:
-            LengthPrediction(found.mu, found.sigma, found.nu)
-        except InputError as error:
-            raise TailcastError(
-                f"the model gave mu = {found.mu}, sigma = {found.sigma}, nu = {found.nu}: {error}"
-            ) from error
-    for name in ("sigma_within", "regression_tokens", "rank"):
-        value = getattr(found, name)
-        if value is not None and not math.isfinite(value):
-            raise TailcastError(f"the model gave {name} = {value}")
-    for name in ("urgency", "bucket"):
-        values = getattr(found, name)
-        if values is not None and not all(map(math.isfinite, values)):
-            raise TailcastError(f"the model gave {name} = {values}")
+        inference_s = time.perf_counter() - begin
+        self._metrics.batch([max(1, row.prompt.num_tokens) for row in rows], inference_s)
+        return [_RowResult(prediction, inference_s) for prediction in predictions]

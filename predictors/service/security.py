@@ -102,7 +102,7 @@ class BearerTokens:
     def check(self, authorization: str | bytes | None) -> None:
         """Raises UnauthenticatedError unless the header is `Bearer` and one of the tokens; takes the same time for all."""
         if isinstance(authorization, bytes):
-            authorization = authorization.decode("utf-8", "replace")
+            authorization = authorization.decode("utf-8", "surrogateescape")
         scheme, _, token = (authorization or "").partition(" ")
         found = _digest(token.strip())
         # All are compared, so that the time tells nothing.

@@ -48,7 +48,8 @@ class ServerSettings:
         port: gRPC port to listen on; 0 takes a free one.
         http_port: HTTP port to listen on; 0 takes a free one; None: no HTTP.
         reuse_port: Other processes may listen on the same ports and share their connections.
-        max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED.
+        max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED. To parse one takes
+            up to 10 ms per MiB, in which nothing else is answered (`benchmarks/hostile_bodies.py`).
         max_batch_requests: Most requests in one PredictBatch or ModelInfer.
         max_prompt_chars: Longest prompt; None: any that fits into a message.
         max_streams: Most PredictStream calls at the same time.
@@ -59,7 +60,8 @@ class ServerSettings:
         drain_timeout_s: How long `stop` then waits for requests that are inside.
         tls: Certificates; None: no TLS.
         tokens: Bearer tokens that are let in; None: anybody.
-        worker_niceness: By how much the threads of model calls stand back behind the event loop, 0 to 19.
+        worker_niceness: By how much the threads of model calls have a lower priority than the event loop, 0 to 19.
+        worker_cores: Cores of the model threads, one each; empty: the system places them.
         num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
             two changes of thread for each, so that on a busy machine calls wait in the library before anybody can refuse
             them (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
@@ -69,7 +71,7 @@ class ServerSettings:
     port: int = 0
     http_port: int | None = None
     reuse_port: bool = False
-    max_message_bytes: int = 16 * 2**20
+    max_message_bytes: int = 4 * 2**20
     max_batch_requests: int = 256
     max_prompt_chars: int | None = None
     max_streams: int = 256
@@ -79,7 +81,8 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     tls: TlsFiles | None = None
     tokens: BearerTokens | None = None
-    worker_niceness: int = 5
+    worker_niceness: int = 0
+    worker_cores: tuple[int, ...] = ()
     num_listeners: int = 4
 
     def __post_init__(self) -> None:
@@ -144,6 +147,7 @@ class PredictionServer:
             cache_entries=settings.cache_entries,
             max_prompt_chars=settings.max_prompt_chars,
             worker_niceness=settings.worker_niceness,
+            worker_cores=settings.worker_cores,
             metrics=self._metrics,
             reopen=reopen,
         )

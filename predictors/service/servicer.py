@@ -107,7 +107,7 @@ class PredictorMethods:
         if not self._traces:
             return None
         found = dict(context.invocation_metadata() or ())
-        return {key: str(found[key]) for key in TRACE_KEYS if key in found}
+        return {key: value for key in TRACE_KEYS if isinstance(value := found.get(key), str)}
 
 
 class PredictionStream:

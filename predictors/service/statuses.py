@@ -14,6 +14,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
+from predictors.edge_logging import RequestDataFilter
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.errors import (
     BatchError,
@@ -26,6 +27,7 @@ from predictors.service.errors import (
 from scheduler_core.errors import InputError, TailcastError
 
 logger = logging.getLogger(__name__)
+logger.addFilter(RequestDataFilter())
 
 STATUS: dict[type[Exception], grpc.StatusCode] = {
     InputError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -48,6 +50,7 @@ HTTP_STATUS: dict[grpc.StatusCode, int] = {
 }
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "tailcast"
+MAX_MESSAGE_BYTES = 1000
 # A full queue is worked off in well under a second; a restarted server is back in about two.
 RETRY_AFTER_S = {grpc.StatusCode.RESOURCE_EXHAUSTED: 0.1, grpc.StatusCode.UNAVAILABLE: 1.0}
 
@@ -70,7 +73,7 @@ class Failure:
             return cls(grpc.StatusCode.INTERNAL, message, "", "INTERNAL")
         code = cls.code_of(error)
         field = error.field if isinstance(error, InputError) else ""
-        return cls(code, str(error), field, _reason(type(error)))
+        return cls(code, _shortened(str(error)), field, _reason(type(error)))
 
     @staticmethod
     def code_of(error: Exception) -> grpc.StatusCode:
@@ -129,6 +132,14 @@ def _remembered(failure: Failure) -> bytes:
 def _serialised(failure: Failure) -> bytes:
     data: bytes = failure.status().SerializeToString()
     return data
+
+
+def _shortened(message: str) -> str:
+    """A message that UTF-8 can encode, and of which gRPC can send three copies in its trailing metadata."""
+    data = message.encode("utf-8", "replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return data[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."
 
 
 def _reason(kind: type[Exception]) -> str:

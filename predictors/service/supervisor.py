@@ -11,11 +11,9 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from predictors.service.server import probe_port
@@ -33,9 +31,9 @@ MAX_EARLY_ENDS = 5
 @dataclass(slots=True)
 class _Worker:
     number: int
-    ready_file: Path
     process: asyncio.subprocess.Process | None = None
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    is_ready: bool = False  # the process that runs now
+    was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # it, or one before it
 
 
 def reserved_port(stack: ExitStack, host: str, port: int, name: str = "port") -> int:
@@ -57,14 +55,28 @@ class Supervisor:
     """Runs workers until it is stopped.
 
     Args:
-        command: Command line of a worker; the path of its ready file is appended.
+        command: Command line of a worker; its number and a file descriptor are appended. When it is ready, it writes a
+            byte to the descriptor.
         count: Number of workers.
+        stop_timeout_s: Seconds after `stop` at which workers that still run are killed.
+        environment: Environment variables of the workers, added to the supervisor's own.
+        on_end: Called with a worker's number after its process ended and before the next one starts.
     """
 
-    def __init__(self, command: Sequence[str], count: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        count: int,
+        *,
+        stop_timeout_s: float,
+        environment: Mapping[str, str] | None = None,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
         self._command = list(command)
-        self._count = count
-        self._workers: list[_Worker] = []
+        self._stop_timeout_s = stop_timeout_s
+        self._environment = os.environ | dict(environment or {})
+        self._on_end = on_end
+        self._workers = [_Worker(number) for number in range(count)]
         self._stopping = asyncio.Event()
         self._failed: int | None = None  # exit code of a worker that never came up
         self._num_early_ends = 0
@@ -75,24 +87,25 @@ class Supervisor:
         Returns:
             0 if every worker drained; else the exit code of one that could not start, or 1.
         """
-        with tempfile.TemporaryDirectory(prefix="tailcast-workers-") as folder:
-            self._workers = workers = [
-                _Worker(number, Path(folder) / f"ready-{number}") for number in range(self._count)
-            ]
-            metrics = Path(folder) / "metrics"
-            metrics.mkdir()
-            environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-            tasks = [asyncio.create_task(self._keep(worker, environment)) for worker in workers]
-            all_ready = asyncio.ensure_future(_all_ready(workers))
-            stopping = asyncio.ensure_future(self._stopping.wait())
-            waited: set[asyncio.Future[Any]] = {all_ready, stopping}
-            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if not self._stopping.is_set():
-                on_ready()
-                await stopping
-            all_ready.cancel()
-            self._signal(signal.SIGTERM)
-            codes = await asyncio.gather(*tasks)
+        tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
+        all_ready = asyncio.ensure_future(_all_ready(self._workers))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        waited: set[asyncio.Future[Any]] = {all_ready, stopping}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not self._stopping.is_set():
+            on_ready()
+            await stopping
+        all_ready.cancel()
+        self._signal(signal.SIGTERM)
+        _, running = await asyncio.wait(tasks, timeout=self._stop_timeout_s)
+        if running:
+            logger.error(
+                "%d workers still run %g s after the signal to stop: killed",
+                len(running),
+                self._stop_timeout_s,
+            )
+            self._signal(signal.SIGKILL)
+        codes = await asyncio.gather(*tasks)
         if self._failed is not None:
             return self._failed
         return 0 if all(code == 0 for code in codes) else 1
@@ -110,7 +123,7 @@ class Supervisor:
             if worker.process is not None and worker.process.returncode is None:
                 worker.process.send_signal(number)
 
-    async def _keep(self, worker: _Worker, environment: dict[str, str]) -> int:
+    async def _keep(self, worker: _Worker) -> int:
         """Starts a worker again whenever it ends.
 
         Returns:
@@ -121,14 +134,11 @@ class Supervisor:
         backoff_s = FIRST_BACKOFF_S
         while True:
             started = loop.time()
-            worker.ready_file.unlink(missing_ok=True)
-            worker.process = await asyncio.create_subprocess_exec(
-                *self._command, str(worker.ready_file), stdin=asyncio.subprocess.PIPE, env=environment
-            )
-            code = await self._until_end(worker)
-            _forget_metrics(environment, worker.process.pid)
+            code = await self._run_once(worker)
+            if self._on_end is not None:
+                self._on_end(worker.number)
             if self._stopping.is_set():
-                return code if worker.ready_file.exists() else 0
+                return code if worker.is_ready else 0
             if self._is_hopeless(code):
                 self._failed = code if code > 0 else 1
                 self.stop()
@@ -144,46 +154,55 @@ class Supervisor:
             except TimeoutError:
                 continue
 
+    async def _run_once(self, worker: _Worker) -> int:
+        """One process of a worker, from its start to its exit code."""
+        loop = asyncio.get_running_loop()
+        worker.is_ready = False
+        read_end, write_end = os.pipe()
+        try:
+            try:
+                worker.process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    str(worker.number),
+                    str(write_end),
+                    stdin=asyncio.subprocess.PIPE,
+                    pass_fds=[write_end],
+                    env=self._environment,
+                )
+            finally:
+                os.close(write_end)
+
+            def on_readable() -> None:
+                loop.remove_reader(read_end)
+                if os.read(read_end, 1):  # nothing at the end of a process that never was ready
+                    worker.is_ready = True
+                    worker.was_ready.set()
+
+            loop.add_reader(read_end, on_readable)
+            if self._stopping.is_set():  # since before there was a process to send the signal to
+                worker.process.terminate()
+            return await worker.process.wait()
+        finally:
+            loop.remove_reader(read_end)
+            os.close(read_end)
+
     def _is_hopeless(self, code: int) -> bool:
-        """Whether starting again helps nobody: no worker was ever ready, and this one ended by itself, as it does where
+        """Whether another start is useless: no worker was ever ready, and this one ended by itself, as it does where
         the artifact or an option is wrong. One that was killed (by the kernel for its memory, by a person) tells nothing
         about the others."""
-        # Ready files too: another worker may have become ready since they were last looked at.
-        if any(worker.ready.is_set() or worker.ready_file.exists() for worker in self._workers):
+        if any(worker.was_ready.is_set() for worker in self._workers):
             return False
         self._num_early_ends += 1
         return code >= 0 or self._num_early_ends >= MAX_EARLY_ENDS
 
-    async def _until_end(self, worker: _Worker) -> int:
-        assert worker.process is not None
-        ended = asyncio.ensure_future(worker.process.wait())
-        while not ended.done() and not worker.ready_file.exists():
-            await asyncio.wait({ended}, timeout=0.02)
-            if self._stopping.is_set() and worker.process.returncode is None:
-                worker.process.terminate()
-                break
-        if worker.ready_file.exists():
-            worker.ready.set()
-        return await ended
-
 
 async def _all_ready(workers: Sequence[_Worker]) -> None:
     for worker in workers:
-        await worker.ready.wait()
+        await worker.was_ready.wait()
 
 
-def _forget_metrics(environment: dict[str, str], pid: int) -> None:
-    """Gauges of a dead worker count no more."""
-    try:
-        from prometheus_client import multiprocess
-    except ImportError:
-        return
-    untyped: Any = multiprocess
-    untyped.mark_process_dead(pid, environment["PROMETHEUS_MULTIPROC_DIR"])
-
-
-def worker_command(config_file: Path) -> list[str]:
-    """Command line of a worker that serves what a JSON file with the fields of ServeConfig says."""
+def worker_command(config: str) -> list[str]:
+    """Command line of a worker; `config` is a JSON object with the fields of ServeConfig."""
     if not sys.executable:
         raise TailcastError("workers: this Python does not know its own executable")
-    return [sys.executable, "-m", "predictors.service.worker", str(config_file)]
+    return [sys.executable, "-m", "predictors.service.worker", config]

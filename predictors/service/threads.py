@@ -1,16 +1,15 @@
-"""Threads that work for the event loop: one hop there, one hop back, nothing else."""
+"""Threads that work for the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import itertools
 import os
 import sys
-import threading
-from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar, TypeVarTuple, Unpack
 
 A = TypeVarTuple("A")
 R = TypeVar("R")
@@ -19,148 +18,73 @@ Done = Callable[[R | None, BaseException | None], None]
 """Takes a result, or the error there is instead."""
 
 
-class WorkerThreads:
-    """A fixed number of threads that call functions for one event loop, in the order they were asked to.
+def submit(
+    executor: ThreadPoolExecutor, done: Done[R], function: Callable[[Unpack[A]], R], *args: *A
+) -> None:
+    """Calls `function` in a thread, then `done` in the event loop, where this has to be called too.
 
-    A third of the CPU time per call of `loop.run_in_executor`, which keeps two futures and a lock for each. Of several
-    idle threads the one that worked last is taken: its stack and its part of the interpreter are still in the caches.
-
-    Args:
-        count: Number of threads, >= 1; they start at the first call.
-        name: Prefix of their names.
-        niceness: By how much their scheduling priority is lower than the process's own, 0 to 19; where threads have none
-            of their own (not on Linux) it says nothing.
+    `loop.run_in_executor` would make a second future and two more turns of the event loop for each call.
     """
+    loop = asyncio.get_running_loop()
 
-    def __init__(self, count: int, name: str, *, niceness: int = 0) -> None:
-        self._count = count
-        self._name = name
-        self._niceness = niceness
-        self._lock = threading.Lock()
-        self._idle: list[_Place] = []
-        self._calls: deque[Callable[[], None]] = deque()
-        self._is_open = False
+    def on_done(future: Future[R]) -> None:
+        error = future.exception()
+        result = None if error is not None else future.result()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+            loop.call_soon_threadsafe(done, result, error)
 
-    def submit(self, done: Done[R], function: Callable[[Unpack[A]], R], *args: *A) -> None:
-        """Calls `function` in a thread, then `done` in the event loop, where this has to be called too."""
-        if not self._is_open:
-            self._start()
-        loop = asyncio.get_running_loop()
-
-        def work() -> None:
-            error: BaseException | None = None
-            result: R | None = None
-            try:
-                result = function(*args)
-            except BaseException as caught:  # whatever it is, somebody waits for it
-                error = caught
-            with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-                loop.call_soon_threadsafe(done, result, error)
-
-        with self._lock:
-            if not self._idle:
-                self._calls.append(work)
-                return
-            place = self._idle.pop()
-        place.give(work)
-
-    def call(self, function: Callable[[Unpack[A]], R], *args: *A) -> asyncio.Future[R]:
-        """Calls `function` in a thread; to be used in the event loop."""
-        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
-        self.submit(functools.partial(_settle, future), function, *args)
-        return future
-
-    def close(self) -> None:
-        """Ends the threads; calls that wait are still made. Does not wait for them."""
-        with self._lock:
-            self._is_open = False
-            idle, self._idle = self._idle, []
-        for place in idle:
-            place.give(None)
-
-    def _start(self) -> None:
-        self._is_open = True
-        for number in range(self._count):
-            place = _Place()
-            thread = threading.Thread(
-                target=self._run, args=(place,), name=f"{self._name}-{number}", daemon=True
-            )
-            self._idle.append(place)
-            thread.start()
-
-    def _run(self, place: _Place) -> None:
-        _lower_priority(self._niceness)
-        work = place.taken()
-        while work is not None:
-            work()
-            del work  # else the last call's arguments live until the next one
-            work = self._next(place)
-
-    def _next(self, place: _Place) -> Callable[[], None] | None:
-        """The oldest call that waits, or else the next one that is given to this place; None at the end."""
-        with self._lock:
-            if self._calls:
-                return self._calls.popleft()
-            if not self._is_open:
-                return None
-            self._idle.append(place)
-        return place.taken()
-
-
-class _Place:
-    """Where an idle thread waits for its next call."""
-
-    __slots__ = ("_given", "_work")
-
-    def __init__(self) -> None:
-        self._given = threading.Lock()
-        self._given.acquire()
-        self._work: Callable[[], None] | None = None
-
-    def give(self, work: Callable[[], None] | None) -> None:
-        """Wakes the thread up; None ends it."""
-        self._work = work
-        self._given.release()
-
-    def taken(self) -> Callable[[], None] | None:
-        """Waits for what is given."""
-        self._given.acquire()
-        work, self._work = self._work, None
-        return work
-
-
-def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, StopIteration):  # a future does not take it
-        future.set_exception(RuntimeError(f"a thread raised {error!r}"))
-    else:
-        future.set_exception(error)
-
-
-def _lower_priority(niceness: int) -> None:
-    """Of the thread that calls it."""
-    if niceness and sys.platform == "linux":
-        own = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, own + niceness))
+    executor.submit(function, *args).add_done_callback(on_done)
 
 
 class ServiceThreads:
-    """The threads of one server, shared by its artifacts.
+    """The threads of one server, shared by its artifacts: one that tokenizes, and those of the model calls.
 
     Args:
-        num_workers: Model calls at the same time.
-        niceness: By how much the threads of model calls stand back behind the event loop, 0 to 19. They are what fills
-            the cores; without it every refusal of a full server waits for a turn beside them.
+        num_workers: Model calls at the same time, >= 1.
+        niceness: By how much the threads of model calls have a lower priority than the event loop, 0 to 19. With it a
+            full service refuses sooner. Only Linux has priorities of threads.
+        cores: Cores of the model threads, one each; empty: the system places them. See `worker_cores`.
     """
 
-    def __init__(self, num_workers: int, niceness: int = 0) -> None:
-        self.tokenise = WorkerThreads(1, "tailcast-tokenise")
-        self.run = WorkerThreads(num_workers, "tailcast-run", niceness=niceness)
+    def __init__(self, num_workers: int, niceness: int = 0, cores: Sequence[int] = ()) -> None:
+        numbers = itertools.count()
+
+        def prepare() -> None:
+            if niceness and sys.platform == "linux":
+                own = os.getpriority(os.PRIO_PROCESS, 0)
+                os.setpriority(os.PRIO_PROCESS, 0, min(19, own + niceness))
+            if cores:
+                with contextlib.suppress(OSError):  # the core has been taken from the process since
+                    os.sched_setaffinity(0, {cores[next(numbers) % len(cores)]})
+
+        self.tokenise = ThreadPoolExecutor(1, "tailcast-tokenise")
+        self.run = ThreadPoolExecutor(num_workers, "tailcast-run", initializer=prepare)
 
     def close(self) -> None:
-        """Ends them."""
-        self.tokenise.close()
-        self.run.close()
+        """Ends them after the calls that wait. Does not wait for it."""
+        self.tokenise.shutdown(wait=False)
+        self.run.shutdown(wait=False)
+
+
+def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> list[int]:
+    """Cores for the single-threaded model calls of one process, one core each.
+
+    Linux often lets two busy threads share a core for tens of milliseconds while the event loop is all that another
+    core has to do; at 70 % load this doubled the latency. With as many model threads as cores, threads that are bound
+    to one core each cannot meet. With fewer there are idle cores to go to, and binding could put the threads of
+    several services on the same ones.
+
+    Args:
+        num_workers: Model threads of each process.
+        process: Number of the process, from 0.
+        num_processes: Processes that share the machine's cores with this one.
+
+    Returns:
+        `num_workers` cores; none where cores and threads are not equal in number, or threads cannot be bound.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    if num_workers * num_processes != len(cores):
+        return []
+    return cores[process * num_workers : (process + 1) * num_workers]

@@ -1,11 +1,10 @@
-"""A worker of `serve-predictor --workers N`: `python -m predictors.service.worker CONFIG.json READY_FILE`."""
+"""A worker of `serve-predictor --workers N`: `python -m predictors.service.worker CONFIG NUMBER READY_FD`."""
 
 from __future__ import annotations
 
 import json
 import logging
 import sys
-from pathlib import Path
 
 from predictors.cli import ServeConfig, serve_worker
 from scheduler_core.errors import TailcastError
@@ -14,11 +13,10 @@ from scheduler_core.errors import TailcastError
 def main(arguments: list[str]) -> int:
     """Serves until SIGTERM or until its supervisor ends; 2 if that cannot be."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    config_file, ready_file = arguments
-    config = ServeConfig(**json.loads(Path(config_file).read_text(encoding="utf-8")))
+    config, number, ready_fd = arguments
     try:
-        return serve_worker(config, Path(ready_file))
-    except TailcastError as error:
+        return serve_worker(ServeConfig(**json.loads(config)), int(number), int(ready_fd))
+    except (TailcastError, OSError) as error:
         sys.stderr.write(f"serve-predictor: error: {error}\n")
         return 2
 

@@ -16,8 +16,6 @@ from predictors.artifact import (
     Conditions,
     EncoderCard,
     Manifest,
-    content_version,
-    hash_files,
     write_manifest,
 )
 
@@ -116,13 +114,10 @@ def write_text_artifact(
     (folder / "normalization.json").write_text("{}")
     capped = CappedLengths(cvar_level=0.9, quantile_levels=(0.5, 0.9), has_nu=False)
     export_capped_graph(capped, 3.5, folder / "length.onnx")
-    files = hash_files(folder)
     manifest = Manifest(
         artifact_id="text",
-        artifact_version=content_version(files),
         created="2026-01-02T03:04:05+00:00",
         heads=("length",),
-        files=files,
         encoder=EncoderCard(architecture="mean", source="fake", num_parameters=1, num_layers=None, width=1),
         capped=capped,
         nu=3.5,

@@ -111,7 +111,7 @@ def test_artifact_brings_the_second_graph(checkpoints: dict[str, Path], tmp_path
     np.testing.assert_allclose(expected, lengths.expected(300), rtol=1e-4)
     np.testing.assert_allclose(cvar, lengths.cvar(0.8, 300), rtol=1e-4)
     np.testing.assert_allclose(quantiles[:, 1], np.minimum(lengths.ppf(0.75), 300), rtol=1e-4)
-    without = export_onnx(ExportConfig(**options, capped=False))
+    without = export_onnx(ExportConfig(**options, capped=False, overwrite=True))
     assert without.capped is None
     assert "length.onnx" not in without.files
 

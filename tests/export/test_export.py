@@ -142,7 +142,7 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     assert manifest.urgency_levels == URGENCY_LEVELS
     assert manifest.abstain_threshold == 0.35
     assert manifest.bucket_edges == (64, 512)
-    assert manifest.calibration == CALIBRATION.to_json()
+    assert {name: list(table) for name, table in manifest.calibration.items()} == CALIBRATION.to_json()
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
     parity = manifest.parity
@@ -233,7 +233,7 @@ def test_abstain_threshold_is_the_users_or_the_checkpoints(
     manifest = export_onnx(ExportConfig(checkpoint=str(checkpoints["bert"]), **options))
     assert manifest.abstain_threshold == 0.5
     with pytest.raises(InputError, match="the checkpoint has no urgency head"):
-        export_onnx(ExportConfig(checkpoint=str(checkpoints["plain"]), **options))
+        export_onnx(ExportConfig(checkpoint=str(checkpoints["plain"]), **options, overwrite=True))
 
 
 def test_version_names_the_content(
@@ -246,8 +246,11 @@ def test_version_names_the_content(
     assert again.artifact_version != open_artifact(artifacts["bert"]).manifest.artifact_version
 
 
-def test_names_given_by_the_user_are_kept_and_an_old_artifact_is_replaced(
-    checkpoints: dict[str, Path], artifacts: dict[str, Path], tmp_path: Path
+def test_names_given_by_the_user_are_kept_and_an_old_artifact_is_replaced_on_demand(
+    checkpoints: dict[str, Path],
+    artifacts: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "a"
     shutil.copytree(artifacts["bert"], out)
@@ -261,20 +264,26 @@ def test_names_given_by_the_user_are_kept_and_an_old_artifact_is_replaced(
         "--license",
         "MIT",
     ]
-    assert main([str(checkpoints["bert"]), "--out", str(out), *arguments]) == 0
+    before = (out / "manifest.json").read_bytes()
+    assert main([str(checkpoints["bert"]), "--out", str(out), *arguments]) == 2
+    assert "--overwrite true replaces this artifact" in one_error_line(capsys)
+    assert (out / "manifest.json").read_bytes() == before
+    assert main([str(checkpoints["bert"]), "--out", str(out), *arguments, "--overwrite", "true"]) == 0
     manifest = open_artifact(out).manifest
-    assert (manifest.artifact_id, manifest.artifact_version, manifest.license) == ("mine", "2", "MIT")
+    assert (manifest.artifact_id, manifest.license) == ("mine", "MIT")
+    assert re.fullmatch(r"2\+[0-9a-f]{12}", manifest.artifact_version)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.parametrize("name", ["precious.txt", "manifest.json"])
 def test_folder_that_is_no_artifact_is_not_replaced(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "precious.txt").write_text("keep me")
-    assert main([str(checkpoints["bert"]), "--out", str(tmp_path / "a")]) == 2
+    (tmp_path / "a" / name).write_text("{}")
+    assert main([str(checkpoints["bert"]), "--out", str(tmp_path / "a"), "--overwrite", "true"]) == 2
     assert "export-onnx: error: out: got" in one_error_line(capsys)
-    assert (tmp_path / "a" / "precious.txt").read_text() == "keep me"
+    assert [(path.name, path.read_text()) for path in (tmp_path / "a").iterdir()] == [(name, "{}")]
 
 
 def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -15,7 +15,7 @@ from export.packaging import NASTY, check_tokenizer_graph
 from export.text.character_map import character_map, words_of
 from export.text.text_graph import extensions_library, text_graph
 from export.text.tokenizer_graph import tokenizer_graph
-from predictors.artifact import hash_files, open_artifact
+from predictors.artifact import open_artifact, write_manifest
 from predictors.runtime import open_runtime
 from predictors.tokenizer import LAST_CUT_CHARS_PER_TOKEN, PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
@@ -122,12 +122,12 @@ def test_one_file_goes_from_text_to_predictions(folders: dict[str, Path]) -> Non
 
 
 def change_tokenizer(folder: Path, change: Any) -> None:
+    manifest = open_artifact(folder).manifest
     path = folder / "tokenizer.json"
     content = json.loads(path.read_text())
     change(content)
     path.write_text(json.dumps(content))
-    manifest = json.loads((folder / "manifest.json").read_text()) | {"files": hash_files(folder)}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(folder, manifest)
 
 
 def byte_level(content: dict[str, Any]) -> None:

@@ -23,8 +23,7 @@ from predictors.artifact import (
     EncoderCard,
     LexicalInput,
     Manifest,
-    content_version,
-    hash_files,
+    open_artifact,
     write_manifest,
 )
 from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
@@ -37,14 +36,30 @@ from predictors.service.pipeline import Runtime
 from predictors.service.server import PredictionServer, ServerSettings
 from predictors.service.tracing import Tracing
 
-WORDS = ("name", "three", "rivers", "write", "a", "long", "essay", "about", "the", "sea", "nan", "crash")
+WORDS = (
+    "name",
+    "three",
+    "rivers",
+    "write",
+    "a",
+    "long",
+    "essay",
+    "about",
+    "the",
+    "sea",
+    "nan",
+    "crash",
+    "last",
+)
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
 NU = 3.5
 
 
 def embeddings() -> NDArray[np.float32]:
-    """One row (mu, softplus^-1 of sigma) per token; "nan" gives NaN, "crash" lies outside the table."""
-    table = np.stack([4 + np.arange(len(VOCAB) - 1) * 0.1, np.linspace(-1, 1, len(VOCAB) - 1)], axis=1)
+    """One row (mu, softplus^-1 of sigma) per token; "nan" gives NaN, "crash" has a row that the graph never finds."""
+    num_words = VOCAB["crash"]
+    table = np.zeros((len(VOCAB), 2))
+    table[:num_words] = np.stack([4 + np.arange(num_words) * 0.1, np.linspace(-1, 1, num_words)], axis=1)
     table[VOCAB["nan"]] = np.nan
     return table.astype(np.float32)
 
@@ -68,6 +83,22 @@ def write_artifact(folder: Path, **changes: Any) -> Path:
     return _write(folder, _graph(), **fields)
 
 
+def without_numbers(folder: Path) -> Path:
+    """Changes an artifact of this file so that all it predicts is NaN; it stays a valid one."""
+    manifest = open_artifact(folder).manifest
+    model = onnx.load(folder / "model.onnx")
+    [table] = [tensor for tensor in model.graph.initializer if tensor.name == "table"]
+    table.CopyFrom(numpy_helper.from_array(np.full_like(embeddings(), np.nan), "table"))
+    onnx.save(model, folder / "model.onnx")
+    write_manifest(folder, manifest)
+    return folder
+
+
+def version_prefix(version: str) -> str:
+    """What was put before a version; see `write_manifest`."""
+    return version.rpartition("+")[0]
+
+
 SERVED_MODELS = ("tiny-llm", "huge-llm")
 RICH: dict[str, Any] = {
     "heads": ("length", "urgency", "bucket", "regression", "rank"),
@@ -80,8 +111,16 @@ RICH: dict[str, Any] = {
 
 
 def write_rich_artifact(folder: Path, **changes: Any) -> Path:
-    """Writes an artifact with all heads that sees served model and temperature: see `expected_rich`."""
-    return _write(folder, _rich_graph(), **(RICH | changes))
+    """Writes an artifact with all heads, or those in `changes`, that sees served model and temperature.
+
+    Its numbers: `expected_rich`.
+    """
+    fields = RICH | changes
+    of_heads = {"urgency": ("urgency_levels", "abstain_threshold"), "bucket": ("bucket_edges",)}
+    for head, names in of_heads.items():
+        if head not in fields["heads"]:
+            fields = {name: value for name, value in fields.items() if name not in names}
+    return _write(folder, _rich_graph(fields["heads"]), **fields)
 
 
 def expected_rich(prompt: str, number: int = 0, temperature: float = 0.0) -> dict[str, Any]:
@@ -113,10 +152,8 @@ def write_lexical_artifact(folder: Path, **changes: Any) -> Path:
     shape: list[str | int | None] = ["batch", len(FEATURE_NAMES)]
     inputs = [helper.make_tensor_value_info("features", TensorProto.FLOAT, shape)]
     onnx.save(_model(nodes, constants, inputs, {"mu": None, "sigma": None}), folder / "model.onnx")
-    files = hash_files(folder)
     fields: dict[str, Any] = {
         "artifact_id": "lexical",
-        "artifact_version": content_version(files),
         "created": "2026-01-02T03:04:05+00:00",
         "kind": "lexical",
         "heads": ("length",),
@@ -124,9 +161,14 @@ def write_lexical_artifact(folder: Path, **changes: Any) -> Path:
         "lexical": LexicalInput(
             feature_names=tuple(FEATURE_NAMES), feature_version=FEATURE_VERSION, max_chars=1000
         ),
-        "files": files,
     }
-    write_manifest(folder, Manifest(**(fields | changes)))
+    return _finish(folder, fields | changes)
+
+
+def _finish(folder: Path, fields: dict[str, Any]) -> Path:
+    """`artifact_version` among the fields is put before the version."""
+    prefix = fields.pop("artifact_version", None)
+    write_manifest(folder, Manifest(**fields), version_prefix=prefix)
     return folder
 
 
@@ -140,10 +182,8 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "normalization.json").write_text(json.dumps({"mu_mean": 0.0}), encoding="utf-8")
-    files = hash_files(folder)
     fields: dict[str, Any] = {
         "artifact_id": "tiny",
-        "artifact_version": content_version(files),
         "created": "2026-01-02T03:04:05+00:00",
         "encoder": EncoderCard(
             architecture="bag", source="fake", num_parameters=32, num_layers=None, width=2
@@ -151,15 +191,15 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
         "max_length": 16,
         "truncation_side": "right",
         "pad_token_id": VOCAB["[PAD]"],
-        "files": files,
     }
-    write_manifest(folder, Manifest(**(fields | changes)))
-    return folder
+    return _finish(folder, fields | changes)
 
 
 # The mean embedding, and its two columns.
 MEAN = [
-    helper.make_node("Gather", ["table", "input_ids"], ["embedded"]),
+    helper.make_node("Equal", ["input_ids", "crash"], ["crashes"]),
+    helper.make_node("Where", ["crashes", "outside", "input_ids"], ["rows"]),
+    helper.make_node("Gather", ["table", "rows"], ["embedded"]),
     helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
     helper.make_node("Unsqueeze", ["mask", "last"], ["weights"]),
     helper.make_node("Mul", ["embedded", "weights"], ["weighted"]),
@@ -175,6 +215,8 @@ MEAN = [
 def _constants() -> dict[str, Any]:
     return {
         "table": embeddings(),
+        "crash": np.array(VOCAB["crash"]),
+        "outside": np.array(len(VOCAB)),
         "last": np.array([2]),
         "one": np.array([1]),
         "first_column": np.array(0),
@@ -194,7 +236,7 @@ def _graph() -> onnx.ModelProto:
     return _model(nodes, _constants(), _token_inputs(), {"mu": None, "sigma": None})
 
 
-def _rich_graph() -> onnx.ModelProto:
+def _rich_graph(heads: Sequence[str]) -> onnx.ModelProto:
     nodes = [
         *MEAN,
         helper.make_node("Cast", ["served_model"], ["number"], to=TensorProto.FLOAT),
@@ -218,15 +260,14 @@ def _rich_graph() -> onnx.ModelProto:
         helper.make_tensor_value_info("served_model", TensorProto.INT64, ["batch"]),
         helper.make_tensor_value_info("temperature", TensorProto.FLOAT, ["batch"]),
     ]
-    outputs = {
-        "mu": None,
-        "sigma": None,
-        "nu": None,
-        "urgency": 3,
-        "bucket": 2,
-        "regression_tokens": None,
-        "rank": None,
+    of_head: dict[str, dict[str, int | None]] = {
+        "length": {"mu": None, "sigma": None, "nu": None},
+        "urgency": {"urgency": 3},
+        "bucket": {"bucket": 2},
+        "regression": {"regression_tokens": None},
+        "rank": {"rank": None},
     }
+    outputs = {name: width for head in heads for name, width in of_head[head].items()}
     return _model(nodes, constants, inputs, outputs)
 
 
@@ -352,8 +393,8 @@ async def running_server(
         metrics=metrics,
         tracing=tracing,
     )
-    port = await server.start()
     try:
+        port = await server.start()
         yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop()

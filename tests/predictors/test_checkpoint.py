@@ -58,7 +58,7 @@ def test_checkpoint_loads_without_the_encoder_folder_and_predicts_the_same(kind,
     assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
         ".csv",
-        *[".json"] * 5,
+        *[".json"] * 6,
         ".safetensors",
     ]
 
@@ -119,3 +119,10 @@ def test_broken_checkpoints_are_named(break_it, message, saved, tmp_path):
     break_it(tmp_path / "out")
     with pytest.raises(InputError, match=message):
         load_checkpoint(tmp_path / "out")
+
+
+@pytest.mark.parametrize("text", [b'{"a":' + b"[" * 100_000, b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff\xfe"])
+def test_json_that_python_would_take_or_choke_on_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(InputError, match=r"^checkpoint: got .*config\.json'; allowed: a file with"):
+        load_checkpoint(tmp_path)

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from predictors.artifact import content_version, hash_files
 from predictors.cli import ServeConfig, batching_settings, main
 from predictors.client import ClientSettings, GrpcPredictor, SyncPredictor
 from predictors.runtime import CPU, CUDA
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, write_artifact
+from tests.predictors.fakes import expected, without_numbers, write_artifact
 
 REQUEST = PredictionRequest("r", "name three rivers", 100)
 PATIENCE_S = 150.0
@@ -123,6 +124,7 @@ def test_broken_artifact_is_one_line(
     folder = write_artifact(tmp_path / "a")
     breakage(folder)
     port_file = tmp_path / "port"
+    port_file.write_text("50051\n")  # of a server that was killed
     assert main([str(folder), "--port", "0", "--port_file", str(port_file)]) == 2
     assert message in one_error_line(capsys)
     assert not port_file.exists()
@@ -195,3 +197,24 @@ async def test_sigint_drains_too(tmp_path: Path) -> None:
         assert "draining 0 requests" in server.log
     finally:
         server.kill()
+
+
+@pytest.mark.parametrize("broken", ["numbers", "model.onnx", "tokenizer.json"])
+def test_an_artifact_that_cannot_predict_ends_the_start_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    folder = write_artifact(tmp_path / "a")
+    if broken == "numbers":
+        without_numbers(folder)
+    else:
+        content = (folder / broken).read_bytes()
+        (folder / broken).write_bytes(content[: len(content) // 2])
+        manifest = json.loads((folder / "manifest.json").read_text()) | {"files": hash_files(folder)}
+        manifest["artifact_version"] = content_version(manifest)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    port_file = tmp_path / "port"
+    assert main([str(folder), "--port=0", f"--port_file={port_file}"]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    expected_error = "the model gave mu = nan" if broken == "numbers" else f"artifact file {broken}: got"
+    assert error.startswith(f"serve-predictor: error: {expected_error}")
+    assert not port_file.exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from predictors.service.errors import UnparsableError
 from predictors.service.grouping import BatchingSettings
 from predictors.service.json_messages import as_json, from_json, json_object
 from predictors.service.metrics import PrometheusMetrics
+from predictors.service.tracing import Span, Tracing
 from scheduler_core.lengths import LogT
 from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until
 from tests.properties import examples
@@ -126,6 +127,32 @@ async def test_full_queue_and_time_out_over_http(rich_folder: Path) -> None:
         runtime.gate.set()
         assert (await first)[0] == 200
     assert runtime.batches == [1]
+
+
+class TraceHeaders(Tracing):
+    """Keeps the trace contexts that callers have sent."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self.contexts: list[Mapping[str, str] | None] = []
+
+    def start(self, method: str, trace: Mapping[str, str] | None) -> Span:
+        self.contexts.append(trace)
+        return Span()
+
+
+async def test_a_trace_context_that_is_not_ascii_is_none(rich_folder: Path) -> None:
+    tracing = TraceHeaders()
+    async with (
+        running_server(open_runtime(rich_folder), http_port=0, tracing=tracing) as (server, _),
+        aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
+    ):
+        for value in ("a=1", "a=\u00fc"):
+            headers = {"tracestate": value}
+            async with session.post("/v1/predict", json={"prompt": "sea"}, headers=headers) as response:
+                assert response.status == 200
+    assert tracing.contexts == [{"tracestate": "a=1"}, {}]
 
 
 async def test_body_over_the_limit_is_refused(rich_folder: Path) -> None:
@@ -256,9 +283,9 @@ JSON = st.recursive(
     )
 )
 @examples(40)
-def test_any_json_is_a_request_or_unparsable(content: dict[str, Any]) -> None:
+async def test_any_json_is_a_request_or_unparsable(content: dict[str, Any]) -> None:
     try:
-        message = from_json(pb.PredictRequest, json_object(json.dumps(content).encode()))
+        message = from_json(pb.PredictRequest, await json_object(json.dumps(content).encode()))
     except UnparsableError:
         return
     assert from_json(pb.PredictRequest, as_json(message)).SerializeToString() == message.SerializeToString()

@@ -80,6 +80,7 @@ def test_defaults_of_the_two_kinds_of_device() -> None:
     cpu, gpu = BatchingSettings.cpu(num_workers=2), BatchingSettings.gpu()
     assert (cpu.max_batch, cpu.max_wait_s, cpu.num_workers, cpu.order) == (4, 0.0, 2, "length")
     assert (gpu.max_batch, gpu.max_wait_s) == (32, 0.003)
+    assert (cpu.max_running, gpu.max_running) == (3, 2)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,7 @@ def test_defaults_of_the_two_kinds_of_device() -> None:
         ("max_padded_tokens", 0),
         ("max_queue", 0),
         ("num_workers", 0),
+        ("num_ahead", -1),
         ("order", "random"),
     ],
 )

@@ -222,7 +222,7 @@ async def test_artifact_without_a_length_gives_none(tmp_path: Path) -> None:
 
 
 async def test_numbers_of_other_heads_are_checked_too(tmp_path: Path) -> None:
-    folder = write_rich_artifact(tmp_path / "a", heads=("rank",), abstain_threshold=None)
+    folder = write_rich_artifact(tmp_path / "a", heads=("rank",))
     async with running_server(open_runtime(folder)) as (_, address), connect(address) as predictor:
         with pytest.raises(PredictorError, match="the model gave rank = nan") as caught:
             await predictor.predict([PredictionRequest("r", "nan", 100)])

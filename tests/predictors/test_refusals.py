@@ -21,7 +21,7 @@ from predictors.runtime import open_runtime
 from predictors.service.grouping import BatchingSettings
 from predictors.service.metrics import PrometheusMetrics
 from predictors.service.server import PredictionServer, ServerSettings
-from predictors.service.threads import WorkerThreads
+from predictors.service.threads import ServiceThreads
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import GatedRuntime, expected, running_server, until, write_lexical_artifact
 
@@ -113,13 +113,15 @@ async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, artifac
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
 @pytest.mark.parametrize("niceness", [0, 5, 19])
 async def test_worker_threads_stand_back_and_nobody_else_does(niceness: int) -> None:
-    threads = WorkerThreads(2, "test", niceness=niceness)
+    threads = ServiceThreads(2, niceness)
 
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     before = priority()
-    found = await asyncio.gather(*(threads.call(priority) for _ in range(8)))
+    loop = asyncio.get_running_loop()
+    found = await asyncio.gather(*(loop.run_in_executor(threads.run, priority) for _ in range(8)))
+    assert await loop.run_in_executor(threads.tokenise, priority) == before
     threads.close()
     assert set(found) == {min(19, before + niceness)}
     assert priority() == before

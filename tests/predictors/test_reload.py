@@ -19,12 +19,15 @@ from predictors.service.grouping import BatchingSettings
 from predictors.service.metrics import PrometheusMetrics
 from predictors.service.pipeline import Runtime
 from predictors.service.places import ArtifactPlace
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from tests.predictors.fakes import (
+    VOCAB,
     GatedRuntime,
     expected,
     running_server,
     until,
+    version_prefix,
+    without_numbers,
     write_artifact,
     write_lexical_artifact,
     write_rich_artifact,
@@ -101,11 +104,12 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
         assert not inside.done()
         old.gate.set()
         first = await inside
-    assert (first.artifact_version, later.artifact_version) == ("one", "two")
+    assert [version_prefix(each.artifact_version) for each in (first, later)] == ["one", "two"]
     assert first.mu == later.mu == pytest.approx(expected("sea")[0], rel=1e-6)
     text = metrics.exposition().decode()
-    assert 'tailcast_artifact_info{artifact="tiny",provider="CPUExecutionProvider",version="two"} 1.0' in text
-    assert 'tailcast_artifact_info{artifact="tiny",provider="CPUExecutionProvider",version="one"} 0.0' in text
+    for response, value in ((later, 1.0), (first, 0.0)):
+        labels = f'artifact="tiny",provider="CPUExecutionProvider",version="{response.artifact_version}"'
+        assert f"tailcast_artifact_info{{{labels}}} {value}" in text
     assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
 
 
@@ -128,7 +132,7 @@ async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
             while not done.is_set():
                 response = await stub.Predict(pb.PredictRequest(prompt="name three rivers"))
                 assert response.mu == pytest.approx(expected("name three rivers")[0], rel=1e-5)
-                versions.append(response.artifact_version)
+                versions.append(version_prefix(response.artifact_version))
 
         askers = [asyncio.create_task(ask()) for _ in range(8)]
         for _ in range(6):
@@ -164,13 +168,11 @@ def damaged(folder: Path) -> Path:
         (lambda path: place(write_lexical_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
         (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
         (
-            lambda path: GatedRuntime(
-                write_rich_artifact(path / "a", artifact_version="new"), num_failures=1
-            ),
-            "injected failure",
+            lambda path: place(without_numbers(write_rich_artifact(path / "a"))).open(),
+            "the model gave mu = nan",
         ),
     ],
-    ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "predictions fail"],
+    ids=["missing", "damaged", "another id", "fewer heads", "warm-up fails", "no numbers"],
 )
 async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
     tmp_path: Path, rich_folder: Path, successor: Any, message: str
@@ -191,6 +193,24 @@ async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
         response = await PredictorStub(channel).Predict(pb.PredictRequest(prompt="sea"))
     assert response.artifact_version == version
     assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 2.0' in metrics.exposition().decode()
+
+
+async def test_a_start_verifies_as_a_reload_does(tmp_path: Path, artifact_folder: Path) -> None:
+    broken = open_runtime(without_numbers(write_artifact(tmp_path / "a", artifact_id="broken")))
+    with pytest.raises(TailcastError, match="the model gave mu = nan"):
+        async with running_server([open_runtime(artifact_folder), broken]):
+            pass
+
+
+async def test_what_is_loaded_needs_its_folder_no_more(tmp_path: Path) -> None:
+    runtime = open_runtime(write_artifact(tmp_path / "a"))
+    async with running_server(runtime) as (_, address), grpc.aio.insecure_channel(address) as channel:
+        shutil.rmtree(tmp_path / "a")
+        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        by_ids = await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, VOCAB["sea"], 2])))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"token_ids: got {len(VOCAB)}; allowed: 0 to"):
+            await stub.Predict(pb.PredictRequest(token_ids=pb.TokenIds(ids=[len(VOCAB)])))
+    assert by_ids.mu == pytest.approx(expected("sea")[0], rel=1e-6)
 
 
 async def test_without_a_place_nothing_can_be_reloaded(artifact_folder: Path) -> None:

@@ -170,3 +170,17 @@ def test_bad_files_are_named(tmp_path: Path, pki: Pki, field: str) -> None:
     (tmp_path / "text").write_text("no PEM")
     with pytest.raises(InputError, match=option):
         TlsFiles(**(files | {field: tmp_path / "text"})).grpc_credentials()
+
+
+@pytest.mark.parametrize("header", ["Bearer schl\u00fcssel", "Bearer schl\u00fcssel".encode()])
+def test_a_token_need_not_be_ascii(header: str | bytes) -> None:
+    BearerTokens(["schl\u00fcssel"]).check(header)
+
+
+@pytest.mark.parametrize(
+    "header", ["Bearer \udcff", b"Bearer \xff", b"Bearer \xef\xbf\xbd", "Bearer schl\udcfcssel", "", None]
+)
+def test_bytes_that_are_no_text_are_no_token(header: str | bytes | None) -> None:
+    tokens = BearerTokens(["schl\u00fcssel", "\ufffd\ufffd"])
+    with pytest.raises(UnauthenticatedError):
+        tokens.check(header)

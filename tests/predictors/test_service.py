@@ -170,15 +170,15 @@ async def test_metadata_tells_what_is_served(stub: Any) -> None:
     assert (metadata.max_length_tokens, metadata.truncation_side) == (16, "right")
     assert metadata.provider == "CPUExecutionProvider"
     assert metadata.max_batch_requests == 256
-    assert metadata.max_message_bytes == 16 * 2**20
+    assert metadata.max_message_bytes == 4 * 2**20
     assert (metadata.kind, list(metadata.heads)) == ("encoder", ["length"])
     assert not metadata.conditioned_on_served_model
     assert not metadata.accepts_unknown_models
     assert not metadata.HasField("abstain_threshold")
 
 
-async def test_ten_megabyte_prompt_is_truncated_and_answered(stub: Any) -> None:
-    response = await stub.Predict(pb.PredictRequest(prompt="sea " * 2_500_000))
+async def test_a_prompt_of_almost_four_mebibytes_is_truncated_and_answered(stub: Any) -> None:
+    response = await stub.Predict(pb.PredictRequest(prompt="sea " * (2**20 - 10)))
     assert (response.prompt_tokens, response.truncated) == (16, True)
     assert response.mu == pytest.approx(expected("sea " * 14)[0], rel=1e-6)
 
@@ -269,7 +269,7 @@ async def test_failing_batch_is_internal_for_all_its_callers_and_the_next_one_wo
         with caplog.at_level(logging.CRITICAL, logger="predictors.service.pipeline"):
             outcomes = [await status(call) for call in [stub.Predict(request) for request in requests]]
         assert {code for code, _ in outcomes} == {grpc.StatusCode.INTERNAL}
-        assert all("injected failure" in message for _, message in outcomes)
+        assert all("the batch failed (RuntimeError)" in message for _, message in outcomes)
         answers = await asyncio.gather(*(stub.Predict(request) for request in requests))
     assert len(answers) == 3
     assert runtime.batches == [3, 3]
@@ -355,6 +355,8 @@ async def test_stop_answers_what_is_inside_and_ends_health_watchers(artifact_fol
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         refused = await status(stub.Predict(pb.PredictRequest(prompt="sea")))
         assert refused == (grpc.StatusCode.UNAVAILABLE, "the service is shutting down")
+        batch = pb.PredictBatchRequest(requests=[pb.PredictRequest(prompt="sea")] * 2)
+        assert await status(stub.PredictBatch(batch)) == refused
         runtime.gate.set()
         answers = await asyncio.gather(*inside)
         await asyncio.wait_for(stopping, timeout=20)
@@ -539,7 +541,7 @@ async def test_token_ids_and_chat_messages_give_the_numbers_of_the_text(
         ("token_ids", {"token_ids": pb.TokenIds()}),
         ("token_ids", {"token_ids": pb.TokenIds(ids=[1] * 17)}),
         ("token_ids", {"token_ids": pb.TokenIds(ids=[-1])}),
-        ("token_ids", {"token_ids": pb.TokenIds(ids=[16])}),
+        ("token_ids", {"token_ids": pb.TokenIds(ids=[17])}),
         ("messages", {"messages": pb.ChatMessages()}),
         ("messages", {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="assistant", content="a")])}),
         ("messages", {"messages": pb.ChatMessages(messages=[pb.ChatMessage(role="user", content=" ")])}),

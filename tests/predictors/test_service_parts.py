@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +24,14 @@ from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.cache import LruCache, cache_key
 from predictors.service.calls import parsed
-from predictors.service.errors import UnparsableError
+from predictors.service.errors import BatchError, UnparsableError
 from predictors.service.grouping import BatchingSettings
 from predictors.service.logs import JsonFormatter
-from predictors.service.memory import settle_memory
-from predictors.service.metrics import PrometheusMetrics
-from predictors.service.threads import WorkerThreads
+from predictors.service.metrics import PrometheusMetrics, WorkerMetricFiles
+from predictors.service.pipeline import MAX_INLINE_CHARS, PredictionPipeline
+from predictors.service.threads import ServiceThreads, submit, worker_cores
 from predictors.service.tracing import OpenTelemetryTracing
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, TailcastError
 from tests.predictors.fakes import GatedRuntime, running_server, until
 
 
@@ -94,55 +97,124 @@ async def test_failures_are_not_cached(rich_folder: Path, caplog: pytest.LogCapt
         assert not (await stub.Predict(pb.PredictRequest(prompt="sea"))).cached
 
 
-async def test_threads_work_at_the_same_time_and_hand_back_results_and_errors() -> None:
-    threads = WorkerThreads(2, "test")
+async def test_results_and_errors_of_threads_come_back_in_the_event_loop() -> None:
+    threads = ServiceThreads(num_workers=2)
     barrier = threading.Barrier(2)
-    names = await asyncio.gather(*(threads.call(_meet, barrier) for _ in range(2)))
-    assert sorted(names) == ["test-0", "test-1"]
-    with pytest.raises(ZeroDivisionError):
-        await threads.call(lambda: 1 // 0)
-    with pytest.raises(RuntimeError, match="StopIteration"):
-        await threads.call(next, iter(()))
-    assert await threads.call(max, 1, 2) == 2
+    outcomes: asyncio.Queue[tuple[object, BaseException | None, str]] = asyncio.Queue()
+
+    def done(result: object, error: BaseException | None) -> None:
+        outcomes.put_nowait((result, error, threading.current_thread().name))
+
+    for _ in range(2):  # neither ends before the other one has begun
+        submit(threads.run, done, _meet, barrier)
+    names = [await outcomes.get() for _ in range(2)]
+    assert sorted(str(name) for name, _, _ in names) == ["tailcast-run_0", "tailcast-run_1"]
+    submit(threads.run, done, next, iter(()))
+    _, error, thread = await outcomes.get()
+    assert isinstance(error, StopIteration)
+    assert thread == threading.main_thread().name
     threads.close()
 
 
-async def test_threads_make_waiting_calls_in_order_and_even_after_the_end() -> None:
-    threads = WorkerThreads(1, "test")
-    gate, made = threading.Event(), list[int]()
-    calls = [threads.call(gate.wait), *(threads.call(made.append, number) for number in range(20))]
+async def test_threads_make_the_calls_that_wait_even_after_the_end() -> None:
+    threads = ServiceThreads(num_workers=1)
+    gate, numbers = threading.Event(), list[int]()
+    ended = asyncio.Event()
+    submit(threads.run, lambda result, error: None, gate.wait)
+    for number in range(20):
+        submit(threads.run, lambda result, error: None, numbers.append, number)
+    submit(threads.run, lambda result, error: ended.set(), len, numbers)
     threads.close()
-    assert not calls[0].done()
+    assert numbers == []
     gate.set()
-    await asyncio.gather(*calls)
-    assert made == list(range(20))
+    await ended.wait()
+    assert numbers == list(range(20))
 
 
-async def test_threads_call_back_in_the_event_loop() -> None:
-    threads = WorkerThreads(2, "test")
-    found: asyncio.Future[tuple[object, BaseException | None, str]] = (
-        asyncio.get_running_loop().create_future()
-    )
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="threads cannot be bound to cores here")
+async def test_model_threads_are_bound_to_a_core_each_and_no_other_thread_is() -> None:
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    threads = ServiceThreads(len(cores), cores=cores)
+    barrier = threading.Barrier(len(cores))
 
-    def done(result: int | None, error: BaseException | None) -> None:
-        found.set_result((result, error, threading.current_thread().name))
+    def affinity() -> frozenset[int]:
+        barrier.wait(timeout=20)
+        return frozenset(os.sched_getaffinity(0))
 
-    threads.submit(done, max, 1, 2)
-    assert await found == (2, None, threading.main_thread().name)
+    before = os.sched_getaffinity(0)
+    loop = asyncio.get_running_loop()
+    found = await asyncio.gather(*(loop.run_in_executor(threads.run, affinity) for _ in cores))
+    assert sorted(found, key=min) == [frozenset({core}) for core in cores]
+    assert await loop.run_in_executor(threads.tokenise, os.sched_getaffinity, 0) == before
+    assert os.sched_getaffinity(0) == before
     threads.close()
 
 
-def test_what_lives_at_the_start_is_not_looked_at_again() -> None:
-    try:
-        settle_memory()
-        assert gc.get_freeze_count() > 1000
-    finally:
-        gc.unfreeze()
+@pytest.mark.parametrize(
+    ("num_workers", "process", "num_processes", "cores"),
+    [
+        (4, 0, 1, [1, 3, 5, 7]),
+        (2, 0, 2, [1, 3]),
+        (2, 1, 2, [5, 7]),
+        (1, 3, 4, [7]),
+        (3, 0, 1, []),
+        (8, 0, 1, []),
+    ],
+)
+def test_model_threads_are_bound_only_where_there_are_as_many_as_cores(
+    monkeypatch: pytest.MonkeyPatch, num_workers: int, process: int, num_processes: int, cores: list[int]
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {7, 1, 5, 3}, raising=False)
+    assert worker_cores(num_workers, process, num_processes) == cores
 
 
 def _meet(barrier: threading.Barrier) -> str:
     barrier.wait(timeout=20)
     return threading.current_thread().name
+
+
+@pytest.mark.parametrize("prompt", ["sea", "sea " * 1000], ids=["in the event loop", "in a thread"])
+async def test_a_tokenizer_that_fails_fails_its_request_alone(artifact_folder: Path, prompt: str) -> None:
+    runtime = GatedRuntime(artifact_folder)
+    tokenizer = runtime.tokenizer
+    threads: list[str] = []
+
+    def failing(prompts: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        if len(threads) == 1:
+            raise RuntimeError("injected failure")
+        return tokenizer(prompts)
+
+    pipeline = PredictionPipeline(runtime, BatchingSettings.cpu(1))
+    await pipeline.start()
+    runtime.tokenizer = failing  # type: ignore[assignment]
+    with pytest.raises(BatchError, match="the batch failed") as caught:
+        await pipeline.predict(prompt)
+    assert str(caught.value.__cause__) == "injected failure"
+    assert (await pipeline.predict(prompt)).found.mu is not None
+    await pipeline.close()
+    is_inline = len(prompt) <= MAX_INLINE_CHARS
+    assert all((name == threading.main_thread().name) is is_inline for name in threads)
+
+
+async def test_waiting_for_a_busy_worker_is_queue_time_though_the_batch_was_handed_over(
+    artifact_folder: Path,
+) -> None:
+    runtime = GatedRuntime(artifact_folder, is_open=False)
+    pipeline = PredictionPipeline(runtime, BatchingSettings.cpu(1))
+    await pipeline.start()
+    start = time.perf_counter()
+    calls = [asyncio.ensure_future(pipeline.predict(prompt)) for prompt in ("sea", "name three rivers")]
+    await until(lambda: pipeline.num_inside == 2)
+    before = time.perf_counter()
+    await asyncio.sleep(0)
+    waited_s = time.perf_counter() - before
+    runtime.gate.set()
+    _, second = await asyncio.gather(*calls)
+    assert second.batch_size == 1
+    assert second.queue_s >= waited_s
+    assert second.queue_s + second.inference_s <= time.perf_counter() - start
+    await pipeline.close()
 
 
 async def test_metrics_tell_queue_batches_and_padding(artifact_folder: Path) -> None:
@@ -178,6 +250,55 @@ async def test_metrics_tell_queue_batches_and_padding(artifact_folder: Path) -> 
         'tailcast_inference_seconds_count{artifact="tiny"} 1.0',
     ):
         assert line in text, line
+
+
+WORKER = """
+import sys, grpc
+from predictors.service.metrics import PrometheusMetrics, count_as_worker
+count_as_worker(int(sys.argv[1]))
+server = PrometheusMetrics()
+for name in sys.argv[2:]:
+    metrics = server.artifact(name)
+    metrics.loaded("v1", "CPUExecutionProvider", None)
+    metrics.entered()
+    for method in ("Predict", "PredictBatch", "PredictStream", "HTTP Predict", "ModelInfer"):
+        for code in grpc.StatusCode:
+            metrics.answered(method, code.name, 0.1, 0.1, 0.1)
+    metrics.batch([3], 0.1)
+    metrics.failed_batch()
+    metrics.cache(True), metrics.cache(False)
+    metrics.reload(True), metrics.reload(False)
+print(server.exposition().decode())
+"""
+
+
+def test_metrics_of_workers_stay_within_the_space_that_was_taken_for_them(tmp_path: Path) -> None:
+    names = ["a" * 64, "b" * 64]
+    files = WorkerMetricFiles(tmp_path, num_workers=2, num_artifacts=2)
+    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    assert len(sizes) == 8
+    assert all(file.stat().st_blocks * 512 >= sizes[file.name] for file in tmp_path.iterdir())
+
+    def exposition(worker: int) -> str:
+        command = [sys.executable, "-c", WORKER, str(worker), *names]
+        return subprocess.run(
+            command, env=os.environ | files.environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    exposition(0)
+    files.reset_live(0)
+    exposition(0)  # the second process of the same worker
+    text = exposition(1)
+    assert f'tailcast_failed_batches_total{{artifact="{names[0]}"}} 3.0' in text
+    assert f'tailcast_queue_length{{artifact="{names[1]}"}} 2.0' in text  # without the process that has ended
+    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == sizes
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
+def test_no_space_for_the_metrics_of_workers_is_an_error_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "histogram_1.db").symlink_to("/dev/full")
+    with pytest.raises(TailcastError, match=r"metrics of 2 workers need 400 KiB.*No space left"):
+        WorkerMetricFiles(tmp_path, num_workers=2, num_artifacts=1)
 
 
 def test_log_lines_are_json_objects() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,8 +15,7 @@ from predictors.service.supervisor import Supervisor
 
 WORKER = """
 import os, signal, sys, time
-folder, plan, ready_file = sys.argv[1:]
-number = ready_file[-1]
+folder, plan, number, ready_fd = sys.argv[1:]
 life = 0
 while True:
     try:
@@ -35,7 +36,8 @@ if what.startswith("late"):  # only once the other one serves
 if what.isdigit():
     sys.exit(int(what))
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-open(ready_file, "w").close()
+open(f"{folder}/pid-{number}", "w").write(str(os.getpid()))
+os.write(int(ready_fd), b"x")
 open(f"{folder}/serving", "w").close()
 time.sleep(600)
 """
@@ -46,19 +48,22 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
 
 
-async def run(folder: Path, plan: str) -> tuple[int, list[str], bool]:
+async def run(folder: Path, plan: str, *, suspended: int | None = None) -> tuple[int, list[str], bool]:
     """Exit code, lives of workers (number-life), and whether all of them were ready at some time."""
-    supervisor = Supervisor([sys.executable, "-S", "-c", WORKER, str(folder), plan], 2)
+    command = [sys.executable, "-S", "-c", WORKER, str(folder), plan]
+    supervisor = Supervisor(command, 2, stop_timeout_s=120 if suspended is None else 1)
     was_ready = False
 
     def on_ready() -> None:
         nonlocal was_ready
         was_ready = True
+        if suspended is not None:
+            os.kill(int((folder / f"pid-{suspended}").read_text()), signal.SIGSTOP)
         supervisor.stop()
 
     async with asyncio.timeout(120):
         code = await supervisor.run(on_ready)
-    lives = sorted(file.name for file in folder.iterdir() if file.name != "serving")
+    lives = sorted(file.name for file in folder.glob("[0-9]-*"))
     return code, lives, was_ready
 
 
@@ -92,3 +97,12 @@ async def test_workers_that_are_killed_again_and_again_end_it_too(tmp_path: Path
     code, lives, was_ready = await run(tmp_path, "else:killed")
     assert (code, was_ready) == (1, False)
     assert module.MAX_EARLY_ENDS <= len(lives) <= module.MAX_EARLY_ENDS + 1
+
+
+async def test_workers_that_do_not_end_in_time_are_killed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A suspended process does not get SIGTERM; the other one ends as it should.
+    code, lives, was_ready = await run(tmp_path, "else:serve", suspended=0)
+    assert (code, lives, was_ready) == (1, ["0-0", "1-0"], True)
+    assert "1 workers still run 1 s after the signal to stop: killed" in caplog.text

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.processes import ROOT, free_port, running
 from predictors.artifact import open_artifact
-from predictors.client import BreakerSettings, ClientSettings, GrpcPredictor, PredictorError, RetrySettings
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError, RetrySettings
 from predictors.predicted import Predicted
 from predictors.service.grouping import BatchingSettings
 from predictors.service.server import PredictionServer, ServerSettings
@@ -27,12 +27,9 @@ from tests.predictors.fakes import GatedRuntime, expected, running_server, until
 from tests.service.harness import JumpingClock, one_answer, rewritten, served
 
 PROMPTS = ["sea" + " a" * (number % 12) for number in range(60)]
-EACH_ALONE = ClientSettings(coalesce=False, retries=RetrySettings(max_attempts=1), breaker=None)
+ONE_ATTEMPT = ClientSettings(retries=RetrySettings(max_attempts=1))
 PATIENT = ClientSettings(
-    timeout_s=300.0,
-    num_connections=2,
-    retries=RetrySettings(max_attempts=20, max_budget=1000),
-    breaker=BreakerSettings(open_s=0.2, when_open="wait"),
+    timeout_s=300.0, num_connections=2, wait_for_ready=True, retries=RetrySettings(max_tokens=1000)
 )
 
 
@@ -71,7 +68,7 @@ async def test_a_session_that_raises_fails_just_its_batches(artifact_folder: Pat
     batching = BatchingSettings(max_batch=4, max_wait_s=0.0, num_workers=1)
     async with (
         running_server(runtime, batching=batching) as (_, address),
-        GrpcPredictor(address, EACH_ALONE) as predictor,
+        GrpcPredictor(address, ONE_ATTEMPT) as predictor,
     ):
         found = await asyncio.gather(
             *(predictor.predict([request(number)]) for number in range(60)), return_exceptions=True
@@ -95,7 +92,7 @@ async def test_the_clock_jumps(artifact_folder: Path, jump_s: float, batching: B
     server = PredictionServer(runtime, batching, ServerSettings(), clock)
     address = f"127.0.0.1:{await server.start()}"
     try:
-        async with GrpcPredictor(address, EACH_ALONE) as predictor:
+        async with GrpcPredictor(address, ONE_ATTEMPT) as predictor:
             inside = [asyncio.ensure_future(predictor.predict([request(number)])) for number in range(40)]
             await until(lambda: server.pipeline.num_inside == 40)
             clock.offset += jump_s
@@ -114,17 +111,7 @@ async def test_the_clock_jumps(artifact_folder: Path, jump_s: float, batching: B
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["calls", "stream"])
-async def test_workers_killed_while_clients_retry_and_nothing_is_lost(
-    artifact_folder: Path, transport: Any
-) -> None:
-    settings = ClientSettings(
-        timeout_s=PATIENT.timeout_s,
-        num_connections=2,
-        transport=transport,
-        retries=PATIENT.retries,
-        breaker=PATIENT.breaker,
-    )
+async def test_workers_killed_while_clients_retry_and_nothing_is_lost(artifact_folder: Path) -> None:
     with served(artifact_folder, "--workers=2") as server:
         supervisor = psutil.Process(server.process.popen.pid)
 
@@ -139,7 +126,7 @@ async def test_workers_killed_while_clients_retry_and_nothing_is_lost(
         assert len(workers()) == 2
         killed: set[int] = set()
         num_asked = 0
-        async with GrpcPredictor(server.address, settings) as predictor:
+        async with GrpcPredictor(server.address, PATIENT) as predictor:
 
             async def caller() -> None:
                 nonlocal num_asked
@@ -185,7 +172,7 @@ async def test_an_artifact_replaced_under_load_loses_no_request(tmp_path: Path) 
     with served(place) as server:
         seen: list[str] = []
         done = False
-        async with GrpcPredictor(server.address, EACH_ALONE) as predictor:
+        async with GrpcPredictor(server.address, ONE_ATTEMPT) as predictor:
 
             async def caller(number: int) -> None:
                 while not done:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import http.client
+import json
+import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from tests.service.harness import Served, served
 
@@ -46,7 +52,7 @@ def channel(server: Served) -> Iterator[grpc.Channel]:
 
 def status(channel: grpc.Channel, method: str, data: bytes, timeout_s: float = 30.0) -> grpc.StatusCode:
     """The status of a call whose request is just these bytes."""
-    call = channel.unary_unary(SERVICE + method)
+    call = channel.unary_unary(method if method.startswith("/") else SERVICE + method)
     try:
         call(data, timeout=timeout_s)
     except grpc.RpcError as error:
@@ -210,8 +216,8 @@ def test_unknown_methods_and_services(channel: grpc.Channel) -> None:
     assert_alive(channel)
 
 
-def test_a_prompt_of_ten_megabytes_is_read_as_far_as_the_model_reads(channel: grpc.Channel) -> None:
-    prompt = "name three rivers " * (10 * 2**20 // 18)
+def test_a_prompt_of_almost_four_mebibytes_is_read_as_far_as_the_model_reads(channel: grpc.Channel) -> None:
+    prompt = "name three rivers " * ((4 * 2**20 - 100) // 18)
     call = channel.unary_unary(SERVICE + "Predict")
     data = call(pb.PredictRequest(prompt=prompt).SerializeToString(), timeout=120)
     assert pb.PredictResponse.FromString(data).truncated
@@ -226,7 +232,7 @@ def test_a_megabyte_of_one_character(channel: grpc.Channel, unit: str) -> None:
 
 
 def test_a_message_over_the_limit_is_refused(channel: grpc.Channel) -> None:
-    data = pb.PredictRequest(prompt="x" * (17 * 2**20)).SerializeToString()
+    data = pb.PredictRequest(prompt="x" * (4 * 2**20)).SerializeToString()
     assert status(channel, "Predict", data, 60) == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert_alive(channel)
 
@@ -236,6 +242,386 @@ def test_a_huge_batch_is_refused_as_a_whole(channel: grpc.Channel) -> None:
     assert status(channel, "PredictBatch", data, 60) == grpc.StatusCode.INVALID_ARGUMENT
     assert status(channel, "PredictBatch", b"") == grpc.StatusCode.INVALID_ARGUMENT
     assert_alive(channel)
+
+
+def http_status(
+    server: Served, path: str, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = (), verb: str = "POST"
+) -> int:
+    """The status of an HTTP request, whose header values are just these bytes."""
+    head = (
+        f"{verb} ".encode()
+        + path.encode("utf-8", "surrogateescape")
+        + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+    )
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n" % len(body) + lines + b"\r\n" + body)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        response.read()
+        return response.status
+
+
+def is_answered_or_refused(status: int) -> bool:
+    """Whether a status is that of a service whose client is at fault, if anybody is."""
+    return 200 <= status < 500 or status == 503
+
+
+# Where a value is expected: what JSON parsers and their users trip over. None of the texts makes the tiny model fail.
+HOSTILE_JSON = st.sampled_from(
+    [
+        *(
+            "null",
+            "true",
+            "0",
+            "-1",
+            "-0",
+            "0.5",
+            "1.0",
+            "5e-324",
+            "1e308",
+            "1e999",
+            "NaN",
+            "Infinity",
+            "-Infinity",
+        ),
+        *("2147483648", "-9223372036854775809", "9223372036854775807", "9223372036854775808", "7" * 5000),
+        *(
+            '""',
+            '" "',
+            '"sea"',
+            '"5"',
+            '"NaN"',
+            '"tiny"',
+            '"\\ud800"',
+            '"x\\udc00"',
+            '"\\u0000"',
+            '"\u202e\u6f22"',
+        ),
+        *(
+            "[]",
+            "{}",
+            "[[]]",
+            "[null]",
+            "[1, 2]",
+            '["sea"]',
+            "[0.5]",
+            '{"ids": [1]}',
+            "[" * 2000 + "]" * 2000,
+        ),
+        *(
+            '{"a":' * 2000 + "1" + "}" * 2000,
+            "[1, NaN]",
+            "[1" + ", 1" * 20_000 + "]",
+            "nul",
+            "'sea'",
+            "01",
+            "+1",
+        ),
+    ]
+)
+
+
+def json_objects(names: st.SearchStrategy[str], values: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    """JSON texts of objects; a name can come twice."""
+    pairs = st.tuples(names, values).map(lambda pair: f'"{pair[0]}": {pair[1]}')
+    return st.lists(pairs, max_size=4).map(lambda parts: "{" + ", ".join(parts) + "}")
+
+
+FIELDS = [
+    name for field in pb.PredictRequest.DESCRIPTOR.fields for name in (field.name, field.json_name)
+    if field.name != "timeout_s"
+]  # fmt: skip
+JSON_REQUESTS = json_objects(st.sampled_from([*FIELDS, "a", "\\ud800", ""]), HOSTILE_JSON)
+JSON_BATCHES = st.lists(JSON_REQUESTS | HOSTILE_JSON, max_size=3).map(
+    lambda parts: '{"requests": [{"prompt": "sea"}, ' + ", ".join(parts) + "]}"
+)
+TENSOR_NAMES = st.sampled_from(
+    ["prompt", "input_ids", "attention_mask", "served_model", "temperature", "max_tokens", "\\ud800", ""]
+)
+DATATYPES = st.sampled_from(
+    ["BYTES", "INT8", "UINT8", "INT64", "UINT64", "FP16", "FP32", "FP64", "BOOL", "\\ud800", ""]
+)
+SHAPES = st.lists(st.sampled_from([-1, 0, 1, 2, 3, 2**31, 2**63, 2**70]), max_size=3).map(str) | HOSTILE_JSON
+JSON_TENSORS = st.builds(
+    lambda name, datatype, shape, data: (
+        f'{{"name": "{name}", "datatype": "{datatype}", "shape": {shape}, "data": {data}}}'
+    ),
+    TENSOR_NAMES,
+    DATATYPES,
+    SHAPES,
+    HOSTILE_JSON,
+)
+PROMPT_TENSOR = '{"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["sea"]}'
+JSON_INFERENCES = st.builds(
+    lambda tensors, outputs, rest: (
+        f'{{"inputs": [{", ".join(tensors)}], "outputs": [{", ".join(outputs)}], {rest[1:]}'
+        if rest != "{}"
+        else f'{{"inputs": [{", ".join(tensors)}]}}'
+    ),
+    st.lists(st.just(PROMPT_TENSOR) | JSON_TENSORS | HOSTILE_JSON, max_size=3),
+    st.lists(json_objects(st.sampled_from(["name", "parameters"]), HOSTILE_JSON), max_size=2),
+    json_objects(st.sampled_from(["id", "parameters", "inputs", "outputs", "a"]), HOSTILE_JSON),
+)
+INFER = "/v2/models/tiny/infer"
+POSTS = st.one_of(
+    st.tuples(st.just("/v1/predict"), JSON_REQUESTS | HOSTILE_JSON),
+    st.tuples(st.just("/v1/predict-batch"), JSON_BATCHES | HOSTILE_JSON),
+    st.tuples(st.just(INFER), JSON_INFERENCES | HOSTILE_JSON),
+)
+
+
+@fuzzed
+@given(post=POSTS)
+def test_any_json_over_http(server: Served, post: tuple[str, str]) -> None:
+    path, text = post
+    status = http_status(server, path, text.encode("utf-8", "surrogatepass"))
+    assert is_answered_or_refused(status), (status, text[:500])
+
+
+def tensor(name: str, datatype: str, data: str, shape: str = "[1]") -> str:
+    return f'{{"name": "{name}", "datatype": "{datatype}", "shape": {shape}, "data": {data}}}'
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        *(
+            ("/v1/predict", f'{{"prompt": "sea", "{name}": {value}}}')
+            for name, value in [
+                ("max_tokens", "9223372036854775808"),
+                ("max_tokens", '"9223372036854775808"'),
+                ("max_tokens", "7" * 5000),
+                ("max_tokens", '"' + "7" * 5000 + '"'),
+                ("max_tokens", "1e400"),
+                ("max_tokens", "NaN"),
+                ("temperature", "NaN"),
+                ("temperature", "Infinity"),
+                ("cvar_level", "NaN"),
+                ("quantile_levels", "[NaN]"),
+                ("declared_tier", "2147483648"),
+                ("served_model", '"\\ud800"'),
+                ("request_id", '"\\ud800"'),
+                ("\\ud800", "1"),
+                ("token_ids", "[1]"),
+                ("token_ids", "[" * 100_000),
+                ("prompt", '"river"'),
+                ("max_tokens", "1, " + '"maxTokens": 2'),
+            ]
+        ),
+        ("/v1/predict", '{"prompt": "\\ud800"}'),
+        ("/v1/predict", '{"messages": [{"role": "user", "content": "\\udc00"}]}'),
+        ("/v1/predict", '{"a":' * 100_000),
+        ("/v1/predict-batch", '{"requests": [{"prompt": "\\ud800"}]}'),
+        ("/v1/predict-batch", '{"requests": {}}'),
+        *(
+            (INFER, f'{{"inputs": [{", ".join(tensors)}]}}')
+            for tensors in [
+                [tensor("prompt", "BYTES", '["\\ud800"]')],
+                [PROMPT_TENSOR, tensor("served_model", "BYTES", '["\\ud800"]')],
+                [PROMPT_TENSOR, tensor("max_tokens", "UINT64", "[9223372036854775808]")],
+                [PROMPT_TENSOR, tensor("max_tokens", "INT64", "[9223372036854775808]")],
+                [PROMPT_TENSOR, tensor("max_tokens", "INT64", "[1.5]")],
+                [PROMPT_TENSOR, tensor("max_tokens", "INT64", "[true]")],
+                [PROMPT_TENSOR, tensor("temperature", "FP32", "[1e39]")],
+                [PROMPT_TENSOR, tensor("\\ud800", "FP32", "[1]")],
+                [tensor("prompt", "BYTES", "[1]")],
+                [tensor("prompt", "\\ud800", '["sea"]')],
+                [tensor("prompt", "BYTES", '["sea"]', "[9223372036854775808]")],
+                [tensor("prompt", "BYTES", '["sea"]', f"[{'7' * 5000}]")],
+                [tensor("prompt", "BYTES", '["sea"]', "[1, 1, 1]")],
+                [tensor("input_ids", "UINT64", "[18446744073709551615]", "[1, 1]")],
+                [tensor("input_ids", "INT64", "[1]", "[1, 9223372036854775807]")],
+                [tensor("attention_mask", "INT64", "[1]", "[1, 1]")],
+            ]
+        ),
+        (INFER, f'{{"inputs": [{PROMPT_TENSOR}], "outputs": [{{"name": "\\ud800"}}]}}'),
+        (INFER, f'{{"inputs": [{PROMPT_TENSOR}], "outputs": [{{"name": "mu", "parameters": 1}}]}}'),
+        (INFER, f'{{"inputs": [{PROMPT_TENSOR}], "parameters": "\\ud800"}}'),
+    ],
+)  # fmt: skip
+def test_what_is_known_to_trip_is_the_callers_fault(server: Served, path: str, text: str) -> None:
+    status = http_status(server, path, text.encode())
+    assert status == 400
+
+
+def test_half_a_surrogate_in_an_id_comes_back(server: Served) -> None:
+    assert http_status(server, INFER, f'{{"id": "\\ud800", "inputs": [{PROMPT_TENSOR}]}}'.encode()) == 200
+
+
+def test_max_tokens_above_64_bits_over_grpc(channel: grpc.Channel) -> None:
+    request = oip.ModelInferRequest(model_name="tiny", inputs=[SEA])
+    tokens = request.inputs.add(name="max_tokens", datatype="UINT64", shape=[1])
+    tokens.contents.uint64_contents.append(2**63)
+    method = "/inference.GRPCInferenceService/ModelInfer"
+    assert status(channel, method, request.SerializeToString()) == grpc.StatusCode.INVALID_ARGUMENT
+    tokens.ClearField("contents")
+    request.raw_input_contents.extend([b"\3\0\0\0sea", (2**63).to_bytes(8, "little")])
+    request.inputs[0].ClearField("contents")
+    assert status(channel, method, request.SerializeToString()) == grpc.StatusCode.INVALID_ARGUMENT
+
+
+HEADER_NAMES = st.sampled_from(
+    [
+        b"Authorization",
+        b"traceparent",
+        b"tracestate",
+        b"Content-Type",
+        b"Content-Encoding",
+        b"Expect",
+        b"X-Any",
+        b"Inference-Header-Content-Length",
+        b"Accept",
+        b"Range",
+        b"Cookie",
+        b"Upgrade",
+    ]
+)
+HEADER_VALUES = st.binary(max_size=20).map(lambda value: value.translate(None, b"\r\n\0")) | st.sampled_from(
+    [
+        b"-1",
+        b"0",
+        b"2",
+        b"7" * 5000,
+        "١٢".encode(),
+        b"1_0",
+        b" 1 ",
+        b"1e1",
+        b"Bearer \xe4\xf6",
+        b"\xed\xa0\x80",
+        b"gzip",
+        b"deflate",
+        b"br",
+        b"gzip, gzip",
+        b"00-" + b"1" * 32 + b"-" + b"1" * 16 + b"-01",
+        b"100-continue",
+    ]
+)
+BODIES = st.sampled_from(
+    [
+        b'{"prompt": "sea"}',
+        b"",
+        b"\xff",
+        b'\xef\xbb\xbf{"prompt": "sea"}',
+        '{"prompt": "sea"}'.encode("utf-16"),
+        gzip.compress(b'{"prompt": "sea"}'),
+        zlib.compress(b'{"prompt": "sea"}'),
+        zlib.compress(b'{"prompt": "sea"}')[2:-4],
+        gzip.compress(b'{"prompt": "sea"}')[:-3],
+        gzip.compress(b"{}") + b"more",
+    ]
+)
+
+
+@fuzzed
+@given(
+    path=st.sampled_from(["/v1/predict", "/v1/predict-batch", INFER]),
+    headers=st.lists(st.tuples(HEADER_NAMES, HEADER_VALUES), max_size=3).map(tuple),
+    body=BODIES | st.binary(max_size=60),
+)
+def test_any_headers_and_bodies_over_http(
+    server: Served, path: str, headers: tuple[tuple[bytes, bytes], ...], body: bytes
+) -> None:
+    status = http_status(server, path, body, headers)
+    assert is_answered_or_refused(status), status
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/models/%ff/infer",
+        "/v2/models/�/infer",
+        "/v2/models/%ED%A0%80",
+        "/v2/models/tiny/versions/%00",
+        "/v1/metadata?artifact_id=%ff",
+        "/v1/metadata?artifact_id=%ED%A0%80",
+        "/%",
+        "/v2/models/%2e%2e/ready",
+    ],
+)
+@pytest.mark.parametrize("verb", ["GET", "POST"])
+def test_any_names_in_paths(server: Served, path: str, verb: str) -> None:
+    assert 400 <= http_status(server, path, b"{}", verb=verb) < 500
+
+
+@fuzzed
+@given(
+    name=TENSOR_NAMES.filter(str.isalpha) | st.sampled_from(["input_ids", "max_tokens"]),
+    datatype=DATATYPES.filter(str.isalnum),
+    shape=st.lists(st.sampled_from([0, 1, 2, 3, 2**31, 2**63]), max_size=3),
+    data=st.binary(max_size=24),
+    size=st.integers(-1, 30) | st.just(2**70),
+)
+def test_any_binary_tensor_over_http(
+    server: Served, name: str, datatype: str, shape: list[int], data: bytes, size: int
+) -> None:
+    tensor = {"name": name, "datatype": datatype, "shape": shape, "parameters": {"binary_data_size": size}}
+    head = json.dumps({"inputs": [json.loads(PROMPT_TENSOR), tensor][name == "prompt" :]}).encode()
+    headers = ((b"Inference-Header-Content-Length", b"%d" % len(head)),)
+    status = http_status(server, INFER, head + data, headers)
+    assert is_answered_or_refused(status), status
+
+
+TYPED = st.fixed_dictionaries(
+    {},
+    optional={
+        "bool_contents": st.lists(st.booleans(), max_size=3),
+        "int_contents": st.lists(st.sampled_from([-1, 0, 1, 2**31 - 1]), max_size=3),
+        "int64_contents": st.lists(st.sampled_from([-(2**63), -1, 0, 1, 2**63 - 1]), max_size=3),
+        "uint_contents": st.lists(st.sampled_from([0, 1, 2**32 - 1]), max_size=3),
+        "uint64_contents": st.lists(st.sampled_from([0, 1, 2**63, 2**64 - 1]), max_size=3),
+        "fp32_contents": st.lists(st.floats(width=32), max_size=3),
+        "fp64_contents": st.lists(st.floats(), max_size=3),
+        "bytes_contents": st.lists(st.sampled_from([b"", b"sea", b"\xff", b"tiny-llm"]), max_size=3),
+    },
+)
+TENSORS = st.builds(
+    lambda name, datatype, shape, contents: oip.ModelInferRequest.InferInputTensor(
+        name=name, datatype=datatype, shape=shape, contents=oip.InferTensorContents(**contents)
+    ),
+    TENSOR_NAMES.filter(str.isalpha) | st.sampled_from(["input_ids", "max_tokens", "served_model"]),
+    DATATYPES.filter(str.isalnum),
+    st.lists(st.sampled_from([-1, 0, 1, 2, 3, 2**31, 2**63 - 1]), max_size=3),
+    TYPED,
+)
+SEA = oip.ModelInferRequest.InferInputTensor(
+    name="prompt", datatype="BYTES", shape=[1], contents=oip.InferTensorContents(bytes_contents=[b"sea"])
+)
+
+
+@fuzzed
+@given(
+    tensors=st.lists(TENSORS | st.just(SEA), max_size=3),
+    raw=st.lists(st.binary(max_size=12), max_size=3),
+    outputs=st.lists(st.sampled_from(["mu", "expected_tokens", "", "\U0001f600"]), max_size=3),
+    noise=st.binary(max_size=20),
+)
+def test_any_model_infer(
+    channel: grpc.Channel,
+    tensors: list[oip.ModelInferRequest.InferInputTensor],
+    raw: list[bytes],
+    outputs: list[str],
+    noise: bytes,
+) -> None:
+    request = oip.ModelInferRequest(model_name="tiny", inputs=tensors, raw_input_contents=raw)
+    for name in outputs:
+        request.outputs.add(name=name)
+    code = status(channel, "/inference.GRPCInferenceService/ModelInfer", request.SerializeToString() + noise)
+    assert code in CALLERS_FAULT | {grpc.StatusCode.OK}
+
+
+@fuzzed
+@given(
+    data=st.sampled_from(VALID),
+    keys=st.lists(
+        st.tuples(st.sampled_from(["authorization", "traceparent", "x-any-bin"]), st.binary(max_size=12)),
+        max_size=3,
+    ),
+)
+def test_any_metadata_over_grpc(channel: grpc.Channel, data: bytes, keys: list[tuple[str, bytes]]) -> None:
+    metadata = [(key, value if key.endswith("-bin") else value.hex()) for key, value in keys]
+    call: Any = channel.unary_unary(SERVICE + "Predict")
+    assert call(data, timeout=30, metadata=metadata)
 
 
 def test_the_server_is_still_the_same_process(server: Served, channel: grpc.Channel) -> None:

@@ -13,12 +13,18 @@ from pathlib import Path
 import pytest
 
 from tests.predictors.fakes import expected
-from tests.service.harness import Served, eventually, load, served
+from tests.service.harness import Served, eventually, load, served, write_costly_artifact
 
 LOAD_SECONDS = float(os.environ.get("TAILCAST_LOAD_SECONDS", "15"))
 MAX_QUEUE = 64
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def costly_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact whose model costs so much that the load generator needs little of the machine in comparison."""
+    return write_costly_artifact(tmp_path_factory.mktemp("artifacts") / "costly", layers=96)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,162 @@
+"""The edge of an HTTP port: half-sent requests end, and what a client has sent reaches neither a log nor an error page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from typing import Any
+
+from aiohttp import web
+
+from predictors.edge_logging import RequestDataFilter, redacted
+from scheduler_core.errors import InputError
+
+# A body of some MiB over a slow line takes seconds.
+REQUEST_TIMEOUT_S = 30.0
+# Decompressed in one go.
+PIECE_BYTES = 2**18
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RequestDataFilter())
+
+
+class HttpRunner(web.AppRunner):
+    """aiohttp's runner without access log; a client that hangs up cancels its request, bodies stay compressed.
+
+    A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is not whole
+    by then. Malformed requests get a fixed page and a line in the log without their bytes.
+
+    Args:
+        application: What answers.
+        request_timeout_s: For the head of a request.
+        options: Further ones of `web.AppRunner`.
+    """
+
+    def __init__(
+        self, application: web.Application, *, request_timeout_s: float = REQUEST_TIMEOUT_S, **options: Any
+    ) -> None:
+        super().__init__(
+            application,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,  # aiohttp would decompress what is no longer read, gigabytes of it
+            logger=logger,
+            **options,
+        )
+        self._request_timeout_s = request_timeout_s
+
+    async def _make_server(self) -> web.Server:
+        server = await super()._make_server()
+
+        async def handle(request: Any) -> web.StreamResponse:
+            # aiohttp's own page quotes the header, and is a 500 where that is not ASCII.
+            if request.headers.get("Expect", "100-continue").lower() != "100-continue":
+                raise web.HTTPExpectationFailed(text="Expect can only be 100-continue\n")
+            return await server.request_handler(request)
+
+        return _Server(
+            handle,
+            self._request_timeout_s,
+            request_factory=server.request_factory,
+            handler_cancellation=server.handler_cancellation,
+            **server._kwargs,
+        )
+
+
+async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
+    """The body of a request, decompressed.
+
+    Raises:
+        InputError: It is malformed: wrong chunks, or broken compressed data.
+        web.HTTPUnsupportedMediaType: Its compression is neither gzip nor deflate.
+        web.HTTPRequestEntityTooLarge: It is larger than the application's `client_max_size`, as sent or decompressed.
+        web.HTTPRequestTimeout: It was not complete in time.
+    """
+    encoding = request.headers.get("Content-Encoding", "").lower() or "identity"
+    if encoding not in ("identity", "gzip", "deflate"):
+        raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "gzip, deflate"})
+    try:
+        async with asyncio.timeout(timeout_s):
+            body = await request.read()
+    except web.RequestPayloadError as error:
+        raise InputError("body", "malformed data", "a body as its headers describe it") from error
+    except TimeoutError as error:
+        late = web.HTTPRequestTimeout(text=f"the body was not complete after {timeout_s:g} s\n")
+        late.force_close()
+        raise late from error
+    return body if encoding == "identity" else await _decompressed(body, request.client_max_size)
+
+
+async def _decompressed(body: bytes, max_bytes: int) -> bytes:
+    # Deflate comes with zlib's header, as the standard demands, or without, as some send it.
+    has_header = body[:2] == b"\x1f\x8b" or (body[:1] and body[0] & 15 == 8)
+    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32 if has_header else -zlib.MAX_WBITS)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while not unpacker.eof and (body or not parts):
+            parts.append(unpacker.decompress(body, PIECE_BYTES))
+            if not parts[-1]:
+                break
+            body, size = unpacker.unconsumed_tail, size + len(parts[-1])
+            if size > max_bytes:
+                raise web.HTTPRequestEntityTooLarge(max_size=max_bytes, actual_size=size)
+            await asyncio.sleep(0)
+    except zlib.error as error:
+        raise InputError("body", "malformed data", "a body as its headers describe it") from error
+    if not unpacker.eof or unpacker.unused_data:
+        raise InputError("body", "malformed data", "a body as its headers describe it")
+    return b"".join(parts)
+
+
+class _Server(web.Server):
+    def __init__(self, handler: Any, request_timeout_s: float, **options: Any) -> None:
+        super().__init__(handler, **options)
+        self._request_timeout_s = request_timeout_s
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, self._request_timeout_s, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    """aiohttp has no public place for a time limit of heads and for the page of a malformed request."""
+
+    __slots__ = ("_head_timer", "_request_timeout_s")
+
+    def __init__(self, manager: web.Server, request_timeout_s: float, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._request_timeout_s = request_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def data_received(self, data: bytes) -> None:
+        num_heads = self._request_count
+        super().data_received(data)
+        if self._request_count > num_heads:
+            self._stop_timer()
+        elif self._waiter is not None and self._head_timer is None:
+            # No request is under way, so this is half a head.
+            self._head_timer = self._loop.call_later(self._request_timeout_s, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if status >= 500 or exc is None:
+            return super().handle_error(request, status, exc, message)
+        self.logger.info("refused a malformed request from %s: %s", request.remote, redacted(exc))
+        response = web.Response(status=status, text="malformed HTTP request\n")
+        response.force_close()
+        return response
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None

@@ -1,0 +1,109 @@
+"""Log records of the servers hold types and stacks of exceptions, and no text that a client may have sent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from predictors.edge_logging import redact_request_data, redacted_traceback
+from predictors.service.logs import JsonFormatter
+from scheduler_core.errors import TailcastError
+
+CANARY = "canary-4711"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What a protected handler of the root logger writes."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    root = logging.getLogger()
+    root.addHandler(handler)
+    own = [one for one in root.handlers if one is not handler]
+    filters = [list(one.filters) for one in own]
+    redact_request_data()
+    yield stream
+    root.removeHandler(handler)
+    for one, before in zip(own, filters, strict=True):
+        one.filters[:] = before
+
+
+def chained() -> Exception:
+    """An exception with a cause, a context, a note and members of a group, each with the canary."""
+    try:
+        try:
+            try:
+                raise UnicodeDecodeError("utf-8", CANARY.encode(), 0, 1, CANARY)
+            except ValueError:
+                raise KeyError(CANARY) from ExceptionGroup(CANARY, [SyntaxError(CANARY), OSError(CANARY)])
+        except KeyError as error:
+            raise RuntimeError(CANARY) from error
+    except RuntimeError as error:
+        error.add_note(CANARY)
+        return error
+
+
+def test_a_traceback_keeps_types_and_lines_of_the_whole_chain() -> None:
+    text = redacted_traceback(chained())
+    assert CANARY not in text
+    for name in ("KeyError", "ExceptionGroup", "SyntaxError", "OSError", "RuntimeError"):
+        assert f"\n{name}" in text
+    assert text.endswith("RuntimeError")
+    assert 'test_edge_logging.py", line' in text
+
+
+def test_an_exception_that_causes_itself_ends() -> None:
+    first, second = ValueError("a"), ValueError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert redacted_traceback(first).count("Traceback") == 2
+
+
+def test_records_hold_no_text_of_exceptions(log: io.StringIO, caplog: pytest.LogCaptureFixture) -> None:
+    error = chained()
+    logging.getLogger("aiohttp.server").error("Error handling request from %s", "::1", exc_info=error)
+    logging.getLogger("any").warning("it broke: %s (%r)", error, error)
+    logging.getLogger("any").warning(error)
+    assert CANARY not in log.getvalue()
+    assert "Error handling request from ::1\n" in log.getvalue()
+    assert "it broke: RuntimeError" in log.getvalue()
+    for record in caplog.records:
+        assert record.exc_info is None
+        assert CANARY not in str(record.__dict__)
+
+
+def test_errors_of_the_system_and_of_tailcast_stay_readable(log: io.StringIO) -> None:
+    refused = ConnectionRefusedError(111, "Connection refused", CANARY)
+    logging.getLogger("any").error("%s", refused)
+    logging.getLogger("any").error("%s", TailcastError("artifact tiny: model.onnx is missing"))
+    assert log.getvalue() == (
+        "ConnectionRefusedError: [Errno 111] Connection refused\nartifact tiny: model.onnx is missing\n"
+    )
+
+
+async def test_a_task_whose_exception_was_never_retrieved(log: io.StringIO) -> None:
+    async def fail() -> None:
+        raise RuntimeError(CANARY)
+
+    task = asyncio.create_task(fail())
+    await asyncio.wait({task})
+    loop = asyncio.get_running_loop()
+    loop.call_exception_handler(
+        {"message": "Task exception was never retrieved", "exception": task.exception(), "future": task}
+    )
+    assert "Task exception was never retrieved" in log.getvalue()
+    assert CANARY not in log.getvalue()
+
+
+def test_json_lines_have_the_redacted_traceback(log: io.StringIO) -> None:
+    [handler] = [one for one in logging.getLogger().handlers if getattr(one, "stream", None) is log]
+    handler.setFormatter(JsonFormatter())
+    logging.getLogger("any").error("it broke", exc_info=chained())
+    found = json.loads(log.getvalue())
+    assert found["message"] == "it broke"
+    assert found["traceback"].endswith("RuntimeError")
+    assert CANARY not in log.getvalue()

@@ -1,0 +1,253 @@
+"""Counts and shapes are checked before anything is made of a request, and reading one lets others get their turns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from predictors.proto import open_inference_pb2 as oip
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.runtime import open_runtime
+from predictors.service import json_messages
+from predictors.service.calls import MAX_ELEMENTS, PART_BYTES, PredictorCalls, at_once, parsed
+from predictors.service.errors import UnparsableError
+from predictors.service.grouping import BatchingSettings
+from predictors.service.inputs import MAX_MESSAGES
+from predictors.service.json_messages import MAX_JSON_VALUES, from_json, json_object
+from predictors.service.models import ArtifactTable
+from predictors.service.oip import InputTensors
+from predictors.service.statuses import MAX_MESSAGE_BYTES, Failure
+from scheduler_core.errors import InputError
+from tests.predictors.fakes import running_server
+from tests.properties import examples
+
+
+async def turns_during(call: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a coroutine, and how often others got a turn on the event loop meanwhile."""
+    num_turns = 0
+
+    async def others() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    task = asyncio.create_task(others())
+    try:
+        return await call(), num_turns
+    finally:
+        task.cancel()
+
+
+@pytest.mark.parametrize("unit", ["{}", "1", '""', "[", '{"a":', "[1]"])
+async def test_json_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    monkeypatch.delattr(json_messages.json, "loads")
+    separator = "" if unit.endswith(("[", ":")) else ","
+    body = ("[" + separator.join([unit] * (MAX_JSON_VALUES + 1)) + "]").encode()
+    with pytest.raises(UnparsableError, match="more than 100000 values"):
+        await json_object(body)
+
+
+async def test_what_stands_in_a_text_is_no_value_and_reading_it_lets_others_in() -> None:
+    prompt = '[{,:\\"' * (4 * MAX_JSON_VALUES)
+    content, num_turns = await turns_during(lambda: json_object(json.dumps({"prompt": prompt}).encode()))
+    assert content == {"prompt": prompt}
+    assert num_turns > 20
+
+
+TEXTS = st.text(alphabet='a"\\[{,:é', max_size=8)
+VALUES = st.recursive(
+    st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def num_symbols(value: Any) -> int:
+    """Of a value's JSON, the brackets, commas and colons."""
+    if isinstance(value, dict):
+        return max(1, 2 * len(value)) + sum(map(num_symbols, value.values()))
+    return max(1, len(value)) + sum(map(num_symbols, value)) if isinstance(value, list) else 0
+
+
+@given(value=VALUES, piece_bytes=st.integers(1, 9), ascii_only=st.booleans())
+@examples(100)
+async def test_values_are_counted_over_the_ends_of_pieces(
+    value: Any, piece_bytes: int, ascii_only: bool
+) -> None:
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_messages, "PIECE_BYTES", piece_bytes)
+        patch.setattr(json_messages, "UNCOUNTED_BYTES", 0)
+        assert await json_messages._num_symbols(body) == num_symbols(value)
+
+
+@pytest.mark.parametrize("number", ["7" * 21, "-" + "7" * 5000])
+async def test_integers_of_many_digits_are_not_converted(number: str) -> None:
+    with pytest.raises(UnparsableError, match=f"an integer of {len(number)} characters"):
+        await json_object(f'{{"max_tokens": {number}}}'.encode())
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"maxTokens": "5", "cvarLevel": "0.5"}, pb.PredictRequest(max_tokens=5, cvar_level=0.5)),
+        ({"max_tokens": 5.0, "temperature": 1}, pb.PredictRequest(max_tokens=5, temperature=1.0)),
+        ({"prompt": None, "max_tokens": None}, pb.PredictRequest()),
+        ({"token_ids": {"ids": ["1", 2]}}, pb.PredictRequest(token_ids=pb.TokenIds(ids=[1, 2]))),
+        ({"quantileLevels": [0.5, "0.9"]}, pb.PredictRequest(quantile_levels=[0.5, 0.9])),
+    ],
+)
+def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.PredictRequest) -> None:
+    assert from_json(pb.PredictRequest, content) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"prompt": "sea", "token_ids": [1]}, "prompt and token_ids exclude each other"),
+        ({"max_tokens": 5, "maxTokens": 5}, "max_tokens and maxTokens exclude each other"),
+        ({"max_tokens": 2**63}, "max_tokens is an integer of 64 bits, not 9223372036854775808"),
+        ({"declared_tier": -(2**31) - 1}, "declared_tier is an integer of 32 bits"),
+        ({"max_tokens": 1.5}, "max_tokens is an integer, not float"),
+        ({"max_tokens": True}, "max_tokens is a number, not bool"),
+        ({"prompt": ["sea"]}, "prompt is a text, not list"),
+        ({"quantile_levels": 0.5}, "quantile_levels is a list, not float"),
+        ({"messages": [3]}, "ChatMessage is an object, not int"),
+        ({"promt": "sea"}, "PredictRequest has no field 'promt'"),
+    ],
+)
+def test_wrong_json_is_named(content: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnparsableError, match=reason):
+        from_json(pb.PredictRequest, content)
+
+
+class Unparsed:
+    """A kind of message whose parser must not be called."""
+
+    def __init__(self, kind: Any) -> None:
+        self.DESCRIPTOR, self.__name__ = kind.DESCRIPTOR, "Unparsed"
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        (pb.PredictBatchRequest, b"\x0a\0"),
+        (pb.PredictRequest, b"\x22" + b"\xc0\xf0\x04" + b"\x0a\0" * 40_000),
+        (pb.PredictBatchRequest, b"\x0b\x0c" + b"\x0a\0" * 40_000),
+        (oip.ModelInferRequest, b"\x2a\0"),
+        (oip.ModelInferRequest, b"\x3a\0"),
+        (oip.ModelInferRequest, b"\x2a\xc4\xf0\x04\x2a\xc0\xf0\x04" + b"\x42\0" * 40_000),
+    ],
+    ids=["requests", "messages", "behind a group", "inputs", "raw contents", "texts"],
+)
+def test_messages_of_too_many_elements_are_not_parsed(kind: Any, data: bytes) -> None:
+    if len(data) < 10:
+        data *= 40_000
+    kind.FromString(data)  # it is one, and too large just for us
+    with pytest.raises(UnparsableError, match=f"more than {MAX_ELEMENTS} elements"):
+        parsed(Unparsed(kind), data)
+
+
+def test_large_messages_of_few_elements_are_parsed() -> None:
+    chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="sea" * 20)] * 50)
+    batch = pb.PredictBatchRequest(requests=[pb.PredictRequest(messages=chat)] * 256)
+    assert parsed(pb.PredictBatchRequest, batch.SerializeToString()) == batch
+    ids = pb.PredictRequest(token_ids=pb.TokenIds(ids=range(100_000)))
+    assert parsed(pb.PredictRequest, ids.SerializeToString()) == ids
+
+
+@pytest.mark.parametrize("end", [b"", b"\xff" * 30, b"\x0b", b"\x12\xff\xff\xff\x7f"])
+def test_bytes_that_are_no_message_are_left_to_the_parser(end: bytes) -> None:
+    data = pb.PredictRequest(prompt="sea " * 20_000).SerializeToString() + end
+    if end:
+        with pytest.raises(UnparsableError, match="a serialised PredictRequest"):
+            parsed(pb.PredictRequest, data)
+    else:
+        assert parsed(pb.PredictRequest, data).prompt == "sea " * 20_000
+
+
+@pytest.fixture
+async def tensors(rich_folder: Any) -> InputTensors:
+    table = ArtifactTable([open_runtime(rich_folder)], BatchingSettings.cpu(1))
+    calls = PredictorCalls(table, max_batch_requests=256, max_message_bytes=4 * 2**20)
+    return InputTensors(calls, table.default)
+
+
+@pytest.mark.parametrize(
+    ("name", "datatype", "shape", "field"),
+    [
+        ("input_ids", "INT8", [10**6, 1], "inputs.input_ids"),
+        ("input_ids", "INT8", [1, 10**6], "inputs.input_ids.shape"),
+        ("input_ids", "INT8", [10**6], "inputs.input_ids.shape"),
+        ("input_ids", "INT8", [1] * 10**5, "inputs.input_ids.shape"),
+        ("input_ids", "FP32", [1, 1], "inputs.input_ids.datatype"),
+        ("max_tokens", "INT8", [10**6], "inputs.max_tokens"),
+        ("prompt", "BYTES", [250_000], "inputs.prompt"),
+        ("prompt", "BYTES", [-1], "inputs.prompt.shape"),
+        ("prompt", "BYTES", [2], "inputs.prompt"),
+        ("other", "INT8", [10**6, 1], "inputs"),
+    ],
+)
+async def test_tensors_of_too_many_rows_are_not_made(
+    tensors: InputTensors, name: str, datatype: str, shape: list[int], field: str
+) -> None:
+    raw = bytes(10**6)
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError) as caught:
+            tensors.add_raw(name, datatype, shape, raw)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.field == field
+    assert peak < 100_000
+    assert len(str(caught.value)) < 300
+    assert not tensors.tensors
+
+
+async def test_coroutines_of_large_requests_start_part_by_part() -> None:
+    started: list[int] = []
+
+    async def call(number: int) -> int:
+        started.append(number)
+        return number
+
+    results, num_turns = await turns_during(lambda: at_once((PART_BYTES, call(n)) for n in range(64)))
+    assert results == started == list(range(64))
+    assert num_turns > 20
+    _, num_turns = await turns_during(lambda: at_once((1, call(n)) for n in range(64)))
+    assert num_turns < 5  # small ones start together, so that they share batches
+
+
+async def test_too_many_messages_are_refused(rich_folder: Any) -> None:
+    chat = [{"role": "user", "content": "a"}] * MAX_MESSAGES
+    async with (
+        running_server(open_runtime(rich_folder)) as (_, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        call: Any = channel.unary_unary("/tailcast.predictor.v1.Predictor/Predict")
+        assert await call(pb.PredictRequest(messages=pb.ChatMessages(messages=chat)).SerializeToString())
+        chat.append(chat[0])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(pb.PredictRequest(messages=pb.ChatMessages(messages=chat)).SerializeToString())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"messages: got '{MAX_MESSAGES + 1} messages'" in str(caught.value.details())
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "\U0001f600" * 10**5, "\ud800" * 10**5])
+def test_messages_of_errors_are_short_and_can_be_encoded(text: str) -> None:
+    failure = Failure.of(InputError("served_model", "other", f"one of {text}"))
+    assert failure.message.startswith("served_model: got ")
+    assert failure.message.endswith("...")
+    assert len(failure.message.encode()) <= MAX_MESSAGE_BYTES + 3
+    # Of a header, gRPC takes 8 KiB without complaint: percent-encoded, and twice in base64.
+    assert 3 * MAX_MESSAGE_BYTES + len(failure.trailing_metadata()[0][1]) * 4 / 3 < 8192
