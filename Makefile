@@ -29,9 +29,13 @@ quickstart: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal
 
-# Everything, with a real vLLM and a real Triton, and with other examples for the property tests in every run.
+# Everything, with a real vLLM and a real Triton, and with other examples for the property tests in every run. The slow
+# tests run one by one: several of them measure, or start an engine that fills the machine.
 test-all: $(READY) vllm-env triton-env
-	HYPOTHESIS_PROFILE=explore $(BIN)/python -m pytest
+	@export HYPOTHESIS_PROFILE=explore; status=0; \
+	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal || status=$$?; \
+	$(BIN)/python -m pytest -m slow --durations=10 || status=$$?; \
+	exit $$status
 
 # vLLM pins other packages than ours, so it has an environment of its own. What it brings for images and sound does not
 # match the CPU build of torch and breaks transformers; we use none of it. The last two are what gen-samples needs there.

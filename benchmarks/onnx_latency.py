@@ -88,10 +88,8 @@ def export(model: Any, path: Path, *, legacy: bool) -> None:
 
     manifest = Manifest(
         artifact_id="benchmark",
-        artifact_version="0",
         created="",
         heads=("length",),
-        files={},
         nu=3.5,
         max_length=512,
         truncation_side="right",

@@ -1,6 +1,6 @@
 """Our own policies against what they are made from, on the same arrivals, in the same run.
 
-    python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,kv,...]
+    python benchmarks/policies.py --lengths FILE [--requests 4500] [--slots 32] [--load 1.2] [--studies tail,slo,...]
 
 FILE is a Parquet file with a column `output_tokens` of several sampled lengths per prompt, such as CASTILLO's. The true length
 of a request is one of its samples, its predicted log-t is fitted to the others (location: median, scale: 0.8 standard
@@ -13,8 +13,7 @@ is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
 - frontier: that share against how tight the tail is bound, with true lengths and with predicted ones, and what a fluid
   queue says is there to keep (e).
 - gittins: wide distributions, displacement allowed (a).
-- trust: boosts from predictions that are right, and from ones that are wrong (b); the learned mixture, with its regret (e).
-- kv: preemptions and makespan with little memory (c).
+- trust: boosts from predictions that are right, and from ones that are wrong (b).
 - slo: share of requests within their target (d).
 """
 
@@ -30,7 +29,6 @@ from numpy.typing import NDArray
 
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.policies.mixed_boost import MixedBoost
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
@@ -285,47 +283,17 @@ def trust(options: argparse.Namespace) -> None:
     for name, parameters in (
         ("fcfs", {}), ("sept", {}), ("distboost", scale),
         ("predicted_boost", scale), ("predicted_boost, always trusted", {**scale, "max_gap": 1.0}),
-        ("mixed_boost", {**scale, "decode_token_s": 1.0 / options.slots, "prefill_token_s": 0.001}),
     ):  # fmt: skip
-        cells, learned = [], []
+        cells = []
         for jobs in (right, biased, wrong):
             found = run(jobs, name.split(",")[0], parameters, max_num_seqs=options.slots)
             cells.append(f"{found.latency.mean():,.0f} / {np.percentile(found.latency, 99):,.0f}")
-            policy = found.scheduler.policy
-            if isinstance(policy, MixedBoost):
-                learned.append(
-                    f"omega {policy.share:.2f}, regret {policy.regret:.1f} (bound {policy.regret_bound:.1f})"
-                )
         row(name, *cells)
-        if learned:
-            row("  learned", *learned)
 
 
 def options_noise(index: int) -> float:
     """Spread of prompt lengths, the same in every run."""
     return float(np.random.default_rng(index).normal(0.0, 1.0))
-
-
-def kv(options: argparse.Namespace) -> None:
-    """(c): admission by predicted quantile."""
-    num = min(options.requests, 1000)
-    jobs = read_jobs(options.lengths, num, options.slots, 4.0, options.noise, rng(options))
-    jobs = [replace(job, request=replace(job.request, prompt_tokens=200)) for job in jobs]
-    limits = {
-        "max_num_seqs": 4 * options.slots,
-        "num_kv_blocks": 2 * options.slots * 40,
-        "max_num_batched_tokens": 512,
-    }
-    print(
-        f"\nkv: {num} requests with prompts of 200, room for {limits['num_kv_blocks'] * 16:,} tokens, recompute at 0.003 a token; steps"
-    )
-    heading("policy", "mean", "P99", "preemptions", "steps in all")
-    for name, parameters in (
-        ("fcfs", {}), ("reserve q = 0.1", {"quantile": 0.1}), ("reserve q = 0.5", {"quantile": 0.5}), ("reserve q = 0.9", {"quantile": 0.9}),
-        ("reserve q = 0.99", {"quantile": 0.99}),
-    ):  # fmt: skip
-        found = run(jobs, name.split()[0], parameters, prefill_token=0.003, **limits)
-        row(name, found.latency.mean(), np.percentile(found.latency, 99), found.preemptions, found.steps)
 
 
 def slo(options: argparse.Namespace) -> None:
@@ -365,7 +333,7 @@ def rng(options: argparse.Namespace) -> np.random.Generator:
 
 
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "tail": tail, "frontier": frontier, "gittins": gittins, "trust": trust, "kv": kv, "slo": slo,
+    "tail": tail, "frontier": frontier, "gittins": gittins, "trust": trust, "slo": slo,
 }  # fmt: skip
 
 

@@ -129,6 +129,7 @@ async def asking(variant: Variant) -> Any:
 
 async def capacity(variant: Variant, seconds: float, callers: int = 32) -> float:
     """Answers per second to callers that ask again as soon as they have an answer."""
+    num_before = len(variant.answered_s)
     async with asking(variant) as ask:
         end = time.perf_counter() + seconds
 
@@ -137,9 +138,9 @@ async def capacity(variant: Variant, seconds: float, callers: int = 32) -> float
                 await ask(number)
 
         await asyncio.gather(*(caller(number) for number in range(callers)))
-    found = len(variant.answered_s) / seconds
-    variant.answered_s.clear()
-    return found
+    rate = (len(variant.answered_s) - num_before) / seconds
+    del variant.answered_s[num_before:]
+    return rate
 
 
 async def flood(variant: Variant, rate: float, seconds: float, seed: int) -> None:

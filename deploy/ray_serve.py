@@ -77,7 +77,7 @@ class Predictor:
         """HTTP: one prompt as JSON, as at /v1/predict of serve-predictor."""
         calls = await self._service.calls()
         try:
-            message = from_json(pb.PredictRequest, json_object(await request.body()))
+            message = from_json(pb.PredictRequest, await json_object(await request.body()))
             return JSONResponse(as_json(await calls.predict(message, None, method="HTTP Predict")))
         except Exception as error:
             failure = Failure.of(error)

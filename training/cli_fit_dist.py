@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 class FitDistConfig:
     """Fit a length distribution to the sampled answers of each prompt, by maximum likelihood."""
 
+    INPUTS = ("samples",)
+    OUTPUTS = ("out", "{out}.run.json", "{out}.parts", "json", "figure", "report")
+
     samples: str
     """Answer lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each answer (samples/2), or lists in output_tokens with one row for each group."""
     out: str
@@ -70,12 +73,17 @@ class FitDistConfig:
     def __post_init__(self) -> None:
         if self.nu != "free" and not 0 < self.nu < float("inf"):
             raise InputError("nu", self.nu, "a finite number above 0, or free")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "a whole number of at least 1, or unset")
+        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
+            raise InputError("max_tokens", self.max_tokens, "integers from 1 to 2**31 - 1, or unset")
         if self.block_groups < 1:
             raise InputError("block_groups", self.block_groups, "a whole number of at least 1")
         if self.processes is not None and self.processes < 1:
             raise InputError("processes", self.processes, "a whole number of at least 1, or unset")
+        if self.weights == "":
+            raise InputError("weights", "", "the name of a column, or unset")
+        for name in ("out", "json", "figure", "report"):
+            if getattr(self, name) == "":
+                raise InputError(name, "", "a path")
         names = [name.strip() for name in self.group_by.split(",")]
         if not all(names) or len(set(names)) < len(names):
             raise InputError("group_by", self.group_by, "column names separated by commas, each once")
@@ -188,3 +196,7 @@ def main(args: Sequence[str] | None = None) -> int:
         fit_dist(config)
 
     return run_command("fit-dist", FitDistConfig, command, positionals=("samples",), extra="train", args=args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

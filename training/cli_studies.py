@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import entry_point, run_command
 from scheduler_core.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -32,6 +32,19 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig:
     """What all studies take."""
+
+    INPUTS = ("samples",)
+    OUTPUTS = (
+        "{out}/families.json",
+        "{out}/families.png",
+        "{out}/families.html",
+        "{out}/nu.json",
+        "{out}/nu.png",
+        "{out}/nu.html",
+        "{out}/sample-size.json",
+        "{out}/sample-size.png",
+        "{out}/sample-size.html",
+    )
 
     samples: str
     """Answer lengths in any form that fit-dist takes."""
@@ -258,7 +271,7 @@ def study_lengths(name: str, config: StudyConfig) -> dict[str, Any]:
         import scipy  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(error.name or "scipy", "train") from error
-    from scheduler_core.files import writable_target
+    from scheduler_core.files import check_shared_folder, shared_folder
     from training.fitting.jobs.pipeline import input_identity
     from training.fitting.reading.formats import open_samples
     from training.studies.groups import read_groups
@@ -266,7 +279,8 @@ def study_lengths(name: str, config: StudyConfig) -> dict[str, Any]:
     from training.versions import versions_of
 
     _, study, chooses = STUDIES[name]
-    out = writable_target(Path(config.out) / f"{name}.json", "out").parent
+    files = [f"{name}.{suffix}" for suffix in ("json", "png", "html")]
+    out = check_shared_folder(config.out, "study", files)
     groups = read_groups(
         config.samples,
         keys=config.keys,
@@ -283,10 +297,11 @@ def study_lengths(name: str, config: StudyConfig) -> dict[str, Any]:
         "versions": versions_of(("numpy", "scipy", "numba", "matplotlib")),
     }
     log.info("%s", result.lead)
-    write_study(result, out, run)
+    write_study(result, shared_folder(out, "study", files), run)
     return result.content | run
 
 
+@entry_point("study-lengths", extra="train")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of the console script `study-lengths`; returns the exit code."""
     words = list(sys.argv[1:] if args is None else args)
@@ -294,8 +309,7 @@ def main(args: Sequence[str] | None = None) -> int:
         (sys.stdout if words else sys.stderr).write(USAGE)
         return 0 if words else 2
     if words[0] not in STUDIES:
-        sys.stderr.write(f"study-lengths: error: COMMAND: got {words[0]!r}; allowed: {', '.join(STUDIES)}\n")
-        return 2
+        raise InputError("COMMAND", words[0], ", ".join(STUDIES))
     name = words[0]
 
     def command(config: StudyConfig) -> None:

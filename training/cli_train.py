@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import run_command
+from scheduler_core.command import entry_point, run_command
 from scheduler_core.errors import MissingExtraError
 from scheduler_core.threads import wait_without_spinning
-from training.config import TrainConfig
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from training.config import TrainConfig
 
 
 def _command(config: TrainConfig) -> None:
@@ -26,8 +29,11 @@ def _command(config: TrainConfig) -> None:
     train(config)
 
 
+@entry_point("train", extra="train")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `train`."""
+    from training.config import TrainConfig
+
     return run_command("train", TrainConfig, _command, extra="train", args=args)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.threads import check_threads
 from training.tasks import (
     BucketTask,
     ConditioningOptions,
@@ -68,6 +69,9 @@ class StageConfig:
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """Train a predictor of answer lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
+
+    INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
+    OUTPUTS = ("out", "{out}.partial", "{out}.diverged.json", "tensorboard")
 
     out: str
     """Checkpoint folder to write. State of an unfinished run is kept in OUT.partial."""
@@ -169,6 +173,8 @@ class TrainConfig:
     """Only algorithms that give the same result every time, also on a GPU."""
     threads: int | None = None
     """Torch threads; unset: torch's own choice."""
+    overwrite: bool = False
+    """Replace an earlier checkpoint at `out`, if it holds nothing else; anything else there is never replaced."""
     resume: bool = True
     """Go on with an interrupted run out of OUT.partial, if it had the same options and data; false starts anew."""
     tensorboard: str | None = None
@@ -217,8 +223,9 @@ class TrainConfig:
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 
     def _check_numbers(self) -> None:
-        for name in ("batch_size", "batch_tokens", "rows_per_prompt", "threads", "max_tokens", "devices"):
+        for name in ("batch_size", "batch_tokens", "rows_per_prompt", "max_tokens", "devices"):
             _check_count(name, getattr(self, name))
+        check_threads("threads", self.threads)
         for name in ("clip_norm", "adam_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise InputError(name, getattr(self, name), "a finite number above 0")

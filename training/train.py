@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from predictors.modules import PromptPredictor, resolve_encoder, save_checkpoint
-from predictors.modules.checkpoint import CONFIG, WEIGHTS, checkpoint_target
+from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import existing_file, sha256_file, write_json
+from scheduler_core.files import existing_file, folder_target, locked_folder, sha256_file, write_json
 from training.building import Start, build
 from training.config import TrainConfig
 from training.data import SplitData
@@ -27,15 +27,16 @@ from training.prediction import pick_device
 from training.recipe import Material, RecipeResult, run_recipe
 from training.rows import Rows
 from training.sources import SplitRows, read_split_rows
-from training.state import write_history
+from training.state import LAST, write_history
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
 
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
 FILES = ("data", "validation", "urgency_data", "urgency_validation")
+IDENTITY = "identity.json"
 # Options that do not change what is trained.
-NOT_IDENTITY = (*FILES, "out", "resume", "progress", "threads", "tensorboard")
+NOT_IDENTITY = (*FILES, "out", "overwrite", "resume", "progress", "threads", "tensorboard")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -45,14 +46,19 @@ def train(config: TrainConfig) -> dict[str, Any]:
         InputError: An option, the data or the encoder cannot be used; or `OUT.partial` belongs to another run.
         TailcastError: Training diverged (the batch is in `OUT.diverged.json`), or a batch does not fit into memory.
     """
-    out = checkpoint_target(config.out)
+    out = folder_target(config.out, KIND, overwrite=config.overwrite)
+    work = out.with_name(out.name + ".partial")
+    with locked_folder(work, "out"):
+        return _train(config, out, work)
+
+
+def _train(config: TrainConfig, out: Path, work: Path) -> dict[str, Any]:
     files = {field: [existing_file(path, field) for path in _files(config, field)] for field in FILES}
     if config.init is None:
         resolve_encoder(config.encoder)
     device = pick_device(config.accelerator)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    work = out.with_name(out.name + ".partial")
     identity = _identity(config, files)
     _check_state(work, identity, resume=config.resume)
 
@@ -65,21 +71,25 @@ def train(config: TrainConfig) -> dict[str, Any]:
         if start.first_new_model is not None:
             rows = _of_new_models(rows, start)
         material = _material(start, rows, labels)
-        _start_state(work, identity)
+        write_json(work / IDENTITY, identity)
         try:
             result = run_recipe(_recipe(config), start.model, material, work, device)
         except DivergedError as error:
             content = {"what": error.what, "epoch": error.epoch, **error.batch, "config": asdict(config)}
             write_json(out.with_name(out.name + ".diverged.json"), _without_nan(content))
             raise TailcastError(f"{error}; all of them are in {out.name}.diverged.json") from error
+        except OSError:
+            if not any(work.rglob(LAST)):
+                _clear(work)  # there is nothing to go on from
+            raise
     info = _training_info(config, files, rows, labels, start.model, result)
     write_history(work / "metrics.csv", result.history)
     write_json(
         work / "run.json", {"config": asdict(config), "seed": config.seed, "versions": info["versions"]}
     )
     extra = {name: work / name for name in ("metrics.csv", "run.json")}
-    save_checkpoint(out, start.model, start.tokenizer, info, extra_files=extra)
-    shutil.rmtree(work)
+    save_checkpoint(out, start.model, start.tokenizer, info, extra_files=extra, overwrite=config.overwrite)
+    _clear(work)
     return info
 
 
@@ -112,11 +122,11 @@ def _identity(config: TrainConfig, files: dict[str, list[Path]]) -> dict[str, An
 
 def _check_state(work: Path, identity: dict[str, Any], *, resume: bool) -> None:
     """Refuses the state of another run before anything is computed; forgets it if the user wants to start anew."""
-    if not work.exists():
+    state = work / IDENTITY
+    if not any(work.iterdir()):
         return
-    state = work / "identity.json"
-    if not resume and (state.is_file() or not any(work.iterdir())):
-        shutil.rmtree(work)
+    if not resume and state.is_file():
+        _clear(work)
         return
     try:
         found = json.loads(state.read_text(encoding="utf-8"))
@@ -134,9 +144,9 @@ def _check_state(work: Path, identity: dict[str, Any], *, resume: bool) -> None:
     log.info("going on with an interrupted run")
 
 
-def _start_state(work: Path, identity: dict[str, Any]) -> None:
-    work.mkdir(exist_ok=True)
-    write_json(work / "identity.json", identity)
+def _clear(folder: Path) -> None:
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
 
 def _of_new_models(rows: SplitRows, start: Start) -> SplitRows:

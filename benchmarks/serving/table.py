@@ -81,7 +81,7 @@ def print_table(rows: Sequence[Row], saturation: float) -> None:
         f" {'PSS MB':>7} {'start s':>7} {'cpu s':>6} {'lines':>5}"
     )
     for row in rows:
-        if "saturation" not in row.reports:
+        if not row.reports:
             print(f"{row.variant.name:34} failed: {'; '.join(row.failures)}")
             continue
         if row.failures:
@@ -94,6 +94,37 @@ def print_table(rows: Sequence[Row], saturation: float) -> None:
             f" {statistics.median(row.pss_mb):7.0f} {statistics.median(row.start_s):7.1f}"
             f" {statistics.median(row.start_cpu_s):6.1f} {row.variant.user_lines:5}"
         )
+
+
+def print_ratios(rows: Sequence[Row], reference: str) -> None:
+    """Our latency at the common rate and our saturation, divided by those of the server `reference` in the same round.
+
+    Nothing is printed where that server, or a server of ours, was not measured.
+    """
+    others = [row for row in rows if row.variant.name == reference]
+    ours = [row for row in rows if row.variant.package is None]
+    if not others or not ours:
+        return
+    print(f"divided by {reference}: median of the rounds (smallest-largest)")
+    print(f"{'server':34} {'saturation':>18} {'70 %: p50':>18} {'p90':>18} {'p99':>18}")
+    for row in ours:
+        ratios = [_ratios(row, others[0], "saturation", "answers_per_s")]
+        ratios += [_ratios(row, others[0], "70%", name) for name in ("p50", "p90", "p99")]
+        print(f"{row.variant.name:34} {' '.join(f'{shown:>18}' for shown in ratios)}")
+
+
+def _ratios(row: Row, other: Row, load: str, name: str) -> str:
+    """A figure of one row divided by that of another one, over the rounds that both have."""
+
+    def by_round(one: Row) -> dict[int, float]:
+        reports = [report for report in one.reports.get(load, []) if report["latency_ms"]]
+        return {report["round"]: (report | report["latency_ms"])[name] for report in reports}
+
+    own, others = by_round(row), by_round(other)
+    ratios = [own[turn] / others[turn] for turn in own.keys() & others.keys()]
+    if not ratios:
+        return "-"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def _each(row: Row, load: str, name: str) -> list[float]:

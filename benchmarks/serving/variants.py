@@ -33,7 +33,7 @@ class Variant:
         package: What it is made with; None: it is ours.
         app: Files below peers/ that a user writes.
         scheme: "grpc", "stream" or "http".
-        path: Of the HTTP address.
+        path: Path of the HTTP address.
         arguments: Options of serve-predictor.
         settings: Settings of a peer.
         body: What the JSON is; see `load_generator.json_body`.
@@ -59,8 +59,10 @@ class Variant:
         """The running server and the URL that the load generator takes."""
         port = free_port()
         if self.package is None:
-            with self._ours(artifact, port) as process:
-                yield process, f"{self.scheme}://127.0.0.1:{port}"
+            http_port = free_port() if self.scheme == "http" else None
+            with self._ours(artifact, port, http_port) as process:
+                address = f"127.0.0.1:{port}" if http_port is None else f"127.0.0.1:{http_port}{self.path}"
+                yield process, f"{self.scheme}://{address}"
             return
         url = f"http://127.0.0.1:{port}{self.path}"
         body = json.dumps(json_body(self.body, "name three rivers")).encode()
@@ -75,12 +77,16 @@ class Variant:
             with running(start.command, lambda: http_answers(url, body), environment=environment) as process:
                 yield process, url
 
-    def _ours(self, artifact: Path, port: int) -> contextlib.AbstractContextManager[Process]:
+    def _ours(
+        self, artifact: Path, port: int, http_port: int | None
+    ) -> contextlib.AbstractContextManager[Process]:
         from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
         from scheduler_core.predictor import PredictionRequest
 
         command = [sys.executable, "-m", "predictors.cli", str(artifact), f"--port={port}", "--provider=cpu"]
-        settings = ClientSettings(timeout_s=5.0, breaker=None, retries=RetrySettings(max_attempts=1))
+        if http_port is not None:
+            command.append(f"--http_port={http_port}")
+        settings = ClientSettings(timeout_s=5.0, retries=RetrySettings(max_attempts=1))
 
         def answers() -> bool:
             if not listens(port):
@@ -97,6 +103,7 @@ class Variant:
 OURS = Variant(name="tailcast", scheme="grpc")
 VARIANTS = (
     OURS,
+    Variant(name="tailcast, HTTP", path="/v1/predict"),
     Variant(name="tailcast, PredictStream", scheme="stream"),
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
     Variant(

@@ -11,11 +11,15 @@ from pathlib import Path
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError
+from scheduler_core.files import shared_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class CastilloConfig:
     """Train, calibrate, export and judge the predictors on CASTILLO and the public sets beside it."""
+
+    INPUTS = ("data",)
+    OUTPUTS = ("markdown",)
 
     data: str
     """Folder with castillo_train.parquet, castillo_validation.parquet, multi_model/, many_prompts/ and repeated_samples/."""
@@ -38,8 +42,7 @@ def castillo(config: CastilloConfig) -> None:
     from examples.castillo.steps import Castillo
     from examples.shell import Shell
 
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = shared_folder(config.out, "castillo")
     logging.getLogger("data_gen").setLevel(logging.WARNING)
     start = time.monotonic()
     sys.stdout.write(f"tailcast on CASTILLO, logs in {out / 'logs'}\n")

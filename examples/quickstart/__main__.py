@@ -7,10 +7,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from scheduler_core.command import run_command
+from scheduler_core.files import shared_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class QuickstartConfig:
     size: Literal["full", "tiny"] = "full"
     """`full` is the real thing; `tiny` takes the same path with a few prompts, for the tests."""
     out: str = "out/quickstart"
-    """Folder for everything that is made."""
+    """Folder for everything that is made: a new or empty one, or that of an earlier quickstart, which is written anew."""
 
 
 def quickstart(config: QuickstartConfig) -> None:
@@ -31,8 +31,7 @@ def quickstart(config: QuickstartConfig) -> None:
     from examples.quickstart.steps import Quickstart
     from examples.shell import Shell
 
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = shared_folder(config.out, "quickstart")
     start = time.monotonic()
     sys.stdout.write(f"tailcast quickstart ({config.size}), logs in {out / 'logs'}\n")
     shell = Shell(out / "logs")

@@ -12,6 +12,7 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from scheduler_core.files import atomic_file
 from scheduler_core.lengths import LogT
 
 INK, ACCENT, WARM, GREY = "#1c2733", "#2a7f9e", "#d97b29", "#9aa5b1"
@@ -119,5 +120,6 @@ def _shortened(text: str, limit: int) -> str:
 
 def _save(figure: Any, path: Path) -> None:
     figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=130, format="png")
     plt.close(figure)

@@ -131,6 +131,8 @@ class Quickstart:
             str(checkpoint),
             "--split-seed",
             str(SPLIT_SEED),
+            "--overwrite",
+            "true",
             "--resume",
             "false",
             *self.size.train_options,
@@ -142,7 +144,7 @@ class Quickstart:
 
     def _export(self) -> None:
         artifact, metrics = self.out / "artifact", self.out / "evaluation-artifact.json"
-        command = ["export-onnx", str(self.out / "checkpoint"), "--out", str(artifact)]
+        command = ["export-onnx", str(self.out / "checkpoint"), "--out", str(artifact), "--overwrite", "true"]
         since = time.monotonic()
         self.shell.run("e", command)
         self._evaluate("e", artifact, metrics)

@@ -191,7 +191,7 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
         {"host": "127.0.0.1", "port": http_port},
     )
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    one_try = ClientSettings(breaker=None, retries=RetrySettings(max_attempts=1), timeout_s=30)
+    one_try = ClientSettings(retries=RetrySettings(max_attempts=1), timeout_s=30)
     wanted = [
         PredictionRequest(f"r{number}", prompt, 100) for number, prompt in enumerate(["sea", "a long essay"])
     ]

@@ -244,8 +244,8 @@ def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
         assert abs(old - 0.5) > 0.1
         assert after["conformal"]["coverage"][name]["p90"] >= 0.8  # 0.9 less three standard errors
     # calibrating again starts from the uncalibrated predictions
-    assert main([str(out), *args[1:], "--out", str(out)]) == 0
-    again = load_checkpoint(out).model.calibration
+    assert main([str(out), *args[1:], "--out", str(tmp_path / "again")]) == 0
+    again = load_checkpoint(tmp_path / "again").model.calibration
     assert again.to_json() == {name: info["calibration"][name] for name in ("sigma_scale", "mu_shift")}
 
 
@@ -267,7 +267,7 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
         (["{root}/checkpoint", "--conformal_share", "1"], "conformal_share: got 1"),
         (["{root}/checkpoint", "--split", "test"], "the predictor does not say how it split"),
         (["{rank}"], "a checkpoint with a length head"),
-        (["{root}/checkpoint", "--out", "{root}"], "an earlier checkpoint to replace"),
+        (["{root}/checkpoint", "--out", "{root}"], "a path that does not contain that of predictor"),
     ],
 )
 def test_bad_input_is_one_line(options, message, folder, tmp_path, capsys):
@@ -278,6 +278,14 @@ def test_bad_input_is_one_line(options, message, folder, tmp_path, capsys):
     assert main([*words, "--progress", "false"]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_with_a_config_json_is_not_replaced(folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("mine")
+    words = [str(folder / "checkpoint"), "--data", str(folder / "answers.parquet"), "--overwrite", "true"]
+    assert main([*words, "--out", str(tmp_path)]) == 2
+    assert "an earlier checkpoint to replace" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "mine")]
 
 
 def test_quantiles_of_students_t_are_the_identity():

@@ -220,7 +220,7 @@ def test_several_values_of_an_option_become_a_list():
         (["{root}/known/checkpoint", "--data", "{dir}/nan.parquet"], "row 0, column sigma"),
         (["{root}/bare/checkpoint", "--split", "test"], "split: got 'test'; allowed: all"),
         (["{root}/known/checkpoint", "--beside", "x"], "beside: got 'x'; allowed: NAME=FOLDER"),
-        (["{root}/known/checkpoint", "--beside", "x={dir}"], "beside: got"),
+        (["{root}/known/checkpoint", "--beside", "x={root}/bare"], "beside: got"),
         (["{root}/urgency/checkpoint"], "a head that predicts the length"),
         (["{root}/rank/checkpoint", "--predictions", "{dir}/p.parquet"], "predictions: got"),
         (["{root}/known/checkpoint", "--served_model", "x"], "column model: got 'x'"),

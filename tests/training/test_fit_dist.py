@@ -15,7 +15,11 @@ from tests.training.data import write_lists, write_sample_file
 from training.cli_fit_dist import main
 from training.evaluating.rows import prompts_of
 from training.fitting.fits_file import read_fits_or_fit
+from training.fitting.jobs.parts import Parts
+from training.fitting.jobs.pipeline import fit_file
 from training.fitting.options import FitOptions
+from training.fitting.reading.blocks import BlockLimits
+from training.fitting.reading.formats import open_samples
 from training.fitting.reading.table import group_table, read_parquet
 
 
@@ -423,3 +427,79 @@ def test_prompts_may_be_missing_but_not_for_training(tmp_path):
     assert pq.read_table(out).column("prompt").to_pylist() == ["a", None]
     with pytest.raises(InputError, match="column prompt: got None"):
         prompts_of(read_fits_or_fit(out, FitOptions()))
+
+
+ANSWERS = {"prompt_id": "p", "model": "m", "run_id": "r", "finish_reason": "stop"}
+
+
+def answers(numbers, **more):
+    rows = [ANSWERS | {"sample_index": number, "output_tokens": 5 + number} | more for number in numbers]
+    return pa.Table.from_pylist(rows)
+
+
+@pytest.mark.parametrize("limit", [64 << 20, 200])
+def test_an_answer_that_is_there_twice_is_refused(limit, tmp_path):
+    """Also where groups are brought together on disk."""
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.concat_tables([answers(range(40)), answers([3])]), path)
+    with pytest.raises(
+        InputError, match=r"x.parquet, row 40: .*sample_index=3.*row 3 has the same prompt_id"
+    ):
+        fit_file(path, tmp_path / "f.parquet", lambda groups: None, limits=BlockLimits(held_bytes=limit))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.parquet"]
+    # Another run, or a sampling setting that is grouped by, makes another answer of it.
+    pq.write_table(pa.concat_tables([answers(range(4)), answers([3], run_id="s")]), path)
+    assert groups_of(path).counts.tolist() == [5]
+    tables = [answers(range(4), temperature=0.5), answers(range(4), temperature=1.0)]
+    pq.write_table(pa.concat_tables(tables), path)
+    assert groups_of(path, keys=("prompt_id", "temperature")).counts.tolist() == [4, 4]
+
+
+def test_a_file_that_is_there_twice_is_refused(tmp_path, capsys):
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    pq.write_table(answers(range(4)).drop_columns(["sample_index"]), folder / "a.parquet")
+    (folder / "b.parquet").symlink_to(folder / "a.parquet")
+    assert main([str(folder), "--out", str(tmp_path / "f.parquet")]) == 2
+    assert "samples samples: got 'b.parquet'; allowed: files that differ" in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["samples"]
+
+
+@pytest.mark.parametrize("label", ["samples/3", "fits/3", "samples/x"])
+def test_files_of_a_newer_schema_are_refused(label, tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(answers(range(4)).replace_schema_metadata({"tailcast.schema": label}), path)
+    for read in (open_samples, groups_of):
+        with pytest.raises(InputError, match=rf"x.parquet: schema: got '{label}'; allowed: .*/2 or older"):
+            read(path)
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left"), 2)])
+def test_parts_stay_only_where_a_run_can_go_on(error, code, tmp_path, capsys, monkeypatch):
+    path, out = tmp_path / "x.parquet", tmp_path / "f.parquet"
+    pq.write_table(pa.concat_tables([answers(range(4)), answers(range(4), prompt_id="q")]), path)
+    command = [str(path), "--out", str(out), "--block-groups", "1", "--progress", "false"]
+    real = Parts.write
+
+    def failing_at(last):
+        def write(parts, number, content):
+            if number == last:
+                raise error
+            real(parts, number, content)
+
+        return write
+
+    for last, rests in ((0, []), (1, ["f.parquet.parts"])):
+        monkeypatch.setattr(Parts, "write", failing_at(last))
+        assert main(command) == code
+        assert len(capsys.readouterr().err.strip().splitlines()) == 1
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == [*rests, "x.parquet"]
+    monkeypatch.undo()
+    shard = out.with_name("f.parquet.parts") / "shard-00000000.parquet"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-9])
+    assert main(command) == 2
+    assert "is damaged; --resume false starts over" in capsys.readouterr().err
+    shard.write_bytes(content)
+    assert main(command) == 0
+    assert pq.read_metadata(out).num_rows == 2

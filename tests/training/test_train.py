@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from predictors.modules import load_checkpoint, load_encoder
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import locked_folder
 from tests.training.data import SERVED_MODELS, write_labels, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert, tiny_deberta, tiny_distilbert, tiny_opt
 from training.building import set_dropout
@@ -291,6 +292,28 @@ def interrupt(monkeypatch, stage, epoch):
         return step(self, batch, batch_idx)
 
     monkeypatch.setattr(StageModule, "training_step", training_step)
+
+
+def test_a_finished_checkpoint_is_replaced_only_on_demand(bert, samples, tmp_path):
+    out = tmp_path / "out"
+    train(tiny(bert, samples, out))
+    before = weights(out)
+    with pytest.raises(InputError, match="out: .*--overwrite true replaces this checkpoint"):
+        train(tiny(bert, samples, out, seed=1))
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(TailcastError, match="holds notes.txt, which is not part of the checkpoint"):
+        train(tiny(bert, samples, out, seed=1, overwrite=True))
+    assert same(before, weights(out))
+    assert (out / "notes.txt").read_text() == "mine"
+    (out / "notes.txt").unlink()
+    with (
+        locked_folder(tmp_path / "out.partial", "out"),
+        pytest.raises(InputError, match="a run that no other process is working on"),
+    ):
+        train(tiny(bert, samples, out, seed=1, overwrite=True))
+    train(tiny(bert, samples, out, seed=1, overwrite=True))
+    assert not same(before, weights(out))
+    assert not (tmp_path / "out.partial").exists()
 
 
 LONG = {

@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.threads import check_threads
 
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateConfig:
     """Shift and stretch a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint or artifact."""
+
+    INPUTS = ("predictor", "data")
+    OUTPUTS = ("out",)
 
     predictor: str
     """Checkpoint folder of train with a length head, or artifact folder of train-lexical."""
@@ -18,6 +22,8 @@ class CalibrateConfig:
     """File with fits or answer lengths, with prompts that were not trained on."""
     out: str
     """Folder to write: a checkpoint, or an artifact where the predictor is one."""
+    overwrite: bool = False
+    """Replace an earlier output of the same kind at `out`, if it holds nothing else; anything else there is never replaced."""
     method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
     """How shift and scale are found; auto: what covers best on held-out prompts of the data, pooling included."""
     pooling: float = 0.0
@@ -42,10 +48,11 @@ class CalibrateConfig:
     """Show progress bars on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "threads", "max_tokens"):
+        for name in ("batch_size", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "a whole number of at least 1")
+        check_threads("threads", self.threads)
         if not 0 < self.conformal_share < 1:
             raise InputError("conformal_share", self.conformal_share, "a number between 0 and 1")
         if not 0 <= self.pooling <= 1:

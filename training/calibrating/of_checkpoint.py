@@ -10,7 +10,7 @@ from typing import Any
 
 from predictors.manifest import CONFORMAL
 from predictors.modules import Calibration, Checkpoint, load_checkpoint, save_checkpoint
-from predictors.modules.checkpoint import checkpoint_target
+from predictors.modules.checkpoint import KIND
 from scheduler_core.errors import InputError
 from scheduler_core.files import write_json
 from training.calibrating.conformal import ConformalQuantiles
@@ -43,7 +43,7 @@ def checkpoint_subject(folder: Path, options: RunOptions) -> Subject:
         nu=DEFAULT_NU if length.learn_nu else length.nu,
         split=split_in(checkpoint.training_info.get("data")),
         predict=predict,
-        check_target=checkpoint_target,
+        kind=KIND,
         write=partial(_write, checkpoint),
         conversations=checkpoint.config.conversations,
     )
@@ -52,24 +52,21 @@ def checkpoint_subject(folder: Path, options: RunOptions) -> Subject:
 def _write(
     checkpoint: Checkpoint,
     out: Path,
+    overwrite: bool,
     calibration: Calibration,
     conformal: ConformalQuantiles,
     summary: Mapping[str, Any],
 ) -> None:
     checkpoint.model.set_calibration(calibration)
-    kept = {name: checkpoint.path / name for name in _KEPT if (checkpoint.path / name).is_file()}
+    copies = {name: checkpoint.path / name for name in _KEPT if (checkpoint.path / name).is_file()}
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / CONFORMAL
         write_json(written, conformal.to_json())
-        copies = {}
-        for name, path in kept.items():
-            # The checkpoint that is read may be the one that is replaced.
-            copies[name] = Path(folder) / name
-            copies[name].write_bytes(path.read_bytes())
         save_checkpoint(
             out,
             checkpoint.model,
             checkpoint.tokenizer,
             checkpoint.training_info | {"calibration": dict(summary)},
             extra_files=copies | {CONFORMAL: written},
+            overwrite=overwrite,
         )

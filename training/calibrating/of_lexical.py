@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from predictors.artifact import MODEL, Artifact, content_version, hash_files, open_artifact, write_manifest
+from predictors.artifact import KIND, MODEL, Artifact, open_artifact, write_manifest
 from predictors.manifest import CONFORMAL
 from predictors.modules import Calibration
 from scheduler_core.errors import InputError
@@ -20,7 +20,6 @@ from training.calibrating.subject import Subject, split_in
 from training.evaluating.artifacts import open_artifact_predictor
 from training.evaluating.predictors import DEFAULT_NU, RunOptions
 from training.lexical.graph import with_calibration
-from training.lexical.target import artifact_target
 
 
 def lexical_subject(folder: Path, options: RunOptions) -> Subject:
@@ -48,7 +47,7 @@ def lexical_subject(folder: Path, options: RunOptions) -> Subject:
         nu=DEFAULT_NU if manifest.nu is None else manifest.nu,
         split=split_in(manifest.training_data),
         predict=opened.predict,
-        check_target=artifact_target,
+        kind=KIND,
         write=partial(_write, artifact, graph),
     )
 
@@ -57,6 +56,7 @@ def _write(
     artifact: Artifact,
     graph: bytes,
     out: Path,
+    overwrite: bool,
     calibration: Calibration,
     conformal: ConformalQuantiles,
     summary: Mapping[str, Any],
@@ -65,7 +65,7 @@ def _write(
         CONFORMAL: conformal.to_json(),
         "run.json": {"command": "calibrate", "calibration": dict(summary)},
     }
-    with atomic_directory(out) as folder:
+    with atomic_directory(out, KIND, overwrite=overwrite) as folder:
         _write_folder(folder, artifact, graph, calibration, records)
 
 
@@ -76,13 +76,10 @@ def _write_folder(
     (folder / MODEL).write_bytes(with_calibration(graph, calibration))
     for name, content in records.items():
         write_json(folder / name, content)
-    files = hash_files(folder)
     write_manifest(
         folder,
         replace(
             artifact.manifest,
-            files=files,
-            artifact_version=content_version(files),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             calibration={} if calibration.is_identity else calibration.to_json(),
         ),

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, sha256_file
+from scheduler_core.files import existing_file, folder_target, sha256_file
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.conformal import fit_conformal
 from training.calibrating.residuals import Residuals
@@ -40,7 +40,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     options = RunOptions(config.batch_size, config.threads, config.progress)
     subject = open_subject(config.predictor, options)
-    out = subject.check_target(config.out)
+    out = folder_target(config.out, subject.kind, overwrite=config.overwrite)
     rows = _rows(config, subject)
     residuals = uncalibrated_residuals(subject, rows)
     names = subject.served_models
@@ -70,7 +70,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "torch")),
     }
-    subject.write(out, calibration, conformal, summary)
+    subject.write(out, config.overwrite, calibration, conformal, summary)
     _say(summary)
     return summary
 

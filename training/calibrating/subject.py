@@ -12,8 +12,8 @@ from scheduler_core.errors import InputError
 from training.calibrating.conformal import ConformalQuantiles
 from training.evaluating.predictors import CONFIG, MANIFEST, Predict, RunOptions
 
-#: (folder to write, calibration, conformal quantiles, summary for the record).
-Write = Callable[[Path, Calibration, ConformalQuantiles, Mapping[str, Any]], None]
+#: (folder to write, whether to replace an earlier one, calibration, conformal quantiles, summary for the record).
+Write = Callable[[Path, bool, Calibration, ConformalQuantiles, Mapping[str, Any]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Subject:
         nu: Degrees of freedom that answers are fitted with.
         split: How training split its prompts, as `seed` and `fractions`; None where it does not say.
         predict: Predictions before any calibration.
-        check_target: Refuses a folder that must not be replaced.
+        kind: Of the folder that is written.
         write: Writes the calibrated predictor.
         conversations: It reads whole conversations, not the last user message alone.
     """
@@ -34,7 +34,7 @@ class Subject:
     nu: float
     split: Mapping[str, Any] | None
     predict: Predict
-    check_target: Callable[[str], Path]
+    kind: str
     write: Write
     conversations: bool = False
 

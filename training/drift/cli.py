@@ -18,6 +18,9 @@ from training.drift.stream import MAX_LINE, DriftStream, event_line
 class StreamConfig:
     """Watch pairs of prediction and outcome: coverage over a sliding window, a test for drift, running recalibration, for each served model."""
 
+    INPUTS = ("stream",)
+    OUTPUTS = ("out",)
+
     stream: str
     """File of JSON lines, or - for standard input. Keys: mu, sigma, output_tokens; optional nu, finished, served_model, max_tokens, time."""
     out: str = "-"
@@ -51,7 +54,7 @@ def watch(config: StreamConfig) -> None:
         if config.stream != "-":
             source = stack.enter_context(open(existing_file(config.stream, "stream"), "rb"))
         target: IO[Any] = sys.stdout
-        if config.out != "-":
+        if config.out not in ("-", "/dev/stdout"):
             target = stack.enter_context(open(writable_target(config.out, "out"), "w", encoding="utf-8"))
         for events in (stream.feed(_lines(source)), stream.finish()):
             for event in events:

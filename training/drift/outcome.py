@@ -2,109 +2,80 @@
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field, ValidationInfo, field_validator
+
+from data_gen.feedback_record import FORMAT, FeedbackRecord, Mu, Nu, Sigma, Strict, parse_object, validated
 from scheduler_core.errors import InputError
+from training.feedback.pairs import pair
 
 UNNAMED = "(unnamed)"
+Length = Annotated[int, Field(ge=1, lt=2**53)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class Outcome(Strict):
     """A prediction with its answer.
 
     Attributes:
         mu, sigma, nu: Predicted parameters of the log-t distribution, log tokens.
         output_tokens: Length of the answer; of a cut one the length it was cut at.
-        finished: False: cut.
+        max_tokens: Cap on the answer, at least output_tokens; None if there is none.
+        finished: False: cut. By default whether output_tokens is below max_tokens.
         served_model: Who answered.
-        max_tokens: Cap on the answer, None if there is none.
         time: When, in whatever unit the stream uses; None if it does not say.
     """
 
-    mu: float
-    sigma: float
-    output_tokens: int
-    finished: bool
-    nu: float = 3.5
-    served_model: str = UNNAMED
-    max_tokens: int | None = None
+    mu: Mu
+    sigma: Sigma
+    nu: Nu = 3.5
+    output_tokens: Length
+    max_tokens: Length | None = None
+    finished: bool = Field(default=None, validate_default=True)
+    served_model: str = Field(default=UNNAMED, min_length=1)
     time: float | str | None = None
 
+    @field_validator("max_tokens")
+    @classmethod
+    def _not_exceeded(cls, value: int | None, info: ValidationInfo) -> int | None:
+        tokens = info.data.get("output_tokens", 0)
+        if value is not None and value < tokens:
+            raise ValueError(f"at least output_tokens = {tokens}")
+        return value
 
-def parse_outcome(line: str) -> Outcome:
-    """Reads a JSON line.
+    @field_validator("finished", mode="before")
+    @classmethod
+    def _below_cap(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None:
+            return value
+        cap = info.data.get("max_tokens")
+        return cap is None or info.data.get("output_tokens", 0) < cap
 
-    | key | value |
-    |---|---|
-    | mu, sigma | finite numbers, sigma above 0 |
-    | nu | a number above 0; 3.5 if missing |
-    | output_tokens | a whole number of at least 1 |
-    | finished | true or false; if missing: whether output_tokens is below max_tokens (true without one) |
-    | served_model | text; may be missing |
-    | max_tokens | a whole number of at least output_tokens, or null; may be missing |
-    | time | a number or text; may be missing |
+    @field_validator("served_model", mode="before")
+    @classmethod
+    def _named(cls, value: Any) -> Any:
+        return UNNAMED if value is None else value
+
+    @field_validator("time", mode="plain")
+    @classmethod
+    def _number_or_text(cls, value: Any) -> Any:
+        if value is None or isinstance(value, str):
+            return value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
+            raise ValueError("a number below 2**63 or text")
+        return value
+
+
+def parse_outcome(line: str | bytes) -> Outcome:
+    """The outcome of a JSON line: an object with the attributes of `Outcome`, or a record of the feedback log.
 
     Raises:
-        InputError: The line is not such an object; names the key.
+        InputError: The line is neither, or a record without a prediction and a true length; names the key.
     """
-    try:
-        content = json.loads(line, parse_constant=lambda name: math.nan)
-    except (ValueError, RecursionError) as error:
-        raise InputError("line", line[:80], f"a JSON object ({_first_line(error)})") from error
-    if not isinstance(content, dict):
-        raise InputError("line", line[:80], "a JSON object")
-    tokens = _whole(content, "output_tokens", 1)
-    assert tokens is not None
-    cap = _whole(content, "max_tokens", tokens, optional=True)
-    finished = content.get("finished")
-    if finished is None:
-        finished = cap is None or tokens < cap
-    if not isinstance(finished, bool):
-        raise InputError("finished", finished, "true or false")
-    served = content.get("served_model")
-    if served is not None and (not isinstance(served, str) or not served):
-        raise InputError("served_model", served, "text that is not empty, or nothing")
-    when = content.get("time")
-    if when is not None and not isinstance(when, str | int | float):
-        raise InputError("time", when, "a number or text")
-    return Outcome(
-        mu=_number(content, "mu"),
-        sigma=_number(content, "sigma", positive=True),
-        nu=_number({"nu": 3.5} | content, "nu", positive=True),
-        output_tokens=tokens,
-        finished=finished,
-        served_model=served or UNNAMED,
-        max_tokens=cap,
-        time=None if isinstance(when, float) and not math.isfinite(when) else when,
-    )
-
-
-def _number(content: dict[str, Any], name: str, *, positive: bool = False) -> float:
-    value = content.get(name)
-    allowed = "a finite number above 0" if positive else "a finite number"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(name, value, allowed)
-    try:
-        number = float(value)
-    except OverflowError as error:
-        raise InputError(name, "a number of hundreds of digits", allowed) from error
-    if not math.isfinite(number) or (positive and number <= 0):
-        raise InputError(name, value, allowed)
-    return number
-
-
-def _whole(content: dict[str, Any], name: str, least: int, *, optional: bool = False) -> int | None:
-    value = content.get(name)
-    if value is None and optional:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**53:
-        raise InputError(name, value, f"a whole number of at least {least}")
-    return value
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    content = parse_object(line)
+    if content.get("format") == FORMAT:
+        outcome = pair(validated(FeedbackRecord, content), "main")
+        if outcome is None:
+            raise InputError("record", line[:80], "a record with a prediction and a true length")
+        content = outcome
+    return validated(Outcome, content)

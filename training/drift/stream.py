@@ -48,10 +48,11 @@ class DriftStream:
         for line in lines:
             self._num_lines += 1
             try:
-                text = _text(line)
-                if not text.strip():
+                if len(line) > MAX_LINE:
+                    raise InputError("line", f"{len(line)} characters", f"at most {MAX_LINE}")
+                if not line.strip():
                     continue
-                outcome = parse_outcome(text)
+                outcome = parse_outcome(line)
             except InputError as error:
                 self._bad[error.field] += 1
                 yield {
@@ -97,17 +98,6 @@ class DriftStream:
             yield {"event": "alarm", **head, **alarm}
         if monitor.num_outcomes % self._every == 0:
             yield {"event": "state", **head, **monitor.state()}
-
-
-def _text(line: str | bytes) -> str:
-    if len(line) > MAX_LINE:
-        raise InputError("line", f"{len(line)} characters", f"at most {MAX_LINE}")
-    if isinstance(line, str):
-        return line
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError("line", line[:40], "text in UTF-8") from error
 
 
 def event_line(event: dict[str, Any]) -> str:

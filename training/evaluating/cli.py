@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import run_command
+from scheduler_core.command import entry_point, run_command
 from scheduler_core.errors import MissingExtraError
 from scheduler_core.threads import wait_without_spinning
-from training.evaluating.config import EvaluateConfig
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from training.evaluating.config import EvaluateConfig
 
 
 def _command(config: EvaluateConfig) -> None:
@@ -27,6 +29,7 @@ def _command(config: EvaluateConfig) -> None:
     evaluate(config)
 
 
+@entry_point("evaluate", extra="train")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `evaluate`."""
     words = list(sys.argv[1:] if args is None else args)
@@ -34,6 +37,8 @@ def main(args: Sequence[str] | None = None) -> int:
         from training.drift.cli import main as stream
 
         return stream(words)
+    from training.evaluating.config import EvaluateConfig
+
     return run_command(
         "evaluate",
         EvaluateConfig,
@@ -61,6 +66,8 @@ def one_list(words: Sequence[str], option: str) -> list[str]:
         at += 1
     if len(values) == 1 and values[0].startswith("["):
         return [*rest, option, values[0]]
+    import json
+
     return [*rest, option, json.dumps(values)] if values else rest
 
 

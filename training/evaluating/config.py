@@ -6,11 +6,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.threads import check_threads
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig:
     """Compare a predictor's distributions with sampled answers: parameters, ranking, coverage, CRPS, PIT."""
+
+    INPUTS = ("predictor", "data", "beside", "baselines_from")
+    OUTPUTS = ("json", "html", "markdown", "figure", "predictions")
 
     predictor: str
     """Artifact folder of export-onnx or train-lexical, or checkpoint folder of train."""
@@ -54,10 +58,11 @@ class EvaluateConfig:
     """Show progress bars on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "threads", "max_tokens", "max_groups"):
+        for name in ("batch_size", "max_tokens", "max_groups"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "a whole number of at least 1")
+        check_threads("threads", self.threads)
         if self.seed < 0:
             raise InputError("seed", self.seed, "a whole number of at least 0")
         if not all(self.keys):

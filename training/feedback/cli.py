@@ -17,12 +17,15 @@ from scheduler_core.files import atomic_file, writable_target, write_json
 class FeedbackConfig:
     """Read the log of finished requests that tailcast-proxy writes: compare its two predictors, or write pairs of prediction and outcome."""
 
+    INPUTS = ("log",)
+    OUTPUTS = ("pairs", "records", "json")
+
     log: str
     """Folder of the log, or one of its segments."""
     pairs: str | None = None
     """Write pairs for `evaluate --stream` to this file instead of comparing; - for standard output."""
     records: str | None = None
-    """Write all whole records to this file, one a line, instead of comparing: what `import-lengths feedback` reads."""
+    """Write all valid records to this file, one a line, instead of comparing: what `import-lengths feedback` reads."""
     side: Literal["main", "shadow"] = "main"
     """Whose predictions the pairs have: the predictor's, or the shadow predictor's."""
     json: str | None = None
@@ -45,7 +48,7 @@ def read(config: FeedbackConfig) -> None:
 
     records = feedback_records(config.log)
     if config.records is not None:
-        _write(config.records, "records", (record for _, record in records))
+        _write(config.records, "records", (record.model_dump(exclude_unset=True) for _, record in records))
         return
     if config.pairs is None:
         found = compare(records)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from data_gen.feedback_record import FeedbackRecord
 from scheduler_core.errors import InputError
 from training.evaluating.scoring import Answers, AnswerScores, score_answers
 from training.feedback.pairs import pair
@@ -16,7 +17,7 @@ from training.feedback.pairs import pair
 Z = 1.959964
 
 
-def compare(records: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
+def compare(records: Iterable[tuple[int, FeedbackRecord]]) -> dict[str, Any]:
     """Scores of both predictors on the records that have both predictions.
 
     Records of one served model are taken for independent: repeated prompts make the interval narrower than it should be.
@@ -36,9 +37,10 @@ def compare(records: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
         main, shadow = pair(record, "main"), pair(record, "shadow")
         if main is None or shadow is None:
             continue
-        for side, found, source in (("main", main, record), ("shadow", shadow, record["shadow"])):
+        for side, found, source in (("main", main, record.main), ("shadow", shadow, record.shadow)):
+            assert source is not None
             rows[side].append(found)
-            names[side].add(f"{source.get('artifact_id')} {source.get('artifact_version')}")
+            names[side].add(f"{source.artifact_id} {source.artifact_version}")
     if not rows["main"]:
         raise InputError(
             "feedback log", f"{count} records", "at least one with both predictions and a length"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
+
+from data_gen.feedback_record import FeedbackRecord
 
 Side = Literal["main", "shadow"]
 
 
-def pair(record: Mapping[str, Any], side: Side) -> dict[str, Any] | None:
+def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
     """What `evaluate --stream` reads of a record; None where it has no such prediction, or no true length.
 
     Lengths of which only events were counted are no true lengths; an answer whose client hung up is one that was cut.
@@ -17,27 +19,26 @@ def pair(record: Mapping[str, Any], side: Side) -> dict[str, Any] | None:
         record: Of the feedback log.
         side: Whose prediction: the first predictor's, or the second one's.
     """
-    numbers = record if side == "main" else record.get("shadow")
-    if not isinstance(numbers, Mapping) or numbers.get("mu") is None or record["counted_by"] == "deltas":
+    prediction = record.main if side == "main" else record.shadow
+    if prediction is None or record.counted_by == "deltas":
         return None
-    tokens, cap = record["output_tokens"], record.get("max_tokens")
-    if tokens < 1 or record["finish_reason"] in ("error", "content_filter"):
+    tokens, cap = record.output_tokens, record.max_tokens
+    if tokens < 1 or record.finish_reason in ("error", "content_filter"):
         return None
-    finished = record.get("finished")
+    finished = record.finished
     return {
-        "mu": numbers["mu"],
-        "sigma": numbers["sigma"],
-        "nu": numbers["nu"],
+        "mu": prediction.mu,
+        "sigma": prediction.sigma,
+        "nu": prediction.nu,
         "output_tokens": tokens,
         "finished": cap is None or tokens < cap if finished is None else finished,
-        "served_model": record.get("served_model"),
-        # A server may count a token more than its cap.
-        "max_tokens": cap if cap is None else max(cap, tokens),
-        "time": record["time"],
+        "served_model": record.served_model or None,
+        "max_tokens": record.cap,
+        "time": record.time,
     }
 
 
-def pairs(records: Iterable[tuple[int, Mapping[str, Any]]], side: Side) -> Iterator[dict[str, Any]]:
+def pairs(records: Iterable[tuple[int, FeedbackRecord]], side: Side) -> Iterator[dict[str, Any]]:
     """The pairs of all records that have one."""
     for _, record in records:
         found = pair(record, side)

@@ -32,6 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from data_gen.tables import convertible
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 from training.fitting.families import MIN_SAMPLES, FloatArray
@@ -158,15 +159,18 @@ def _stored_fits(table: pa.Table, groups: GroupedLengths, path: Path) -> FittedG
     if (sigma <= 0).any():
         row = int(np.argmax(sigma <= 0))
         raise InputError(f"{path.name}, row {row}, column sigma", float(sigma[row]), "a number above 0")
-    flags = _optional(table, "flags", [[]] * len(mu))
+    with convertible(path.name):
+        numbers: dict[str, Any] = {
+            name: np.array(_optional(table, name, pa.float64(), None), dtype=np.float64)
+            for name in ("log_likelihood", "ks_stat", "ks_p", "ad_stat")
+        }
+        converged = np.array(_optional(table, "converged", pa.bool_(), True), dtype=bool)
+        flags = _optional(table, "flags", pa.list_(pa.string()), None)
     return FittedGroups(
         groups=groups,
         parameters={"mu": mu, "sigma": sigma, "nu": nu},
-        log_likelihood=np.array(_optional(table, "log_likelihood", [None] * len(mu)), dtype=np.float64),
-        ks_stat=np.array(_optional(table, "ks_stat", [None] * len(mu)), dtype=np.float64),
-        ks_p=np.array(_optional(table, "ks_p", [None] * len(mu)), dtype=np.float64),
-        ad_stat=np.array(_optional(table, "ad_stat", [None] * len(mu)), dtype=np.float64),
-        converged=np.array(_optional(table, "converged", [True] * len(mu)), dtype=bool),
+        **numbers,
+        converged=converged,
         flag_bits=np.array([bits_of(found or ()) for found in flags], dtype=np.int64),
     )
 
@@ -182,5 +186,7 @@ def _finite(table: pa.Table, name: str, path: Path) -> FloatArray:
     return values
 
 
-def _optional(table: pa.Table, name: str, default: list[Any]) -> list[Any]:
-    return list(table.column(name).to_pylist()) if name in table.column_names else default
+def _optional(table: pa.Table, name: str, kind: pa.DataType, default: Any) -> list[Any]:
+    if name not in table.column_names:
+        return [default] * table.num_rows
+    return list(table.column(name).cast(kind).to_pylist())

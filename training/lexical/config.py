@@ -11,10 +11,15 @@ from scheduler_core.errors import InputError
 class TrainLexicalConfig:
     """Train gradient-boosted trees on lexical features of the prompt, served model and temperature, and write them as an artifact (ONNX)."""
 
+    INPUTS = ("data", "validation")
+    OUTPUTS = ("out",)
+
     data: list[str]
     """Files with fits (fits/2) or answer lengths (samples/2 or lists, CASTILLO's too), with prompts; several are joined."""
     out: str
     """Artifact folder to write."""
+    overwrite: bool = False
+    """Replace an earlier artifact at `out`, if it holds nothing else; anything else there is never replaced."""
     validation: str | None = None
     """File that decides the number of trees and how sigma is made; unset: a share of the prompts of data, by hash."""
     validation_share: float = 0.15

@@ -12,24 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import (
+    KIND,
     MODEL,
     Conditions,
     LexicalInput,
     Manifest,
-    content_version,
-    hash_files,
     write_manifest,
 )
 from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
 from scheduler_core.errors import TailcastError
-from scheduler_core.files import atomic_directory, sha256_file
+from scheduler_core.files import atomic_directory, folder_target, sha256_file
 from training.evaluating.baselines import Baselines
 from training.evaluating.judging import Judged
 from training.evaluating.predictors import Prediction
 from training.lexical.config import TrainLexicalConfig
 from training.lexical.graph import build_graph, largest_difference
 from training.lexical.table import LexicalTable, read_table, split_by_prompt, split_fractions
-from training.lexical.target import artifact_target
 from training.lexical.trees import LexicalTrees, train_trees
 from training.versions import versions_of
 
@@ -47,7 +45,7 @@ def train_lexical(config: TrainLexicalConfig) -> Manifest:
         InputError: Options or data cannot be used.
         TailcastError: The exported graph does not say what the trees say.
     """
-    out = artifact_target(config.out)
+    out = folder_target(config.out, KIND, overwrite=config.overwrite)
     table = read_table(config.data, config, "data")
     if config.validation is None:
         train, validation = split_by_prompt(table, config.validation_share, config.seed)
@@ -59,16 +57,13 @@ def train_lexical(config: TrainLexicalConfig) -> Manifest:
         log.info("sigma by %s: %s", way, ", ".join(f"{name} {value:.4g}" for name, value in trial.items()))
     model = build_graph(trees, len(FEATURE_NAMES))
     parity = _checked_parity(model, trees, validation)
-    with atomic_directory(out) as folder:
+    with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
         (folder / MODEL).write_bytes(model.SerializeToString())
-        files = hash_files(folder)
         manifest = Manifest(
             artifact_id=config.artifact_id,
-            artifact_version=content_version(files),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             kind="lexical",
             heads=("length",),
-            files=files,
             nu=config.nu,
             lexical=LexicalInput(
                 feature_names=FEATURE_NAMES, feature_version=FEATURE_VERSION, max_chars=config.max_chars
@@ -81,8 +76,7 @@ def train_lexical(config: TrainLexicalConfig) -> Manifest:
             versions=versions_of(PACKAGES),
             license=config.license,
         )
-        write_manifest(folder, manifest)
-    return manifest
+        return write_manifest(folder, manifest)
 
 
 def _metrics(trees: LexicalTrees, validation: LexicalTable, config: TrainLexicalConfig) -> dict[str, Any]:
@@ -132,5 +126,5 @@ def _training_data(train: LexicalTable, config: TrainLexicalConfig) -> dict[str,
         "split": split,
         "num_rows": len(train),
         "baselines": Baselines.of(train.rows.fits, train.rows.prompts).to_json(),
-        "config": asdict(config),
+        "config": {name: value for name, value in asdict(config).items() if name != "out"},
     }

@@ -25,7 +25,10 @@ BASELINES = ("constant", "bag_of_words")
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateUrgencyConfig:
-    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 1 if claims of urgency raise scheduled levels more often than allowed."""
+    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 3 if claims of urgency raise scheduled levels more often than allowed."""
+
+    INPUTS = ("predictor", "data", "validation", "beside")
+    OUTPUTS = ("json", "figure", "markdown")
 
     predictor: str
     """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
@@ -75,7 +78,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     """Runs the command.
 
     Returns:
-        0 if claims of urgency jump at most as often as allowed, else 1; the JSON is written in both cases.
+        0 if claims of urgency jump at most as often as allowed, else 3; the JSON is written in both cases.
     """
     try:
         import pyarrow  # noqa: F401
@@ -154,7 +157,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
             _percent(report.adversarial.scheduled.jumped.value),
             100 * config.jump_rate,
         )
-    return 0 if report.adversarial.passed else 1
+    return 0 if report.adversarial.passed else 3
 
 
 def _split(texts: list[LabelledText], split: str, path: str) -> list[LabelledText]:

@@ -10,8 +10,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file, write_json
+from scheduler_core.json_text import parse_json
 from training.fitting.reading.table import GroupedLengths, check_enough
 
 MANIFEST = "manifest.json"
@@ -83,10 +84,12 @@ class Parts:
                 )
             return False
         try:
-            self.remove()
-            self.folder.mkdir()
+            self.clear()
+            self.folder.mkdir(exist_ok=True)
             write_json(self.folder / MANIFEST, manifest)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
             raise unwritable(self.folder, error) from error
         return True
 
@@ -101,7 +104,7 @@ class Parts:
         if not path.is_file():
             return None
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            return parse_json(path.read_bytes())
         except ValueError:
             return {}
 
@@ -125,6 +128,14 @@ class Parts:
         """Whether the shard of a block is finished."""
         return self.path(number).is_file()
 
+    def shards(self) -> list[Path]:
+        """All finished shards, in the order of the blocks."""
+        return sorted(self.folder.glob("shard-*.parquet"))
+
+    def has_progress(self) -> bool:
+        """Whether there is anything that an interrupted run can go on with: a finished block, or all partitions."""
+        return bool(self.shards()) or (self.folder / "partitions").is_dir()
+
     def assemble(self, samples: Path) -> Counts:
         """Writes the output file from all shards in order, atomically.
 
@@ -135,15 +146,18 @@ class Parts:
             InputError: No group has enough answers to be fitted.
             TailcastError: The file cannot be written.
         """
-        shards = sorted(self.folder.glob("shard-*.parquet"))
+        shards = self.shards()
         totals = {ERRORS: 0, SAMPLES: 0}
         largest = num_groups = 0
         for shard in shards:
-            metadata = pq.read_metadata(shard)
-            largest = max(largest, int(metadata.metadata[LARGEST]))
+            try:
+                metadata = pq.read_metadata(shard)
+                largest = max(largest, int(metadata.metadata[LARGEST]))
+                for name in totals:
+                    totals[name] += int(metadata.metadata[name])
+            except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+                raise TailcastError(f"{shard} is damaged; --resume false starts over") from error
             num_groups += metadata.num_rows
-            for name in totals:
-                totals[name] += int(metadata.metadata[name])
         check_enough(largest, samples)
         schema = pq.read_schema(shards[0])
         kept = {name: value for name, value in schema.metadata.items() if name not in (SAMPLES, LARGEST)}
@@ -156,13 +170,14 @@ class Parts:
             ):
                 for table in _tables(shards):
                     writer.write_table(table.replace_schema_metadata(schema.metadata))
-            os.replace(self.folder / "whole.parquet", self.out)
+            with atomic_file(self.out) as temporary:
+                shutil.move(self.folder / "whole.parquet", temporary)
         except OSError as error:
             raise unwritable(self.out, error) from error
         return Counts(num_groups, totals[SAMPLES], totals[ERRORS])
 
-    def remove(self) -> None:
-        """Removes the folder."""
+    def clear(self) -> None:
+        """Removes what is in the folder."""
         if self.folder.exists():
             # The manifest last, so that what is left of an interrupted removal is still known as ours.
             for entry in sorted(self.folder.iterdir(), key=lambda entry: entry.name == MANIFEST):
@@ -170,7 +185,6 @@ class Parts:
                     shutil.rmtree(entry)
                 else:
                     entry.unlink()
-            self.folder.rmdir()
 
 
 def _tables(shards: list[Path]) -> Iterator[pa.Table]:
@@ -184,7 +198,7 @@ def unwritable(path: Path, error: OSError) -> TailcastError:
     """What a full disk or a folder without permission means."""
     detail = error.strerror or str(error).strip()
     return TailcastError(
-        f"out: cannot write {path} ({detail}); finished blocks are kept, the same command goes on from there"
+        f"out: cannot write {path} ({detail}); finished blocks, if any, are kept, and the same command goes on from there"
     )
 
 

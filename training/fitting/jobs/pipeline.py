@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import sha256_file
+from scheduler_core.files import locked_folder, sha256_file
 from training.fitting.fits import fit_groups
 from training.fitting.fits_file import fits_table
 from training.fitting.jobs.parts import Counts, Parts
@@ -34,10 +34,20 @@ def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
 
 
 def input_identity(source: SampleFile) -> dict[str, Any]:
-    """Name, size and SHA-256 of the input; of a folder those of each file."""
-    files = [
-        {"name": file.name, "size": file.stat().st_size, "sha256": sha256_file(file)} for file in source.files
-    ]
+    """Name, size and SHA-256 of the input; of a folder those of each file.
+
+    Raises:
+        InputError: Two files have the same content (a copy or a link): its answers would count twice.
+    """
+    files: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for file in source.files:
+        digest = sha256_file(file)
+        if digest in names and source.has_rows(file):
+            allowed = f"files that differ: {names[digest]} is the same, and its answers would count twice"
+            raise InputError(f"samples {source.path.name}", file.name, allowed)
+        names[digest] = file.name
+        files.append({"name": file.name, "size": file.stat().st_size, "sha256": digest})
     return files[0] if source.path == source.files[0] else {"name": source.path.name, "files": files}
 
 
@@ -56,7 +66,7 @@ def fit_file(
     """Fits all groups of a file of any format and size.
 
     Interrupted at any moment, killed included, the same call goes on where it stopped: finished blocks are kept in
-    the folder OUT.parts, which is removed at the end.
+    the folder OUT.parts, which is removed at the end, and at an early end before the first block is finished.
 
     Args:
         samples: The input, see `formats`.
@@ -95,24 +105,25 @@ def fit_file(
         "settings": dict(settings or {}),
         "blocks": {"groups": limits.groups, "answers": limits.answers, "held_bytes": limits.held_bytes},
     }
-    fresh = parts.open(manifest, resume=resume)
-    try:
-        with closing(_Bars(source.num_rows, progress)) as bars:
-            blocks = read_blocks(
-                source, grouping, limits, parts.folder, advance=lambda rows: bars.update("sorting", rows)
-            )
-            rows: dict[int, int] = {}
-            with closing(runner(fit, _tasks(blocks, parts, rows, bars))) as results:
-                for number, shard in results:
-                    parts.write(number, shard)
-                    bars.update("fitting", rows.pop(number))
-        counts = parts.assemble(source.path)
-    except InputError:
-        # The input has to be mended, and then no block of it could be kept.
-        if fresh:
-            parts.remove()
-        raise
-    parts.remove()
+    with locked_folder(parts.folder, "out"):
+        fresh = parts.open(manifest, resume=resume)
+        try:
+            with closing(_Bars(source.num_rows, progress)) as bars:
+                blocks = read_blocks(
+                    source, grouping, limits, parts.folder, advance=lambda rows: bars.update("sorting", rows)
+                )
+                rows: dict[int, int] = {}
+                with closing(runner(fit, _tasks(blocks, parts, rows, bars))) as results:
+                    for number, shard in results:
+                        parts.write(number, shard)
+                        bars.update("fitting", rows.pop(number))
+            counts = parts.assemble(source.path)
+        except BaseException as error:
+            # Once the input is mended no block of it could be kept.
+            if (fresh and isinstance(error, InputError)) or not parts.has_progress():
+                parts.clear()
+            raise
+        parts.clear()
     return counts, identity
 
 

@@ -14,7 +14,6 @@ their values, large and view types the ordinary ones.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import pyarrow as pa
 from data_gen.tables import open_parquet, readable
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.json_text import parse_json
 from training.fitting.reading.answers import is_list
 from training.fitting.reading.table import check_columns, used_columns
 from training.fitting.reading.text_formats import open_csv, open_jsonl
@@ -71,6 +71,14 @@ class SampleFile:
     def num_bytes(self) -> int:
         """Size on disk."""
         return sum(file.stat().st_size for file in self.files)
+
+    def has_rows(self, file: Path) -> bool:
+        """Whether one of `files` has any row, as far as `starts` can tell."""
+        if not self.starts or self.num_rows is None:
+            return True
+        ends = (*self.starts[1:], self.num_rows)
+        number = self.files.index(file)
+        return ends[number] > self.starts[number]
 
     def place(self, row: int) -> str:
         """A row, counted from 0 over the whole input, as messages name it."""
@@ -145,8 +153,8 @@ def _open(path: Path, keys: Sequence[str], weights: str | None, field: str) -> S
 def _open_folder(path: Path, choose: Callable[[Sequence[str]], list[str]], field: str) -> SampleFile:
     if (path / "dataset_dict.json").is_file():
         splits = _json(path / "dataset_dict.json", field).get("splits", [])
-        if len(splits) != 1:
-            named = ", ".join(str(path / split) for split in splits)
+        if not isinstance(splits, list) or len(splits) != 1 or not isinstance(splits[0], str):
+            named = ", ".join(str(path / str(split)) for split in splits) if isinstance(splits, list) else ""
             raise InputError(field, str(path), f"one split of this dataset: {named or 'it has none'}")
         path = path / splits[0]
     if (path / "state.json").is_file():
@@ -159,7 +167,7 @@ def _open_folder(path: Path, choose: Callable[[Sequence[str]], list[str]], field
 
 def _json(path: Path, field: str) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_bytes())
     except ValueError as error:
         raise InputError(field, str(path), f"JSON as datasets writes it ({error})") from error
     if not isinstance(content, dict):
@@ -208,6 +216,8 @@ def _check_same(
 
 def _open_dataset(path: Path, choose: Callable[[Sequence[str]], list[str]], field: str) -> SampleFile:
     entries = _json(path / "state.json", field).get("_data_files", [])
+    if not isinstance(entries, list) or not all(isinstance(e, dict) and "filename" in e for e in entries):
+        raise InputError(field, str(path / "state.json"), "_data_files as datasets writes them")
     files = tuple(existing_file(path / str(entry["filename"]), field) for entry in entries)
     if not files:
         raise InputError(field, str(path), "a dataset with at least one row")

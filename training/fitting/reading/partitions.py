@@ -6,7 +6,6 @@ of the groups' hashes. Partition p is batch p of all runs, so any number of part
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from scheduler_core.errors import TailcastError
 from scheduler_core.files import atomic_file, write_json
+from scheduler_core.json_text import parse_json
 from training.fitting.reading.key_hashes import key_hashes
 
 MAX_PARTITIONS = 4096
@@ -56,8 +57,11 @@ def open_partitions(folder: Path) -> Partitions | None:
     """Partitions written before, None if the folder does not exist."""
     if not folder.is_dir():
         return None
-    content = json.loads((folder / "partitions.json").read_text(encoding="utf-8"))
-    return Partitions(folder, content["num_runs"], tuple(content["num_rows"]))
+    try:
+        content = parse_json((folder / "partitions.json").read_bytes())
+        return Partitions(folder, int(content["num_runs"]), tuple(map(int, content["num_rows"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TailcastError(f"{folder} is damaged; --resume false starts over") from error
 
 
 def write_partitions(

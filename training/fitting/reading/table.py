@@ -8,7 +8,9 @@ A table of answer lengths has one of two forms:
 | lists | one for each group | output_tokens (list), optional finished (list of bool), max_tokens |
 
 Both bring the columns to group by; prompt, category, dataset, prompt_tokens and temperature are carried along if they
-exist, and a column of weights if one is asked for. Answers with finish_reason "error" are left out and counted.
+exist, and a column of weights if one is asked for. Answers with finish_reason "error" are left out and counted. With a
+column sample_index, rows of the first form must differ in it or in another column of `IDENTITY`: an answer that is there
+twice would make standard errors too small.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from data_gen.tables import read_parquet
+from data_gen.tables import convertible, read_parquet
 from scheduler_core.errors import InputError
 from training.fitting.families import MIN_SAMPLES
-from training.fitting.reading.answers import read_answers
+from training.fitting.reading.answers import MAX_LENGTH, is_list, read_answers
 
 __all__ = [
     "CARRIED",
@@ -39,6 +41,8 @@ __all__ = [
 ]
 
 CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
+#: What tells answers apart, where a file has it.
+IDENTITY = ("prompt_id", "model", "run_id", "sample_index")
 #: Fewest answers that a group's fit needs; smaller groups are kept and flagged.
 
 
@@ -142,6 +146,8 @@ def group_name(rows: pa.Table, keys: Sequence[str], row: int) -> str:
 def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None) -> list[str]:
     """The columns, out of those a file has, that make groups; in the order of the result."""
     wanted = (*keys, *CARRIED, "output_tokens", "finish_reason", "finished", "max_tokens")
+    if "sample_index" in names:
+        wanted += IDENTITY
     return [name for name in dict.fromkeys((*wanted, *([weights] if weights else []))) if name in names]
 
 
@@ -179,6 +185,7 @@ def group_table(
         _check_values(table, path, name, at, is_key=name in keys)
     answers = read_answers(table, path, max_tokens, weights, at)
     group_of_row, first_rows = group_rows(table, keys)
+    _check_repeats(table, group_of_row, at)
     group = group_of_row[answers.row]
     order = np.argsort(group, kind="stable")
     carried = [name for name in dict.fromkeys((*keys, *CARRIED)) if name in table.column_names]
@@ -217,14 +224,47 @@ def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> No
         )
 
 
-def group_rows(table: pa.Table, keys: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Number of the group of each row, and the first row of each group; groups in order of first appearance."""
-    codes = np.zeros(table.num_rows, dtype=np.int64)
-    for number, key in enumerate(keys):
+def _check_repeats(table: pa.Table, group_of_row: NDArray[np.int64], at: Callable[[int], str]) -> None:
+    """Raises `InputError` if an answer is there twice, as far as the columns can tell."""
+    if "sample_index" not in table.column_names or is_list(table.column("output_tokens").type):
+        return
+    columns = [
+        name
+        for name in IDENTITY
+        if name in table.column_names and not pa.types.is_nested(table.column(name).type)
+    ]
+    if "sample_index" not in columns or table.column("sample_index").null_count:
+        return
+    answer, first_rows = group_rows(table, columns, group_of_row)
+    if len(first_rows) == table.num_rows:
+        return
+    row = int(np.argmax(first_rows[answer] != np.arange(table.num_rows)))
+    values = {name: table.column(name)[row].as_py() for name in columns}
+    raise InputError(
+        at(row),
+        ", ".join(f"{name}={value!r}" for name, value in values.items()),
+        f"each answer once ({at(int(first_rows[answer[row]]))} has the same {', '.join(columns)})",
+    )
+
+
+def group_rows(
+    table: pa.Table, keys: Sequence[str], codes: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number of the group of each row, and the first row of each group; groups in order of first appearance.
+
+    Args:
+        table: The rows.
+        keys: Columns that name a group.
+        codes: Groups by other columns [rows] that are divided further; None: there are none.
+    """
+    divided = codes is not None
+    codes = np.zeros(table.num_rows, dtype=np.int64) if codes is None else codes
+    for key in keys:
         column, size = _codes(table.column(key))
         codes = codes * size + column
-        if number:
+        if divided:
             codes, _ = _codes(pa.chunked_array([pa.array(codes)]))
+        divided = True
     num_groups = int(codes.max()) + 1 if len(codes) else 0
     first = np.empty(num_groups, dtype=np.int64)
     first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of repeated indices the last assignment stays
@@ -233,7 +273,7 @@ def group_rows(table: pa.Table, keys: Sequence[str]) -> tuple[NDArray[np.int64],
 
 def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], int]:
     """Number of each value among the different ones, in order of first appearance, and how many those are."""
-    encoded = column.dictionary_encode().unify_dictionaries()
+    encoded = column.dictionary_encode(null_encoding="encode").unify_dictionaries()
     if encoded.num_chunks == 0:
         return np.empty(0, dtype=np.int64), 0
     indices = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
@@ -273,12 +313,14 @@ def _caps(
     column = table.column("max_tokens")
     if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
         raise InputError(f"{path.name}, column max_tokens", str(column.type), "whole numbers")
-    row = pc.index(pc.less(column.cast(pa.int64()), 1), True).as_py()
+    with convertible(path.name):
+        column = column.cast(pa.int64())
+    bad = pc.or_(pc.less(column, 1), pc.greater(column, MAX_LENGTH))
+    row = pc.index(bad, True).as_py()
     if row >= 0:
-        raise InputError(
-            f"{at(row)}, column max_tokens", column[row].as_py(), "whole numbers of at least 1, or nothing"
-        )
+        allowed = f"whole numbers from 1 to {MAX_LENGTH}, or nothing"
+        raise InputError(f"{at(row)}, column max_tokens", column[row].as_py(), allowed)
     caps = np.zeros(num_groups, dtype=np.int64)
-    known = pc.fill_null(column.cast(pa.int64()), 0).to_numpy()
+    known = pc.fill_null(column, 0).to_numpy()
     np.maximum.at(caps, group_of_row, known)
     return [cap or None for cap in caps.tolist()]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,6 +23,7 @@ import pyarrow.json as pa_json
 
 from data_gen.tables import readable
 from scheduler_core.errors import InputError
+from scheduler_core.json_text import parse_json
 
 PEEK_ROWS = 1000
 #: Bytes that Arrow parses at a time; no line may be longer.
@@ -103,7 +103,7 @@ def _first_objects(path: Path) -> list[dict[str, Any]]:
 def _json_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     where = f"{path.name}, line {number}"
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line)
     except UnicodeDecodeError as error:
         raise InputError(where, line[:40], "text in UTF-8") from error
     except ValueError as error:

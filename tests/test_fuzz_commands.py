@@ -1,0 +1,392 @@
+"""Every command under hostile options, configuration files and inputs: an exit code and one line, nothing else.
+
+More examples: `HYPOTHESIS_PROFILE=explore .venv/bin/python -m pytest tests/test_fuzz_commands.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import io
+import json
+import logging
+import re
+import shutil
+import signal
+import tempfile
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given
+from hypothesis import strategies as st
+
+from tests.hostile import write_good_files, write_hostile_files
+from tests.properties import examples
+
+EXIT_CODES = {0, 2, 3, 130}
+#: No command takes as long with inputs as small as these.
+SECONDS = 60
+#: What a command that stopped leaves to go on from; everything else is whole or not there.
+RESUMABLE = re.compile(r"\.partial(/|$)|/cells/")
+#: Options that start processes or connections, of which a test has no use.
+LEFT_OUT = {"ray", "ray_address", "more_artifacts", "devices", "strategy", "traces", "encoder", "init"}
+WORDS = [
+    "fcfs",
+    "tie",
+    "sjf",
+    "trace",
+    "oracle",
+    "none",
+    "cpu",
+    "127.0.0.1",
+    "llama-2-7b",
+    "roofline",
+    "table",
+    "train",
+    "samples",
+    "log",
+    "lengths",
+]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command under test.
+
+    Attributes:
+        module: Where its `main` is.
+        config: Its configuration, MODULE:CLASS.
+        base: Options with which it ends soon: well, or for lack of a good input. OUT is the folder for results,
+            GOOD and BAD are folders of input files.
+        words: First words of the command line: a sub-command.
+        positionals: Fields given by position.
+    """
+
+    module: str
+    config: str
+    base: dict[str, str]
+    words: tuple[str, ...] = ()
+    positionals: tuple[str, ...] = ()
+
+    def main(self, args: list[str]) -> int:
+        """Calls it."""
+        code: int = importlib.import_module(self.module).main(args)
+        return code
+
+    @property
+    def config_class(self) -> type[Any]:
+        """The dataclass of its options."""
+        module, name = self.config.split(":")
+        found: type[Any] = getattr(importlib.import_module(module), name)
+        return found
+
+
+_WORKLOAD = '{"num_requests": 4, "lengths": {"prompt": {"law": "fixed", "low": 5}, "output": {"law": "fixed", "low": 3}}}'
+_RUN = {"policy": "fcfs", "workload": _WORKLOAD}
+
+COMMANDS = {
+    "simulate run": Command("scheduler_core.cli", "scheduler_core.simulate.run:RunConfig", _RUN | {"json": "OUT/r.json"}, ("run",)),
+    "simulate run trace": Command("scheduler_core.cli", "scheduler_core.simulate.run:RunConfig", {"policy": "fcfs", "trace": "GOOD/trace.jsonl", "json": "OUT/r.json", "requests": "OUT/r.csv"}, ("run",)),
+    "simulate compare": Command("scheduler_core.cli", "scheduler_core.simulate.compare:CompareConfig", {"a": "BAD/list.json", "b": "BAD/null.json"}, ("compare",), ("a", "b")),
+    "simulate workload": Command("scheduler_core.cli", "scheduler_core.simulate.workload:WorkloadConfig", {"num_requests": "4", "out": "OUT/w.csv"}, ("workload",)),
+    "simulate sweep": Command("scheduler_core.cli", "scheduler_core.simulate.sweep:SweepConfig", {"out": "OUT/sweep", "workload": _WORKLOAD, "num_seeds": "1"}, ("sweep",), ("out",)),
+    "simulate capacity": Command("scheduler_core.cli", "scheduler_core.simulate.capacity:CapacityConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "tolerance": "0.5", "max_seeds": "2"}, ("capacity",)),
+    "simulate calibrate": Command("scheduler_core.cli", "scheduler_core.simulate.calibrate:CalibrateCommand", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
+    "simulate search": Command("scheduler_core.cli", "scheduler_core.simulate.search:SearchConfig", {"out": "OUT/s", "workload": _WORKLOAD, "vary": "{policy: [fcfs, spf]}", "num_seeds": "1"}, ("search",), ("out",)),
+    "gen-samples": Command("data_gen.cli", "data_gen.gen_samples:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
+    "import-lengths": Command("data_gen.cli_import", "data_gen.cli_import:ImportLengthsConfig", {"kind": "lengths", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
+    "import-urgency": Command("data_gen.urgency.cli", "data_gen.urgency.cli:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
+    "fit-dist": Command("training.cli_fit_dist", "training.cli_fit_dist:FitDistConfig", {"samples": "GOOD/samples.parquet", "out": "OUT/f.parquet", "alternatives": "false"}, (), ("samples",)),
+    "study-lengths": Command("training.cli_studies", "training.cli_studies:FamiliesConfig", {"samples": "BAD/rowless.parquet", "out": "OUT/study"}, ("families",), ("samples",)),
+    "train": Command("training.cli_train", "training.config:TrainConfig", {"data": "BAD/rowless.parquet", "out": "OUT/t"}),
+    "evaluate": Command("training.evaluating.cli", "training.evaluating.config:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
+    "evaluate --stream": Command("training.evaluating.cli", "training.drift.cli:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}),
+    "calibrate": Command("training.calibrating.cli", "training.calibrating.config:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
+    "train-lexical": Command("training.lexical.cli", "training.lexical.config:TrainLexicalConfig", {"data": "BAD/rowless.parquet", "out": "OUT/l"}),
+    "evaluate-urgency": Command("training.urgency.cli", "training.urgency.cli:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
+    "export-onnx": Command("export.cli", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),
+    "package-artifact": Command("export.cli_package", "export.packaging:PackageConfig", {"target": "text", "artifact": "BAD/artifact", "out": "OUT/p.onnx"}, (), ("target", "artifact")),
+    "export-variants": Command("export.variants.cli", "export.variants.config:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
+    "serve-predictor": Command("predictors.cli", "predictors.cli:ServeConfig", {"artifact": "BAD/artifact"}, (), ("artifact",)),
+    "tailcast-proxy": Command("predictors.cli_proxy", "predictors.cli_proxy:ProxyConfig", {"engine_url": "http://127.0.0.1:9"}, (), ("engine_url",)),
+    "read-feedback": Command("training.feedback.cli", "training.feedback.cli:FeedbackConfig", {"log": "BAD/list.jsonl", "json": "OUT/c.json"}, (), ("log",)),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command: its dotted name and the type of its field."""
+
+    name: str
+    kind: Any
+
+
+@cache
+def options(name: str) -> list[Option]:
+    """All options of a command, those of nested configurations too."""
+    return list(_options(COMMANDS[name].config_class, ""))
+
+
+def _options(config: type[Any], prefix: str) -> Iterator[Option]:
+    hints = typing.get_type_hints(config)
+    for item in dataclasses.fields(config):
+        kind = hints[item.name]
+        if item.name in LEFT_OUT:
+            continue
+        yield Option(prefix + item.name, kind)
+        for part in _parts(kind):
+            if dataclasses.is_dataclass(part) and prefix.count(".") < 2:
+                yield from _options(typing.cast(type[Any], part), f"{prefix}{item.name}.")
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    """The members of a union, or the type itself."""
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    return typing.get_args(kind) if union else (kind,)
+
+
+INTEGERS = [-(2**63), -1, 0, 1, 2, 3, 10**12, 2**31, 2**63 - 1, 2**63, 2**64, 10**400]
+FLOATS = [
+    "nan",
+    ".nan",
+    "inf",
+    ".inf",
+    "-.inf",
+    "1e308",
+    "1e-308",
+    "5e-324",
+    "1e999",
+    "-1",
+    "0",
+    "-0.0",
+    "0.5",
+    "1",
+    "1e18",
+]
+TEXTS = [
+    "",
+    " ",
+    "-",
+    "--",
+    "null",
+    "~",
+    "true",
+    "x" * 3000,
+    "a\nb",
+    "\ud800",
+    "\udcff.json",
+    "a\0b",
+    "é☃",
+    "*x",
+    "&x [*x]",
+    "!!python/object:x y",
+    "{",
+    "[",
+    "${HOME}",
+    "%s",
+    "{0}",
+    "../..",
+    "0x10",
+    "1:30",
+    "٣",
+    "1_000",
+]
+COLLECTIONS = ["[]", "{}", "[null]", "[1, [2]]", '["x", "x"]', "{a: 1}", "{a: .nan}", "{a: {b: 1e999}}", "{? [1] : 2}", "[0]", "[-1, 2]", "[" * 60 + "]" * 60, '{"policy": []}', "{seed: [0, 0]}", "{nonsense.name: [1]}"]  # fmt: skip
+
+
+def _values(kind: Any, files: list[str]) -> st.SearchStrategy[str]:
+    """Values for a field of a type, as they stand on a command line."""
+    pools: list[st.SearchStrategy[str]] = [st.sampled_from([*TEXTS, *COLLECTIONS, *FLOATS])]
+    for part in _parts(kind):
+        origin = typing.get_origin(part)
+        if part is int:
+            pools += [st.sampled_from([str(value) for value in INTEGERS])] * 6
+        elif part is float:
+            pools += [st.sampled_from(FLOATS), st.floats().map(repr)] * 3
+        elif origin is typing.Literal:
+            pools = [st.sampled_from([*map(str, typing.get_args(part)), "nonsense", ""])]
+        elif part is bool:
+            pools += [st.sampled_from(["true", "false", "maybe"])] * 3
+        elif part is str:
+            pools += [st.sampled_from(files), st.sampled_from(files), st.sampled_from(WORDS)]
+        else:
+            pools += [st.sampled_from(COLLECTIONS)] * 2
+    return st.one_of(pools)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One command line: what differs from the base, and whether it stands in a configuration file."""
+
+    changes: dict[str, str]
+    config: str | None
+    in_file: bool
+
+
+@st.composite
+def calls(draw: st.DrawFn, name: str, files: list[str]) -> Call:
+    """Command lines with a few hostile values."""
+    chosen = draw(
+        st.lists(st.sampled_from(options(name)), min_size=1, max_size=2, unique_by=lambda one: one.name)
+    )
+    required = [one for one in options(name) if one.name in COMMANDS[name].base]
+    if draw(st.booleans()):
+        chosen[0] = draw(st.sampled_from(required))
+    changes = {one.name: draw(_values(one.kind, files)) for one in chosen}
+    if name == "gen-samples" and changes.get("backend") in ("transformers", "openai", "vllm"):
+        del changes["backend"]
+    # A pipe as configuration is read to its end, as it would be by any program.
+    readable = [file for file in files if "pipe" not in file]
+    config = draw(st.none() | st.none() | st.none() | st.sampled_from(readable))
+    return Call(changes, config, draw(st.booleans()))
+
+
+def _nested(changes: dict[str, str]) -> dict[str, Any]:
+    """Dotted names as nested mappings; numbers as numbers."""
+    tree: dict[str, Any] = {}
+    for name, value in changes.items():
+        *parents, last = name.split(".")
+        inside = tree
+        for parent in parents:
+            inside = inside.setdefault(parent, {})
+            if not isinstance(inside, dict):
+                break
+        if isinstance(inside, dict):
+            try:
+                inside[last] = json.loads(value)
+            except ValueError:
+                inside[last] = value
+    return tree
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("inputs")
+    good = write_good_files(folder / "good")
+    bad = write_hostile_files(folder / "bad")
+    return folder, [str(path) for path in (*bad, *good.values())]
+
+
+@contextlib.contextmanager
+def _time_limit() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        pytest.fail(f"the command takes more than {SECONDS} s", pytrace=True)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[str]:
+    values = dict(command.base)
+    for name in [name for name in values if any(name.startswith(f"{other}.") for other in call.changes)]:
+        del values[name]
+    places = {"OUT": str(out), "GOOD": str(inputs / "good"), "BAD": str(inputs / "bad")}
+    values = {
+        name: re.sub(r"^(OUT|GOOD|BAD)(?=/)", lambda match: places[match[0]], value)
+        for name, value in values.items()
+    }
+    positions = [call.changes.get(name, values[name]) for name in command.positionals]
+    args = [*command.words]
+    stream = {"stream": values["stream"]} if command.config.endswith("StreamConfig") else {}
+    if call.config is not None:
+        args.append(f"--config={call.config}")
+    changes = {name: value for name, value in call.changes.items() if name not in command.positionals}
+    if call.in_file and changes:
+        file = out.parent / "config.yaml"
+        text = json.dumps(_nested(changes))
+        file.write_text(text, encoding="utf-8")
+        args.append(f"--config={file}")
+        kept = {name: value for name, value in values.items() if name not in changes} | stream
+        changes = {}
+    else:
+        kept = values
+    for name, value in {**kept, **changes}.items():
+        if name not in command.positionals:
+            args.append(f"--{name}={value}")
+    return [*args, *positions]
+
+
+@pytest.fixture
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has been built ends at once."""
+    from predictors.service import loop
+
+    monkeypatch.setattr(loop, "run", lambda work: work.close())
+
+
+def _left_behind(out: Path) -> list[str]:
+    """Files that a command that failed must not leave: half a result, or the temporary file of one."""
+    if not out.exists():
+        return []
+    names = [f"/{path.relative_to(out)}" for path in out.rglob("*") if path.is_file()]
+    return [name for name in names if not RESUMABLE.search(name) or "/." in name]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did: arguments, exit code, what it wrote to stderr, and the files it left."""
+
+    args: list[str]
+    code: int
+    stderr: str
+    left: list[str]
+
+    def __str__(self) -> str:
+        args = [word if len(word) < 300 else word[:300] + "..." for word in self.args]
+        return f"{args}: {self.code}\n{self.stderr[-3000:]}\n{self.left}"
+
+
+def outcome(name: str, call: Call, inputs: Path) -> Outcome:
+    """Calls a command in an empty folder."""
+    folder = Path(tempfile.mkdtemp(dir=inputs))
+    (out := folder / "out").mkdir()
+    args = _arguments(COMMANDS[name], call, inputs, out)
+    stderr = io.StringIO()
+    with (
+        contextlib.chdir(folder),
+        contextlib.redirect_stdout(io.StringIO()),
+        contextlib.redirect_stderr(stderr),
+        _time_limit(),
+    ):
+        logging.disable(logging.CRITICAL)
+        try:
+            code = COMMANDS[name].main(args)
+        finally:
+            logging.disable(logging.NOTSET)
+    left = _left_behind(out)
+    shutil.rmtree(folder)
+    return Outcome(args, code, stderr.getvalue(), left)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("no_servers")
+def test_a_command_ends_with_an_exit_code_and_one_line(name: str, folders: tuple[Path, list[str]]) -> None:
+    inputs, files = folders
+
+    # Without shrinking: the message names the arguments, and a smaller example would take minutes.
+    @examples(
+        4, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=[HealthCheck.too_slow]
+    )
+    @given(calls(name, files))
+    def check(call: Call) -> None:
+        found = outcome(name, call, inputs)
+        assert found.code in EXIT_CODES, found
+        assert "Traceback" not in found.stderr, found
+        lines = [line for line in found.stderr.splitlines() if re.match(r"\S.*: error: ", line)]
+        assert len(lines) == (1 if found.code == 2 else 0), found
+        if found.code == 2:
+            assert found.left == [], found
+
+    check()
