@@ -1,0 +1,104 @@
+"""Self-contained HTML pages: headings, paragraphs, tables and figures, no outside resources."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler_core.errors import MissingExtraError
+from scheduler_core.files import atomic_file
+
+
+def format_cell(value: object) -> str:
+    """A table cell as text: floats with four significant digits, a dash for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.0f}"
+
+
+class Page:
+    """A page that is put together from top to bottom; all text is escaped.
+
+    Args:
+        title: Heading, and title of the window.
+        lead: Paragraph below the heading.
+    """
+
+    def __init__(self, title: str, lead: str = "") -> None:
+        self._title = title
+        self._lead = lead
+        self._parts: list[dict[str, Any]] = []
+
+    def heading(self, text: str) -> None:
+        """Begins a section."""
+        self._parts.append({"kind": "heading", "text": text})
+
+    def paragraph(self, text: str, *, note: bool = False) -> None:
+        """Adds a paragraph; a note is gray."""
+        self._parts.append({"kind": "paragraph", "text": text, "note": note})
+
+    def note(self, text: str) -> None:
+        """Adds a gray paragraph."""
+        self.paragraph(text, note=True)
+
+    def code(self, text: str) -> None:
+        """Adds preformatted text."""
+        self._parts.append({"kind": "code", "text": text})
+
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        text_columns: Collection[int] = (),
+        best_row: int | None = None,
+    ) -> None:
+        """Adds a table.
+
+        Args:
+            header: Names of the columns.
+            rows: Cells, formatted by `format_cell`.
+            text_columns: Indices of columns of prose, aligned left.
+            best_row: Index of the row to highlight.
+        """
+        cells = [[format_cell(value) for value in row] for row in rows]
+        self._parts.append(
+            {
+                "kind": "table",
+                "header": list(header),
+                "rows": cells,
+                "text_columns": set(text_columns),
+                "best_row": best_row,
+            }
+        )
+
+    def figure(self, figure: str | Path, caption: str) -> None:
+        """Adds a figure: SVG text (see `plotting.svg`), or the path of a PNG file."""
+        if isinstance(figure, Path):
+            data = base64.b64encode(figure.read_bytes()).decode("ascii")
+            self._parts.append({"kind": "png", "data": data, "caption": caption})
+        else:
+            self._parts.append({"kind": "svg", "svg": figure, "caption": caption})
+
+    def html(self) -> str:
+        """The page as HTML.
+
+        Raises:
+            MissingExtraError: jinja2 is not installed.
+        """
+        try:
+            import jinja2
+        except ImportError as error:
+            raise MissingExtraError("jinja2", "sim") from error
+        template = Path(__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+        environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+        text = environment.from_string(template).render(title=self._title, lead=self._lead, parts=self._parts)
+        return text + "\n"
+
+    def write(self, path: str | Path) -> None:
+        """Writes the page atomically."""
+        with atomic_file(path) as temporary:
+            temporary.write_text(self.html(), encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Common parts of figures: creation, colors, axes, and writing as SVG text or PNG files."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from scheduler_core.errors import MissingExtraError
+from scheduler_core.files import atomic_file
+
+#: The color-blind safe palette of Okabe and Ito.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+DASHES = ("-", "--", ":")
+INK, GRAY = "#1c2733", "#9aa5b1"
+#: Curves that can be told apart by color and dash; a figure with more names none of them.
+MAX_NAMED_CURVES = len(COLORS) * len(DASHES)
+_MIN_TICKS = 3
+_DPI = 130
+
+
+def new_figure(
+    width: float, height: float, *, rows: int = 1, columns: int = 1, **subplots: Any
+) -> tuple[Any, list[Any]]:
+    """A figure without pyplot's global state, and its axes in reading order.
+
+    Args:
+        width: In inches.
+        height: In inches.
+        rows: Rows of axes.
+        columns: Columns of axes.
+        subplots: Passed to `Figure.subplots`, such as `width_ratios`.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "sim") from error
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(wspace=0.06))
+    axes = list(figure.subplots(rows, columns, squeeze=False, **subplots).flat)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, linewidth=0.6)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def svg(figure: Any) -> str:
+    """A figure as SVG text, equal for equal figures."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tailcast"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    text = re.sub("<metadata>.*?</metadata>", "", buffer.getvalue(), flags=re.DOTALL)
+    return text[text.index("<svg") :]
+
+
+def write_png(figure: Any, path: str | Path) -> None:
+    """Writes a figure as a PNG file, atomically."""
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, dpi=_DPI, format="png", metadata={"Software": None})
+
+
+def color(index: int) -> str:
+    """Color of a curve by its number."""
+    return COLORS[index % len(COLORS)]
+
+
+def dash(index: int) -> str:
+    """Dash of a curve by its number; it changes when the colors repeat."""
+    return DASHES[index // len(COLORS) % len(DASHES)]
+
+
+def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
+    """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`): at 1 alone where
+    that would be many, at evenly spaced numbers where it would be too few."""
+    from matplotlib.ticker import MaxNLocator
+
+    low, high = limits
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    digits = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
+    ticks = [
+        digit * 10.0**power for power in decades for digit in digits if low <= digit * 10.0**power <= high
+    ]
+    if len(ticks) < _MIN_TICKS:
+        ticks = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
+    axis.set_ticks(ticks)
+    axis.set_ticks([], minor=True)
+    axis.set_major_formatter(lambda value, _: f"{value:g}")

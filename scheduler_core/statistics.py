@@ -1,0 +1,93 @@
+"""Statistics for the whole tree: variation and concentration of groups of values, confidence intervals over seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+from scheduler_core.lengths.student_t import student_t_quantile
+
+FloatArray = NDArray[np.float64]
+
+
+def coefficients_of_variation(values: FloatArray, offsets: NDArray[np.int64], ddof: int = 1) -> FloatArray:
+    """Standard deviation over mean of each group [G]; NaN for a group of `ddof` values or fewer.
+
+    Args:
+        values: Values >= 0 of all groups, one group after the other [N].
+        offsets: Bounds of the groups in `values` [G + 1].
+        ddof: The divisor of the variance is the number of values less this.
+    """
+    counts, starts = np.diff(offsets), offsets[:-1]
+    mean = np.add.reduceat(values, starts) / counts
+    squares = np.add.reduceat((values - np.repeat(mean, counts)) ** 2, starts)
+    variance = np.divide(squares, counts - ddof, out=np.full(len(counts), np.nan), where=counts > ddof)
+    return np.asarray(np.sqrt(variance) / mean)
+
+
+def top_decile_fractions(values: FloatArray, offsets: NDArray[np.int64]) -> FloatArray:
+    """Fraction of the sum of each group that its largest 10 % make up [G]; the last of those counts in part.
+
+    Args:
+        values: Values of all groups, one group after the other, ascending in each [N].
+        offsets: Bounds of the groups in `values` [G + 1].
+    """
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    size = 0.1 * np.diff(offsets)
+    complete = np.floor(size + 1e-9).astype(np.int64)
+    first = offsets[1:] - complete
+    top = sums[offsets[1:]] - sums[first]
+    top = top + (size - complete) * values[np.maximum(first - 1, offsets[:-1])]
+    return np.asarray(top / (sums[offsets[1:]] - sums[offsets[:-1]]))
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Mean of `num` independent values, with a confidence interval."""
+
+    mean: float
+    low: float
+    high: float
+    num: int
+
+
+def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """mean +- t s / sqrt(n); infinitely wide with one value.
+
+    Raises:
+        InputError: There is no value, or the confidence is not between 0 and 1.
+    """
+    if not values:
+        raise InputError("values", values, "at least one number")
+    if not 0 < confidence < 1:
+        raise InputError("confidence", confidence, "numbers between 0 and 1")
+    array = np.asarray(values, float)
+    mean, num = float(array.mean()), len(array)
+    if num == 1:
+        return Interval(mean, -math.inf, math.inf, 1)
+    half = student_t_quantile((1 + confidence) / 2, num - 1) * float(array.std(ddof=1)) / math.sqrt(num)
+    return Interval(mean, mean - half, mean + half, num)
+
+
+def over_seeds(runs: Sequence[Mapping[str, Any]], confidence: float = 0.95) -> dict[str, Any]:
+    """Trees of metrics of several runs as one tree: each number becomes {mean, low, high, num}.
+
+    A number that is None in some runs, or missing, is that of the others. With one run low and high are None.
+    """
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for run in runs for name in run):
+        values = [run[name] for run in runs if run.get(name) is not None]
+        if not values:
+            merged[name] = None
+        elif isinstance(values[0], Mapping):
+            merged[name] = over_seeds(values, confidence)
+        else:
+            ends = asdict(interval([float(value) for value in values], confidence))
+            merged[name] = {key: None if math.isinf(value) else value for key, value in ends.items()}
+    return merged
