@@ -1,9 +1,14 @@
-"""Student's t in the coordinate t = asinh(T / sqrt(nu)):
+"""Student's t distribution for numpy, and for single numbers.
+
+In the coordinate t = asinh(T / sqrt(nu)) of `standard`,
 
     q(t) = C_nu sech(t)^nu,   C_nu = Gamma((nu+1)/2) / (sqrt(pi) Gamma(nu/2)).
 
 Because ln cosh(t+w) >= ln cosh t + ln cosh w for t, w >= 0, everything beyond t + W, W = arcosh(exp(41/nu)), is below
 exp(-41) of q(t), for every t.
+
+Two other forms exist where this one cannot be used: `training.objectives.student` (torch, with derivatives) and
+`training.fitting.kernels.special` (compiled loops).
 """
 
 from __future__ import annotations
@@ -13,16 +18,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from scheduler_core.lengths.arrays import FloatArray
-from scheduler_core.lengths.law import CUT, Law
+from scheduler_core.lengths.standard import NEGLIGIBLE, FloatArray, StandardDistribution, StandardNormal
 
 _LN2 = math.log(2.0)
 #: A far end that the growing length lifts to less than exp(-30) of the density's peak is left out.
-_UNSEEN = 30.0
+_NEGLIGIBLE_END = 30.0
 
 
 @lru_cache(maxsize=1024)
-def log_normaliser(nu: float) -> float:
+def log_normalizer(nu: float) -> float:
     """ln C_nu = ln Gamma((nu+1)/2) - ln Gamma(nu/2) - ln(pi)/2; for large nu by its series (DLMF 5.11.13)."""
     if nu > 1e3:
         x = nu / 2
@@ -36,8 +40,8 @@ def _log_cosh(t: FloatArray) -> FloatArray:
     return np.asarray(size + np.log1p(np.expm1(-2.0 * size) / 2.0))
 
 
-class StudentLaw(Law):
-    """Student's t.
+class StudentT(StandardDistribution):
+    """Rows of Student's t distributions.
 
     Args:
         nu: Degrees of freedom, finite and > 0 [N, 1] or [1, 1].
@@ -47,14 +51,14 @@ class StudentLaw(Law):
         self._nu = nu
         self._root = np.sqrt(nu)
         values, inverse = np.unique(nu, return_inverse=True)
-        self._log_c = np.array([log_normaliser(float(v)) for v in values])[inverse].reshape(nu.shape)
+        self._log_c = np.array([log_normalizer(float(v)) for v in values])[inverse].reshape(nu.shape)
         self.split = np.zeros((1, 1))
-        self._width = self.reach(self.split, 1.0, CUT)
+        self._width = self.reach(self.split, 1.0, NEGLIGIBLE)
 
-    def coordinate(self, height: FloatArray) -> FloatArray:
-        return np.asarray(np.arcsinh(height / self._root))
+    def coordinate(self, value: FloatArray) -> FloatArray:
+        return np.asarray(np.arcsinh(value / self._root))
 
-    def height(self, t: FloatArray) -> FloatArray:
+    def value(self, t: FloatArray) -> FloatArray:
         return np.asarray(self._root * np.sinh(t))
 
     def rise(self, t: FloatArray, w: FloatArray) -> FloatArray:
@@ -70,7 +74,7 @@ class StudentLaw(Law):
             y = np.where(slope > 0, 2.0 * double / (slope + root), (root - slope) / 2.0)
         return np.asarray(np.log1p(y))
 
-    def log_stretch(self, t: FloatArray) -> FloatArray:
+    def log_slope(self, t: FloatArray) -> FloatArray:
         return np.asarray(np.log(self._root) + _log_cosh(t))
 
     def log_density(self, t: FloatArray) -> FloatArray:
@@ -82,8 +86,8 @@ class StudentLaw(Law):
         ending = np.exp(-2.0 * np.abs(t))
         return np.asarray(-self._nu * (size + np.log1p(ending / (1.0 + ending) * np.expm1(-2.0 * size))))
 
-    def reach(self, t: FloatArray, side: FloatArray | float, cut: FloatArray | float) -> FloatArray:
-        ratio = cut / self._nu
+    def reach(self, t: FloatArray, side: FloatArray | float, depth: FloatArray | float) -> FloatArray:
+        ratio = depth / self._nu
         close = 2.0 * np.arcsinh(np.sqrt(np.expm1(np.minimum(ratio, 500.0)) / 2.0))
         return np.where(ratio > 500.0, ratio + _LN2, close)
 
@@ -91,20 +95,47 @@ class StudentLaw(Law):
         return self._width
 
     def pieces(
-        self, spread: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
+        self, scale: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        slope = spread * self._root
+        slope = scale * self._root
         width = self._width
         # Left of this the density or the length itself is below exp(-41) of its largest value.
-        lowest = np.arcsinh(np.minimum(np.sinh(end), 0.0) - CUT / slope)
+        lowest = np.arcsinh(np.minimum(np.sinh(end), 0.0) - NEGLIGIBLE / slope)
         low = np.minimum(np.maximum(start, np.maximum(lowest, np.minimum(origin, 0.0) - width)), end)
         # ln of the integrand is concave, then convex: what is negligible at W and at the end is so between them.
         near = np.minimum(end, np.maximum(origin, 0.0) + width)
-        lifted = np.maximum(self._gain(spread, origin, near), self._gain(spread, origin, end))
-        high = np.where(lifted < -_UNSEEN, near, end)
+        lifted = np.maximum(self._gain(scale, origin, near), self._gain(scale, origin, end))
+        high = np.where(lifted < -_NEGLIGIBLE_END, near, end)
         return low, np.minimum(np.maximum(low, 0.0), high), high
 
-    def _gain(self, spread: FloatArray, origin: FloatArray, t: FloatArray) -> FloatArray:
-        """ln of exp(spread T) q(t), relative to the origin."""
+    def _gain(self, scale: FloatArray, origin: FloatArray, t: FloatArray) -> FloatArray:
+        """ln of exp(scale T) q(t), relative to the origin."""
         w = t - origin
-        return np.asarray(spread * self.rise(origin, w) + self.drop(origin, w))
+        return np.asarray(scale * self.rise(origin, w) + self.drop(origin, w))
+
+
+def standard(nu: float) -> StandardDistribution:
+    """One row with Student's t of `nu` degrees of freedom > 0, or the normal for nu = inf."""
+    return StandardNormal() if math.isinf(nu) else StudentT(np.full((1, 1), nu))
+
+
+def student_t_cdf(z: float, nu: float) -> float:
+    """P(T <= z) for Student's t, nu > 0 degrees of freedom or inf."""
+    rows = standard(nu)
+    return math.exp(rows.log_cdf(rows.coordinate(np.full((1, 1), z))).item())
+
+
+def student_t_hazard(z: float, nu: float) -> float:
+    """Density over P(T > z) at a finite z, for Student's t, nu > 0 degrees of freedom or inf."""
+    rows = standard(nu)
+    t = rows.coordinate(np.full((1, 1), z))
+    with np.errstate(under="ignore"):
+        return math.exp((rows.log_density(t) - rows.log_slope(t) - rows.log_sf(t)).item())
+
+
+@lru_cache(maxsize=256)
+def student_t_quantile(probability: float, nu: float) -> float:
+    """The quantile of level 0 < p < 1 of Student's t, nu > 0 degrees of freedom or inf."""
+    rows = standard(nu)
+    level = np.full((1, 1), probability)
+    return float(rows.value(rows.quantile(np.log(level), np.log1p(-level))).item())

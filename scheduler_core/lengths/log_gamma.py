@@ -1,9 +1,9 @@
-"""The logarithm of a gamma variable, T = ln(G/k), G ~ Gamma(k, scale 1). The coordinate is T itself:
+"""The logarithm of a gamma variable, T = ln(G/k), G ~ Gamma(k, scale 1). The coordinate of `standard` is T itself:
 
-    q(t) = C_k exp(k (t - exp t + 1)),   C_k = k^k exp(-k) / Gamma(k),
+    q(t) = C_k exp(k (t - exp t + 1)),   C_k = k^k exp(-k) / Gamma(k).
 
-log-concave with its mode at 0. `LogExponentialLaw` is the case k = 1, where tails and quantiles have closed forms; with
-spread 1/shape that is the Weibull distribution.
+`LogExponential` is the case k = 1, where tails and quantiles have closed forms; with scale 1/shape that is the Weibull
+distribution.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import math
 
 import numpy as np
 
-from scheduler_core.lengths.arrays import FloatArray
-from scheduler_core.lengths.law import CUT, Law
+from scheduler_core.lengths.standard import NEGLIGIBLE, FloatArray, StandardDistribution
 
 #: exp(t) stays finite; beyond, nothing is left of the tail.
-_HIGHEST = 690.0
+_MAX_COORDINATE = 690.0
 
 
-def _log_normaliser(k: float) -> float:
+def _log_normalizer(k: float) -> float:
     """ln C_k; for large k by Stirling's series of ln Gamma (DLMF 5.11.1), where k ln k - k - ln Gamma(k) cancels."""
     if k < 20.0:
         return k * math.log(k) - k - math.lgamma(k)
@@ -27,24 +26,26 @@ def _log_normaliser(k: float) -> float:
     return 0.5 * math.log(k / (2 * math.pi)) - rest
 
 
-def _width(slope: FloatArray, k: FloatArray, side: FloatArray | float, cut: FloatArray | float) -> FloatArray:
-    """w > 0 with slope (exp(side w) - 1) - k side w = cut: where exp(k t - exp t) has fallen by exp(-cut).
+def _width(
+    slope: FloatArray, k: FloatArray, side: FloatArray | float, depth: FloatArray | float
+) -> FloatArray:
+    """w > 0 with slope (exp(side w) - 1) - k side w = depth: where exp(k t - exp t) has fallen by exp(-depth).
 
     Newton on a convex function from beyond its root; stopped early, w is a little too large, which does no harm.
     """
     excess = side * (slope - k)
     # The function is >= excess w + slope w^2/2 to the right; to the left >= k w - slope.
-    quadratic = 2.0 * cut / (excess + np.sqrt(excess * excess + 2.0 * slope * cut) + 1e-300)
-    logarithmic = np.maximum(2.0, np.log(2.0 * cut / slope))
-    w = np.where(np.asarray(side) > 0, np.minimum(quadratic, logarithmic), (cut + slope) / k)
+    quadratic = 2.0 * depth / (excess + np.sqrt(excess * excess + 2.0 * slope * depth) + 1e-300)
+    logarithmic = np.maximum(2.0, np.log(2.0 * depth / slope))
+    w = np.where(np.asarray(side) > 0, np.minimum(quadratic, logarithmic), (depth + slope) / k)
     for _ in range(12):
-        value = slope * np.expm1(side * w) - k * side * w - cut
+        value = slope * np.expm1(side * w) - k * side * w - depth
         slant = side * (slope * np.exp(side * w) - k)
         w = w - np.where(value > 0, value / np.where(slant > 0, slant, np.inf), 0.0)
     return np.asarray(np.maximum(w, 0.0))
 
 
-class LogGammaLaw(Law):
+class LogGamma(StandardDistribution):
     """ln(G/k) for a gamma variable G.
 
     Args:
@@ -54,27 +55,12 @@ class LogGammaLaw(Law):
     def __init__(self, k: FloatArray) -> None:
         self._k = k
         values, inverse = np.unique(k, return_inverse=True)
-        self._log_c = np.array([_log_normaliser(float(v)) for v in values])[inverse].reshape(k.shape)
+        self._log_c = np.array([_log_normalizer(float(v)) for v in values])[inverse].reshape(k.shape)
         # For k < 1 the right tail from the mode on is flat and then falls like exp(-exp t): start it at G = 1.
         self.split = np.maximum(-np.log(k), 0.0)
 
-    def coordinate(self, height: FloatArray) -> FloatArray:
-        return height
-
-    def height(self, t: FloatArray) -> FloatArray:
-        return t
-
-    def rise(self, t: FloatArray, w: FloatArray) -> FloatArray:
-        return w
-
-    def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
-        return rise
-
-    def log_stretch(self, t: FloatArray) -> FloatArray:
-        return np.zeros_like(t)
-
     def _slope(self, t: FloatArray) -> FloatArray:
-        return np.asarray(self._k * np.exp(np.minimum(t, _HIGHEST)))
+        return np.asarray(self._k * np.exp(np.minimum(t, _MAX_COORDINATE)))
 
     def log_density(self, t: FloatArray) -> FloatArray:
         return np.asarray(self._log_c + self._k * (t - np.expm1(t)))
@@ -82,20 +68,20 @@ class LogGammaLaw(Law):
     def drop(self, t: FloatArray, w: FloatArray) -> FloatArray:
         return np.asarray(self._k * w - self._slope(t) * np.expm1(w))
 
-    def reach(self, t: FloatArray, side: FloatArray | float, cut: FloatArray | float) -> FloatArray:
-        return _width(self._slope(t), self._k, side, cut)
+    def reach(self, t: FloatArray, side: FloatArray | float, depth: FloatArray | float) -> FloatArray:
+        return _width(self._slope(t), self._k, side, depth)
 
     def pieces(
-        self, spread: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
+        self, scale: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
     ) -> tuple[FloatArray, FloatArray, FloatArray]:
-        # exp(spread t) q(t) is the density of the logarithm of a gamma variable of shape k + spread.
-        middle = np.minimum(np.maximum(np.log1p(spread / self._k), start), end)
-        slope, k = self._slope(middle), self._k + spread
-        low = np.maximum(start, middle - _width(slope, k, -1.0, CUT))
-        return low, middle, np.minimum(end, middle + _width(slope, k, 1.0, CUT))
+        # exp(scale t) q(t) is the density of the logarithm of a gamma variable of shape k + scale.
+        middle = np.minimum(np.maximum(np.log1p(scale / self._k), start), end)
+        slope, k = self._slope(middle), self._k + scale
+        low = np.maximum(start, middle - _width(slope, k, -1.0, NEGLIGIBLE))
+        return low, middle, np.minimum(end, middle + _width(slope, k, 1.0, NEGLIGIBLE))
 
 
-class LogExponentialLaw(LogGammaLaw):
+class LogExponential(LogGamma):
     """ln E for an exponential variable E of mean 1."""
 
     def __init__(self) -> None:

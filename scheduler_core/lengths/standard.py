@@ -1,0 +1,199 @@
+"""Standard distributions: that of T in ln X = location + scale * T, and all that follows from its density.
+
+A standard distribution is given in a coordinate t in which its density q(t) is log-concave with its mode at t = 0, and
+T = value(t) is increasing with value(0) = 0.
+
+| distribution of T | coordinate | q(t), up to a constant |
+| --- | --- | --- |
+| Student t, nu degrees of freedom (`student_t`) | T = sqrt(nu) sinh t | sech(t)^nu |
+| normal | T = t | exp(-t^2/2) |
+| ln(Gamma(k)/k) (`log_gamma`) | T = t | exp(k (t - exp t)) |
+
+The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills' ratio in this
+coordinate). The integrand falls from 1, and where it is below exp(-41) it is left out. So tails keep their relative
+accuracy however far out they are. Because q is log-concave so is its tail, hence Newton's method on the logarithm of
+the tail converges, and from the right of the root it does so monotonically.
+
+Shapes: one row for each distribution. `t` is a column [N, 1], `w` a column or a matrix [N, K], results have the shape
+of their arguments broadcast; parameters are [N, 1] or [1, 1]. `side` is +1 for the right tail, -1 for the left.
+The caller switches off numpy's warnings of overflow, underflow and division by zero: an infinite logarithm, and a term
+that vanishes, are correct results here.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+#: What is below exp(-41) = 1.6e-18 of the rest is left out.
+NEGLIGIBLE = 41.0
+_MAX_STEPS = 100
+#: ln of the normal density's constant, 1/sqrt(2 pi).
+LOG_NORMALIZER = -0.5 * math.log(2.0 * math.pi)
+
+
+def _tanh_sinh(step: float = 0.07, half_count: int = 46) -> tuple[FloatArray, FloatArray]:
+    """Nodes and weights of the tanh-sinh rule on [0, 1].
+
+    They crowd double-exponentially at both ends, so an integrand whose features are at the ends of the interval is
+    resolved whatever their scale (Takahasi & Mori, "Double exponential formulas for numerical integration", Publ. RIMS
+    9 (1974), 721-741).
+    """
+    t = step * np.arange(-half_count, half_count + 1)
+    nodes = 1.0 / (1.0 + np.exp(-np.pi * np.sinh(t)))
+    weights = step * np.pi * np.cosh(t) * nodes * nodes[::-1]
+    nodes.setflags(write=False)
+    weights.setflags(write=False)
+    return nodes, weights
+
+
+NODES, WEIGHTS = _tanh_sinh()
+
+
+def log_complement(log_p: FloatArray) -> FloatArray:
+    """ln(1 - exp(log_p)) for log_p <= 0."""
+    near_zero = np.log(-np.expm1(np.maximum(log_p, -1.0)))
+    return np.where(log_p > -0.7, near_zero, np.log1p(-np.exp(np.minimum(log_p, -0.5))))
+
+
+class StandardDistribution(ABC):
+    """Rows of standard distributions of one kind: see the module's docstring.
+
+    The methods that are implemented here hold for a coordinate that is T itself.
+    """
+
+    #: Where left and right tail meet; the mode or a point to the right of it.
+    split: FloatArray
+
+    def coordinate(self, value: FloatArray) -> FloatArray:
+        """t of a value of T."""
+        return value
+
+    def value(self, t: FloatArray) -> FloatArray:
+        """T at t."""
+        return t
+
+    def rise(self, t: FloatArray, w: FloatArray) -> FloatArray:
+        """value(t + w) - value(t), without cancellation."""
+        return w
+
+    def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
+        """The w >= 0 with value(t + w) - value(t) = rise >= 0; t >= 0, or >= split."""
+        return rise
+
+    def log_slope(self, t: FloatArray) -> FloatArray:
+        """ln of dT/dt."""
+        return np.zeros_like(t)
+
+    @abstractmethod
+    def log_density(self, t: FloatArray) -> FloatArray:
+        """ln q(t)."""
+
+    @abstractmethod
+    def drop(self, t: FloatArray, w: FloatArray) -> FloatArray:
+        """ln q(t + w) - ln q(t), without cancellation; w points away from the mode, or t = 0."""
+
+    @abstractmethod
+    def reach(self, t: FloatArray, side: FloatArray | float, depth: FloatArray | float) -> FloatArray:
+        """A w >= 0 with drop(t, side * w) <= -depth, not much too large."""
+
+    @abstractmethod
+    def pieces(
+        self, scale: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Where exp(scale T) q(t) is not negligible within [start, end]: (low, middle, high).
+
+        What features it has are at the ends of [low, middle] and [middle, high].
+
+        Args:
+            scale: Factor of T in ln X.
+            start: From here, may be -inf.
+            origin: max(start, 0), but at most `end`.
+            end: To here.
+        """
+
+    def width(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
+        """How far out from t the density counts."""
+        return self.reach(t, side, NEGLIGIBLE)
+
+    def ratio(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
+        """R(t), the mass beyond t over q(t)."""
+        width = self.width(t, side)
+        falling = np.exp(self.drop(t, side * width * NODES))
+        return np.asarray(width * (falling @ WEIGHTS)[:, None])
+
+    def log_tail(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
+        """ln of the mass beyond t; t on that side of the split."""
+        return np.minimum(self.log_density(t) + np.log(self.ratio(t, side)), 0.0)
+
+    def log_sf(self, t: FloatArray) -> FloatArray:
+        """ln P(T > value(t)), exact in both tails; t may be infinite or NaN."""
+        return self._log_probability(t, 1.0)
+
+    def log_cdf(self, t: FloatArray) -> FloatArray:
+        """ln P(T <= value(t)), exact in both tails; t may be infinite or NaN."""
+        return self._log_probability(t, -1.0)
+
+    def _log_probability(self, t: FloatArray, side: float) -> FloatArray:
+        safe = np.where(np.isfinite(t), t, self.split)
+        own = np.where(safe >= self.split, 1.0, -1.0)
+        tail = self.log_tail(safe, own)
+        value = np.where(own == side, tail, log_complement(tail))
+        value = np.where(np.isinf(t), np.where(t * side < 0, 0.0, -np.inf), value)
+        return np.where(np.isnan(t), np.nan, value)
+
+    def outward(self, t: FloatArray, goal: FloatArray, side: FloatArray | float) -> FloatArray:
+        """The w >= 0 with ln(mass beyond t + side w) - ln(mass beyond t) = goal <= 0."""
+        # R falls outward, so the start is at or beyond the root.
+        w = self.reach(t, side, -goal)
+        here = np.log(self.ratio(t, side))
+        for _ in range(_MAX_STEPS):
+            ratio = self.ratio(t + side * w, side)
+            error = self.drop(t, side * w) + np.log(ratio) - here - goal
+            step = error * ratio
+            w = np.maximum(w + step, 0.0)
+            # The error after a step goes with its square, down to what rounding leaves.
+            if np.all(np.abs(step) <= 1e-9 * w + 4e-16 * (1.0 - goal) * ratio):
+                break
+        return w
+
+    def quantile(self, log_cdf: FloatArray, log_sf: FloatArray) -> FloatArray:
+        """t with these logarithms of P(T <= value(t)) and P(T > value(t)); -inf gives an infinite t."""
+        split = self.split + np.zeros_like(log_sf)
+        at_split = self.log_tail(split, 1.0)
+        right = log_sf <= at_split
+        side = np.where(right, 1.0, -1.0)
+        goal = np.where(right, log_sf - at_split, log_cdf - log_complement(at_split))
+        finite = np.isfinite(goal)
+        w = self.outward(split, np.minimum(np.where(finite, goal, 0.0), 0.0), side)
+        return np.where(finite, split + side * w, side * np.inf)
+
+
+class StandardNormal(StandardDistribution):
+    """The standard normal: the limit nu -> infinity of Student's t."""
+
+    def __init__(self) -> None:
+        self.split = np.zeros((1, 1))
+
+    def log_density(self, t: FloatArray) -> FloatArray:
+        return np.asarray(LOG_NORMALIZER - 0.5 * t * t)
+
+    def drop(self, t: FloatArray, w: FloatArray) -> FloatArray:
+        return np.asarray(-w * (t + 0.5 * w))
+
+    def reach(self, t: FloatArray, side: FloatArray | float, depth: FloatArray | float) -> FloatArray:
+        steep = np.abs(t)
+        return np.asarray(2.0 * depth / (steep + np.sqrt(steep * steep + 2.0 * depth) + 1e-300))
+
+    def pieces(
+        self, scale: FloatArray, start: FloatArray, origin: FloatArray, end: FloatArray
+    ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        # exp(scale t) q(t) is the density of a normal with mean `scale`, up to a constant.
+        middle = np.minimum(np.maximum(scale, start), end)
+        width = self.width(middle - scale, 1.0)
+        return np.maximum(start, middle - width), middle, np.minimum(end, middle + width)
