@@ -8,9 +8,8 @@ from dataclasses import fields
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch
 from scheduler_core.batching.chunked_prefill import ChunkedPrefill
-from scheduler_core.batching.orca import Orca
 from scheduler_core.batching.rad import Rad, RadPrefillFirst
-from scheduler_core.batching.request_level import RequestLevel
+from scheduler_core.batching.reserving import Orca, RequestLevel
 from scheduler_core.batching.slai import Slai
 from scheduler_core.batching.stage_aware import StageAware
 from scheduler_core.batching.vllm import Vllm
@@ -41,10 +40,10 @@ def make_former(name: str, parameters: Mapping[str, object] | None = None) -> Ba
     """
     if name not in BATCH_FORMERS:
         raise InputError("batching", name, ", ".join(BATCH_FORMERS))
-    known = [item.name for item in fields(BATCH_FORMERS[name]) if item.init]  # type: ignore[arg-type]
+    names = [item.name for item in fields(BATCH_FORMERS[name]) if item.init]  # type: ignore[arg-type]
     for parameter in parameters or {}:
-        if parameter not in known:
-            raise InputError(f"parameter of batching {name}", parameter, ", ".join(sorted(known)) or "none")
+        if parameter not in names:
+            raise InputError(f"parameter of batching {name}", parameter, ", ".join(sorted(names)) or "none")
     return BATCH_FORMERS[name](**(parameters or {}))
 
 

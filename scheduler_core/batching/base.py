@@ -1,4 +1,4 @@
-"""What a batch former is."""
+"""What a batch former is, and what formers have in common."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from scheduler_core.batching.batch import Batch
 from scheduler_core.errors import InputError
-from scheduler_core.limits import Limits
+from scheduler_core.kv_cache import Limits
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
 from scheduler_core.request import Request, RequestState
@@ -17,28 +17,33 @@ from scheduler_core.request import Request, RequestState
 class BatchFormer(ABC):
     """Chooses the next step's work, admitting and evicting through the batch. Belongs to one scheduler.
 
-    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper. It keeps no requests
+    A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their
+    range raise InputError. It keeps no requests
     itself.
 
     Attributes:
         evicts_by_key: It evicts by the policy's eviction key, whether the policy is preemptive or not.
-        takes_preemptive: A policy may be preemptive.
-        decodes_all: In a step in which anybody decodes all running requests do that have processed their prompts.
+        allows_preemptive: A policy may be preemptive.
+        migratable: A running request can come and go between two steps: no batch belongs together, and admission reserves
+            no memory beyond what is to be processed.
+        lockstep: In a step in which any request decodes all running requests do that have processed their prompts, and it
+            does not read their states. Under a policy that does not either they are advanced in lockstep.
     """
 
     __slots__ = ()
 
     evicts_by_key: ClassVar[bool] = False
-    takes_preemptive: ClassVar[bool] = True
-    decodes_all: ClassVar[bool] = False
+    allows_preemptive: ClassVar[bool] = True
+    lockstep: ClassVar[bool] = False
+    migratable: ClassVar[bool] = False
 
     @abstractmethod
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
-        """The next step; empty only if there is nobody.
+        """The next step; empty only if there are no requests.
 
         Args:
             pool: Live requests; changed through the batch alone.
-            max_num_batched_tokens: Most tokens (prefill and decode) in the step.
+            max_num_batched_tokens: Maximum number of tokens (prefill and decode) in the step.
             now: Time in seconds.
         """
 
@@ -46,15 +51,15 @@ class BatchFormer(ABC):
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         """How many times, from 1 to `limit`, the batch just formed would be formed again if nothing arrives or stops.
 
-        Exact or too small, never too large. Asked only about batches of decodes alone, for which nobody was admitted
-        or evicted.
+        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or
+        evictions.
         """
 
     def steady_chunks(self, batch: Batch, limit: int) -> int:
         """How many times, from 1 to `limit`, the next steps would process a chunk of the same prompt and size, and no other,
         none of them the last, as long as the same requests decode.
 
-        Exact or too small, never too large. Asked only about batches with chunks for which nobody was evicted.
+        Exact or too small, never too large. Called only for batches with chunks and without evictions.
         """
         return 1
 
@@ -62,8 +67,8 @@ class BatchFormer(ABC):
         """Raises InputError if the parameters do not go together with these limits; here they always do."""
 
     def check_policy(self, policy: Policy) -> None:
-        """Raises InputError if the policy makes no sense with this former."""
-        if policy.preemptive and not self.takes_preemptive:
+        """Raises InputError if the policy does not go together with this former."""
+        if policy.preemptive and not self.allows_preemptive:
             raise InputError(
                 f"policy under {type(self).__name__}",
                 type(policy).__name__,
@@ -71,7 +76,7 @@ class BatchFormer(ABC):
             )
 
     def max_running(self, limits: Limits) -> int:
-        """Most requests that hold memory at the same time."""
+        """Maximum number of requests that hold memory at the same time."""
         return limits.max_num_seqs
 
     def refusal(self, request: Request, limits: Limits) -> InputError | None:
@@ -87,12 +92,48 @@ class BatchFormer(ABC):
         """A step has ended after `step_s` seconds."""
 
 
-def whole_prompts_refusal(request: Request, most_tokens: int, limits: Limits) -> InputError | None:
-    """For formers that process up to `most_tokens` of the request in one step."""
-    if most_tokens <= limits.max_num_batched_tokens:
+def whole_prompts_refusal(request: Request, num_tokens: int, limits: Limits) -> InputError | None:
+    """The refusal of formers that process `num_tokens` of the request in one step; None if they fit."""
+    if num_tokens <= limits.max_num_batched_tokens:
         return None
     return InputError(
         f"tokens of request {request.request_id} to process in one step",
-        most_tokens,
+        num_tokens,
         f"at most max_num_batched_tokens = {limits.max_num_batched_tokens}: this batch former splits no prompts",
+    )
+
+
+def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
+    """`steady_steps` of formers that decode all running requests and admit the first waiting one whenever it fits.
+
+    A head that did not fit now fits even less when the running requests grow, so only memory can end the run, unless
+    the policy may by then have another head.
+    """
+    if len(pool.waiting) and pool.policy.key_changes == "with_time" and pool.num_running < pool.max_running:
+        return 1
+    return steps_that_fit(pool, batch, limit, spare_blocks)
+
+
+def steps_that_fit(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:
+    """The most steps, from 1 to `limit`, that the decodes can take before less than `spare_blocks` are free."""
+    if _fits(pool, batch, limit, spare_blocks):
+        return limit
+    low, high = 1, limit
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _fits(pool, batch, middle, spare_blocks):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:
+    if pool.lockstep is not None:
+        blocks = pool.lockstep.blocks_until(pool.lockstep.num_steps + num_steps)
+        return blocks + spare_blocks <= pool.kv.num_free_blocks
+    size = pool.kv.block_tokens
+    short = [state.num_computed_tokens + num_steps - state.kv_tokens for state in batch.decodes]
+    return (
+        sum([-(-tokens // size) for tokens in short if tokens > 0]) + spare_blocks <= pool.kv.num_free_blocks
     )

@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler_core.decode_cohort import DecodeCohort
+from scheduler_core.lockstep import LockstepGroup
 from scheduler_core.plan import KVTransfer, PrefillChunk, StepPlan
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState, Status
 
 
 class Batch:
-    """The requests of one step, and what had to be admitted and evicted for it.
+    """The requests of one step, with admissions and evictions.
 
     Args:
-        budget: Most tokens in it.
+        budget: Maximum number of tokens in it.
 
     Attributes:
         budget: Tokens that may still be added.
         prefills: Requests and the chunk of each to process.
         decodes: Requests that generate one token.
         admitted: Requests that left the waiting queue.
-        preempted: Requests that lost their place.
-        swapped_out: What of the preempted is kept on the host.
-        swapped_in: What of the admitted was there.
+        preempted: Requests that wait again.
+        swapped_out: Tokens of the preempted that are copied to the host.
+        swapped_in: Tokens of the admitted that are copied back.
     """
-
-    __slots__ = ("admitted", "budget", "decodes", "preempted", "prefills", "swapped_in", "swapped_out")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -37,21 +35,21 @@ class Batch:
         self.swapped_out: list[KVTransfer] = []
         self.swapped_in: list[KVTransfer] = []
 
-    def plan(self, step: int, cohort: DecodeCohort | None) -> StepPlan:
-        """What is to be carried out.
+    def plan(self, step: int, group: LockstepGroup | None) -> StepPlan:
+        """The plan for the engine.
 
         Args:
             step: Its number.
-            cohort: Those who decode, if they are counted together.
+            group: The requests that decode, if they do so in lockstep.
         """
         decodes: tuple[str, ...] = ()
         context_tokens = 0
         if self.decodes:
-            if cohort is None:
+            if group is None:
                 decodes = tuple([state.request_id for state in self.decodes])
                 context_tokens = sum([state.num_computed_tokens for state in self.decodes])
             else:
-                decodes, context_tokens = cohort.ids(), cohort.context_tokens
+                decodes, context_tokens = group.ids(), group.context_tokens
         chunks = tuple([chunk for _, chunk in self.prefills]) if self.prefills else ()
         for chunk in chunks:
             context_tokens += chunk.start_token
@@ -66,21 +64,21 @@ class Batch:
             tuple(self.swapped_in),
         )
 
-    def add_chunk(self, state: RequestState, most_tokens: int | None = None) -> None:
-        """A running request processes as many tokens as the budget (and `most_tokens`) allow; one at least."""
+    def add_chunk(self, state: RequestState, max_tokens: int | None = None) -> None:
+        """A running request processes as many tokens as the budget (and `max_tokens`) allow; one at least."""
         start = state.num_computed_tokens
-        tokens = left = state.prefill_target_tokens - start
+        tokens = rest = state.prefill_target_tokens - start
         if tokens > self.budget:
             tokens = self.budget
-        if most_tokens is not None and tokens > most_tokens:
-            tokens = most_tokens
+        if max_tokens is not None and tokens > max_tokens:
+            tokens = max_tokens
         assert tokens > 0
-        chunk = PrefillChunk(state.request_id, start, tokens, tokens == left)
+        chunk = PrefillChunk(state.request_id, start, tokens, tokens == rest)
         self.prefills.append((state, chunk))
         self.budget -= tokens
 
     def add_decodes(self, states: list[RequestState]) -> None:
-        """Running requests with room for one more token generate it; the list is kept."""
+        """Running requests with memory for one more token generate it; the list is not copied."""
         self.decodes = [*self.decodes, *states] if self.decodes else states
         self.budget -= len(states)
 
@@ -92,7 +90,7 @@ class Batch:
             self.add_decodes([state])
 
     def admit(self, pool: Pool, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Admits a waiting request if there is a seat and memory, see `Pool.admit`; adds no tokens of it."""
+        """Admits a waiting request if there is a slot and memory, see `Pool.admit`; adds no tokens of it."""
         offloaded_tokens = state.num_computed_tokens
         if not pool.admit(state, now, reserve_tokens):
             return False
@@ -104,7 +102,7 @@ class Batch:
     def displace(self, pool: Pool, state: RequestState, now: float) -> bool:
         """Admits a waiting request, evicting running ones that the policy lets it displace."""
         if state.request_id in self.preempted:
-            return False  # it has just lost its own place
+            return False  # it was preempted in this very step
         if self.admit(pool, state, now):
             return True
         victims = pool.victims_for(state, now)
@@ -116,41 +114,41 @@ class Batch:
         assert admitted, "the victims did not suffice"
         return True
 
-    def evict(self, pool: Pool, state: RequestState, now: float, kept_tokens: int | None = None) -> None:
-        """Takes a running request's place away, see `Pool.preempt`, and its tokens out of the batch."""
+    def evict(self, pool: Pool, state: RequestState, now: float, offload_tokens: int | None = None) -> None:
+        """Preempts a running request, see `Pool.preempt`, and removes its tokens from the batch."""
         self._drop(state)
         self.preempted.append(state.request_id)
-        kept_tokens = pool.preempt(state, now, kept_tokens)
-        if kept_tokens:
-            self.swapped_out.append(KVTransfer(state.request_id, kept_tokens))
+        offload_tokens = pool.preempt(state, now, offload_tokens)
+        if offload_tokens:
+            self.swapped_out.append(KVTransfer(state.request_id, offload_tokens))
 
-    def make_room(
+    def allocate(
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
     ) -> list[RequestState]:
-        """Gets the block for the next token of each, in this order, evicting victims if need be (perhaps the request
-        itself); those that still run then.
+        """Takes the block for the next token of each, in this order, evicting victims if need be (perhaps the request
+        itself); returns those that still run.
 
         Args:
             pool: Live requests.
             decodes: Run and decode.
             now: Time in seconds.
-            spare_block: When its turn comes, there must be a free block also for a decode that needs none (Vidur's rule).
+            spare_block: There must be a free block also for a decode that needs none (Vidur's rule).
         """
-        cohort = pool.cohort
-        if cohort is None:
-            return self._make_room_singly(pool, decodes, now, spare_block)
+        group = pool.lockstep
+        if group is None:
+            return self._allocate_individually(pool, decodes, now, spare_block)
         if not decodes:
             return decodes
         free = pool.kv.num_free_blocks
-        if not (spare_block and free <= len(decodes)) and cohort.make_room(free):
+        if not (spare_block and free <= len(decodes)) and group.allocate_step(free):
             return decodes
-        cohort.settle_all()
-        decodes = self._make_room_singly(pool, decodes, now, spare_block)
+        group.sync_all()
+        decodes = self._allocate_individually(pool, decodes, now, spare_block)
         if decodes:
-            cohort.room_made()
+            group.mark_allocated()
         return decodes
 
-    def _make_room_singly(
+    def _allocate_individually(
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool
     ) -> list[RequestState]:
         before = len(self.preempted)
@@ -170,15 +168,15 @@ class Batch:
         if state in self.decodes:
             self.decodes = [other for other in self.decodes if other is not state]
             self.budget += 1
-        for place, (other, chunk) in enumerate(self.prefills):
+        for index, (other, chunk) in enumerate(self.prefills):
             if other is state:
-                del self.prefills[place]
+                del self.prefills[index]
                 self.budget += chunk.num_tokens
                 return
 
 
 def still_running(states: Iterable[RequestState]) -> Iterable[RequestState]:
-    """Those that have not been evicted."""
+    """The requests that have not been evicted."""
     return (state for state in states if state.status is Status.RUNNING)
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.base import BatchFormer, steady_decodes
 from scheduler_core.batching.batch import Batch, still_running
-from scheduler_core.batching.steady import steady_decodes
 from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState
@@ -23,8 +22,8 @@ class ChunkedPrefill(BatchFormer):
     - A decode that finds no free block preempts the request admitted last (perhaps itself); under a preemptive
       policy the one with the largest eviction key.
     - Admission takes the blocks of all tokens a request has to process, keeps the watermark free, and stops at
-      the first waiting request that does not fit: nobody is overtaken because of its size.
-    - Nobody is admitted in a step in which memory ran out.
+      the first waiting request that does not fit: no request is overtaken because of its size.
+    - No request is admitted in a step in which memory ran out.
     - Under a preemptive policy a waiting request may displace running ones, and prompts are processed in the
       policy's order whether they run already or not. Otherwise waiting requests never displace running ones.
 
@@ -33,13 +32,11 @@ class ChunkedPrefill(BatchFormer):
             used up, to at most max_num_batched_tokens. None: max_num_batched_tokens is that budget (Vidur and
             Sarathi-Serve have no other).
         spare_block: A decode needs a free block also when it fills none, as in Vidur (microsoft/vidur @ 7d47513); see
-            `Batch.make_room`.
-
-    Raises:
-        InputError: `chunk_tokens` is not above 0.
+            `Batch.allocate`.
     """
 
-    decodes_all = True
+    lockstep = True
+    migratable = True
 
     chunk_tokens: int | None = None
     spare_block: bool = False
@@ -52,7 +49,7 @@ class ChunkedPrefill(BatchFormer):
         batch = Batch(max_num_batched_tokens)
         prefilling, decodes = pool.by_phase()
         if decodes:
-            batch.add_decodes(batch.make_room(pool, decodes, now, self.spare_block))
+            batch.add_decodes(batch.allocate(pool, decodes, now, self.spare_block))
         if self.chunk_tokens is not None:
             batch.budget = min(batch.budget, max(0, self.chunk_tokens - len(batch.decodes)))
         if batch.preempted:
@@ -72,7 +69,7 @@ class ChunkedPrefill(BatchFormer):
         if len(batch.prefills) != 1 or batch.budget:
             return 1
         state, chunk = batch.prefills[0]
-        # The chunk takes all that the decodes leave, so nobody else comes before its prompt is done.
+        # The chunk takes all that the decodes leave, so no other chunk comes before its prompt is done.
         return min(limit, max(1, (state.prefill_target_tokens - chunk.start_token - 1) // chunk.num_tokens))
 
     @staticmethod

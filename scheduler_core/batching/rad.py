@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch
-from scheduler_core.batching.steady import steps_that_fit
 from scheduler_core.errors import InputError
-from scheduler_core.limits import Limits
+from scheduler_core.kv_cache import Limits
 from scheduler_core.pool import Pool
 
 
@@ -32,17 +31,14 @@ class Rad(BatchFormer):
     | t_row, t_col, t_red | output tile and reduction tile of the matrix products; 128, 256, 32 are best on A100 | tokens |
 
     n > (t_col - 1) T_max / (epsilon T_R) makes the system stable at every load up to 1 - epsilon (Theorem 2), with
-    T_max the longest time a request alone can take and T_R the expected time per request of Theorem 1.
+    T_max the longest time of a single request and T_R the expected time per request of Theorem 1.
 
     Differs from the paper: the order of P is the policy's, FCFS there; t_col unset is max_num_seqs, so that it need
     not be repeated; memory is finite beyond t_col requests: a request that does not fit is not in P for now, and a
     decode that finds no free block preempts the request admitted last, which does not count as started again.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
-    takes_preemptive = False
+    allows_preemptive = False
 
     n: int = 1024
     t_row: int = 128
@@ -79,7 +75,7 @@ class Rad(BatchFormer):
         if not pool.num_running:
             self._num_started = 0  # end of cycle
         if not self._prefill(pool, batch, self.tile_columns(pool.max_num_seqs), now):
-            batch.add_decodes(batch.make_room(pool, pool.by_phase()[1], now))
+            batch.add_decodes(batch.allocate(pool, pool.by_phase()[1], now))
         return batch
 
     def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
@@ -133,7 +129,7 @@ class RadPrefillFirst(Rad):
             return batch
         self._decoding = True
         active = pool.by_phase()[1][: self.tile_columns(pool.max_num_seqs)]
-        batch.add_decodes(batch.make_room(pool, active, now))
+        batch.add_decodes(batch.allocate(pool, active, now))
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:

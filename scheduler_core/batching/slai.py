@@ -16,8 +16,6 @@ from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState, Status
 
-Timed = tuple[float, int, RequestState]
-
 
 @dataclass(kw_only=True, slots=True)
 class Slai(BatchFormer):
@@ -26,34 +24,32 @@ class Slai(BatchFormer):
     C = e + TBT - delta * t_batch; a decode is critical when now >= C.                     (Eq. 8)
     delta = delta_low if the KV use is below memory_limit, else delta_high                 (section 7.1)
 
-    Batch: (1) critical decodes by increasing C; (2) prompts under way, then new ones in the policy's order (SPF or
-    FCFS in the paper) while the token budget and the seats last; (3) other decodes by increasing C. At most
+    Batch: (1) critical decodes by increasing C; (2) prompts in progress, then new ones in the policy's order (SPF or
+    FCFS in the paper) while the token budget and the slots last; (3) other decodes by increasing C. At most
     max_decodes decodes in all.
 
     | symbol | meaning | here |
     | --- | --- | --- |
     | e | end of the batch with the request's previous token | s |
-    | TBT | wanted time between tokens | the request's tbt_slo_s, or default_tbt_s; s |
+    | TBT | target of the time between tokens | the request's tbt_slo_s, or default_tbt_s; s |
     | t_batch | mean time of the batches so far | s |
     | delta | safety offset, fixed if delta_low = delta_high | batches |
-    | tau_budget | most tokens in a batch, 512 in the paper | max_num_batched_tokens |
-    | alpha | most requests in memory, 128 in the paper | max_num_seqs |
-    | beta | most decodes in a batch | max_decodes |
+    | tau_budget | maximum number of tokens in a batch, 512 in the paper | max_num_batched_tokens |
+    | alpha | maximum number of requests in memory, 128 in the paper | max_num_seqs |
+    | beta | maximum number of decodes in a batch | max_decodes |
     | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
     | mean_weight | weight of the latest batch in an exponential mean; 0: the plain mean of all batches | - |
 
-    A decode that finds no free block evicts the prompt under way that was started last, else itself.
+    A decode that finds no free block evicts the prompt in progress that was started last, else itself.
 
     Differs from the paper: C is taken from the present delta and t_batch when a batch is built; the released code
-    fixes it when the previous token comes, so that a switch of delta reaches nobody who waits. Other decodes count
-    for beta too (not always in the released code), and one that finds no block waits instead of evicting somebody,
-    unless there is nothing else to do.
-
-    Raises:
-        InputError: A parameter is outside its range.
+    fixes it when the previous token comes, so that a switch of delta does not affect waiting decodes. Other decodes
+    count for beta too (not always in the released code), and one that finds no block waits instead of evicting, unless
+    there is nothing else to do.
     """
 
-    takes_preemptive = False
+    allows_preemptive = False
+    migratable = True
 
     delta_low: float = 5.0
     delta_high: float = 10.0
@@ -83,8 +79,8 @@ class Slai(BatchFormer):
         return self._unpaid if self.paying_first else None
 
     def _unpaid(self, state: RequestState) -> int:
-        wanted = state.request.tbt_slo_s
-        return int((self.default_tbt_s if wanted is None else wanted) > self.paying_tbt_s)
+        target = state.request.tbt_slo_s
+        return int((self.default_tbt_s if target is None else target) > self.paying_tbt_s)
 
     @property
     def mean_step_s(self) -> float:
@@ -97,7 +93,7 @@ class Slai(BatchFormer):
         self._mean_s += weight * (step_s - self._mean_s)
 
     def offset_s(self, kv_use: float) -> float:
-        """delta * t_batch, in seconds, at a share of used KV blocks."""
+        """delta * t_batch, in seconds, at a fraction of used KV blocks."""
         return (self.delta_low if kv_use < self.memory_limit else self.delta_high) * self._mean_s
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
@@ -107,8 +103,8 @@ class Slai(BatchFormer):
         order = sorted(range(len(decodes)), key=due_s.__getitem__)  # of equal times the one admitted first
         latest = now + self.offset_s(pool.kv.use)
         num_critical = min(sum([due <= latest for due in due_s]), self.max_decodes)
-        critical = [decodes[place] for place in order[:num_critical]]
-        others = [decodes[place] for place in order[num_critical : self.max_decodes]]
+        critical = [decodes[index] for index in order[:num_critical]]
+        others = [decodes[index] for index in order[num_critical : self.max_decodes]]
         self._add_critical(pool, batch, critical, now)
         self._prefill(pool, batch, list(still_running(prefilling)), now)
         self._add_others(pool, batch, others, now)
@@ -118,7 +114,7 @@ class Slai(BatchFormer):
         """C + delta * t_batch = e + TBT of each, in seconds."""
         default = self.default_tbt_s
         return [
-            last + (default if (wanted := state.request.tbt_slo_s) is None else wanted)
+            last + (default if (target := state.request.tbt_slo_s) is None else target)
             for state in decodes
             if (last := state.last_token_s) is not None
         ]

@@ -8,12 +8,11 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from scheduler_core.batching.base import BatchFormer
+from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
-from scheduler_core.batching.steady import steps_that_fit
 from scheduler_core.errors import InputError
+from scheduler_core.kv_cache import Limits
 from scheduler_core.kv_cost import Form, KVCost
-from scheduler_core.limits import Limits
 from scheduler_core.pool import Pool
 from scheduler_core.request import RequestState, Status
 
@@ -36,13 +35,10 @@ class StageAware(BatchFormer):
     | priority | (f_e, f_t): urgency, then remaining time | the policy's key; the paper's is policy "semantic" |
     | cache_rule | which cache-or-recompute rule: "exact" or "paper" | used if preemption is "swap" |
 
-    Differs from the paper: new requests enter the heap at once, there is no unsorted buffer beside it; a batch takes
+    Differs from the paper: new requests enter the heap at once, there is no unsorted buffer next to it; a batch takes
     at most max_num_batched_tokens, so a prompt may be processed in chunks; a prompt half processed counts as a
-    prefill whoever started it; nobody is evicted for a request of lower or equal priority; admission keeps the
+    prefill; no request is evicted for one of lower or equal priority; admission keeps the
     watermark free; with preemption "recompute" everything evicted is discarded.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     evicts_by_key = True
@@ -71,10 +67,10 @@ class StageAware(BatchFormer):
             if batch.budget == 0 or len(batch.prefills) + len(batch.decodes) == pool.max_num_seqs:
                 break
             if state.status is Status.RUNNING:
-                if self._make_room(pool, batch, state, now):
+                if self._allocate(pool, batch, state, now):
                     batch.add(state)
             elif may_admit and state.request_id not in batch.preempted:
-                may_admit = self._make_place(pool, batch, state, now)
+                may_admit = self._admit(pool, batch, state, now)
                 if may_admit:
                     batch.add(state)
         return batch
@@ -99,14 +95,14 @@ class StageAware(BatchFormer):
         kv = pool.kv
         if only_decodes and kv.num_free_host_blocks == kv.num_host_blocks:
             return []
-        found = []
+        candidates = []
         with closing(pool.waiting.ascending()) as waiting:
             for state, _ in zip(waiting, range(pool.max_num_seqs), strict=False):
                 if not only_decodes or _decodes(state):
-                    found.append(_ranked(pool, state, now))
-        return found
+                    candidates.append(_ranked(pool, state, now))
+        return candidates
 
-    def _make_place(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
+    def _admit(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
         """Algorithm 4 for a request that waits."""
         rank = _ranked(pool, state, now)[:3]
         while not batch.admit(pool, state, now):
@@ -114,7 +110,7 @@ class StageAware(BatchFormer):
                 return False
         return True
 
-    def _make_room(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
+    def _allocate(self, pool: Pool, batch: Batch, state: RequestState, now: float) -> bool:
         """Algorithm 4 for the next token of a request in memory; False if it was its own victim."""
         if not _decodes(state):
             return True
@@ -137,10 +133,10 @@ class StageAware(BatchFormer):
     def _evict(self, pool: Pool, batch: Batch, victim: RequestState, now: float) -> None:
         computed = victim.num_computed_tokens
         prompt = min(computed, victim.request.prompt_tokens)
-        kept = None
+        offload_tokens = None
         if pool.preemption == "swap":
-            kept = self._cost.kept_tokens(prompt, computed - prompt, self.cache_rule)
-        batch.evict(pool, victim, now, kept)
+            offload_tokens = self._cost.offload_tokens(prompt, computed - prompt, self.cache_rule)
+        batch.evict(pool, victim, now, offload_tokens)
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         static = pool.policy.key_changes != "with_time" and pool.policy.running_keys == "on_event"

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_core.batching.base import BatchFormer, whole_prompts_refusal
+from scheduler_core.batching.base import BatchFormer, steady_decodes, whole_prompts_refusal
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
-from scheduler_core.batching.steady import steady_decodes
 from scheduler_core.errors import InputError
-from scheduler_core.limits import Limits
+from scheduler_core.kv_cache import Limits
 from scheduler_core.pool import Pool
 from scheduler_core.request import Request
 
@@ -21,23 +20,24 @@ from scheduler_core.request import Request
 class Vllm(BatchFormer):
     """If waiting requests fit, a step of their whole prompts alone; else a step of all running decodes.
 
-    - Admission in the policy's order while seats, blocks (with the watermark) and the token budget last; it stops at
+    - Admission in the policy's order while slots, blocks (with the watermark) and the token budget last; it stops at
       the first request that does not fit.
     - A decode that finds no free block preempts the request admitted last, by recompute or by swap.
     - A swapped request that is admitted needs no prefill; it decodes in the next step of decodes.
     - Under a preemptive policy a waiting request may displace running ones.
 
     Differs from the paper: preempted requests wait in the policy's order with all others; under FCFS they are the
-    first, and so nobody new is admitted before them, as section 4.5 wants.
+    first, and so no new request is admitted before them, as section 4.5 wants.
 
     The parameters are what Vidur's vLLM scheduler does otherwise (microsoft/vidur @ 7d47513).
 
     Attributes:
         padded: The budget limits the number of prompts times the longest of them, as if all were padded.
-        spare_block: A decode needs a free block also when it fills none; see `Batch.make_room`.
+        spare_block: A decode needs a free block also when it fills none; see `Batch.allocate`.
     """
 
-    decodes_all = True
+    lockstep = True
+    migratable = True
 
     padded: bool = False
     spare_block: bool = False
@@ -62,7 +62,7 @@ class Vllm(BatchFormer):
             if head.num_computed_tokens < head.prefill_target_tokens:
                 batch.add_chunk(head)
         if not batch.prefills:
-            batch.add_decodes(batch.make_room(pool, pool.by_phase()[1], now, self.spare_block))
+            batch.add_decodes(batch.allocate(pool, pool.by_phase()[1], now, self.spare_block))
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:

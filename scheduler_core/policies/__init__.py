@@ -1,38 +1,29 @@
-"""Scheduling policies, one short file each, and the list of their names."""
+"""Scheduling policies, one short file each, and the registry of their names."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from importlib import import_module, metadata
 
 from scheduler_core.errors import InputError
+from scheduler_core.policies.attained_service import Las, Mlfq
 from scheduler_core.policies.base import Policy
-from scheduler_core.policies.distboost import DistBoost
-from scheduler_core.policies.edf import Edf
-from scheduler_core.policies.elis import Elis
-from scheduler_core.policies.fcfs import Fcfs
-from scheduler_core.policies.gittins import Gittins
-from scheduler_core.policies.hpjf import Hpjf
-from scheduler_core.policies.hrrn import Hrrn
-from scheduler_core.policies.las import Las
+from scheduler_core.policies.deadlines import Edf, SloTie
 from scheduler_core.policies.ltr import Ltr
-from scheduler_core.policies.mlfq import Mlfq
 from scheduler_core.policies.predicted_boost import PredictedBoost
-from scheduler_core.policies.priority import Priority
 from scheduler_core.policies.s3 import S3
-from scheduler_core.policies.semantic import Semantic
-from scheduler_core.policies.sept import Sept
-from scheduler_core.policies.sjf import Ssjf
-from scheduler_core.policies.slo_tie import SloTie
-from scheduler_core.policies.spf import Spf
-from scheduler_core.policies.srpt import Srpt
+from scheduler_core.policies.semantic import Hpjf, Semantic
+from scheduler_core.policies.shortest_first import Hrrn, Sept, Srpt, Ssjf
+from scheduler_core.policies.shortest_remaining import Elis, Trail
+from scheduler_core.policies.static import Fcfs, Priority, Spf
 from scheduler_core.policies.tail_guard import TailGuard
 from scheduler_core.policies.tie import Tie
-from scheduler_core.policies.trail import Trail
-from scheduler_core.policies.uniboost import UniBoost
+from scheduler_core.policies.uniboost import DistBoost, UniBoost
 from scheduler_core.policies.vtc import Vtc
 
-#: Every policy by name.
+#: Every policy of this package by name.
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": Fcfs,
     "priority": Priority,
@@ -54,45 +45,64 @@ POLICIES: dict[str, type[Policy]] = {
     "distboost": DistBoost,
     "uniboost": UniBoost,
     "vtc": Vtc,
-    "gittins": Gittins,
     "predicted_boost": PredictedBoost,
     "slo_tie": SloTie,
     "tail_guard": TailGuard,
 }
+
+#: Entry points of this group are policies of other packages.
+ENTRY_POINT_GROUP = "tailcast.policies"
+
+
+def policy_class(name: str) -> type[Policy]:
+    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class.
+
+    Raises:
+        InputError: There is no such policy, or it is not a policy.
+    """
+    if name in POLICIES:
+        return POLICIES[name]
+    paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    module, colon, attribute = paths.get(name, name).partition(":")
+    if not colon:
+        raise InputError("policy", name, ", ".join([*POLICIES, *paths, "package.module:Class"]))
+    try:
+        kind = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:
+        raise InputError("policy", name, f"package.module:Class that can be imported ({error})") from error
+    if not (inspect.isclass(kind) and issubclass(kind, Policy) and is_dataclass(kind)):
+        raise InputError("policy", name, "a dataclass derived from scheduler_core.policies.Policy")
+    return kind
 
 
 def make_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:
     """A new policy object.
 
     Args:
-        name: One of `POLICIES`.
+        name: See `policy_class`.
         parameters: Values for fields of the policy; the others keep their defaults.
 
     Raises:
         InputError: The name or a parameter is unknown, or a value is outside its range.
     """
-    if name not in POLICIES:
-        raise InputError("policy", name, ", ".join(POLICIES))
-    given = dict(parameters or {})
-    known = set(policy_parameters(POLICIES[name]()))
-    for parameter in given:
-        if parameter not in known:
-            allowed = ", ".join(sorted(known)) or "none"
-            raise InputError(f"parameter of policy {name}", parameter, allowed)
-    return POLICIES[name](**given)
+    kind = policy_class(name)
+    names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
+    for parameter in parameters or {}:
+        if parameter not in names:
+            raise InputError(f"parameter of policy {name}", parameter, ", ".join(names) or "none")
+    return kind(**(parameters or {}))
 
 
 def policy_name(policy: Policy) -> str:
-    """The name under which the policy's class is listed."""
-    for name, kind in POLICIES.items():
-        if type(policy) is kind:
-            return name
-    raise InputError("policy", type(policy).__name__, ", ".join(POLICIES))
+    """A name by which `policy_class` returns the policy's class."""
+    kind = type(policy)
+    names = [name for name, registered in POLICIES.items() if registered is kind]
+    return names[0] if names else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def policy_parameters(policy: Policy) -> dict[str, float]:
     """The policy's parameters and their values."""
-    return {item.name: getattr(policy, item.name) for item in fields(policy) if item.init}  # type: ignore[arg-type]
+    return {field.name: getattr(policy, field.name) for field in fields(policy) if field.init}  # type: ignore[arg-type]
 
 
 __all__ = [
@@ -102,7 +112,6 @@ __all__ = [
     "Edf",
     "Elis",
     "Fcfs",
-    "Gittins",
     "Hpjf",
     "Hrrn",
     "Las",
@@ -123,6 +132,7 @@ __all__ = [
     "UniBoost",
     "Vtc",
     "make_policy",
+    "policy_class",
     "policy_name",
     "policy_parameters",
 ]

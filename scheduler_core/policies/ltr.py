@@ -6,10 +6,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from scheduler_core.errors import InputError
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy, check_at_least
 from scheduler_core.request import RequestState, Status
 
 #: Beyond every score, and in front of every score.
@@ -18,7 +16,7 @@ _LAST, _PROMOTED = 1e300, -1e300
 
 @dataclass(kw_only=True, slots=True)
 class Ltr(Policy):
-    """The request that a ranking model puts first goes first; who was passed over too often is served for a while.
+    """The request that a ranking model puts first goes first; one passed over too often is served for a while.
 
     key = score;   after `starvation_steps` steps without service: in front of all others, for `quantum_steps` steps
 
@@ -32,15 +30,11 @@ class Ltr(Policy):
 
     Differs from the paper: without a rank the predicted ln length serves as score, without either the request is last; the
     steps of a request are found by a queue of due times, not by a counter in every request.
-
-    Raises:
-        InputError: A parameter is not a number >= 1.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    preemptive: ClassVar[bool] = True
-    sees_every_step: ClassVar[bool] = True
-    inputs: ClassVar[frozenset[str]] = frozenset({"rank", "length"})
+    key_changes = "on_event"
+    preemptive = True
+    inputs = frozenset({"rank", "length"})
 
     starvation_steps: float = 200
     quantum_steps: float = 10
@@ -51,9 +45,7 @@ class Ltr(Policy):
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("starvation_steps", "quantum_steps"):
-            if not getattr(self, name) >= 1:
-                raise InputError(name, getattr(self, name), "numbers >= 1")
+        check_at_least(self, 1, "starvation_steps", "quantum_steps")
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._served[state.request_id] = self._step
@@ -88,8 +80,8 @@ class Ltr(Policy):
         heapq.heappush(self._due, (due, state.order, state))
 
     def take_changed(self, now: float) -> Collection[RequestState]:
-        taken, self._changed = self._changed, []
-        return taken
+        changed, self._changed = self._changed, []
+        return changed
 
     def on_finish(self, state: RequestState) -> None:
         self._served.pop(state.request_id, None)

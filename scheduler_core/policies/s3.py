@@ -6,9 +6,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
 #: Upper ends of the buckets but the last, in tokens, where no bucket is predicted: SSJF's classes.
@@ -32,9 +31,10 @@ class S3(Policy):
     memory. With `reserve` = 0 the buckets are an order alone, as in semantic scheduling.
     """
 
-    key_changes: ClassVar[KeyChanges] = "never"
-    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
-    inputs: ClassVar[frozenset[str]] = frozenset({"bucket", "length"})
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+    inputs = frozenset({"bucket", "length"})
 
     reserve: bool = True
     _medians: dict[str, float] = field(default_factory=dict, init=False, repr=False)

@@ -1,14 +1,18 @@
-"""Semantic scheduling: urgency first, then the shortest remaining time ("Semantic Scheduling for LLM Inference", sections
-3.2-3.3). Its batches, eviction and cache-or-recompute rule are those of the batch former `stage_aware`."""
+"""The orders of "Semantic Scheduling for LLM Inference": urgency alone (HPJF), and urgency with the remaining time.
+
+The batches, eviction and cache-or-recompute rule of the paper are those of the batch former `stage_aware`.
+
+A text that claims urgency raises its own request as far as the predictor believes it, as in the paper; where that must
+not be, order by `RequestState.effective_level`, as `slo_tie` does.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from scheduler_core.kv_cost import KVCost
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
 
 #: Seconds between two levels: longer than any request, short enough that a float still tells microseconds apart.
@@ -16,8 +20,39 @@ _LEVEL_S = 1e8
 
 
 @dataclass(kw_only=True, slots=True)
+class Hpjf(Policy):
+    """Highest priority job first: the most urgent request, arrival order within a level (section 4).
+
+    key = f_e
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier, 0 to K - 1, without a prediction | - |
+
+    Differs from the paper: the level is the one of least expected cost, not the most probable one (see
+    `UrgencyPrediction.level`).
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    inputs = frozenset({"urgency", "tier"})
+
+    _levels: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def on_prediction(self, state: RequestState) -> None:
+        if state.urgency is not None:
+            self._levels[state.request_id] = float(state.urgency.level)
+
+    def on_finish(self, state: RequestState) -> None:
+        self._levels.pop(state.request_id, None)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return self._levels.get(state.request_id, float(state.request.tier))
+
+
+@dataclass(kw_only=True, slots=True)
 class Semantic(Policy):
-    """The most urgent request goes first, the one that needs least time within a level; running ones give way.
+    """The most urgent request goes first, within a level the one that needs least time (sections 3.2-3.3).
 
     key = (f_e, f_t), compared in this order;   f_t = prefill(n_left) + decode(n, m_left)
 
@@ -31,18 +66,13 @@ class Semantic(Policy):
 
     Within a level long requests starve under load, and so do all less urgent levels: that is the paper's constraint.
 
-    A text that claims urgency raises its own request as far as the predictor believes it, as in the paper; where that must not
-    be, order by `effective_urgency`, as `slo_tie` does.
-
     Differs from the paper: the open last bucket ends at max_tokens; the level is that of least expected cost.
-
-    Raises:
-        InputError: A constant is outside its range.
     """
 
-    key_changes: ClassVar[KeyChanges] = "never"
-    preemptive: ClassVar[bool] = True
-    inputs: ClassVar[frozenset[str]] = frozenset({"urgency", "tier", "bucket", "length"})
+    key_changes = "never"
+    preemptive = True
+    progress = "in_runs"
+    inputs = frozenset({"urgency", "tier", "bucket", "length"})
 
     alpha_1: float = KVCost().alpha_1
     alpha_2: float = KVCost().alpha_2

@@ -1,5 +1,5 @@
-"""Tail guard: shortest expected length first, but nobody much later than first come, first served would have him. Ours; see
-Friedman & Henderson 2003 (virtual service) and Li, Harchol-Balter & Scheller-Wolf 2026, "SPLIT" (sympathy for large jobs)."""
+"""Tail guard: shortest expected length first, no request much later than under first come, first served. Ours; see Friedman &
+Henderson 2003 (virtual service) and Li, Harchol-Balter & Scheller-Wolf 2026, "SPLIT" (sympathy for large jobs)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.indices.length_table import LengthTable
-from scheduler_core.indices.virtual_fcfs import VirtualFcfs
-from scheduler_core.indices.work_rate import WorkRate
 from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.lengths.table import LengthTable
+from scheduler_core.policies.base import Policy, check_at_least, check_positive
+from scheduler_core.policies.estimates import WorkRate
+from scheduler_core.policies.virtual_fcfs import VirtualFcfs
 from scheduler_core.request import RequestState, Status
 
 #: In front of every expected length, and behind all of them.
@@ -26,10 +25,10 @@ _PROMOTED, _LAST = -1e12, 1e12
 #: Arrivals between two looks at which predictions are the longest.
 _LOOK_EVERY = 50
 
-#: Of the requests that may be late, the share that is known by its prediction; the others are found out while they run.
-_KNOWN_BEFORE = 0.75
+#: Of the requests that may be late, the fraction selected by prediction; the others are selected while they run.
+_FRACTION_PREDICTED = 0.75
 
-#: An answer so many times as long as it was expected is expected anew.
+#: The expectation of an output so many times as long as expected is recomputed.
 _OUTLIVED = 1.5
 
 
@@ -38,7 +37,7 @@ class TailGuard(Policy):
     """Shortest first, until a request would end later than `ratio` times the P99 of a virtual FCFS queue; then it is due.
 
     key = E[X~];   from a + R - E[X~] t on: in front, by a - E[X~] t;   R = ratio Q
-    of the longest at most a share epsilon of arrivals: last, and due after patience R
+    of the longest at most a fraction epsilon of arrivals: last, and due after patience R
 
     | symbol | meaning | unit |
     | --- | --- | --- |
@@ -50,32 +49,27 @@ class TailGuard(Policy):
     | v | prompt_weight: work of a prompt token, 1 being that of an output token | - |
     | ratio, epsilon, patience | 1.25, 0.0085, 8 | - |
 
-    Argument: with load rho > 1 every order has the same work left over, the share (rho - 1)/rho of what has come; they differ in
-    whose it is. Shortest first leaves the longest, so the fewest requests wait. If nobody may wait for longer than c times what
-    FCFS makes wait, then what is left over has all come within that time, so requests with the share 1/(c rho) of the work
-    are put off (if that is more): for c = 1.3 and rho = 1.2 the longest with 64 % of the work instead of 17 %. That is the price
-    of the bound, and to put off the longest of them and serve them just in time pays no more. But a P99 does not see the
-    longest 1 %. If these, with the share s of the work, may be late then (1 - rho s/(rho - 1))/(c rho) is enough: a fourth
-    less for s = 4 %. Three quarters of them are known by their prediction; the others are answers that run on and on: longer
-    than nearly all that have finished, they give their seat to who waits.
+    Argument: with load rho > 1 every order has the same work left over, the fraction (rho - 1)/rho of all arrived work; they
+    differ in which requests it belongs to. Shortest first leaves the longest, so the fewest requests wait. If no request may
+    wait longer than c times its wait under FCFS, then all that is left has arrived within that time, so requests with the
+    fraction 1/(c rho) of the work are delayed (if that is more): for c = 1.3 and rho = 1.2 the longest with 64 % of the work
+    instead of 17 %. That is the price of the bound. But a P99 does not contain the longest 1 %. If these, with the fraction
+    s of the work, may be late then (1 - rho s/(rho - 1))/(c rho) is enough: a fourth less for s = 4 %. Three quarters of
+    them are selected by their prediction; the others by having run longer than nearly all that have finished.
 
-    Whoever knows what P99 FCFS would reach before it does (`prior_s`: from earlier peaks, or the target) can put off more in the
-    beginning, and keeps more of the gain.
+    With an estimate of the P99 that FCFS will reach (`prior_s`: from earlier peaks, or the target) more can be delayed in
+    the beginning, which keeps more of the gain.
 
-    No starvation: everybody is due after patience * R at the latest, and the due go before all others, by time.
-
-    Raises:
-        InputError: A parameter is outside its range.
+    No starvation: every request is due after patience * R at the latest, and the due go before all others, by time.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    preemptive: ClassVar[bool] = True
-    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
-    sees_every_step: ClassVar[bool] = True
-    inputs: ClassVar[frozenset[str]] = frozenset({"length"})
+    key_changes = "on_event"
+    preemptive = True
+    running_keys = "on_event"
+    inputs = frozenset({"length"})
 
     ratio: float = 1.25
-    exempt_share: float = 0.0085
+    exempt_fraction: float = 0.0085
     patience: float = 8.0
     prior_s: float = 0.0
     prompt_weight: float = 0.1
@@ -98,16 +92,11 @@ class TailGuard(Policy):
     _tokens_done: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio < math.inf:
-            raise InputError("ratio", self.ratio, "numbers > 0")
-        if not 0 <= self.exempt_share < 1:
-            raise InputError("exempt_share", self.exempt_share, "numbers in [0, 1)")
-        if not 1 <= self.patience < math.inf:
-            raise InputError("patience", self.patience, "numbers >= 1")
-        if not 0 < self.prompt_weight < math.inf:
-            raise InputError("prompt_weight", self.prompt_weight, "numbers > 0")
-        if not 0 <= self.prior_s < math.inf:
-            raise InputError("prior_s", self.prior_s, "seconds >= 0")
+        if not 0 <= self.exempt_fraction < 1:
+            raise InputError("exempt_fraction", self.exempt_fraction, "numbers in [0, 1)")
+        check_positive(self, "ratio", "prompt_weight")
+        check_at_least(self, 1, "patience")
+        check_at_least(self, 0, "prior_s")
         if not 1 <= self.window <= 1_000_000:
             raise InputError("window", self.window, "numbers from 1 to 1000000")
         self._virtual = VirtualFcfs(window=int(self.window))
@@ -116,42 +105,48 @@ class TailGuard(Policy):
 
     @property
     def limit_s(self) -> float | None:
-        """R, in seconds; None before the virtual queue knows a P99."""
-        known_s = self.prior_s
+        """R, in seconds; None before the virtual queue has a P99."""
+        p99_s = self.prior_s
         if self._virtual.quantile_s is not None:
-            known_s = max(known_s, self._virtual.quantile_s, self._latency_now_s())
-        return self.ratio * known_s if known_s > 0 else None
+            p99_s = max(p99_s, self._virtual.quantile_s, self._latency_now_s())
+        return self.ratio * p99_s if p99_s > 0 else None
 
     def on_arrival(self, state: RequestState, now: float) -> None:
-        self._may_exempt += self.exempt_share
+        self._may_exempt += self.exempt_fraction
         prompt = state.request.prompt_tokens - state.request.cached_prefix_tokens
         self._virtual.arrived(state, self.prompt_weight * prompt, _decodes(self._length(state)))
         self._watch(state)
 
     def on_prediction(self, state: RequestState) -> None:
-        seen = state.prediction
-        if seen is None:
+        length = state.prediction
+        if length is None:
             return
-        mean, _ = expected_and_cvar(seen.mu, seen.sigma, seen.nu, state.request.max_tokens)
+        mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
         self._expected[state.request_id] = mean
         self._outlived[state.request_id] = _OUTLIVED * mean
         self._virtual.predicted(state, _decodes(mean))
         self._predicted.append(mean)
         if state.order % _LOOK_EVERY == _LOOK_EVERY - 1:
-            self._longest_predicted = _upper_quantile(self._predicted, _KNOWN_BEFORE * self.exempt_share)
+            self._longest_predicted = _upper_quantile(
+                self._predicted, _FRACTION_PREDICTED * self.exempt_fraction
+            )
             if self._lengths:
-                self._longest = _upper_quantile(self._lengths, (1.0 - _KNOWN_BEFORE) * self.exempt_share)
+                self._longest = _upper_quantile(
+                    self._lengths, (1.0 - _FRACTION_PREDICTED) * self.exempt_fraction
+                )
         if mean > self._longest_predicted and state.first_scheduled_s is None:
             self._exempt_one(state)
         self._watch(state)
 
     def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
-        self._rate.saw(state, num_tokens)
+        self._rate.on_tokens(state, num_tokens)
         decodes = state.num_computed_tokens > state.prefill_target_tokens
         self._virtual.served(num_tokens if decodes else self.prompt_weight * num_tokens)
         done = state.num_output_tokens
-        if state.prediction is not None and done > self._outlived.get(state.request_id, math.inf):
-            left = LengthTable(state.prediction, state.request.max_tokens).expected_remaining(done)
+        length = state.prediction
+        if length is not None and done > self._outlived.get(state.request_id, math.inf):
+            table = LengthTable(length.mu, length.sigma, length.nu, state.request.max_tokens)
+            left = table.expected_remaining(done)
             self._virtual.predicted(state, _decodes(done + left))
             self._outlived[state.request_id] = _OUTLIVED * done
         if done > self._longest and self._exempt_one(state):
@@ -159,11 +154,11 @@ class TailGuard(Policy):
             self._changed.append(state)
 
     def on_step(self, now: float, step_s: float) -> None:
-        self._rate.step_ended(step_s)
+        self._rate.on_step(step_s)
 
     def on_finish(self, state: RequestState) -> None:
-        for kept in (self._expected, self._outlived, self._promoted):
-            kept.pop(state.request_id, None)
+        for values in (self._expected, self._outlived, self._promoted):
+            values.pop(state.request_id, None)
         self._exempt.discard(state.request_id)
         if state.first_token_s is None:
             self._virtual.dropped(state)
@@ -209,7 +204,7 @@ class TailGuard(Policy):
         return self._virtual.backlog * self._rate.decode_token_s + mean * self._own_s()
 
     def _own_s(self) -> float:
-        """Seconds that an output token takes its own request beyond its share of the engine's work."""
+        """Seconds that an output token takes its own request beyond its part of the engine's work."""
         return max(self._rate.step_s - self._rate.decode_token_s, 0.0)
 
     def _length(self, state: RequestState) -> float:
@@ -223,7 +218,7 @@ class TailGuard(Policy):
         heapq.heappush(self._due, (self._start_s(state), state.order, state))
 
     def _exempt_one(self, state: RequestState) -> bool:
-        """Whether the request has become one of the share that may be late."""
+        """Whether the request has become one of the fraction that may be late."""
         if self._may_exempt < 1.0 or state.request_id in self._exempt:
             return False
         self._may_exempt -= 1.0
@@ -233,9 +228,9 @@ class TailGuard(Policy):
         return True
 
 
-def _upper_quantile(values: deque[float], share: float) -> float:
-    """What the largest `share` of the values exceed."""
-    return float(np.quantile(np.fromiter(values, float), 1.0 - share))
+def _upper_quantile(values: deque[float], fraction: float) -> float:
+    """What the largest `fraction` of the values exceed."""
+    return float(np.quantile(np.fromiter(values, float), 1.0 - fraction))
 
 
 def _decodes(output_tokens: float) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy, check_at_least, check_positive
 from scheduler_core.request import RequestState
 
 #: A predicted length that underflows to 0 tokens still has a logarithm.
@@ -36,18 +35,16 @@ class Tie(Policy):
     Why the key does not depend on time: ln(score * gamma^((now - arrival)/tau)) = ln score
     - (now - arrival) * ln(1/gamma)/tau, and the term in `now` is the same for all requests. So a heap is exact.
 
-    Differs from the paper: (1) E and CVaR are integrated exactly instead of from 10,000 random draws, with the same cap M,
-    the request's own, in both; (2) no periodic re-heapify, see above; (3) beta lives on a grid of `beta_step` and
+    Differs from the paper: (1) E and CVaR are integrated exactly instead of from 10,000 random draws, with the same M,
+    the request's own max_tokens, in both; (2) no periodic re-heapify, see above; (3) beta lives on a grid of `beta_step` and
     all waiting requests get the new value when it moves, the released code freezes beta per request; (4) without a
     prediction, or after a failed one, the score is the highest the request can have, (1 + beta_max) * M (released
     code: the constants 2048 and 100); (5) a preempted request keeps its prediction.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    inputs: ClassVar[frozenset[str]] = frozenset({"length"})
+    key_changes = "on_event"
+    progress = "unused"
+    inputs = frozenset({"length"})
 
     alpha: float = 0.9
     beta_min: float = 0.1
@@ -57,7 +54,7 @@ class Tie(Policy):
     gamma: float = 0.9
     tau_s: float = 30.0
     _beta: float = field(default=0.0, init=False, repr=False)
-    _ageing_per_s: float = field(default=0.0, init=False, repr=False)
+    _aging_per_s: float = field(default=0.0, init=False, repr=False)
     _risks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,16 +64,12 @@ class Tie(Policy):
             raise InputError(
                 "beta_min, beta_max", (self.beta_min, self.beta_max), "0 <= beta_min <= beta_max"
             )
-        if not 0 < self.beta_step < math.inf:
-            raise InputError("beta_step", self.beta_step, "numbers > 0")
-        if not 0 <= self.pressure_gain < math.inf:
-            raise InputError("pressure_gain", self.pressure_gain, "numbers >= 0")
         if not 0 < self.gamma <= 1:
             raise InputError("gamma", self.gamma, "numbers in (0, 1]; 1 switches the decay off")
-        if not 0 < self.tau_s < math.inf:
-            raise InputError("tau_s", self.tau_s, "seconds > 0")
+        check_positive(self, "beta_step", "tau_s")
+        check_at_least(self, 0, "pressure_gain")
         self._beta = self.beta_min
-        self._ageing_per_s = -math.log(self.gamma) / self.tau_s
+        self._aging_per_s = -math.log(self.gamma) / self.tau_s
 
     def beta(self, num_waiting: int, max_num_seqs: int) -> float:
         """beta = clip(pressure_gain * Lq / B, beta_min, beta_max), on the grid (Eq. 12)."""
@@ -90,10 +83,10 @@ class Tie(Policy):
         return self._beta != before
 
     def on_prediction(self, state: RequestState) -> None:
-        seen = state.prediction
-        if seen is not None:
+        length = state.prediction
+        if length is not None:
             self._risks[state.request_id] = expected_and_cvar(
-                seen.mu, seen.sigma, seen.nu, state.request.max_tokens, self.alpha
+                length.mu, length.sigma, length.nu, state.request.max_tokens, self.alpha
             )
 
     def on_finish(self, state: RequestState) -> None:
@@ -108,4 +101,4 @@ class Tie(Policy):
         return mean + self._beta * tail_mean
 
     def key(self, state: RequestState, now: float) -> float:
-        return math.log(max(self.score(state), _SMALLEST)) + state.request.arrival_s * self._ageing_per_s
+        return math.log(max(self.score(state), _SMALLEST)) + state.request.arrival_s * self._aging_per_s

@@ -1,24 +1,74 @@
-"""UniBoost: one boosted order over both phases ("Beyond Prediction: Tail-Aware Scheduling for LLM Inference", sections
-3.2-3.4, Eqs. 2, 7-9, algorithm 1)."""
+"""Boosted arrival orders of "Beyond Prediction: Tail-Aware Scheduling for LLM Inference": DistBoost and UniBoost."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 from scheduler_core.errors import InputError
-from scheduler_core.indices.boost import boost_s
-from scheduler_core.indices.tail_rate import TailRate
-from scheduler_core.indices.work_rate import WorkRate
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import (
+    Policy,
+    check_at_least,
+    check_positive,
+)
+from scheduler_core.policies.estimates import TailRate, WorkRate, boost_s
 from scheduler_core.request import Phase, RequestState
 
 
 @dataclass(kw_only=True, slots=True)
+class DistBoost(Policy):
+    """Boosts for the prefill queue, decode by entry (section 3.1, Eqs. 2-6).
+
+    prefill: key = a - b(s_pre);   decode: key = a_dec;   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)))
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | a, a_dec | arrival, begin of decode | s |
+    | s_pre | engine time of the tokens to prefill, those of the prompt that are not in the prefix cache | s |
+    | gamma | gamma_per_s; large: FCFS, small: shortest prompt first | 1/s |
+
+    No starvation: the boost of a prompt is finite and fixed, so a request that waited longer than b(shortest) is ahead of newcomers.
+
+    Differs from the paper: gamma is per second but work is in tokens there; tokens become seconds by the measured time per
+    prompt token. Keys are recomputed when that has moved by a tenth.
+    """
+
+    key_changes = "on_event"
+
+    gamma_per_s: float = 0.1
+    prefill_token_s: float = 5e-5
+    _rate: WorkRate = field(init=False, repr=False)
+    _token_s: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "gamma_per_s")
+        self._rate = WorkRate(self.prefill_token_s)
+        self._token_s = self.prefill_token_s
+
+    def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+        self._rate.on_tokens(state, num_tokens)
+
+    def on_step(self, now: float, step_s: float) -> None:
+        self._rate.on_step(step_s)
+
+    def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
+        if abs(self._rate.prefill_token_s - self._token_s) <= 0.1 * self._token_s:
+            return False
+        self._token_s = self._rate.prefill_token_s
+        return True
+
+    def key(self, state: RequestState, now: float) -> float:
+        decoding = state.prefill_target_tokens > 0 and state.phase is Phase.DECODE
+        if decoding and state.decode_entered_s is not None:
+            return state.decode_entered_s
+        tokens = state.known_tokens - state.request.cached_prefix_tokens
+        return state.request.arrival_s - boost_s(tokens * self._token_s, self.gamma_per_s)
+
+
+@dataclass(kw_only=True, slots=True)
 class UniBoost(Policy):
-    """Arrival order, in which everybody is moved ahead the more the less work it has cost so far. Predicts nothing.
+    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9, algorithm 1).
 
     key = Phi = a - b(w^);   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)));   j displaces i if Phi(j) < Phi(i) - delta
 
@@ -28,29 +78,25 @@ class UniBoost(Policy):
     | w^ | MemGuard: w~ brought down to the grid k, 2k, 4k, ... (k below k); without MemGuard w~ | tokens |
     | k | bin_tokens | tokens |
     | delta | hysteresis_s | s |
-    | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (see `indices.tail_rate`) | 1/s |
+    | gamma | gamma_per_s; gamma-Ada: ln 5/(t99 - t95) of the latest latencies, smoothed (`TailRate`) | 1/s |
 
     MemGuard (`mem_guard`): a request that was dispatched can be displaced only in the step after its w^ has grown, so at
     most 1 + floor(log2(S/k)) times for S tokens of work. gamma-Ada: `adapt_gamma`. `signal_by_phase`: w~ is the prompt in
     prefill and the generated tokens in decode, as in the paper's algorithm.
 
-    No starvation: boosts are at most b(k), and those of waiting requests do not grow, so who waited longer than that is ahead
-    of newcomers; its latency is that of FCFS plus the work that boosts past it (paper, A.2).
+    No starvation: boosts are at most b(k), and those of waiting requests do not grow, so a request that waited longer than
+    that is ahead of newcomers; its latency is that of FCFS plus the work that boosts past it (paper, A.2).
 
     Differs from the paper: (1) gamma is per second but work is in tokens: tokens become engine seconds by the measured time
     per prompt token and per output token, and MemGuard scales these seconds by w^/w~; (2) bins by floor (algorithm), not
     by ceiling (Eq. 8): the stated bound holds for floor; (3) gamma by Eq. 9, the algorithm's line 17 gives a 39th of it;
-    (4) work lost in a preemption does not count as attained; (5) all keys are computed anew when gamma or the times per
-    token have moved by `refresh`, not at every step.
-
-    Raises:
-        InputError: A parameter is outside its range.
+    (4) work lost in a preemption does not count as attained; (5) all keys are recomputed when gamma or the times per token
+    have moved by `refresh`, not at every step.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    preemptive: ClassVar[bool] = True
-    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
-    sees_every_step: ClassVar[bool] = True
+    key_changes = "on_event"
+    preemptive = True
+    running_keys = "on_event"
 
     gamma_per_s: float = 0.1
     hysteresis_s: float = 0.1
@@ -72,13 +118,11 @@ class UniBoost(Policy):
     _bins: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _open: set[str] = field(default_factory=set, init=False, repr=False)
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
-    _seen_s: float = field(default=-math.inf, init=False, repr=False)
+    _last_step_s: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.hysteresis_s < math.inf:
-            raise InputError("hysteresis_s", self.hysteresis_s, "seconds >= 0")
-        if not 1 <= self.bin_tokens < math.inf:
-            raise InputError("bin_tokens", self.bin_tokens, "numbers >= 1")
+        check_at_least(self, 0, "hysteresis_s")
+        check_at_least(self, 1, "bin_tokens")
         if not 0 < self.refresh < 1:
             raise InputError("refresh", self.refresh, "numbers in (0, 1)")
         self._rate = WorkRate(self.prefill_token_s, self.decode_token_s)
@@ -87,8 +131,8 @@ class UniBoost(Policy):
             window=int(self.window),
             update_every=int(self.update_every),
             smoothing=self.smoothing,
-            lowest_per_s=self.gamma_min_per_s,
-            highest_per_s=self.gamma_max_per_s,
+            min_per_s=self.gamma_min_per_s,
+            max_per_s=self.gamma_max_per_s,
         )
         self._used = (self.gamma_per_s, self.prefill_token_s, self.decode_token_s)
 
@@ -104,7 +148,7 @@ class UniBoost(Policy):
             return 0, state.num_output_tokens
         return prompt, 0 if self.signal_by_phase else state.num_output_tokens
 
-    def quantised(self, tokens: float) -> float:
+    def quantized(self, tokens: float) -> float:
         """w^ = k 2^floor(log2(max(1, w/k))), in tokens."""
         if tokens < 2.0 * self.bin_tokens:
             return float(self.bin_tokens)
@@ -116,7 +160,7 @@ class UniBoost(Policy):
         work_s = prompt * prefill_token_s + generated * decode_token_s
         if self.mem_guard:
             tokens = prompt + generated
-            work_s *= self.quantised(tokens) / tokens
+            work_s *= self.quantized(tokens) / tokens
         return state.request.arrival_s - boost_s(work_s, gamma)
 
     def may_preempt(self, running: RequestState, waiting: RequestState, now: float) -> bool:
@@ -127,18 +171,18 @@ class UniBoost(Policy):
         return -math.inf if guarded else self.key(state, now)
 
     def on_admit(self, state: RequestState, now: float) -> None:
-        self._bins[state.request_id] = self.quantised(sum(self.effective_tokens(state)))
+        self._bins[state.request_id] = self.quantized(sum(self.effective_tokens(state)))
         self._open.discard(state.request_id)
 
     def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
-        self._rate.saw(state, num_tokens)
+        self._rate.on_tokens(state, num_tokens)
         if not self.mem_guard:
             self._changed.append(state)
             return
         was_open = state.request_id in self._open
         prompt, generated = self.effective_tokens(state)
         if prompt + generated >= 2.0 * self._bins[state.request_id]:
-            self._bins[state.request_id] = self.quantised(prompt + generated)
+            self._bins[state.request_id] = self.quantized(prompt + generated)
             self._open.add(state.request_id)
             self._changed.append(state)
         elif was_open:
@@ -150,19 +194,19 @@ class UniBoost(Policy):
         return taken
 
     def on_step(self, now: float, step_s: float) -> None:
-        self._rate.step_ended(step_s)
-        self._seen_s = now
+        self._rate.on_step(step_s)
+        self._last_step_s = now
 
     def on_finish(self, state: RequestState) -> None:
         # A token later than the last step that has ended: it finishes now. Otherwise it was aborted.
-        if self.adapt_gamma and state.last_token_s is not None and state.last_token_s > self._seen_s:
+        if self.adapt_gamma and state.last_token_s is not None and state.last_token_s > self._last_step_s:
             self._tail.finished(state.last_token_s - state.request.arrival_s)
         self._bins.pop(state.request_id, None)
         self._open.discard(state.request_id)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
-        found = (self._tail.gamma_per_s, self._rate.prefill_token_s, self._rate.decode_token_s)
-        if all(abs(new - old) <= self.refresh * old for new, old in zip(found, self._used, strict=True)):
+        rates = (self._tail.gamma_per_s, self._rate.prefill_token_s, self._rate.decode_token_s)
+        if all(abs(new - old) <= self.refresh * old for new, old in zip(rates, self._used, strict=True)):
             return False
-        self._used = found
+        self._used = rates
         return True

@@ -4,10 +4,8 @@ Language Models", OSDI, algorithm 2)."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
-from scheduler_core.errors import InputError
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy, check_positive
 from scheduler_core.request import RequestState
 
 
@@ -28,13 +26,11 @@ class Vtc(Policy):
 
     Differs from the paper: the second term of the key is what the counter will be when the request's turn comes, so several
     admissions of one step fall to the right tenants; a request admitted again after a preemption is not charged again.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
-    key_changes: ClassVar[KeyChanges] = "with_time"
-    inputs: ClassVar[frozenset[str]] = frozenset({"tenant"})
+    key_changes = "with_time"
+    progress = "in_runs"
+    inputs = frozenset({"tenant"})
 
     prompt_weight: float = 1.0
     output_weight: float = 2.0
@@ -46,9 +42,7 @@ class Vtc(Policy):
     _last_left: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("prompt_weight", "output_weight"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(name, getattr(self, name), "numbers > 0")
+        check_positive(self, "prompt_weight", "output_weight")
 
     def counter(self, tenant: str) -> float:
         """c_u: weighted tokens that the tenant was served, or lifted to; 0 for an unknown one."""

@@ -13,7 +13,6 @@ from scheduler_core.plan import StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.predictions import (
     BucketPrediction,
-    LengthPrediction,
     Prediction,
     RankPrediction,
     UrgencyPrediction,
@@ -21,7 +20,8 @@ from scheduler_core.predictions import (
 from scheduler_core.replay import replay
 from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import SimulationConfig, run_simulation
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
 from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import (
     SMALL_PARAMETERS,
@@ -295,14 +295,3 @@ def test_many_steps_at_once_equal_single_steps_to_the_last_bit(
     assert single.records == many.records
     assert single.metrics["num_steps"] == many.metrics["num_steps"]
     assert single.metrics["num_preemptions"] == many.metrics["num_preemptions"]
-
-
-def test_a_length_prediction_alone_stays_accepted() -> None:
-    core = scheduler("tie")
-    core.add(request("a"), 0.0)
-    core.update("a", LengthPrediction(1.0, 1.0, 3.5), 0.0)
-    core.update("a", Prediction(urgency=UrgencyPrediction((0.9, 0.1))), 0.0)
-    state = core.state("a")
-    assert state.prediction == LengthPrediction(1.0, 1.0, 3.5)
-    assert state.urgency is not None
-    assert state.urgency.level == 0

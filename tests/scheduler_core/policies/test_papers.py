@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from scheduler_core.batching import make_former
-from scheduler_core.indices.boost import boost_s
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.policies import Policy, make_policy
+from scheduler_core.policies.estimates import boost_s
 from scheduler_core.policies.s3 import EDGES
 from scheduler_core.policies.uniboost import UniBoost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
@@ -233,9 +233,9 @@ def test_semantic_cache_rules_differ_as_the_errata_say() -> None:
         "gamma_2": 1.330198e-02,
     }
     cheap, dear = KVCost(**qwen_7b, beta=1e-4), KVCost(**qwen_7b, beta=1e-3)
-    assert (cheap.kept_tokens(100, 20), cheap.kept_tokens(100, 20, "paper")) == (120, 0)
-    assert dear.kept_tokens(100, 0) == 0
-    assert dear.kept_tokens(100, 0, "paper") == 100
+    assert (cheap.offload_tokens(100, 20), cheap.offload_tokens(100, 20, "paper")) == (120, 0)
+    assert dear.offload_tokens(100, 0) == 0
+    assert dear.offload_tokens(100, 0, "paper") == 100
     assert make_former("stage_aware", {"cache_rule": "paper"}) != make_former("stage_aware", {})
 
 
@@ -261,8 +261,8 @@ def test_uniboost_bins_by_floor_and_revises_as_often_as_stated() -> None:
     """k = 256: 255 and 511 are in bin 256, 512 in 512, 10,000 in 8192; on the way to 10,000 a request's bin changes
     floor(log2(10000/256)) = 5 times, with its first one 6 as the paper says."""
     policy = UniBoost()
-    assert [policy.quantised(tokens) for tokens in (1, 255, 511, 512, 10_000)] == [256, 256, 256, 512, 8192]
-    assert len({policy.quantised(tokens) for tokens in range(1, 10_001)}) == 6
+    assert [policy.quantized(tokens) for tokens in (1, 255, 511, 512, 10_000)] == [256, 256, 256, 512, 8192]
+    assert len({policy.quantized(tokens) for tokens in range(1, 10_001)}) == 6
 
 
 def test_uniboost_may_be_displaced_only_after_a_threshold() -> None:
@@ -305,6 +305,14 @@ def test_uniboost_signal_by_phase() -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "named"),
     [
+        ("lifo", {}, "policy"),
+        ("tie", {"gama": 0.9}, "gama"),
+        ("fcfs", {"gamma": 0.9}, "gamma"),
+        ("tie", {"gamma": 0.0}, "gamma"),
+        ("tie", {"alpha": 1.0}, "alpha"),
+        ("tie", {"beta_min": 0.6}, "beta_min"),
+        ("tie", {"tau_s": -1.0}, "tau_s"),
+        ("tie", {"pressure_gain": math.nan}, "pressure_gain"),
         ("ltr", {"quantum_steps": 0}, "quantum_steps"),
         ("hrrn", {"token_s": 0.0}, "token_s"),
         ("edf", {"default_slo_s": -1.0}, "default_slo_s"),
@@ -317,10 +325,9 @@ def test_uniboost_signal_by_phase() -> None:
         ("uniboost", {"hysteresis_s": -1.0}, "hysteresis_s"),
         ("uniboost", {"gamma_per_s": 1e6}, "gamma_per_s"),
         ("vtc", {"output_weight": 0.0}, "output_weight"),
-        ("gittins", {"switch_cost": -1.0}, "switch_cost"),
         ("predicted_boost", {"max_gap": 0.0}, "max_gap"),
         ("slo_tie", {"margin_s": 0.0}, "margin_s"),
-        ("tail_guard", {"exempt_share": 1.0}, "exempt_share"),
+        ("tail_guard", {"exempt_fraction": 1.0}, "exempt_fraction"),
     ],
 )
 def test_wrong_parameters_are_named(name: str, parameters: dict[str, float], named: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
+import re
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 import scheduler_core.policies as package
-from scheduler_core.policies import POLICIES, make_policy, policy_name, policy_parameters
+from scheduler_core.errors import InputError
+from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
+from tests.scheduler_core.policies.streams import run_stream
 
 FOLDER = Path(package.__file__).parent
 
@@ -49,10 +52,37 @@ def test_a_policy_is_a_documented_keyword_only_slots_dataclass(name: str) -> Non
     assert policy_parameters(rebuilt) == policy_parameters(policy)
 
 
-def test_no_policy_knows_another_one() -> None:
-    modules = {path.stem for path in FOLDER.glob("*.py")} - {"__init__", "base"}
-    assert len(modules) == len(POLICIES)
-    for module in modules:
-        for node in ast.walk(ast.parse((FOLDER / f"{module}.py").read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("scheduler_core.policies"):
-                assert node.module == "scheduler_core.policies.base", module
+def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (FOLDER / "README.md").read_text(encoding="utf-8")
+    snippet = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0]
+    (tmp_path / "policy_of_the_readme.py").write_text(snippet, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "policy_of_the_readme:ShortPromptsFirst"
+    run = run_stream(name, seed=3, num_kv_blocks=40)
+    assert set(run.finished_s) == set(run.items)
+    policy = make_policy(name, {"weight": 2.0})
+    assert policy_name(policy) == name
+    assert policy_parameters(policy) == {"weight": 2.0}
+    point = metadata.EntryPoint("short_prompts", name, "tailcast.policies")
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: [point] if group == "tailcast.policies" else []
+    )
+    assert policy_class("short_prompts") is type(policy)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nothing", "package.module:Class"),
+        ("no_such_module:Policy", "No module named"),
+        ("scheduler_core.policies:Nothing", "has no attribute"),
+        ("scheduler_core.request:Request", "a dataclass derived from scheduler_core.policies.Policy"),
+        (":", "can be imported"),
+        ("..:x", "can be imported"),
+    ],
+)
+def test_a_name_of_no_policy_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        make_policy(name)

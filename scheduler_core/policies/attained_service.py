@@ -1,5 +1,4 @@
-"""Skip-join MLFQ (Wu et al. 2023, "Fast Distributed Inference Serving for Large Language Models", FastServe,
-arXiv:2305.05920, section 4.1)."""
+"""Orders by attained service, without predictions: LAS and skip-join MLFQ."""
 
 from __future__ import annotations
 
@@ -7,16 +6,49 @@ import heapq
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from scheduler_core.errors import InputError
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy, check_at_least, check_positive
 from scheduler_core.request import Phase, RequestState, Status
 
 
 @dataclass(kw_only=True, slots=True)
+class Las(Policy):
+    """Least attained service first (Kleinrock 1976, "Queueing Systems II", section 4.6; the baseline MLFQ+ of "Beyond
+    Prediction: Tail-Aware Scheduling for LLM Inference", section 4).
+
+    key = floor(w / q)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | w | prompt tokens processed and output tokens generated so far | tokens |
+    | q | quantum_tokens; 1 is LAS itself | tokens |
+
+    Starves the longest requests when the load comes near 1: a newcomer is always in front.
+
+    Differs from the paper: attained service counts in steps of a quantum. Two requests of equal service would otherwise
+    displace each other at every token, and each displacement costs a recomputation or a swap. Work that was lost in a
+    displacement does not count: else a request displaced once would be displaced again and again.
+    """
+
+    key_changes = "never"
+    preemptive = True
+
+    quantum_tokens: float = 256
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "quantum_tokens")
+
+    def key(self, state: RequestState, now: float) -> float:
+        started = state.first_token_s is not None
+        prompt = state.request.prompt_tokens if started else state.num_computed_tokens
+        return float((prompt + state.num_output_tokens) // self.quantum_tokens)
+
+
+@dataclass(kw_only=True, slots=True)
 class Mlfq(Policy):
-    """Feedback queues of growing quantum; a request skips those too short for its prompt, which is known.
+    """Skip-join MLFQ: feedback queues of growing quantum; a request skips those too short for its prompt (Wu et al. 2023,
+    "Fast Distributed Inference Serving for Large Language Models", FastServe, arXiv:2305.05920, section 4.1).
 
     q_i = q_1 f^i;   joins the first queue i with q_i >= n t;   key = i;   used up q_i: i + 1;   waited >= alpha: i = 0
 
@@ -26,19 +58,15 @@ class Mlfq(Policy):
     | n, t | prompt tokens not in the prefix cache, prefill_token_s | tokens, s |
     | alpha | starvation_s, 3 | s |
 
-    No starvation: who has waited alpha since its last step comes into the first queue, where it is served by arrival.
+    No starvation: a request that has waited alpha since its last step enters the first queue, served by arrival.
 
     Differs from the paper: the time of the first iteration is linear in the prompt instead of profiled; time in service is
     the duration of the steps that a request takes part in; a request promoted for waiting starts with nothing used; a
-    prompt that takes several steps is one iteration, as there, so nobody is displaced in the middle of it.
-
-    Raises:
-        InputError: A parameter is outside its range.
+    prompt that takes several steps is one iteration, as there, so no request is displaced in the middle of it.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    preemptive: ClassVar[bool] = True
-    sees_every_step: ClassVar[bool] = True
+    key_changes = "on_event"
+    preemptive = True
 
     base_quantum_s: float = 0.01
     factor: float = 2.0
@@ -51,9 +79,7 @@ class Mlfq(Policy):
     _due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("base_quantum_s", "starvation_s", "prefill_token_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(name, getattr(self, name), "seconds > 0")
+        check_positive(self, "base_quantum_s", "starvation_s", "prefill_token_s")
         if not 1 < self.factor < float("inf"):
             raise InputError("factor", self.factor, "numbers > 1")
         if not 1 <= self.num_queues <= 64:
@@ -94,8 +120,8 @@ class Mlfq(Policy):
             _, order, state = heapq.heappop(self._due)
             if state.request_id not in self._level:
                 continue
-            seen_s = state.request.arrival_s if state.last_scheduled_s is None else state.last_scheduled_s
-            due_s = seen_s + self.starvation_s
+            served_s = state.request.arrival_s if state.last_scheduled_s is None else state.last_scheduled_s
+            due_s = served_s + self.starvation_s
             if due_s <= now:
                 due_s = now + self.starvation_s
                 if state.status is Status.WAITING and self._level[state.request_id] > 0:

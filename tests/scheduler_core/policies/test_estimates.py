@@ -10,15 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
-from scheduler_core.indices.boost import boost_s, predicted_boost_s
-from scheduler_core.indices.coverage import Coverage
-from scheduler_core.indices.length_table import LengthTable
-from scheduler_core.indices.prediction_bias import PredictionBias
-from scheduler_core.indices.tail_rate import TailRate
-from scheduler_core.indices.virtual_fcfs import VirtualFcfs
-from scheduler_core.indices.work_rate import WorkRate
+from scheduler_core.lengths.table import LengthTable
+from scheduler_core.policies.estimates import TailRate, WorkRate, boost_s
+from scheduler_core.policies.predicted_boost import Coverage, predicted_boost_s
+from scheduler_core.policies.virtual_fcfs import PredictionBias, VirtualFcfs
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request, RequestState
+
+
+def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
+    return LengthTable(length.mu, length.sigma, length.nu, max_tokens)
+
 
 lengths = st.tuples(
     st.floats(1.5, 8.0), st.floats(-6.9, 0.18).map(math.exp), st.sampled_from([3.5, 10.0, 1e9])
@@ -28,71 +30,35 @@ lengths = st.tuples(
 @settings(max_examples=30, deadline=None)
 @given(seen=lengths, cap=st.sampled_from([1, 16, 256, 4096, 15_000]), share=st.floats(0.0, 2.0))
 def test_the_table_agrees_with_the_distribution(seen: LengthPrediction, cap: int, share: float) -> None:
-    table, exact = LengthTable(seen, cap), seen.distribution()
+    table, exact = table_of(seen, cap), seen.distribution()
     generated = share * math.exp(seen.mu)
     if generated >= cap or generated < 1.0 or exact.sf(generated) < 1e-4:
         generated = 0.0
     rest = exact.remaining(generated)
     assert table.expected_remaining(generated) == pytest.approx(float(rest.expected(cap)), rel=0.02, abs=0.1)
-    quantile = min(float(rest.ppf(0.9)), cap - generated)
-    assert table.remaining_quantile(0.9, generated) == pytest.approx(quantile, rel=0.02, abs=0.6)
     assert table.cdf(cap) == 1.0
     assert table.cdf(generated) == pytest.approx(float(exact.cdf(generated)), abs=0.01)
 
 
 def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refuted() -> None:
-    table = LengthTable(LengthPrediction(math.log(50), 1e-6, 3.5), 200)
-    assert (
-        table.expected_remaining(200) == table.gittins_rank(200) == table.remaining_quantile(0.9, 200) == 0.0
-    )
-    assert table.expected_remaining(150) == table.gittins_rank(150) == 50.0
-    assert table.gittins_rank() == pytest.approx(50.0, rel=1e-3)
-
-
-@settings(max_examples=12, deadline=None)
-@given(seen=lengths, cap=st.sampled_from([64, 1024, 15_000]), share=st.floats(0.0, 1.5))
-def test_the_gittins_rank_is_the_least_work_per_finished_answer(
-    seen: LengthPrediction, cap: int, share: float
-) -> None:
-    """r(g) = inf over b of E[min(X~, b) - g | X~ > g] / P(X~ <= b | X~ > g): no b does better, b = M gives the mean."""
-    table, exact = LengthTable(seen, cap), seen.distribution()
-    generated = share * math.exp(seen.mu)
-    if generated >= cap or generated < 1.0 or exact.sf(generated) < 1e-3:
-        generated = 0.0
-    rank = table.gittins_rank(generated)
-    assert rank <= table.expected_remaining(generated) * (1 + 1e-9)
-    rest = exact.remaining(generated)
-    for more in np.geomspace(2.0, 1.0 + cap - generated, 6)[:-1]:
-        ends = 1.0 - float(rest.sf(more))
-        if ends > 1e-3 and generated + more < cap:
-            spent = float(rest.expected(generated + more))
-            assert rank <= 1.04 * spent / ends + 1.0
+    table = table_of(LengthPrediction(math.log(50), 1e-6, 3.5), 200)
+    assert table.expected_remaining(200) == 0.0
+    assert table.expected_remaining(150) == 50.0
+    assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)
 
 
 def test_a_boost_of_a_sure_length_is_that_of_known_work() -> None:
     """100 tokens of 1 ms and a prompt of 20 ms: 0.12 s."""
-    sure = LengthTable(LengthPrediction(math.log(100), 1e-6, 3.5), 1000)
-    for preemptive in (True, False):
-        found = predicted_boost_s(sure, 2.0, 1e-3, prefill_s=0.02, preemptive=preemptive)
-        assert found == pytest.approx(boost_s(0.12, 2.0), rel=1e-3)
+    sure = table_of(LengthPrediction(math.log(100), 1e-6, 3.5), 1000)
+    assert predicted_boost_s(sure, 2.0, 1e-3, 0.02) == pytest.approx(boost_s(0.12, 2.0), rel=1e-3)
 
 
 def test_a_boost_of_two_lengths_by_hand() -> None:
-    """Half 1 s, half 3 s, gamma = 1/s: E[exp] = (e + e^3)/2 = 11.40191, so without displacement b = ln(11.40191/10.40191)
-    = 0.09180. Giving up after 1 s: (e/2) / (e - 1) = 0.79099 < 1.09613, so displacement does not help here."""
-    table = LengthTable(LengthPrediction(0.0, 1.0, 3.5), 8)
+    """Half 1 s, half 3 s, gamma = 1/s: E[exp] = (e + e^3)/2 = 11.40191, so b = ln(11.40191/10.40191) = 0.09180."""
+    table = table_of(LengthPrediction(0.0, 1.0, 3.5), 8)
     table.points = np.array([0.0, 1.0, 1.0, 3.0, 3.0])
     table.survival = np.array([1.0, 1.0, 0.5, 0.5, 0.0])
-    for preemptive in (True, False):
-        assert predicted_boost_s(table, 1.0, 1.0, preemptive=preemptive) == pytest.approx(0.09180, abs=1e-5)
-
-
-@settings(max_examples=30, deadline=None)
-@given(seen=lengths, gamma=st.floats(1e-3, 5.0))
-def test_being_able_to_stop_never_lowers_a_boost(seen: LengthPrediction, gamma: float) -> None:
-    table = LengthTable(seen, 4096)
-    free, bound = (predicted_boost_s(table, gamma, 1e-3, preemptive=flag) for flag in (True, False))
-    assert free >= bound - 1e-12 >= -1e-12
+    assert predicted_boost_s(table, 1.0, 1.0, 0.0) == pytest.approx(0.09180, abs=1e-5)
 
 
 def state(name: str = "a", arrival_s: float = 0.0) -> RequestState:
@@ -109,17 +75,16 @@ def test_work_adds_up_to_busy_time() -> None:
     rate = WorkRate(1.0, 1.0, half_life_steps=1.0)
     first, second = state("a"), state("b")
     first.num_computed_tokens = 10
-    rate.saw(first, 10)
-    rate.step_ended(0.1)
+    rate.on_tokens(first, 10)
+    rate.on_step(0.1)
     first.num_computed_tokens = second.num_computed_tokens = 11
-    rate.saw(first, 1)
-    rate.saw(second, 1)
-    rate.step_ended(0.04)
+    rate.on_tokens(first, 1)
+    rate.on_tokens(second, 1)
+    rate.on_step(0.04)
     assert rate.prefill_token_s == pytest.approx(0.01)
     assert rate.decode_token_s == pytest.approx(0.02)
     assert rate.step_s == pytest.approx((0.1 / 2 + 0.04) / 1.5)
-    assert rate.work_s(10, 2) == pytest.approx(0.14)
-    rate.step_ended(5.0)
+    rate.on_step(5.0)
     assert rate.decode_token_s == pytest.approx(0.02), "a step without tokens says nothing"
 
 
@@ -129,7 +94,7 @@ def test_gamma_is_the_slope_of_the_tail() -> None:
     latencies = np.random.default_rng(0).exponential(0.5, 20_000)
     assert [rate.finished(float(value)) for value in latencies][-1]
     assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
-    same = TailRate(1.0, window=10, update_every=10, smoothing=1.0, highest_per_s=7.0)
+    same = TailRate(1.0, window=10, update_every=10, smoothing=1.0, max_per_s=7.0)
     assert [same.finished(1.0) for _ in range(10)][-1]
     assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
 
@@ -213,17 +178,17 @@ def test_virtual_fcfs_learns_how_far_predictions_are_off() -> None:
 @pytest.mark.parametrize(("shift", "bad"), [(0.0, False), (0.7, True), (-0.7, True)])
 def test_coverage_tells_a_wrong_predictor_from_a_right_one(shift: float, bad: bool) -> None:
     rng = np.random.default_rng(4)
-    coverage = Coverage(window=300, fewest=50)
+    coverage = Coverage(window=300, min_count=50)
     for index in range(300):
         mu = float(rng.normal(4.0, 0.5))
         true = math.exp(mu + 0.5 * rng.standard_t(3.5))
-        table = LengthTable(LengthPrediction(mu + shift, 0.5, 3.5), 4096)
+        table = table_of(LengthPrediction(mu + shift, 0.5, 3.5), 4096)
         coverage.finished(table, int(min(max(round(true), 1), 4096)))
         assert (coverage.gap is None) == (index < 49)
     assert coverage.gap is not None
     assert (coverage.gap > 0.2) is bad
-    sure = Coverage(fewest=1)
-    sure.finished(LengthTable(LengthPrediction(math.log(40), 1e-6, 3.5), 100), 40)
+    sure = Coverage(min_count=1)
+    sure.finished(table_of(LengthPrediction(math.log(40), 1e-6, 3.5), 100), 40)
     assert sure.gap == pytest.approx(0.0, abs=1e-6), "knowing the length is no fault"
 
 
@@ -232,7 +197,7 @@ def test_wrong_arguments_are_named() -> None:
         (lambda: WorkRate(0.0, 1.0), "prefill_token_s"),
         (lambda: TailRate(1.0, smoothing=0.0), "smoothing"),
         (lambda: TailRate(1.0, window=5, update_every=6), "window"),
-        (lambda: Coverage(5, 6), "fewest"),
+        (lambda: Coverage(5, 6), "min_count"),
     ):
         with pytest.raises(InputError, match=named):
             make()

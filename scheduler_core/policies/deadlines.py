@@ -1,5 +1,4 @@
-"""SLO-aware TIE: who is running out of time goes first by urgency, the rest by tail inflated expectation. Ours; the score is
-that of TIE (section 4, Eqs. 9-12)."""
+"""Orders by deadlines: EDF, and TIE with targets."""
 
 from __future__ import annotations
 
@@ -7,12 +6,10 @@ import heapq
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
-from scheduler_core.effective_urgency import effective_urgency
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.policies.base import Policy, check_at_least, check_positive
 from scheduler_core.request import MAX_TIERS, RequestState, Status
 
 #: Between two levels of the urgent class, and in front of every key of the other class, however many levels there are.
@@ -21,8 +18,55 @@ _URGENT = -2.0 * MAX_TIERS * _LEVEL
 
 
 @dataclass(kw_only=True, slots=True)
+class Edf(Policy):
+    """Earliest deadline first (Liu & Layland 1973, "Scheduling algorithms for multiprogramming in a hard-real-time
+    environment", J. ACM 20, 46-61; for latency targets of requests: llm-d).
+
+    key = a + D
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | a | arrival | s |
+    | D | target for the first token until it is there, then for the last one; the other if there is but one | s |
+    | default_slo_s | D of a request without targets | s |
+
+    No starvation: a deadline is a fixed time, and only requests that arrive less than the largest D later can pass.
+
+    Differs from the paper: two deadlines follow each other in one request.
+    """
+
+    key_changes = "on_event"
+    running_keys = "on_event"
+    progress = "in_runs"
+    inputs = frozenset({"slo"})
+
+    default_slo_s: float = 60.0
+    _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "default_slo_s")
+
+    def key(self, state: RequestState, now: float) -> float:
+        request = state.request
+        first, last = request.ttft_slo_s, request.ttlt_slo_s
+        target = first if state.first_token_s is None else last
+        if target is None:
+            target = last if state.first_token_s is None else first
+        return request.arrival_s + (self.default_slo_s if target is None else target)
+
+    def on_tokens(self, state: RequestState, num_tokens: int, now: float) -> None:
+        if state.first_token_s == now:
+            self._changed.append(state)
+
+    def take_changed(self, now: float) -> Collection[RequestState]:
+        changed, self._changed = self._changed, []
+        return changed
+
+
+@dataclass(kw_only=True, slots=True)
 class SloTie(Policy):
-    """TIE, until a request's slack is used up; from then on it is served in front, by urgency.
+    """TIE, until a request's slack is used up; from then on it goes first, by urgency. Ours; the score is that of TIE
+    (section 4, Eqs. 9-12).
 
     latest start  L = a + D - E[X~] t;   urgent from L - m until the target is missed by m as well
     key = ln(E + beta CVaR) + a ln(1/gamma)/tau;   urgent: level, then that, in front of all others
@@ -32,7 +76,7 @@ class SloTie(Policy):
     | a, D | arrival; target for the last token, else for the first one (then E[X~] t is 0), else none: never urgent | s |
     | X~ = min(X, M) | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
     | t, m | token_s, time of an output token; margin_s | s |
-    | level | declared tier, raised by at most one level where the text is predicted to be urgent (`effective_urgency`) | - |
+    | level | declared tier, raised by at most one level where the text is predicted to be urgent (`RequestState.effective_level`) | - |
     | E, CVaR, beta, gamma, tau | as in TIE, with alpha = 0.9 and a fixed beta | tokens, -, -, s |
 
     Argument: shortest first is best for the mean, deadlines for targets; as long as there is slack the second costs nothing
@@ -41,15 +85,11 @@ class SloTie(Policy):
 
     Starvation: TIE's decay prevents it among those that are not urgent, as long as the urgent ones alone do not fill the
     engine; if they do, the others wait.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
-    key_changes: ClassVar[KeyChanges] = "on_event"
-    running_keys: ClassVar[Literal["on_event", "on_tokens"]] = "on_event"
-    sees_every_step: ClassVar[bool] = True
-    inputs: ClassVar[frozenset[str]] = frozenset({"length", "urgency", "tier", "slo"})
+    key_changes = "on_event"
+    running_keys = "on_event"
+    inputs = frozenset({"length", "urgency", "tier", "slo"})
 
     token_s: float = 0.02
     margin_s: float = 2.0
@@ -63,11 +103,8 @@ class SloTie(Policy):
     _due: list[tuple[float, int, bool, RequestState]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("token_s", "tau_s", "margin_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "seconds > 0")
-        if not 0 <= self.beta < math.inf:
-            raise InputError("beta", self.beta, "numbers >= 0")
+        check_positive(self, "token_s", "tau_s", "margin_s")
+        check_at_least(self, 0, "beta")
         if not 0 < self.gamma <= 1:
             raise InputError("gamma", self.gamma, "numbers in (0, 1]")
 
@@ -84,10 +121,10 @@ class SloTie(Policy):
 
     def on_prediction(self, state: RequestState) -> None:
         if state.urgency is not None:
-            self._levels[state.request_id] = effective_urgency(state)
-        seen = state.prediction
-        if seen is not None:
-            mean, tail = expected_and_cvar(seen.mu, seen.sigma, seen.nu, state.request.max_tokens)
+            self._levels[state.request_id] = state.effective_level()
+        length = state.prediction
+        if length is not None:
+            mean, tail = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
             self._expected[state.request_id] = mean
             self._scores[state.request_id] = mean + self.beta * tail
             self._watch(state)
@@ -109,14 +146,14 @@ class SloTie(Policy):
         return changed
 
     def on_finish(self, state: RequestState) -> None:
-        for kept in (self._expected, self._scores, self._levels):
-            kept.pop(state.request_id, None)
+        for values in (self._expected, self._scores, self._levels):
+            values.pop(state.request_id, None)
         self._urgent.discard(state.request_id)
 
     def key(self, state: RequestState, now: float) -> float:
         score = self._scores.get(state.request_id, (1.0 + self.beta) * state.request.max_tokens)
-        ageing_per_s = -math.log(self.gamma) / self.tau_s
-        tie = math.log(max(score, 1e-300)) + state.request.arrival_s * ageing_per_s
+        aging_per_s = -math.log(self.gamma) / self.tau_s
+        tie = math.log(max(score, 1e-300)) + state.request.arrival_s * aging_per_s
         if state.request_id not in self._urgent:
             return tie
         level = self._levels.get(state.request_id, state.request.tier)

@@ -1,4 +1,4 @@
-"""The running requests that decode, counted together: a step of all of them costs the same, however many they are."""
+"""Running requests that decode in lockstep: a step of all of them costs the same, however many they are."""
 
 from __future__ import annotations
 
@@ -10,60 +10,38 @@ from scheduler_core.request import RequestState
 
 
 class _Member:
-    """What the cohort remembers of one request; a request that leaves and comes back is another member.
+    """The group's record of one request; a request that leaves and comes back is another member.
 
     Attributes:
         state: The request.
-        seat: Place in the order of admission.
-        since: Number of the step up to which its state is settled.
-        due: Number of the step for which it takes its next block; settled like the state.
+        rank: Its number in the order of admission.
+        since: Number of the step up to which its state is in sync.
+        due: Number of the step for which it takes its next block; in sync like the state.
         periodic: It takes a block at every border of its own from now on; False: not before `due`.
     """
 
-    __slots__ = ("due", "periodic", "seat", "since", "state")
+    __slots__ = ("due", "periodic", "rank", "since", "state")
 
-    def __init__(self, state: RequestState, seat: int, since: int, due: int, periodic: bool) -> None:
+    def __init__(self, state: RequestState, rank: int, since: int, due: int, periodic: bool) -> None:
         self.state = state
-        self.seat = seat
+        self.rank = rank
         self.since = since
         self.due = due
         self.periodic = periodic
 
 
-class DecodeCohort:
+class LockstepGroup:
     """Requests that all generate one token in every step that they take part in, and take such steps only together.
 
-    Steps are counted once for all. A request's state says how far it had come when it was settled last; whoever reads
-    it settles it before. Blocks are taken for all at once too: a request that is at the border of a block needs another
-    one at every `block_tokens`-th step from then on, so it is enough to know how many are at a border at which step.
-
-    | step number | means |
-    | --- | --- |
-    | num_steps | steps taken by all |
-    | room_until | the blocks for all steps of a smaller number are taken |
+    Only for a policy with `progress = "unused"` under a batch former with `lockstep`. Steps are counted once for all; a
+    request's state holds its progress as of its last `sync`. Blocks are taken for all at once too: a request at the border
+    of a block needs another one at every `block_tokens`-th step from then on, so it is enough to count the requests by the
+    step of their next border. `num_steps` steps were taken by all, and the blocks for all steps of a number below
+    `allocated_until` are taken.
 
     Args:
         kv: Where the blocks come from.
     """
-
-    __slots__ = (
-        "_borders",
-        "_ends",
-        "_has_order",
-        "_ids",
-        "_is_settled",
-        "_kv",
-        "_last_s",
-        "_later",
-        "_members",
-        "_num_periodic",
-        "_pushes",
-        "_size",
-        "_states",
-        "context_tokens",
-        "num_steps",
-        "room_until",
-    )
 
     def __init__(self, kv: KVCache) -> None:
         self._kv = kv
@@ -72,19 +50,19 @@ class DecodeCohort:
         self.num_steps = 0
         #: Sum of the tokens that the members have in the cache.
         self.context_tokens = 0
-        self.room_until = 0
+        self.allocated_until = 0
         self._last_s = 0.0
         self._members: dict[str, _Member] = {}
         #: By step number modulo the size of a block: periodic members that take a block there.
         self._borders = [0] * self._size
         self._num_periodic = 0
-        #: (due, running number, member) of those with more room than a block.
+        #: (due, running number, member) of those with more than a block to spare.
         self._later: list[tuple[int, int, _Member]] = []
         #: (number of the step after which max_tokens are there, running number, member).
         self._ends: list[tuple[int, int, _Member]] = []
         self._pushes = 0
-        self._has_order = True
-        self._is_settled = True
+        self._is_ordered = True
+        self._in_sync = True
         self._states: list[RequestState] | None = []
         self._ids: tuple[str, ...] | None = ()
 
@@ -95,44 +73,44 @@ class DecodeCohort:
         return request_id in self._members
 
     def member(self, request_id: str) -> RequestState | None:
-        """The request, perhaps not settled; None if it is no member."""
+        """The request, not in sync; None if it is no member."""
         member = self._members.get(request_id)
         return None if member is None else member.state
 
     def states(self) -> list[RequestState]:
-        """The members in order of admission, perhaps not settled; not to be changed."""
+        """The members in order of admission, not in sync; not to be changed."""
         if self._states is None:
-            self._order()
+            self._sort()
             self._states = [member.state for member in self._members.values()]
         return self._states
 
     def ids(self) -> tuple[str, ...]:
-        """Their names, in the same order."""
+        """Their ids, in the same order."""
         if self._ids is None:
-            self._order()
+            self._sort()
             self._ids = tuple(self._members)
         return self._ids
 
-    def _order(self) -> None:
-        if not self._has_order:
-            self._members = dict(sorted(self._members.items(), key=lambda item: item[1].seat))
-            self._has_order = True
+    def _sort(self) -> None:
+        if not self._is_ordered:
+            self._members = dict(sorted(self._members.items(), key=lambda item: item[1].rank))
+            self._is_ordered = True
 
-    def join(self, state: RequestState, seat: int) -> None:
+    def join(self, state: RequestState, rank: int) -> None:
         """A running request decodes from the next step on that the members take.
 
         Args:
-            state: Has computed all tokens it needs before its next one.
-            seat: Place in the order of admission.
+            state: Has computed all tokens it needs before its next member.
+            rank: Its number in the order of admission.
         """
         now = self.num_steps
-        room = state.kv_tokens - state.num_computed_tokens
-        periodic = room < self._size
-        member = _Member(state, seat, now, now + room, periodic)
-        assert member.due >= self.room_until, "a request joins without room for its first step"
+        spare = state.kv_tokens - state.num_computed_tokens
+        periodic = spare < self._size
+        member = _Member(state, rank, now, now + spare, periodic)
+        assert member.due >= self.allocated_until, "a request joins without memory for its first step"
         members = self._members
-        if members and seat < next(reversed(members.values())).seat:
-            self._has_order = False
+        if members and rank < next(reversed(members.values())).rank:
+            self._is_ordered = False
         members[state.request_id] = member
         self._pushes = pushes = self._pushes + 1
         if periodic:
@@ -149,9 +127,9 @@ class DecodeCohort:
         self._states = self._ids = None
 
     def leave(self, state: RequestState) -> None:
-        """A member stops to decode; its state is settled then."""
+        """A member stops to decode; its state is in sync then."""
         member = self._members[state.request_id]
-        self._settle(member)
+        self._sync(member)
         del self._members[state.request_id]
         if member.periodic:
             self._borders[member.due % self._size] -= 1
@@ -166,28 +144,28 @@ class DecodeCohort:
         """Whether an entry of `_later` is the member's own and its latest."""
         return not member.periodic and member.due == due and self._is_here(member)
 
-    def make_room(self, most_blocks: int) -> bool:
-        """Takes the blocks for the next step; False (and nothing taken) if they are more than `most_blocks`."""
+    def allocate_step(self, max_blocks: int) -> bool:
+        """Takes the blocks for the next step; False (and nothing taken) if they are more than `max_blocks`."""
         step = self.num_steps
-        if self.room_until > step:
+        if self.allocated_until > step:
             return True
         if self._later and self._later[0][0] <= step:
-            if self.blocks_until(step + 1) > most_blocks:
+            if self.blocks_until(step + 1) > max_blocks:
                 return False
             self.take_until(step + 1)
             return True
         blocks = self._borders[step % self._size]
         if blocks:
-            if blocks > most_blocks:
+            if blocks > max_blocks:
                 return False
             self._kv.take(blocks)
-            self._is_settled = False
-        self.room_until = step + 1
+            self._in_sync = False
+        self.allocated_until = step + 1
         return True
 
     def blocks_until(self, step: int) -> int:
         """Blocks that the members have to take for all steps of a smaller number."""
-        start, size, borders = self.room_until, self._size, self._borders
+        start, size, borders = self.allocated_until, self._size, self._borders
         if step <= start:
             return 0
         rounds, rest = divmod(step - start, size)
@@ -207,12 +185,12 @@ class DecodeCohort:
 
     def take_until(self, step: int) -> None:
         """Takes those blocks; they must be there."""
-        if step <= self.room_until:
+        if step <= self.allocated_until:
             return
         blocks = self.blocks_until(step)
         if blocks:
             self._kv.take(blocks)
-            self._is_settled = False
+            self._in_sync = False
         later = self._later
         while later and later[0][0] < step:
             due, _, member = heappop(later)
@@ -220,19 +198,19 @@ class DecodeCohort:
                 member.periodic = True
                 self._borders[due % self._size] += 1
                 self._num_periodic += 1
-        self.room_until = step
+        self.allocated_until = step
 
-    def room_made(self) -> None:
-        """Every member has taken what it needs for its next step by itself."""
-        self.room_until = self.num_steps + 1
+    def mark_allocated(self) -> None:
+        """Every member has taken the block for its next step individually."""
+        self.allocated_until = self.num_steps + 1
 
-    def grown(self, state: RequestState) -> None:
-        """A settled member has taken blocks of its own."""
+    def on_grow(self, state: RequestState) -> None:
+        """A member in sync has taken blocks individually."""
         member = self._members[state.request_id]
         due = self.num_steps + state.kv_tokens - state.num_computed_tokens
         if member.periodic:
             assert (due - member.due) % self._size == 0
-            if due - self.room_until >= self._size:  # else the border stays what it is
+            if due - self.allocated_until >= self._size:  # else the border stays what it is
                 member.periodic = False
                 self._borders[due % self._size] -= 1
                 self._num_periodic -= 1
@@ -250,11 +228,11 @@ class DecodeCohort:
             Those that have generated max_tokens, in no particular order.
         """
         self.num_steps = reached = self.num_steps + num_steps
-        if reached > self.room_until:
+        if reached > self.allocated_until:
             self.take_until(reached)
         self.context_tokens += num_steps * len(self._members)
         self._last_s = now
-        self._is_settled = False
+        self._in_sync = False
         ended: list[RequestState] = []
         ends = self._ends
         while ends and ends[0][0] <= reached:
@@ -263,7 +241,7 @@ class DecodeCohort:
                 ended.append(member.state)
         return ended
 
-    def least_left(self, limit: int) -> int:
+    def steps_to_first_end(self, limit: int) -> int:
         """Steps until the first member has max_tokens; `limit` if that is less."""
         ends = self._ends
         while ends and not self._is_here(ends[0][2]):
@@ -272,22 +250,22 @@ class DecodeCohort:
 
     def in_order(self, states: Iterable[RequestState]) -> list[RequestState]:
         """Members in order of admission."""
-        return sorted(states, key=lambda state: self._members[state.request_id].seat)
+        return sorted(states, key=lambda state: self._members[state.request_id].rank)
 
-    def settle(self, request_id: str) -> None:
+    def sync(self, request_id: str) -> None:
         """Brings the state of a request up to date, if it is a member."""
         member = self._members.get(request_id)
         if member is not None:
-            self._settle(member)
+            self._sync(member)
 
-    def settle_all(self) -> None:
+    def sync_all(self) -> None:
         """Brings the states of all members up to date."""
-        if not self._is_settled:
+        if not self._in_sync:
             for member in self._members.values():
-                self._settle(member)
-            self._is_settled = True
+                self._sync(member)
+            self._in_sync = True
 
-    def _settle(self, member: _Member) -> None:
+    def _sync(self, member: _Member) -> None:
         state = member.state
         steps = self.num_steps - member.since
         if steps:
@@ -296,7 +274,7 @@ class DecodeCohort:
             state.num_output_tokens += steps
             state.attained_tokens += steps
             state.last_token_s = state.last_scheduled_s = self._last_s
-        past = self.room_until - member.due
+        past = self.allocated_until - member.due
         if past > 0:
             blocks = (past - 1) // self._size + 1
             self._kv.credit(state.request_id, blocks)
@@ -305,13 +283,13 @@ class DecodeCohort:
 
     def validate(self, running: Iterable[RequestState]) -> None:
         """Checks the sums, O(members); AssertionError names the one that does not hold."""
-        self.settle_all()
+        self.sync_all()
         decoding = [s.request_id for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
-        assert list(self.ids()) == decoding, "the cohort is not those who decode"
+        assert list(self.ids()) == decoding, "the group is not the requests that decode"
         members = list(self._members.values())
-        assert self.context_tokens == sum(one.state.num_computed_tokens for one in members)
-        assert self._num_periodic == sum(self._borders) == sum(one.periodic for one in members)
-        for one in members:
-            assert one.due == self.num_steps + one.state.kv_tokens - one.state.num_computed_tokens
-            assert one.due >= self.room_until
-            assert not one.periodic or one.due - self.room_until < self._size
+        assert self.context_tokens == sum(member.state.num_computed_tokens for member in members)
+        assert self._num_periodic == sum(self._borders) == sum(member.periodic for member in members)
+        for member in members:
+            assert member.due == self.num_steps + member.state.kv_tokens - member.state.num_computed_tokens
+            assert member.due >= self.allocated_until
+            assert not member.periodic or member.due - self.allocated_until < self._size

@@ -1,0 +1,134 @@
+"""Boosts of the arrival order, and the rates that policies estimate while the engine works."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_core.errors import InputError
+from scheduler_core.request import RequestState
+
+_LOG_RATIO = math.log(5.0)
+
+
+def boost_s(work_s: float, gamma_per_s: float) -> float:
+    """By how many seconds a request of known work is moved ahead of its arrival; falls from infinity (w = 0) to 0.
+
+    b(w) = (1/gamma) ln( 1 / (1 - exp(-gamma w)) )
+
+    Least arrival - boost first makes P(response > t) fall fastest in the light-tailed M/G/1 queue (Yu & Scully 2024,
+    "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
+
+    Args:
+        work_s: w, engine time that the request needs, in seconds > 0.
+        gamma_per_s: gamma > 0, rate at which P(response > t) falls.
+    """
+    return -math.log(-math.expm1(-gamma_per_s * work_s)) / gamma_per_s
+
+
+@dataclass(slots=True)
+class TailRate:
+    """gamma-Ada: the rate at which the tail of the latency falls, from finished requests (UniBoost, Eq. 9).
+
+    gamma_hat = ln(0.05/0.01)/(t99 - t95) = ln 5/(t99 - t95);   gamma <- (1 - beta) gamma + beta gamma_hat, within bounds
+
+    Attributes:
+        gamma_per_s: gamma; at first the value before there is an estimate.
+        window: Latest latencies that count.
+        update_every: New latencies between two estimates.
+        smoothing: beta.
+        min_per_s, max_per_s: Bounds of gamma.
+        min_gap_s: Least t99 - t95, against a tail that has collapsed.
+    """
+
+    gamma_per_s: float
+    window: int = 1000
+    update_every: int = 100
+    smoothing: float = 0.2
+    min_per_s: float = 1e-4
+    max_per_s: float = 100.0
+    min_gap_s: float = 1e-3
+    _latencies: deque[float] = field(init=False, repr=False)
+    _num_new: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_per_s <= self.gamma_per_s <= self.max_per_s:
+            allowed = f"numbers in [{self.min_per_s:g}, {self.max_per_s:g}]"
+            raise InputError("gamma_per_s", self.gamma_per_s, allowed)
+        if not 1 <= self.update_every <= self.window:
+            values = (self.window, self.update_every)
+            raise InputError("window, update_every", values, "1 <= update_every <= window")
+        if not 0 < self.smoothing <= 1:
+            raise InputError("smoothing", self.smoothing, "numbers in (0, 1]")
+        self._latencies = deque(maxlen=self.window)
+
+    def finished(self, latency_s: float) -> bool:
+        """A request has finished after `latency_s` seconds; True if gamma was estimated again."""
+        self._latencies.append(latency_s)
+        self._num_new += 1
+        if self._num_new < self.update_every or len(self._latencies) < self.update_every:
+            return False
+        self._num_new = 0
+        t95, t99 = np.quantile(np.fromiter(self._latencies, float), (0.95, 0.99))
+        estimate = _LOG_RATIO / max(float(t99 - t95), self.min_gap_s)
+        gamma = (1.0 - self.smoothing) * self.gamma_per_s + self.smoothing * estimate
+        self.gamma_per_s = min(max(gamma, self.min_per_s), self.max_per_s)
+        return True
+
+
+class WorkRate:
+    """Engine seconds per prompt token and per output token, measured while the engine works.
+
+    A step's duration is divided equally among the tokens processed in it; sums fade with a half-life in steps. So the
+    work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step
+    with 32 decodes each token costs a 32nd. It needs every step by itself.
+
+    Attributes:
+        prefill_token_s: Seconds per prompt token; at first the value before anything is measured, as the next.
+        decode_token_s: Seconds per output token.
+        step_s: Mean duration of a step in seconds: what a running request waits for its next token.
+    """
+
+    def __init__(
+        self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3, half_life_steps: float = 1000.0
+    ) -> None:
+        if not (prefill_token_s > 0 and decode_token_s > 0):
+            values = (prefill_token_s, decode_token_s)
+            raise InputError("prefill_token_s, decode_token_s", values, "seconds > 0")
+        self.prefill_token_s = prefill_token_s
+        self.decode_token_s = decode_token_s
+        self.step_s = decode_token_s
+        self._fade = 0.5 ** (1.0 / half_life_steps)
+        self._prefill_s = self._prefill_tokens = self._decode_s = self._decode_tokens = 0.0
+        self._num_steps = self._steps_s = 0.0
+        self._step_prefill = self._step_decode = 0
+
+    def on_tokens(self, state: RequestState, num_tokens: int) -> None:
+        """Tokens of a request were processed in the step that is ending."""
+        if state.num_computed_tokens <= state.prefill_target_tokens:
+            self._step_prefill += num_tokens
+        else:
+            self._step_decode += num_tokens
+
+    def on_step(self, step_s: float) -> None:
+        """The step took `step_s` seconds."""
+        prefill, decode = self._step_prefill, self._step_decode
+        self._step_prefill = self._step_decode = 0
+        if prefill + decode == 0 or step_s <= 0:
+            return
+        token_s = step_s / (prefill + decode)
+        fade = self._fade
+        self._prefill_s = self._prefill_s * fade + token_s * prefill
+        self._prefill_tokens = self._prefill_tokens * fade + prefill
+        self._decode_s = self._decode_s * fade + token_s * decode
+        self._decode_tokens = self._decode_tokens * fade + decode
+        self._steps_s = self._steps_s * fade + step_s
+        self._num_steps = self._num_steps * fade + 1.0
+        self.step_s = self._steps_s / self._num_steps
+        if self._prefill_tokens >= 1.0:
+            self.prefill_token_s = self._prefill_s / self._prefill_tokens
+        if self._decode_tokens >= 1.0:
+            self.decode_token_s = self._decode_s / self._decode_tokens

@@ -1,0 +1,149 @@
+"""Orders by one predicted length: SSJF by the median, SEPT by the mean, HRRN by the mean and the wait, SRPT by the rest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from scheduler_core.lengths import expected_and_cvar
+from scheduler_core.policies.base import Policy, check_positive
+from scheduler_core.request import RequestState
+
+
+@dataclass(kw_only=True, slots=True)
+class Ssjf(Policy):
+    """Speculative shortest job first (Qiu et al. 2024, "Efficient Interactive LLM Serving with Proxy Model-based
+    Sequence Length Prediction", arXiv:2404.08509).
+
+    key = ln min(exp(mu), M)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | exp(mu) | median of the predicted length | tokens |
+    | M | the request's own max_tokens; also the length assumed without a prediction | tokens |
+
+    With an oracle predictor this is SJF on the true lengths, the usual bound.
+
+    Differs from the paper: the point prediction is the median of the predicted distribution, not the output of a
+    regression trained for SSJF alone; the order is updated when a prediction comes, requests do not wait for it.
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+    inputs = frozenset({"length"})
+
+    def key(self, state: RequestState, now: float) -> float:
+        longest = math.log(state.request.max_tokens)
+        return longest if state.prediction is None else min(state.prediction.mu, longest)
+
+
+@dataclass(kw_only=True, slots=True)
+class Sept(Policy):
+    """Shortest expected processing time (Weber 1983, "Scheduling jobs with stochastic processing requirements on
+    parallel machines", J. Appl. Probab. 20, 841-847); TIE's ablation with beta = 0 (TIE, table 4).
+
+    key = E[min(X, M)]
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | X | predicted output length, log-t | tokens |
+    | M | the request's own max_tokens; also the length assumed without a prediction | tokens |
+
+    Differs from the paper: the expectation is of the censored length, as in TIE (Eq. 9), because the mean of a
+    log-t is infinite; and as there, only the length of the output counts, not the prompt.
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+    inputs = frozenset({"length"})
+    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def on_prediction(self, state: RequestState) -> None:
+        length = state.prediction
+        if length is not None:
+            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
+            self._expected[state.request_id] = mean
+
+    def on_finish(self, state: RequestState) -> None:
+        self._expected.pop(state.request_id, None)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return self._expected.get(state.request_id, float(state.request.max_tokens))
+
+
+@dataclass(kw_only=True, slots=True)
+class Hrrn(Policy):
+    """Highest response ratio next: short requests first, but waiting raises every request, the short ones faster (Brinch
+    Hansen 1971, "An analysis of response ratio scheduling", IFIP Congress; an option of SGLang).
+
+    ratio = (wait + s) / s, largest first;   key = -ratio;   s = token_s E[min(X, M)]
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | wait | now - arrival | s |
+    | s | expected service time | s |
+    | token_s | time of one output token | s |
+    | X, M | predicted output length, log-t; the request's max_tokens, also the length without a prediction | tokens |
+
+    No starvation: while a request waits its ratio grows without bound, and only newcomers shorter than it can pass.
+
+    Differs from the paper: the service time is expected, not known. The order changes with time, so the queue is sorted
+    before every step.
+    """
+
+    key_changes = "with_time"
+    progress = "unused"
+    inputs = frozenset({"length"})
+
+    token_s: float = 0.02
+    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_positive(self, "token_s")
+
+    def on_prediction(self, state: RequestState) -> None:
+        length = state.prediction
+        if length is not None:
+            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
+            self._expected[state.request_id] = max(mean, 1.0)
+
+    def on_finish(self, state: RequestState) -> None:
+        self._expected.pop(state.request_id, None)
+
+    def key(self, state: RequestState, now: float) -> float:
+        tokens = self._expected.get(state.request_id, float(state.request.max_tokens))
+        return -1.0 - (now - state.request.arrival_s) / (self.token_s * tokens)
+
+
+@dataclass(kw_only=True, slots=True)
+class Srpt(Policy):
+    """Shortest remaining processing time (Schrage 1968, "A proof of the optimality of the shortest remaining processing
+    time discipline", Operations Research 16, 687-690).
+
+    key = max(min(exp(mu), M) - g, 0)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | exp(mu) | median of the predicted length | tokens |
+    | M | the request's own max_tokens; also the length without a prediction | tokens |
+    | g | tokens generated so far | tokens |
+
+    With an oracle predictor this is SRPT on the true lengths, the least mean response time there is in one server.
+
+    Differs from the paper: lengths are predicted once; an output longer than predicted has 0 left and stays in front
+    (`trail` and `elis` correct that); a displaced request computes its prefix again, which SRPT holds to be free; only
+    the output counts.
+    """
+
+    key_changes = "never"
+    preemptive = True
+    progress = "in_runs"
+    inputs = frozenset({"length"})
+
+    def key(self, state: RequestState, now: float) -> float:
+        length = float(state.request.max_tokens)
+        if state.prediction is not None:
+            length = min(math.exp(state.prediction.mu), length)
+        return max(length - state.num_output_tokens, 0.0)

@@ -1,0 +1,119 @@
+"""Orders by the expected remaining length while tokens come: TRAIL and ELIS."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass, field
+
+from scheduler_core.lengths.table import LengthTable
+from scheduler_core.policies.base import Policy, check_at_least
+from scheduler_core.request import RequestState
+
+
+@dataclass(kw_only=True, slots=True)
+class _ExpectedRemaining(Policy):
+    """key = E[X~ - g | X~ > g], X~ = min(X, M), for g rounded down to a multiple of `interval_tokens`.
+
+    Without a prediction it is what is left to max_tokens.
+    """
+
+    key_changes = "never"
+    preemptive = True
+    inputs = frozenset({"length"})
+
+    _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)
+    #: (rounded tokens generated, expected rest) by request.
+    _rests: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    @abstractmethod
+    def interval_tokens(self) -> float:
+        """Tokens after which the key is recomputed, >= 1."""
+
+    def on_prediction(self, state: RequestState) -> None:
+        length = state.prediction
+        if length is not None:
+            self._tables[state.request_id] = LengthTable(
+                length.mu, length.sigma, length.nu, state.request.max_tokens
+            )
+            self._rests.pop(state.request_id, None)
+
+    def on_finish(self, state: RequestState) -> None:
+        self._tables.pop(state.request_id, None)
+        self._rests.pop(state.request_id, None)
+
+    def key(self, state: RequestState, now: float) -> float:
+        table = self._tables.get(state.request_id)
+        if table is None:
+            return float(state.request.max_tokens - state.num_output_tokens)
+        generated = state.num_output_tokens - state.num_output_tokens % self.interval_tokens
+        rest = self._rests.get(state.request_id)
+        if rest is None or rest[0] != generated:
+            rest = self._rests[state.request_id] = (generated, table.expected_remaining(generated))
+        return rest[1]
+
+
+@dataclass(kw_only=True, slots=True)
+class Trail(_ExpectedRemaining):
+    """TRAIL: shortest remaining predicted time with limited preemption (Shahout et al. 2024, "Don't Stop Me Now:
+    Embedding Based Scheduling for LLMs", arXiv:2410.01035, section 3.3).
+
+    key = E[X~ - g | X~ > g], X~ = min(X, M);   not displaced once g >= C r
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | X, M | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
+    | g | tokens generated, rounded down to a multiple of `update_tokens` | tokens |
+    | r | E[X~], the length predicted at first | tokens |
+    | C | limit, 0.8; 1 and more: always displaced, 0: never | - |
+
+    Differs from the paper: what remains comes from the prompt's distribution given that the output goes on, not from a
+    probe on the served model's hidden states; it is updated every `update_tokens`, not with every token.
+    """
+
+    limit: float = 0.8
+    update_tokens: float = 16
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 0, "limit")
+        check_at_least(self, 1, "update_tokens")
+
+    @property
+    def interval_tokens(self) -> float:
+        return self.update_tokens
+
+    def eviction_key(self, state: RequestState, now: float) -> float:
+        table = self._tables.get(state.request_id)
+        first = float(state.request.max_tokens) if table is None else table.expected_remaining()
+        return -math.inf if state.num_output_tokens >= self.limit * first else self.key(state, now)
+
+
+@dataclass(kw_only=True, slots=True)
+class Elis(_ExpectedRemaining):
+    """ELIS: iterative shortest remaining time first (Choi et al. 2025, "ELIS: Efficient LLM Iterative Scheduling System
+    with Response Length Predictor", arXiv:2505.09142): a new prediction every n tokens; only there is a request displaced.
+
+    key = E[X~ - g_n | X~ > g_n], g_n = n floor(g / n)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | X~ = min(X, M) | predicted output length, log-t; max_tokens, also the length without a prediction | tokens |
+    | g, n | tokens generated; window_tokens, 50 | tokens |
+
+    Differs from the paper: the prediction of the next window is the first one given that the output goes on, which costs
+    no call of a model; a new prediction that comes through `update` is used at once.
+    """
+
+    window_tokens: float = 50
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "window_tokens")
+
+    @property
+    def interval_tokens(self) -> float:
+        return self.window_tokens
+
+    def eviction_key(self, state: RequestState, now: float) -> float:
+        within = state.num_output_tokens % self.window_tokens != 0
+        return -math.inf if within else self.key(state, now)

@@ -1,0 +1,65 @@
+"""Orders by what a request declares on arrival: FCFS, priority, shortest prefill first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_core.policies.base import Policy
+from scheduler_core.request import RequestState
+
+
+@dataclass(kw_only=True, slots=True)
+class Fcfs(Policy):
+    """First come, first served; the default of vLLM, and the baseline of every paper. Needs no prediction.
+
+    key = arrival time (s)
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+
+    def key(self, state: RequestState, now: float) -> float:
+        return state.request.arrival_s
+
+
+@dataclass(kw_only=True, slots=True)
+class Priority(Policy):
+    """The smallest declared priority goes first, arrival order among equals (vLLM, `--scheduling-policy priority`).
+
+    key = priority (no unit, declared by the client)
+
+    Where memory runs out the running request of the largest priority, the youngest of several, goes. Requests of a larger
+    priority starve while smaller ones keep the engine busy: that is what was declared.
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+    inputs = frozenset({"priority"})
+
+    def key(self, state: RequestState, now: float) -> float:
+        return float(state.request.priority)
+
+
+@dataclass(kw_only=True, slots=True)
+class Spf(Policy):
+    """Shortest prefill first: the fewest prompt tokens to process (SLAI's order of new prefills, "Optimal Scheduling
+    Algorithms for LLM Inference", section 5; also an option of vLLM and SGLang).
+
+    key = n - h
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | n | length of the prompt | tokens |
+    | h | of these, already in the prefix cache | tokens |
+
+    Differs from the paper: the cached prefix does not count.
+    """
+
+    key_changes = "never"
+    running_keys = "on_event"
+    progress = "unused"
+
+    def key(self, state: RequestState, now: float) -> float:
+        return float(state.request.prompt_tokens - state.request.cached_prefix_tokens)
