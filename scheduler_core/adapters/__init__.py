@@ -1,1 +1,1 @@
-"""Our order at work inside engines that keep their own batch former; an engine is imported only where it is used."""
+"""Policies inside engines that form their batches themselves; an engine is imported only where it is used."""

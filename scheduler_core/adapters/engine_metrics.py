@@ -1,4 +1,4 @@
-"""What our scheduler counts inside an engine, in the process's Prometheus registry.
+"""Prometheus metrics of the scheduler inside an engine, in the registry of the process.
 
 vLLM's scheduler runs in a process of its own, and vLLM's /metrics shows that process only in Prometheus' multi-process
 mode: PROMETHEUS_MULTIPROC_DIR must name an empty folder before vLLM starts.
@@ -18,10 +18,7 @@ QUANTILE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
 class EngineMetrics:
-    """Counters and histograms of one engine process.
-
-    Args:
-        registry: Where they are shown; None: the default registry.
+    """Counters and histograms of one engine process, by default in the default registry.
 
     Raises:
         MissingExtraError: There is no prometheus_client.
@@ -33,43 +30,31 @@ class EngineMetrics:
         except ModuleNotFoundError as error:
             raise MissingExtraError("prometheus_client", "vllm") from error
         registry = REGISTRY if registry is None else registry
-        self._predictions = Counter(
-            "tailcast_predictions", "Predictions by what became of them.", ["status"], registry=registry
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return Counter(f"tailcast_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            return Histogram(f"tailcast_{name}", text, buckets=buckets, registry=registry)
+
+        self.predictions = counter("predictions", "Predictions by outcome.", "status")
         for status in PredictionStatus:
-            self._predictions.labels(status.value)
-        self._latency = Histogram(
-            "tailcast_prediction_latency_seconds",
-            "From the call to its answer or failure.",
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
+            self.predictions.labels(status.value)
+        self.unscored_admissions = counter(
+            "unscored_admissions", "Requests admitted for the first time before their prediction had come."
         )
-        self._quantile = Histogram(
-            "tailcast_length_quantile",
-            "Predicted probability of an answer at most as long as the true one; uniform if predictions are right.",
-            buckets=QUANTILE_BUCKETS,
-            registry=registry,
+        self.displacements = counter("displacements", "Running requests preempted to admit a waiting one.")
+        self.rekeys = counter("rekeys", "Steps before which all keys were recomputed.")
+        self.bad_hints = counter("bad_hints", "Hints of requests ignored because of their value.", "hint")
+        self._latency = histogram(
+            "prediction_latency_seconds", "From the call to its response or failure.", LATENCY_BUCKETS_S
         )
-        self._late = Counter(
-            "tailcast_unscored_admissions",
-            "Requests admitted for the first time before their prediction was there.",
-            registry=registry,
+        self._quantile = histogram(
+            "length_quantile",
+            "Predicted probability of an output at most as long as the true one; uniform for true predictions.",
+            QUANTILE_BUCKETS,
         )
-        self._displaced = Counter(
-            "tailcast_displacements",
-            "Running requests that lost their place to a waiting one.",
-            registry=registry,
-        )
-        self._rekeys = Counter(
-            "tailcast_rekeys", "Steps before which all keys were computed anew.", registry=registry
-        )
-        self._hints = Counter(
-            "tailcast_bad_hints",
-            "Hints of requests that were ignored because of their value.",
-            ["hint"],
-            registry=registry,
-        )
-        self._info = Gauge(
+        self.info = Gauge(
             "tailcast_scheduler_info",
             "1 for the policy and predictor in use.",
             ["policy", "predictor", "engine_version"],
@@ -77,43 +62,19 @@ class EngineMetrics:
             multiprocess_mode="livemax",
         )
 
-    def started(self, policy: str, predictor: str | None, engine_version: str) -> None:
-        """The scheduler is there."""
-        self._info.labels(policy, predictor or "none", engine_version).set(1)
-
-    def predicted(self, event: PredictionEvent) -> None:
-        """A prediction has come or failed."""
-        self._predictions.labels(event.status.value).inc()
+    def observe_prediction(self, event: PredictionEvent) -> None:
+        """Counts a prediction that has come or failed."""
+        self.predictions.labels(event.status.value).inc()
         if event.status is not PredictionStatus.ABSENT and event.latency_s > 0:
             self._latency.observe(event.latency_s)
 
-    def absent(self) -> None:
-        """A request has nobody to ask."""
-        self._predictions.labels(PredictionStatus.ABSENT.value).inc()
-
-    def admitted_unscored(self) -> None:
-        """A request is admitted without its prediction."""
-        self._late.inc()
-
-    def finished(self, state: RequestState, num_output_tokens: int) -> None:
-        """A request has ended by itself: where its true length lies in the predicted distribution."""
+    def observe_length(self, state: RequestState, num_output_tokens: int) -> None:
+        """Observes the quantile of a complete output's length in its predicted distribution."""
         if state.prediction is not None and num_output_tokens > 0:
             self._quantile.observe(float(state.prediction.distribution().cdf(num_output_tokens)))
-
-    def displaced(self) -> None:
-        """A running request has lost its place."""
-        self._displaced.inc()
-
-    def rekeyed(self) -> None:
-        """All keys were computed anew."""
-        self._rekeys.inc()
-
-    def bad_hint(self, hint: str) -> None:
-        """A hint was ignored."""
-        self._hints.labels(hint).inc()
 
 
 @cache
 def process_metrics() -> EngineMetrics:
-    """Those of this process: a registry takes a name once, however many engines a process makes after each other."""
+    """Those of this process: a registry takes a name once, however many engines a process makes in turn."""
     return EngineMetrics()

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.predictions import LengthPrediction, Prediction, apply_prediction
+from scheduler_core.queues import WaitingQueue
 from scheduler_core.request import Request, RequestState, Status
-from scheduler_core.waiting_queue import WaitingQueue
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """Free capacity of the engine, and what its running requests hold.
+
+    Attributes:
+        num_free_slots: Requests that may still be admitted.
+        num_free_blocks: Free KV blocks.
+        held_by: Blocks that a running request holds; shared prefixes make it more than what it would free.
+        may_preempt: Whether a running request's blocks can be freed now.
+    """
+
+    num_free_slots: int
+    num_free_blocks: int
+    held_by: Callable[[str], int]
+    may_preempt: Callable[[str], bool]
 
 
 class LiveOrder:
-    """Keeps a `RequestState` for each live request of the engine, and tells the policy what happens to it.
+    """A `RequestState` for each live request of the engine, and the policy's hooks.
 
-    The engine decides who is admitted, how many tokens a step has and who holds memory; this only follows. A state lives
-    from `arrive` to `leave`, so that a prediction outlasts preemptions. Times are seconds on one clock.
-
-    Args:
-        policy: Gives the order; belongs to this object alone.
-        max_num_seqs: Most requests that the engine runs at the same time.
+    The engine decides on admission, tokens per step and memory; this only follows. A state lives from `arrive` to
+    `leave`, so that a prediction outlasts preemptions. Times are seconds on one clock.
     """
 
     def __init__(self, policy: Policy, max_num_seqs: int) -> None:
@@ -29,54 +43,40 @@ class LiveOrder:
         self._max_num_seqs = max_num_seqs
         self._num_arrived = 0
 
-    def arrive(self, request: Request, now: float) -> None:
+    def arrive(self, request: Request, now: float) -> RequestState:
         """A request is new; it is not in the queue yet."""
         assert request.request_id not in self.states, "an id that lives already"
         state = RequestState(request, order=self._num_arrived)
         self._num_arrived += 1
         self.states[request.request_id] = state
         self.policy.on_arrival(state, now)
+        return state
 
     def enqueue(self, request_id: str, now: float) -> None:
         """The request is in the waiting queue, new or again."""
         self.waiting.push(self.states[request_id], now)
 
-    def dequeue(self, request_id: str) -> bool:
-        """The request is no longer in the waiting queue; False if it was not."""
-        if request_id not in self.waiting:
-            return False
-        self.waiting.remove(self.states[request_id])
-        return True
+    def dequeue(self, request_id: str) -> None:
+        """The request is no longer in the waiting queue, if it was."""
+        if request_id in self.waiting:
+            self.waiting.remove(self.states[request_id])
 
     def predict(
         self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float
     ) -> RequestState | None:
-        """A prediction has come, None if the predictor failed: the request is placed anew.
-
-        Returns:
-            The request; None if it is gone.
-        """
+        """A prediction has come, or failed (None); returns the request, None if it is not live any more."""
         state = self.states.get(request_id)
         if state is None:
             return None
-        if prediction is None:
-            state.prediction_failed = True
-            return state
-        if isinstance(prediction, LengthPrediction):
-            prediction = Prediction(length=prediction)
-        state.prediction = prediction.length or state.prediction
-        state.urgency = prediction.urgency or state.urgency
-        state.bucket = prediction.bucket or state.bucket
-        state.rank = prediction.rank or state.rank
-        state.prediction_failed = False
-        self.policy.on_prediction(state)
-        self._place(state, now)
+        if apply_prediction(state, prediction):
+            self.policy.on_prediction(state)
+            self._rekey(state, now)
         return state
 
     def start_step(self, now: float) -> bool:
-        """Brings the keys up to date before the engine chooses; whether all were computed anew."""
+        """Brings the keys up to date before the engine chooses; whether all were recomputed."""
         for state in self.policy.take_changed(now):
-            self._place(state, now)
+            self._rekey(state, now)
         pressed = self.policy.on_pressure(len(self.waiting), self._max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
             self.waiting.rekey_all(now)
@@ -109,14 +109,9 @@ class LiveOrder:
     def progress(
         self, request_id: str, num_tokens: int, num_computed_tokens: int, num_output_tokens: int, now: float
     ) -> None:
-        """A step has processed tokens of the request.
+        """A step that ends now has processed tokens of the request, if it still runs.
 
-        Args:
-            request_id: Who; nothing happens if it is gone or waits again.
-            num_tokens: Tokens processed in this step.
-            num_computed_tokens: Tokens whose keys and values are there, with those found in a prefix cache.
-            num_output_tokens: Tokens generated so far, with those of this step.
-            now: End of the step.
+        Computed tokens are with those of a prefix cache, output tokens with those of this step.
         """
         state = self.states.get(request_id)
         if state is None or state.status is not Status.RUNNING:
@@ -134,7 +129,7 @@ class LiveOrder:
         self.policy.on_tokens(state, num_tokens, now)
 
     def leave(self, request_id: str) -> RequestState | None:
-        """The request has finished or was aborted, in whatever state; None if it is gone already."""
+        """The request has finished or was aborted, in any state; None if it is not live."""
         state = self.states.pop(request_id, None)
         if state is None:
             return None
@@ -145,21 +140,41 @@ class LiveOrder:
         return state
 
     def worst_first(self, request_ids: Iterable[str], now: float) -> list[tuple[float, RequestState]]:
-        """Running requests with their eviction keys, the one to be evicted first at the front."""
-        found = [
-            (self.policy.eviction_key(state, now), state)
-            for state in map(self.states.get, request_ids)
-            if state
-        ]
-        found.sort(key=lambda pair: (pair[0], pair[1].request.arrival_s, pair[1].order), reverse=True)
-        return found
+        """Running requests with their eviction keys, the first one to be evicted at the front."""
+        states = [self.states[request_id] for request_id in request_ids if request_id in self.states]
+        ranked = [(self.policy.eviction_key(state, now), state) for state in states]
+        ranked.sort(key=lambda pair: (pair[0], pair[1].request.arrival_s, pair[1].order), reverse=True)
+        return ranked
 
-    def may_displace(
-        self, running: RequestState, eviction_key: float, waiting: RequestState, now: float
-    ) -> bool:
-        """Whether the policy lets the waiting request take the place of the running one."""
-        return eviction_key != -math.inf and self.policy.may_preempt(running, waiting, now)
+    def victims_for(
+        self,
+        head: str,
+        num_blocks: int,
+        worst: Sequence[tuple[float, RequestState]],
+        capacity: EngineCapacity,
+        now: float,
+    ) -> list[RequestState]:
+        """The fewest running requests to preempt so that the waiting `head`, which needs `num_blocks`, can be admitted.
 
-    def _place(self, state: RequestState, now: float) -> None:
+        None if it fits as it is, or if the policy does not let it displace enough of them. `worst` is as `worst_first`
+        gives it.
+        """
+        waiting = self.states[head]
+        slots, blocks = capacity.num_free_slots, capacity.num_free_blocks
+        victims: list[RequestState] = []
+        for eviction_key, running in worst:
+            if slots >= 1 and blocks >= num_blocks:
+                return victims
+            name, is_protected = running.request_id, eviction_key == -math.inf
+            if is_protected or not capacity.may_preempt(name):
+                return []
+            if not self.policy.may_preempt(running, waiting, now):
+                return []
+            victims.append(running)
+            slots += 1
+            blocks += capacity.held_by(name)
+        return victims if slots >= 1 and blocks >= num_blocks else []
+
+    def _rekey(self, state: RequestState, now: float) -> None:
         if state.request_id in self.waiting:
             self.waiting.push(state, now)

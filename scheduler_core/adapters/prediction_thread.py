@@ -1,4 +1,4 @@
-"""Predictions for a scheduler that must not wait: asked for and received by a thread of their own."""
+"""Predictions for a scheduler that must not wait: requested and received by a thread of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 from scheduler_core.errors import TailcastError
 from scheduler_core.predictor import (
@@ -21,52 +22,71 @@ from scheduler_core.predictor import (
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
 CLOSE_S = 5.0
+_MARK = "tailcast-mark-of-the-message"
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request whose prediction is wanted.
+class PromptDecoder:
+    """Token ids to the prompt's text: an engine's scheduler only has token ids. May be called in any thread.
 
-    Attributes:
-        request_id: Id of the request.
-        token_ids: Its prompt; None: there is no text, as with embeddings.
-        max_tokens: Its cap on output tokens.
-        served_model: See `PredictionRequest`.
-        temperature: See `PredictionRequest`.
+    Args:
+        tokenizer: The served model's, with `decode` and `apply_chat_template` of transformers.
+        whole: Decode the whole text, also of a chat with one user message.
     """
 
-    request_id: str
-    token_ids: Sequence[int] | None
-    max_tokens: int
-    served_model: str = ""
-    temperature: float | None = None
+    def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._frame = None if whole else _chat_frame(tokenizer)
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """The only user message of a chat as it stands; else the text without special tokens.
+
+        A chat has one user message if its text begins and ends as the chat template begins and ends around one.
+        """
+        ids = list(token_ids)
+        if self._frame is not None:
+            head, tail = self._frame
+            text = self._tokenizer.decode(ids, skip_special_tokens=False)
+            if text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail):
+                inner: str = text[len(head) : len(text) - len(tail)]
+                if not any(piece and piece in inner for piece in (head, tail)):
+                    return inner
+        plain: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return plain
+
+
+def _chat_frame(tokenizer: Any) -> tuple[str, str] | None:
+    """The chat template's text before and behind a single user message; None without a template."""
+    try:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
+        )
+    except Exception:  # templates are programs of others: whatever they raise, there is no frame
+        return None
+    head, mark, tail = text.partition(_MARK)
+    return (head, tail) if mark and (head or tail) else None
 
 
 class PredictionThread:
-    """Runs an `AsyncPredictor` in a thread; every question comes back as one event, whatever happens.
+    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case.
 
-    `submit`, `withdraw` and `take` return at once and are called by one thread, the scheduler's. Text is made of token ids
-    in the thread here, too.
-
-    Args:
-        predictor: Whom to ask.
-        read: Token ids to text.
-        max_in_flight, max_batch, timeout_s: As of `AsyncPredictor`.
+    `submit`, `withdraw` and `take` return at once and are called by one thread, the scheduler's. Token ids are decoded in
+    the thread here.
     """
 
     def __init__(
         self,
         predictor: Predictor,
-        read: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int]], str],
         *,
         max_in_flight: int = 64,
         max_batch: int = 1,
         timeout_s: float | None = None,
     ) -> None:
-        self._read = read
+        self._decode = decode
         self._limits = (max_in_flight, max_batch, timeout_s)
         self._predictor = predictor
-        self._inbox: deque[Question | str] = deque()
+        #: Ids of requests whose events have not come.
+        self._pending: set[str] = set()
         self._events: deque[PredictionEvent] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -75,15 +95,20 @@ class PredictionThread:
         self._thread.start()
         self._is_ready.wait()
 
-    def submit(self, question: Question) -> None:
-        """Asks; the event comes later, or is there at once if the thread has ended."""
-        self._inbox.append(question)
-        self._wake()
+    def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
+        """Queries the predictor; the event comes later, or is there at once if the thread has ended.
+
+        Args:
+            request: The request, without its prompt.
+            token_ids: Its prompt; None: there is no text, as with embeddings.
+        """
+        self._pending.add(request.request_id)
+        if not self._call(self._send, request, token_ids):
+            self._fail(request.request_id, "the predictor's thread has ended")
 
     def withdraw(self, request_id: str) -> None:
-        """The request has left: what was not sent is not sent any more."""
-        self._inbox.append(request_id)
-        self._wake()
+        """The request has left: a query that was not sent is dropped."""
+        self._call(self._withdraw, request_id)
 
     def take(self) -> list[PredictionEvent]:
         """The events since the last call."""
@@ -94,34 +119,29 @@ class PredictionThread:
 
     def close(self) -> None:
         """Ends the thread; waits for it a few seconds at most."""
-        loop, stop = self._loop, self._stop
-        if loop is not None and stop is not None:
-            try:
-                loop.call_soon_threadsafe(stop.set)
-            except RuntimeError:  # the loop has ended meanwhile
-                return
+        stop = self._stop
+        if stop is not None and self._call(stop.set):
             self._thread.join(CLOSE_S)
 
-    def _wake(self) -> None:
-        """One wake-up empties the whole inbox; an item behind others already has one under way."""
-        if len(self._inbox) > 1 and self._thread.is_alive():
-            return
+    def _call(self, function: Callable[..., object], *arguments: object) -> bool:
+        """Calls it in the thread; False if that has ended."""
         loop = self._loop
         try:
-            if loop is None:
-                raise RuntimeError("no event loop")
-            loop.call_soon_threadsafe(self._empty_inbox)
-        except RuntimeError:
-            self._refuse_inbox()
+            if loop is not None:
+                loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:  # the loop has ended meanwhile
+            return False
+        return loop is not None
 
-    def _refuse_inbox(self) -> None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            if isinstance(item, Question):
-                self._fail(item.request_id, "the predictor's thread has ended")
+    def _put(self, event: PredictionEvent) -> None:
+        try:
+            self._pending.remove(event.request_id)
+        except KeyError:  # it has its event
+            return
+        self._events.append(event)
 
     def _fail(self, request_id: str, error: str) -> None:
-        self._events.append(PredictionEvent(request_id, None, error, 0.0, PredictionStatus.FAILED))
+        self._put(PredictionEvent(request_id, None, error, 0.0, PredictionStatus.FAILED))
 
     def _run(self) -> None:
         try:
@@ -130,6 +150,8 @@ class PredictionThread:
             logger.exception("predictions have ended; requests are served without them")
         finally:
             self._loop = None
+            for request_id in list(self._pending):
+                self._fail(request_id, "the predictor's thread has ended")
             self._is_ready.set()
 
     async def _serve(self) -> None:
@@ -145,39 +167,23 @@ class PredictionThread:
         self._loop = None
         await self._collector.close()
         collecting.cancel()
-        self._events.extend(self._collector.ready_events())
-        self._refuse_inbox()
+        for event in self._collector.ready_events():
+            self._put(event)
 
     async def _collect(self) -> None:
         while True:
-            self._events.append(await self._collector.next_event())
+            self._put(await self._collector.next_event())
 
-    def _empty_inbox(self) -> None:
-        while self._inbox:
-            # Taken out last, so that whoever puts something behind it wakes nobody and it is still seen here.
-            item = self._inbox[0]
-            if isinstance(item, Question):
-                self._ask(item)
-            else:
-                self._collector.withdraw(item)
-            self._inbox.popleft()
+    def _withdraw(self, request_id: str) -> None:
+        self._collector.withdraw(request_id)
 
-    def _ask(self, question: Question) -> None:
-        if question.token_ids is None:
-            self._fail(question.request_id, "the prompt has no text")
+    def _send(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
+        if token_ids is None:
+            self._fail(request.request_id, "the prompt has no text")
             return
         try:
-            prompt = self._read(question.token_ids)
-            self._collector.submit(
-                PredictionRequest(
-                    question.request_id,
-                    prompt,
-                    question.max_tokens,
-                    question.served_model,
-                    question.temperature,
-                )
-            )
+            self._collector.submit(replace(request, prompt=self._decode(token_ids)))
         except TailcastError as error:
-            self._fail(question.request_id, str(error))
+            self._fail(request.request_id, str(error))
         except Exception as error:  # a tokenizer of others may raise anything; the engine goes on
-            self._fail(question.request_id, f"{type(error).__name__}: {error}")
+            self._fail(request.request_id, f"{type(error).__name__}: {error}")

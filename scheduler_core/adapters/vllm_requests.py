@@ -1,14 +1,16 @@
-"""A request of vLLM as the policies see it."""
+"""Requests of vLLM as policies see them, and its waiting queue in the policy's order."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from scheduler_core.adapters.prediction_thread import Question
+from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.errors import InputError
+from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request
 
-#: What a client may say about its request (OpenAI API: `vllm_xargs`) -> field of `Request`.
+#: Hints of a client about its request (OpenAI API: `vllm_xargs`) -> field of `Request`.
 HINTS = {
     "tailcast_tier": "tier",
     "tailcast_tenant": "tenant",
@@ -18,52 +20,43 @@ HINTS = {
 }
 
 
-def as_request(request: Any, now: float) -> tuple[Request, list[str]]:
-    """vLLM's request in our terms.
+def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
+    """A `vllm.v1.request.Request` as a `Request` that arrives now, and the names of its hints of a wrong value.
 
-    A client's mistake must not stop an engine, so a hint of a wrong value is left out and named instead of raising.
-
-    Args:
-        request: A `vllm.v1.request.Request`.
-        now: Its arrival, in seconds on the scheduler's clock.
-
-    Returns:
-        The request, and the names of the hints that were left out.
+    Those are left out: a client's mistake must not stop an engine.
     """
-    needed: dict[str, Any] = {
+    values: dict[str, Any] = {
         "request_id": request.request_id,
         "arrival_s": now,
         "prompt_tokens": max(int(request.num_prompt_tokens), 1),
         "max_tokens": max(int(request.max_tokens), 1),
         "priority": int(request.priority),
     }
-    wrong = []
-    for hint, value in _hints(request).items():
+    bad_hints = []
+    hints = getattr(request.sampling_params, "extra_args", None) or {}
+    for hint, name in HINTS.items():
+        if hint not in hints:
+            continue
         try:
-            _check_type(hint, value)
-            Request(**needed, **{HINTS[hint]: value})
+            _check_type(hint, hints[hint])
+            Request(**values, **{name: hints[hint]})
         except (InputError, TypeError):
-            wrong.append(hint)
+            bad_hints.append(hint)
         else:
-            needed[HINTS[hint]] = value
-    return Request(**needed), wrong
+            values[name] = hints[hint]
+    return Request(**values), bad_hints
 
 
-def as_question(request: Any, served_model: str) -> Question:
-    """What is asked about vLLM's request."""
+def prediction_request_of(request: Any, served_model: str) -> PredictionRequest:
+    """A request of vLLM as a `PredictionRequest` without its prompt."""
     parameters = request.sampling_params
-    return Question(
+    return PredictionRequest(
         request.request_id,
-        request.prompt_token_ids,
+        "",
         max(int(request.max_tokens), 1),
         served_model,
         None if parameters is None else float(parameters.temperature),
     )
-
-
-def _hints(request: Any) -> dict[str, Any]:
-    extra = getattr(request.sampling_params, "extra_args", None) or {}
-    return {name: extra[name] for name in HINTS if name in extra}
 
 
 def _check_type(hint: str, value: Any) -> None:
@@ -72,3 +65,68 @@ def _check_type(hint: str, value: Any) -> None:
             raise InputError(hint, value, "text")
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise InputError(hint, value, "numbers")
+
+
+class PolicyQueue:
+    """vLLM's `RequestQueue` (v1/core/sched/request_queue.py), ordered by a `LiveOrder`.
+
+    vLLM returns preempted requests, and those it skipped in a step, by "prepending" them: here they go where their key
+    puts them, as every other request. A request keeps its state, and with it its prediction, while it is not in the queue.
+    """
+
+    def __init__(self, order: LiveOrder, clock: Callable[[], float]) -> None:
+        self._order = order
+        self._clock = clock
+        self._requests: dict[str, Any] = {}
+
+    def add_request(self, request: Any) -> None:
+        """Puts a request where its key puts it; O(log n)."""
+        self._requests[request.request_id] = request
+        self._order.enqueue(request.request_id, self._clock())
+
+    def peek_request(self) -> Any:
+        """The first request; IndexError if there is none."""
+        state = self._order.waiting.peek()
+        if state is None:
+            raise IndexError("the queue is empty")
+        return self._requests[state.request_id]
+
+    def pop_request(self) -> Any:
+        """Takes the first request out; IndexError if there is none."""
+        request = self.peek_request()
+        self.remove_request(request)
+        return request
+
+    def prepend_request(self, request: Any) -> None:
+        """As `add_request`: the key decides."""
+        self.add_request(request)
+
+    def prepend_requests(self, requests: Iterable[Any]) -> None:
+        """As `add_request` for each, in their order."""
+        for request in requests:
+            self.add_request(request)
+
+    def remove_request(self, request: Any) -> None:
+        """Takes a request out, O(log n); ValueError if it is not here."""
+        if self._requests.pop(request.request_id, None) is None:
+            raise ValueError(f"request {request.request_id} is not in the queue")
+        self._order.dequeue(request.request_id)
+
+    def remove_requests(self, requests: Iterable[Any]) -> None:
+        """Takes those out that are here."""
+        for request in requests:
+            if request.request_id in self._requests:
+                self.remove_request(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request: object) -> bool:
+        return any(item is request for item in self._requests.values())
+
+    def __iter__(self) -> Iterator[Any]:
+        """The requests in order, as of the call; the queue may change meanwhile."""
+        return iter([self._requests[state.request_id] for state in self._order.waiting.ascending()])

@@ -7,29 +7,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
-from scheduler_core.routing.freeness import normal_freeness
+from scheduler_core.routing.llumnix import normal_freeness
 from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOut:
-    """Start one replica more.
-
-    Attributes:
-        mean_freeness: Mean F_normal that said so, in blocks per running request.
-    """
+    """Start one replica more, at a mean F_normal in blocks per running request."""
 
     mean_freeness: float
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleIn:
-    """Drain a replica, and stop it when it is empty.
-
-    Attributes:
-        victim: The active replica with the fewest running requests.
-        mean_freeness: Mean F_normal that said so.
-    """
+    """Drain the active replica with the fewest running requests, and stop it when it is empty."""
 
     victim: str
     mean_freeness: float
@@ -37,7 +28,7 @@ class ScaleIn:
 
 @dataclass(kw_only=True, slots=True)
 class AutoScaler:
-    """Says when to add a replica and which one to drain.
+    """Signals when to add a replica and which one to drain.
 
     mean F_normal < out_below: scale out;  mean F_normal > in_above: scale in.  Mean over active replicas.
 
@@ -45,16 +36,16 @@ class AutoScaler:
     | --- | --- | --- |
     | F_normal | freeness without headroom | blocks per running request |
     | out_below, in_above | -0.5 and 1.5 in the paper | blocks per running request |
-    | min_replicas, max_replicas | active replicas there shall be at least and at most | - |
+    | min_replicas, max_replicas | bounds of the number of active replicas | - |
     | interval_s | shortest time between two signals | s |
 
     F_normal is about M/B: with M blocks and fewer than M/1.5 requests it exceeds 1.5 although memory is well used, so
-    `in_above` has to fit the size of the cache. An idle replica has F = M and can carry the mean alone: with `in_above` below
-    M divided by the number of replicas, one that has just started may be drained again. That is the paper's rule; the
-    values are parameters for this reason.
+    `in_above` has to fit the size of the cache. An idle replica has F = M: with `in_above` below M divided by the number
+    of replicas, one that has just started may be drained again. That is the paper's rule; the values are parameters for
+    this reason.
 
-    Differs from the paper: draining replicas are left out of the mean (their infinite usage would always say "scale
-    out"); the number of replicas and the rate of signals are bounded.
+    Differs from the paper: draining replicas are left out of the mean (their infinite usage would always scale out);
+    the number of replicas and the rate of signals are bounded.
 
     Raises:
         InputError: A parameter is outside its range.
@@ -80,22 +71,17 @@ class AutoScaler:
             raise InputError("interval_s", self.interval_s, "seconds >= 0")
 
     def signal(self, replicas: Sequence[ReplicaSnapshot], now: float) -> ScaleOut | ScaleIn | None:
-        """What to do now; None for nothing.
-
-        Args:
-            replicas: All replicas there are.
-            now: Time in seconds.
-        """
+        """The signal for all replicas there are, if any; `now` in seconds."""
         active = [replica for replica in replicas if replica.status is ReplicaStatus.ACTIVE]
         if not active or now - self._last_s < self.interval_s:
             return None
         mean = math.fsum(normal_freeness(replica) for replica in active) / len(active)
-        found: ScaleOut | ScaleIn | None = None
+        signal: ScaleOut | ScaleIn | None = None
         if mean < self.out_below and len(active) < self.max_replicas:
-            found = ScaleOut(mean)
+            signal = ScaleOut(mean)
         elif mean > self.in_above and len(active) > self.min_replicas:
             victim = min(active, key=lambda replica: (replica.num_running, replica.num_waiting))
-            found = ScaleIn(victim.replica_id, mean)
-        if found is not None:
+            signal = ScaleIn(victim.replica_id, mean)
+        if signal is not None:
             self._last_s = now
-        return found
+        return signal

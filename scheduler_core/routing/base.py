@@ -1,4 +1,4 @@
-"""What a router is: it chooses the replica of every request, and hears what becomes of it."""
+"""Interface of a router: it chooses the replica of every request."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DispatchKey = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRequest:
-    """What a router may know of a request that has arrived.
+    """A request that has arrived, as routers see it.
 
     Attributes:
-        request: What arrived.
+        request: The request.
         tier: Urgency level it is scheduled at, at least 0, the most urgent.
-        prediction: What was predicted about it; None if nothing is known yet.
-        prefix_blocks: One hash for each full block of its prompt, each of which covers all tokens up to the block's
-            end; empty if whoever calls does not look for shared prefixes.
+        prediction: Its predictions; None if there is none yet.
+        prefix_blocks: One hash for each full block of its prompt, each over all tokens up to the block's end; empty
+            without prefix caching.
 
     Raises:
         InputError: The tier is negative.
@@ -40,15 +40,14 @@ class RoutingRequest:
             raise InputError(f"tier of request {self.request.request_id}", self.tier, "integers >= 0")
 
     def waiting_view(self, kv_block_tokens: int) -> RequestView:
-        """How it looks while it waits on a replica with blocks of that size."""
-        asked = self.request
+        """The request in the queue of a replica with blocks of that size."""
         return RequestView(
-            request_id=asked.request_id,
-            arrival_s=asked.arrival_s,
+            request_id=self.request.request_id,
+            arrival_s=self.request.arrival_s,
             tier=self.tier,
-            prompt_tokens=asked.prompt_tokens,
-            max_tokens=asked.max_tokens,
-            demand_blocks=-(-asked.prompt_tokens // kv_block_tokens),
+            prompt_tokens=self.request.prompt_tokens,
+            max_tokens=self.request.max_tokens,
+            demand_blocks=-(-self.request.prompt_tokens // kv_block_tokens),
             prediction=None if self.prediction is None else self.prediction.length,
         )
 
@@ -59,11 +58,11 @@ class Router(ABC):
 
     Class variables:
         name: Name in the registry `ROUTERS`.
-        needs_requests: Its snapshots must carry the requests one by one.
+        needs_requests: Its snapshots must have the requests one by one.
         sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests
-            alone.
-        needs_generator: It draws: its field `rng` must be given.
-        role: Which replicas a new request may go to, beside those that run both phases.
+            only.
+        needs_generator: It draws from its field `rng`.
+        role: Replicas a new request may go to, beside those that run both phases.
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
     """
 
@@ -76,38 +75,32 @@ class Router(ABC):
 
     @abstractmethod
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        """The id of the replica that the request goes to.
-
-        Args:
-            item: What has arrived.
-            replicas: The replicas it may go to, at least one, in a fixed order: ties go to the earlier.
-            now: Time in seconds.
-        """
+        """The id of the replica that the request goes to, of at least one in a fixed order: ties go to the earlier."""
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> DispatchKey:
-        """Requests that wait for a replica are dispatched in this order, smallest first; by default as they came."""
+        """Order of the requests that wait for a replica, smallest first; by default that of arrival."""
         return (item.request.arrival_s,)
 
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:  # noqa: B027
-        """The request was given to the replica."""
+        """The request was assigned to the replica."""
 
     def on_admitted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
-        """The replica has taken up the request."""
+        """The replica has admitted the request."""
 
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
         """The request is done."""
 
     def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
-        """The request was given up, or is no longer on the replica because that has failed."""
+        """The request was aborted, or its replica has failed."""
 
     def on_migrated(self, request_id: str, source: str, destination: str, now: float) -> None:  # noqa: B027
         """The request has changed its replica."""
 
     def on_joined(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica is there and may be chosen."""
+        """A replica may be chosen from now on."""
 
     def on_draining(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica gets nothing new."""
+        """A replica gets no new requests."""
 
     def on_gone(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica is gone: it failed with all it held, or was drained and switched off."""
+        """A replica failed with all its requests, or was drained and switched off."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from scheduler_core.routing.base import Router, RoutingRequest
-from scheduler_core.routing.moves import Move
+from scheduler_core.routing.migration import Move
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
 
 
@@ -17,14 +17,14 @@ class Disaggregated(Router):
     """New requests go to the prefill replica with the least prompt work; a processed prompt moves to a decode replica.
 
     prefill: argmin of tokens left to prefill, waiting and running
-    decode: argmin of committed KV memory among those with room; without room the cache stays where it is, and the
-    decode replica pulls it later (section 4.3)
+    decode: argmin of committed KV memory among those with capacity; without capacity the cache stays on its replica, and
+    the decode replica pulls it later (section 4.3)
 
     Replicas of role BOTH take either part. The moves are carried out by `Migrations` with `stage_blocks=None`: the whole
     cache at once, the request stopped meanwhile.
 
     Differs from the paper: the placement search (its section 4.2) is not part of a router; a prefill replica generates
-    tokens itself for as long as no decode replica has room.
+    tokens itself for as long as no decode replica has capacity.
     """
 
     name: ClassVar[str] = "disaggregated"
@@ -33,20 +33,15 @@ class Disaggregated(Router):
     role: ClassVar[ReplicaRole] = ReplicaRole.PREFILL
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        return min(
-            replicas, key=lambda replica: (prefill_left_tokens(replica), replica.num_requests)
-        ).replica_id
+        def load(replica: ReplicaSnapshot) -> tuple[int, int]:
+            return sum(row.prefill_left_tokens for row in replica.requests), replica.num_requests
+
+        return min(replicas, key=load).replica_id
 
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
     ) -> tuple[Move, ...]:
-        """The transfers to begin now: every request on a prefill replica that generates, in order of arrival.
-
-        Args:
-            replicas: All replicas, with their requests.
-            in_flight: Requests that are being moved already.
-            now: Time in seconds.
-        """
+        """The transfers to begin now: every request on a prefill replica that generates, in order of arrival."""
         targets = [
             replica
             for replica in replicas
@@ -64,20 +59,15 @@ class Disaggregated(Router):
         for row, source in sorted(ready, key=lambda pair: (pair[0].arrival_s, pair[0].request_id)):
             fitting = [target for target in targets if _fits(row, target, taken[target.replica_id])]
             if not fitting:
-                break  # whoever comes later waits behind: nobody is overtaken because of its size
+                break  # later requests wait behind: none is overtaken because of its size
             target = min(fitting, key=lambda one: one.kv_load + taken[one.replica_id][0] / one.num_kv_blocks)
-            blocks, seats = taken[target.replica_id]
-            taken[target.replica_id] = (blocks + row.demand_blocks, seats + 1)
+            blocks, slots = taken[target.replica_id]
+            taken[target.replica_id] = (blocks + row.demand_blocks, slots + 1)
             moves.append(Move(row.request_id, source, target.replica_id))
         return tuple(moves)
 
 
-def prefill_left_tokens(replica: ReplicaSnapshot) -> int:
-    """Tokens that the replica's requests still have to prefill."""
-    return sum(row.prefill_left_tokens for row in replica.requests)
-
-
 def _fits(row: RequestView, target: ReplicaSnapshot, taken: tuple[int, int]) -> bool:
-    blocks, seats = taken
-    room = target.num_free_blocks - blocks >= row.demand_blocks
-    return room and target.max_num_seqs - target.num_running - seats >= 1
+    blocks, slots = taken
+    has_blocks = target.num_free_blocks - blocks >= row.demand_blocks
+    return has_blocks and target.max_num_seqs - target.num_running - slots >= 1

@@ -10,8 +10,8 @@ changes its queue at once.
                   |                        |
                   +------- aborted --------+
 
-Until it is committed the request is the source's, afterwards the destination's: it is never on both sides, and never on
-none. The destination reserves blocks stage by stage; whatever ends the migration gives them back.
+Until it is committed the request is the source's, afterwards the destination's: always on exactly one side. The
+destination reserves blocks stage by stage; whatever ends the migration gives them back.
 """
 
 from __future__ import annotations
@@ -19,96 +19,98 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.request import RequestState
-from scheduler_core.routing.moves import Aborted, AbortReason, Committed, Copy, Move, Outcome
+from scheduler_core.request import Phase, RequestState, Status
+from scheduler_core.scheduler import Scheduler
 
 
-class Holding(Enum):
-    """What a replica has of a request."""
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A planned change of replica."""
 
-    NOTHING = "nothing"
-    WAITING = "waiting"
-    PREFILLING = "prefilling"
-    DECODING = "decoding"
+    request_id: str
+    source: str
+    destination: str
 
 
-class MigrationPort(Protocol):
-    """What migration needs of a replica."""
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy blocks of the request's KV cache, then call `Migrations.copied`.
 
-    def holding(self, request_id: str) -> Holding:
-        """What it has of the request."""
-        ...
+    A live copy lets the request go on generating; else it is stopped until it runs at the destination.
+    """
 
-    def cached_tokens(self, request_id: str) -> int:
-        """Tokens of the request in its cache."""
-        ...
+    move: Move
+    first_block: int
+    num_blocks: int
+    live: bool
 
-    @property
-    def kv_block_tokens(self) -> int:
-        """Tokens per block."""
-        ...
 
-    def detach(self, request_id: str, now: float) -> RequestState:
-        """Takes the request out. The blocks and the seat of a running one stay reserved for it."""
-        ...
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The request is at its destination, after `num_stages` copies; 0 for a waiting request, which has no cache."""
 
-    def attach(self, state: RequestState, now: float) -> None:
-        """Takes the request in: running on what was reserved for it, or waiting if nothing was."""
-        ...
+    move: Move
+    num_stages: int
+    num_blocks: int
 
-    def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
-        """Reserves that many blocks more, and with the first ones a seat; False (and nothing taken) if there are none."""
-        ...
 
-    def unreserve(self, request_id: str, now: float) -> None:
-        """Gives back what is reserved for the request, if anything is."""
-        ...
+class AbortReason(Enum):
+    """Why a migration ended without a change of replica."""
+
+    NOT_MOVABLE = "the request is neither waiting nor generating on the source"
+    FINISHED = "the request is done"
+    PREEMPTED = "the request lost its cache on the source"
+    ABORTED = "the request was aborted"
+    DESTINATION_FULL = "the destination has no blocks or no slot left"
+    DESTINATION_DRAINING = "the destination drains"
+    DESTINATION_FAILED = "the destination has failed"
+    SOURCE_FAILED = "the source has failed, and with it the request's cache"
+    STALLED = "the request grows as fast as it is copied"
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The migration is over; the request stays on its source, if it is live."""
+
+    move: Move
+    reason: AbortReason
+
+
+Outcome = Copy | Committed | Aborted
 
 
 class MigrationError(TailcastError):
-    """A call that does not belong here: a second migration of the same request, or news of one that is not under way."""
+    """A call in the wrong state: a second migration of the same request, or an event of one that is not under way."""
 
 
 @dataclass(slots=True)
 class _Ongoing:
-    """A migration under way.
-
-    Attributes:
-        move: What it is about.
-        num_stages: Stages begun.
-        copied_blocks: Blocks at the destination.
-        copying_blocks: Blocks of the stage under way.
-        left_blocks: Blocks that were left when the stage under way began.
-        stopped: The request, taken out of the source for the last stage; None before.
-    """
-
     move: Move
     num_stages: int = 0
     copied_blocks: int = 0
     copying_blocks: int = 0
-    left_blocks: int = 0
-    stopped: RequestState | None = None
+    left_blocks: int = 0  # when the stage under way began
+    stopped: RequestState | None = None  # taken out of the source for the last stage
 
 
 class Migrations:
-    """All migrations under way; says what to copy, hears that it is copied and what happens meanwhile.
+    """All migrations under way; returns what to copy, and takes the events that end a copy or a migration.
 
     Args:
-        ports: The replicas by id; looked up at every call, so replicas may join and leave.
-        stage_blocks: Most blocks copied in one stage, > 0; None copies everything in one stage, stopped
+        schedulers: The replicas by id; looked up at every call, so replicas may join and leave.
+        stage_blocks: Maximum number of blocks copied in one stage, > 0; None copies everything in one stage, stopped
             (disaggregated serving).
 
     Raises:
         InputError: `stage_blocks` is not above 0.
     """
 
-    def __init__(self, ports: Mapping[str, MigrationPort], stage_blocks: int | None = 64) -> None:
+    def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
         if stage_blocks is not None and stage_blocks < 1:
             raise InputError("stage_blocks", stage_blocks, "integers > 0, or None")
-        self._ports = ports
+        self._schedulers = schedulers
         self._stage_blocks = stage_blocks
         self._ongoing: dict[str, _Ongoing] = {}
 
@@ -124,15 +126,12 @@ class Migrations:
         return frozenset(side for move in moves for side in (move.source, move.destination))
 
     def stopped(self, request_id: str) -> bool:
-        """Whether the request is in its last stage, and so on no replica's books but reserved at its source."""
+        """Whether the request is in its last stage: on no replica, with memory reserved at its source."""
         ongoing = self._ongoing.get(request_id)
         return ongoing is not None and ongoing.stopped is not None
 
     def start(self, move: Move, now: float) -> Outcome:
-        """Begins a migration.
-
-        Returns:
-            `Copy` for a request with a cache, `Committed` for a waiting one, `Aborted` if it cannot begin.
+        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
 
         Raises:
             MigrationError: The request is being migrated already.
@@ -140,24 +139,21 @@ class Migrations:
         """
         if move.request_id in self._ongoing:
             raise MigrationError(f"request {move.request_id} is being migrated already")
-        source, destination = self._port(move.source), self._port(move.destination)
+        source, destination = self._scheduler(move.source), self._scheduler(move.destination)
         if move.source == move.destination or source.kv_block_tokens != destination.kv_block_tokens:
             allowed = f"another replica than {move.source}, with as many tokens per block"
             raise InputError("destination", move.destination, allowed)
-        holding = source.holding(move.request_id)
-        if holding is Holding.WAITING:
+        state = source.find(move.request_id)
+        if state is not None and state.status is Status.WAITING:
             destination.attach(source.detach(move.request_id, now), now)
             return Committed(move, 0, 0)
-        if holding is not Holding.DECODING:
+        if state is None or state.phase is not Phase.DECODE:
             return Aborted(move, AbortReason.NOT_MOVABLE)
         ongoing = self._ongoing[move.request_id] = _Ongoing(move)
-        return self._next_stage(ongoing, now)
+        return self._next_stage(ongoing, state, now)
 
     def copied(self, request_id: str, now: float) -> Outcome:
-        """The last `Copy` of this request is done.
-
-        Returns:
-            The next `Copy`, or `Committed`, or `Aborted`.
+        """The last `Copy` of this request is done: the next `Copy`, or `Committed`, or `Aborted`.
 
         Raises:
             MigrationError: The request is not being migrated.
@@ -167,31 +163,34 @@ class Migrations:
             raise MigrationError(f"request {request_id} is not being migrated")
         ongoing.copied_blocks += ongoing.copying_blocks
         if ongoing.stopped is None:
-            return self._next_stage(ongoing, now)
+            state = self._scheduler(ongoing.move.source).find(request_id)
+            assert state is not None, "the request has left its source without an event"
+            return self._next_stage(ongoing, state, now)
+        move = ongoing.move
         del self._ongoing[request_id]
-        self._port(ongoing.move.source).unreserve(request_id, now)
-        self._port(ongoing.move.destination).attach(ongoing.stopped, now)
-        return Committed(ongoing.move, ongoing.num_stages, ongoing.copied_blocks)
+        self._scheduler(move.source).unreserve(request_id, now)
+        self._scheduler(move.destination).attach(ongoing.stopped, now)
+        return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
     def on_finished(self, request_id: str, now: float) -> Aborted | None:
         """The request is done on its source; None if it was not being migrated. A stopped one cannot finish."""
-        return self._leaves(request_id, AbortReason.FINISHED, now)
+        return self._left_source(request_id, AbortReason.FINISHED, now)
 
     def on_preempted(self, request_id: str, now: float) -> Aborted | None:
         """The request lost its cache on the source; None if it was not being migrated."""
-        return self._leaves(request_id, AbortReason.PREEMPTED, now)
+        return self._left_source(request_id, AbortReason.PREEMPTED, now)
 
     def on_aborted(self, request_id: str, now: float) -> Aborted | None:
-        """The user gave the request up; None if it was not being migrated. A stopped one is dropped here."""
+        """The request was aborted; None if it was not being migrated. A stopped one is dropped here."""
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
         if ongoing.stopped is not None:
-            self._port(ongoing.move.source).unreserve(request_id, now)
+            self._scheduler(ongoing.move.source).unreserve(request_id, now)
         return self._end(ongoing, AbortReason.ABORTED, now)
 
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
-        """A replica drains: nobody moves there any more; those who leave it go on leaving."""
+        """A replica drains: migrations to it end, those away from it go on."""
         return tuple(
             self._stay(ongoing, AbortReason.DESTINATION_DRAINING, now)
             for ongoing in self._touching(replica_id)
@@ -199,31 +198,31 @@ class Migrations:
         )
 
     def on_failed(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
-        """A replica is gone: those who were moving there stay, those who were leaving it are gone with it.
+        """A replica has failed: requests on their way to it stay, those that were leaving it are lost with it.
 
-        To be called while its port can still be looked up or afterwards; it is not called.
+        Its scheduler is not called, and need no longer be there.
         """
-        ended = []
+        aborted = []
         for ongoing in self._touching(replica_id):
             if ongoing.move.source == replica_id:
-                self._port(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
-                del self._ongoing[ongoing.move.request_id]
-                ended.append(Aborted(ongoing.move, AbortReason.SOURCE_FAILED))
+                self._scheduler(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
+                reason = AbortReason.SOURCE_FAILED
             else:
                 self._resume(ongoing, now)
-                del self._ongoing[ongoing.move.request_id]
-                ended.append(Aborted(ongoing.move, AbortReason.DESTINATION_FAILED))
-        return tuple(ended)
+                reason = AbortReason.DESTINATION_FAILED
+            del self._ongoing[ongoing.move.request_id]
+            aborted.append(Aborted(ongoing.move, reason))
+        return tuple(aborted)
 
-    def _next_stage(self, ongoing: _Ongoing, now: float) -> Outcome:
+    def _next_stage(self, ongoing: _Ongoing, state: RequestState, now: float) -> Outcome:
         move = ongoing.move
-        source, destination = self._port(move.source), self._port(move.destination)
-        tokens = source.cached_tokens(move.request_id)
-        left = -(-tokens // source.kv_block_tokens) - ongoing.copied_blocks
+        source, destination = self._scheduler(move.source), self._scheduler(move.destination)
+        left = -(-state.num_computed_tokens // source.kv_block_tokens) - ongoing.copied_blocks
         if ongoing.num_stages and left >= ongoing.left_blocks:
             return self._stay(ongoing, AbortReason.STALLED, now)
-        live = self._stage_blocks is not None and left > self._stage_blocks
-        count = self._stage_blocks if live and self._stage_blocks is not None else left
+        count, live = left, False
+        if self._stage_blocks is not None and left > self._stage_blocks:
+            count, live = self._stage_blocks, True
         if not destination.reserve(move.request_id, count, now):
             return self._stay(ongoing, AbortReason.DESTINATION_FULL, now)
         if not live:
@@ -232,7 +231,7 @@ class Migrations:
         ongoing.copying_blocks, ongoing.left_blocks = count, left
         return Copy(move, ongoing.copied_blocks, count, live)
 
-    def _leaves(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
+    def _left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
@@ -241,16 +240,16 @@ class Migrations:
         return self._end(ongoing, reason, now)
 
     def _stay(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
-        """Ends a migration with the request where it was."""
+        """Ends a migration with the request on its source."""
         self._resume(ongoing, now)
         return self._end(ongoing, reason, now)
 
     def _resume(self, ongoing: _Ongoing, now: float) -> None:
         if ongoing.stopped is not None:
-            self._port(ongoing.move.source).attach(ongoing.stopped, now)
+            self._scheduler(ongoing.move.source).attach(ongoing.stopped, now)
 
     def _end(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
-        self._port(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
+        self._scheduler(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
         del self._ongoing[ongoing.move.request_id]
         return Aborted(ongoing.move, reason)
 
@@ -261,8 +260,10 @@ class Migrations:
             if replica_id in (ongoing.move.source, ongoing.move.destination)
         ]
 
-    def _port(self, replica_id: str) -> MigrationPort:
-        port = self._ports.get(replica_id)
-        if port is None:
-            raise InputError("replica", replica_id, ", ".join(self._ports) or "none: there is no replica")
-        return port
+    def _scheduler(self, replica_id: str) -> Scheduler:
+        scheduler = self._schedulers.get(replica_id)
+        if scheduler is None:
+            raise InputError(
+                "replica", replica_id, ", ".join(self._schedulers) or "none: there is no replica"
+            )
+        return scheduler

@@ -1,4 +1,4 @@
-"""Which requests change their replica, and when (multi-tier, section 3.5)."""
+"""Choice of the requests that migrate (multi-tier, section 3.5)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
-from scheduler_core.routing.freeness import full_freeness
-from scheduler_core.routing.headroom import Headroom, exponential_headroom
-from scheduler_core.routing.moves import Move
-from scheduler_core.routing.promotion import TierPromotion
+from scheduler_core.routing.llumnix import Headroom, exponential_headroom, full_freeness
+from scheduler_core.routing.migration import Move
 from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus, RequestView
 
 
@@ -25,17 +23,16 @@ class MigrationPlanner:
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | F | F_full, see `freeness` | blocks per running request |
+    | F | F_full, see `llumnix.full_freeness` | blocks per running request |
     | threshold | theta, 0.3 | blocks per running request |
-    | band | how near to the extreme a replica must be to take part, 0.1 (released code) | blocks per running request |
+    | band | distance from the extreme within which replicas take part, 0.1 (released code) | blocks per running request |
     | interval_s | 50 ms | s |
 
     A draining replica has F = -infinity: it is always a source, and everything leaves it, one request per interval.
 
-    Differs from the paper: a request moves only where it fits now (blocks and seat), or a waiting one would move back at
+    Differs from the paper: a request moves only where it fits now (blocks and slot), or a waiting one would move back at
     the next tick because its demand goes with it; from a draining replica waiting requests move in any case. While a
-    replica drains the others are balanced too, not only against it. `promotion` makes those that have waited long more
-    urgent, so that they are not moved about.
+    replica drains the others are balanced too.
 
     Raises:
         InputError: A parameter is outside its range.
@@ -45,7 +42,6 @@ class MigrationPlanner:
     threshold: float = 0.3
     band: float = 0.1
     interval_s: float = 0.05
-    promotion: TierPromotion | None = None
     _last_s: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -58,13 +54,7 @@ class MigrationPlanner:
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
     ) -> tuple[Move, ...]:
-        """The migrations to begin now; none before the interval is over.
-
-        Args:
-            replicas: All replicas, with their requests.
-            in_flight: Requests that are being migrated already.
-            now: Time in seconds.
-        """
+        """The migrations to begin now, of all replicas with their requests; none before the interval is over."""
         # A sum of intervals that misses the next tick by rounding alone has reached it.
         if now - self._last_s < self.interval_s * (1 - 1e-9):
             return ()
@@ -73,25 +63,25 @@ class MigrationPlanner:
         active = [replica for replica in alive if replica.status is ReplicaStatus.ACTIVE]
         draining = [replica for replica in alive if replica.status is ReplicaStatus.DRAINING]
         moves: list[Move] = []
-        room = {replica.replica_id: _Room(replica) for replica in active}
+        capacities = {replica.replica_id: _Capacity(replica) for replica in active}
         if draining and active:
             freest = sorted(active, key=lambda replica: -full_freeness(replica, self.headroom))
-            for place, source in enumerate(draining):
-                targets = freest[place % len(freest) :] + freest[: place % len(freest)]
-                moves += self._move(source, targets, room, in_flight, now)
+            for number, source in enumerate(draining):
+                first = number % len(freest)
+                moves += self._move(source, freest[first:] + freest[:first], capacities, in_flight)
         for source, destination in self._pairs(active):
-            moves += self._move(source, [destination], room, in_flight, now)
+            moves += self._move(source, [destination], capacities, in_flight)
         return tuple(moves)
 
     def _pairs(self, active: list[ReplicaSnapshot]) -> Iterable[tuple[ReplicaSnapshot, ReplicaSnapshot]]:
         if len(active) < 2:
             return []
-        found = [(full_freeness(replica, self.headroom), replica) for replica in active]
-        lowest, highest = min(f for f, _ in found), max(f for f, _ in found)
+        by_freeness = [(full_freeness(replica, self.headroom), replica) for replica in active]
+        by_freeness.sort(key=lambda pair: pair[0])
+        lowest, highest = by_freeness[0][0], by_freeness[-1][0]
         if highest - lowest < self.threshold or highest == lowest:
             return []
-        by_freeness = sorted(found, key=lambda pair: pair[0])
-        middle = (lowest + highest) / 2  # with a wide band nobody is both
+        middle = (lowest + highest) / 2  # with a wide band no replica is both
         sources = [replica for f, replica in by_freeness if f <= lowest + self.band and f < middle]
         targets = [replica for f, replica in reversed(by_freeness) if f >= highest - self.band and f > middle]
         return zip(sources, targets, strict=False)
@@ -100,53 +90,42 @@ class MigrationPlanner:
         self,
         source: ReplicaSnapshot,
         targets: Sequence[ReplicaSnapshot],
-        room: dict[str, _Room],
+        capacities: dict[str, _Capacity],
         in_flight: AbstractSet[str],
-        now: float,
     ) -> list[Move]:
         leaving = source.status is ReplicaStatus.DRAINING
-        for row in self.candidates(source, in_flight, now):
+        for row in self.candidates(source, in_flight):
             for target in targets:
-                if room[target.replica_id].take(row, anyway=leaving and not row.running):
+                if capacities[target.replica_id].take(row, force=leaving and not row.running):
                     return [Move(row.request_id, source.replica_id, target.replica_id)]
         return []
 
-    def candidates(
-        self, source: ReplicaSnapshot, in_flight: AbstractSet[str], now: float
-    ) -> list[RequestView]:
+    def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> list[RequestView]:
         """The requests that may leave the replica, in the order in which they would."""
         movable = [
             row
             for row in source.requests
             if row.request_id not in in_flight and (row.decoding or not row.running)
         ]
-        return sorted(
-            movable,
-            key=lambda row: (row.running, -self._tier(row, now), row.kv_blocks, -row.arrival_s),
-        )
-
-    def _tier(self, row: RequestView, now: float) -> int:
-        if self.promotion is None or row.running:
-            return row.tier
-        return self.promotion.tier(row.tier, now - row.arrival_s)
+        return sorted(movable, key=lambda row: (row.running, -row.tier, row.kv_blocks, -row.arrival_s))
 
 
-class _Room:
-    """What a destination still has for the moves of one plan."""
+class _Capacity:
+    """Remaining capacity of a destination for the moves of one plan."""
 
-    __slots__ = ("_blocks", "_capacity_tokens", "_seats")
+    __slots__ = ("_blocks", "_capacity_tokens", "_slots")
 
     def __init__(self, replica: ReplicaSnapshot) -> None:
         self._blocks = replica.num_free_blocks
-        self._seats = replica.max_num_seqs - replica.num_running
+        self._slots = replica.max_num_seqs - replica.num_running
         self._capacity_tokens = replica.num_kv_blocks * replica.kv_block_tokens
 
-    def take(self, row: RequestView, *, anyway: bool) -> bool:
-        """Whether the request may come; then its place is taken."""
+    def take(self, row: RequestView, *, force: bool) -> bool:
+        """Whether the request may come; then its blocks and slot are taken."""
         if row.prompt_tokens + row.max_tokens > self._capacity_tokens:
             return False
-        if not anyway and (row.demand_blocks > self._blocks or self._seats < 1):
+        if not force and (row.demand_blocks > self._blocks or self._slots < 1):
             return False
         self._blocks -= row.demand_blocks
-        self._seats -= 1
+        self._slots -= 1
         return True

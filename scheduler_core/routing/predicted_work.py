@@ -1,4 +1,4 @@
-"""Predicted work: to the replica with the least expected work left, from the predicted distributions of length."""
+"""Predicted work: the replica with the least expected work left, from the predicted length distributions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from scheduler_core.predictions import LengthPrediction
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 
-#: What an expectation depends on: the prediction, the cap and the tokens generated.
-_Known = tuple[LengthPrediction | None, int, int]
+#: What an expectation depends on: the prediction, max_tokens and the tokens generated.
+_Inputs = tuple[LengthPrediction | None, int, int]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,10 +31,10 @@ class PredictedWork(Router):
     | X_i | predicted output length, log-t | tokens |
     | M_i, g_i | max_tokens; tokens generated so far | tokens |
     | c_p, c_d | prefill_token_s, decode_token_s: engine time per token | s |
-    | refresh_tokens | the expectation is computed anew after so many more tokens | tokens |
+    | refresh_tokens | generated tokens after which the expectation is recomputed | tokens |
 
-    The length that remains is conditioned on what has been generated: a request that has outlived its prediction does
-    not count as nearly done, under a heavy tail it counts as more. Without a prediction X_i is taken as uniform on
+    The remaining length is conditioned on the tokens generated: a request that has outlived its prediction does not count
+    as nearly done, under a heavy tail it counts as more. Without a prediction X_i is taken as uniform on
     1..M_i, so (M_i - g_i + 1)/2 remain. Ties: fewer requests.
 
     The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
@@ -51,7 +51,7 @@ class PredictedWork(Router):
     prefill_token_s: float = 5.47e-5
     decode_token_s: float = 3.23e-4
     refresh_tokens: int = 16
-    _left: dict[str, tuple[_Known, float]] = field(default_factory=dict, init=False, repr=False)
+    _left: dict[str, tuple[_Inputs, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("prefill_token_s", "decode_token_s"):
@@ -76,29 +76,24 @@ class PredictedWork(Router):
 
     def _refresh(self, rows: Sequence[RequestView]) -> None:
         """Computes the expectations that are missing or outdated, all at once."""
-        stale = [(row, known) for row in rows if self._outdated(row.request_id, known := self._known(row))]
-        predicted = []
-        for row, known in stale:
-            prediction, cap, done = known
-            if prediction is None:
-                self._left[row.request_id] = (known, (cap - done + 1) / 2)
+        predicted: list[tuple[str, _Inputs, LengthPrediction]] = []
+        for row in rows:
+            tokens = row.num_output_tokens // self.refresh_tokens * self.refresh_tokens
+            inputs = (row.prediction, row.max_tokens, tokens)
+            cached = self._left.get(row.request_id)
+            if cached is not None and cached[0] == inputs:
+                continue
+            if row.prediction is None:
+                self._left[row.request_id] = (inputs, (row.max_tokens - tokens + 1) / 2)
             else:
-                predicted.append((row.request_id, known, prediction))
+                predicted.append((row.request_id, inputs, row.prediction))
         if predicted:
-            lengths = LogT(*np.array([(seen.mu, seen.sigma, seen.nu) for _, _, seen in predicted]).T)
-            caps = np.array([known[1] for _, known, _ in predicted], dtype=np.float64)
-            done_tokens = np.array([known[2] for _, known, _ in predicted], dtype=np.float64)
-            left = lengths.remaining(done_tokens).expected(caps)
-            for (request_id, known, _), tokens in zip(predicted, left.tolist(), strict=True):
-                self._left[request_id] = (known, tokens)
-
-    def _known(self, row: RequestView) -> _Known:
-        done = row.num_output_tokens // self.refresh_tokens * self.refresh_tokens
-        return row.prediction, row.max_tokens, done
-
-    def _outdated(self, request_id: str, known: _Known) -> bool:
-        found = self._left.get(request_id)
-        return found is None or found[0] != known
+            lengths = LogT(*np.array([(item.mu, item.sigma, item.nu) for _, _, item in predicted]).T)
+            max_tokens = np.array([inputs[1] for _, inputs, _ in predicted], dtype=np.float64)
+            generated = np.array([inputs[2] for _, inputs, _ in predicted], dtype=np.float64)
+            left = lengths.remaining(generated).expected(max_tokens)
+            for (request_id, inputs, _), expected in zip(predicted, left.tolist(), strict=True):
+                self._left[request_id] = (inputs, expected)
 
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
         self._left.pop(request_id, None)

@@ -1,4 +1,4 @@
-"""Prefix-affine: to the replica that has most of the prompt in its cache, unless it is too busy (the cache-aware load
+"""Prefix affinity: the replica that has most of the prompt in its cache, unless it is too busy (the cache-aware load
 balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class PrefixAffine(Router):
     """The longest shared prefix wins, as long as its replica is not much busier than the least busy one.
 
     hit(r) = longest k such that the k-th prefix block of the prompt was sent to r before
-    affine if  num_requests(r) <= min num_requests + imbalance  and  hit(r) >= min_share * blocks; else shortest queue.
+    affine if  num_requests(r) <= min num_requests + imbalance  and  hit(r) >= min_fraction * blocks; else shortest queue.
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | hit | blocks of the prompt that the replica is thought to hold | blocks |
+    | hit | blocks of the prompt that the replica probably holds | blocks |
     | imbalance | requests that a replica may be ahead of the least busy one | requests |
-    | min_share | least share of the prompt for which affinity counts | - |
-    | max_blocks | blocks remembered for each replica, the least recently used are forgotten | blocks |
+    | min_fraction | least fraction of the prompt for which affinity counts | - |
+    | max_blocks | blocks remembered for each replica, least recently used | blocks |
 
     Differs from the papers: the router remembers what it sent and not what the engine evicted, so a hit is a guess
     (as in SGLang's router); the memory is a table of hashed prefixes instead of a radix tree.
@@ -38,26 +38,26 @@ class PrefixAffine(Router):
     name: ClassVar[str] = "prefix_affine"
 
     imbalance: int = 8
-    min_share: float = 0.25
+    min_fraction: float = 0.25
     max_blocks: int = 65_536
-    _seen: dict[str, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)
+    _sent: dict[str, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.imbalance < 0:
             raise InputError("imbalance", self.imbalance, "integers >= 0")
-        if not 0 < self.min_share <= 1:
-            raise InputError("min_share", self.min_share, "numbers in (0, 1]")
+        if not 0 < self.min_fraction <= 1:
+            raise InputError("min_fraction", self.min_fraction, "numbers in (0, 1]")
         if self.max_blocks < 1:
             raise InputError("max_blocks", self.max_blocks, "integers > 0")
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         least = min(replica.num_requests for replica in replicas)
-        wanted = max(1, math.ceil(self.min_share * len(item.prefix_blocks)))
+        min_hit = max(1, math.ceil(self.min_fraction * len(item.prefix_blocks)))
         near = [
             (hit, replica)
             for replica in replicas
             if replica.num_requests <= least + self.imbalance
-            and (hit := self.hit_blocks(item, replica.replica_id)) >= wanted
+            and (hit := self.hit_blocks(item, replica.replica_id)) >= min_hit
         ]
         if near:
             return max(near, key=lambda pair: (pair[0], -pair[1].num_requests))[1].replica_id
@@ -65,20 +65,20 @@ class PrefixAffine(Router):
 
     def hit_blocks(self, item: RoutingRequest, replica_id: str) -> int:
         """Leading blocks of the prompt that were sent to the replica before and are still remembered."""
-        seen = self._seen.get(replica_id, OrderedDict())
+        sent = self._sent.get(replica_id, OrderedDict())
         for count, block in enumerate(item.prefix_blocks):
-            if block not in seen:
+            if block not in sent:
                 return count
         return len(item.prefix_blocks)
 
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:
-        seen = self._seen.setdefault(replica_id, OrderedDict())
+        sent = self._sent.setdefault(replica_id, OrderedDict())
         # From the last block to the first, so that a prefix is forgotten later than what follows it.
         for block in reversed(item.prefix_blocks):
-            seen[block] = None
-            seen.move_to_end(block)
-        while len(seen) > self.max_blocks:
-            seen.popitem(last=False)
+            sent[block] = None
+            sent.move_to_end(block)
+        while len(sent) > self.max_blocks:
+            sent.popitem(last=False)
 
     def on_gone(self, replica_id: str, now: float) -> None:
-        self._seen.pop(replica_id, None)
+        self._sent.pop(replica_id, None)

@@ -11,18 +11,15 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_core.adapters.displacement import Seats, victims_for
 from scheduler_core.adapters.engine_metrics import EngineMetrics
-from scheduler_core.adapters.live_order import LiveOrder
-from scheduler_core.adapters.prediction_thread import PredictionThread, Question
-from scheduler_core.adapters.prompt_text import PromptReader
+from scheduler_core.adapters.live_order import EngineCapacity, LiveOrder
+from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, engine_policies
 from scheduler_core.policies import make_policy
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.predictor import PredictionEvent, PredictionStatus
+from scheduler_core.predictor import PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Request
 from tests.scheduler_core.adapters.length_reader import LengthReader
-from tests.scheduler_core.adapters.stand_in import FakeRequest
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "vllm.md"
 
@@ -48,13 +45,13 @@ class ChatTokenizer:
 
 def test_a_lone_user_message_is_read_as_it_stands() -> None:
     tokenizer = ChatTokenizer()
-    read = PromptReader(tokenizer)
-    assert read(tokenizer.ids("<u>How far is it? <3<a>")) == "How far is it? <3"
-    assert read(tokenizer.ids("<u>one<a>two<u>three<a>")) == "onetwothree", "a conversation is read whole"
-    assert read(tokenizer.ids("plain text")) == "plain text", "a completion"
-    assert PromptReader(tokenizer, whole=True)(tokenizer.ids("<u>a<a>")) == "a"
+    decode = PromptDecoder(tokenizer)
+    assert decode(tokenizer.ids("<u>How far is it? <3<a>")) == "How far is it? <3"
+    assert decode(tokenizer.ids("<u>one<a>two<u>three<a>")) == "onetwothree", "a conversation is read whole"
+    assert decode(tokenizer.ids("plain text")) == "plain text", "a completion"
+    assert PromptDecoder(tokenizer, whole=True)(tokenizer.ids("<u>a<a>")) == "a"
     plain = ChatTokenizer(has_template=False)
-    assert PromptReader(plain)(plain.ids("<u>a<a>")) == "a"
+    assert PromptDecoder(plain)(plain.ids("<u>a<a>")) == "a"
 
 
 @pytest.fixture
@@ -84,7 +81,7 @@ def events(thread: PredictionThread, count: int) -> list[PredictionEvent]:
 def test_every_question_comes_back_once(ask: Any) -> None:
     thread = ask("answers")
     for number in range(200):
-        thread.submit(Question(f"r{number}", [1 + number], 64))
+        thread.submit(PredictionRequest(f"r{number}", "", 64), [1 + number])
     found = events(thread, 200)
     assert sorted(event.request_id for event in found) == sorted(f"r{number}" for number in range(200))
     for event in found:
@@ -99,9 +96,9 @@ def test_prompts_that_cannot_be_read_fail_alone(ask: Any) -> None:
         return f"w{ids[0]}"
 
     thread = ask("answers", read)
-    thread.submit(Question("bad", [13], 64))
-    thread.submit(Question("none", None, 64))
-    thread.submit(Question("good", [14], 64))
+    thread.submit(PredictionRequest("bad", "", 64), [13])
+    thread.submit(PredictionRequest("none", "", 64), None)
+    thread.submit(PredictionRequest("good", "", 64), [14])
     found = {event.request_id: event for event in events(thread, 3)}
     assert found["bad"].error == "UnicodeError: not this one"
     assert found["none"].error == "the prompt has no text"
@@ -110,9 +107,9 @@ def test_prompts_that_cannot_be_read_fail_alone(ask: Any) -> None:
 
 def test_a_closed_thread_answers_at_once(ask: Any) -> None:
     thread = ask("hangs")
-    thread.submit(Question("under way", [1], 64))
+    thread.submit(PredictionRequest("under way", "", 64), [1])
     thread.close()
-    thread.submit(Question("after", [1], 64))
+    thread.submit(PredictionRequest("after", "", 64), [1])
     thread.withdraw("after")
     found = {event.request_id: event for event in events(thread, 2)}
     assert {event.status for event in found.values()} == {PredictionStatus.FAILED}
@@ -125,9 +122,9 @@ def test_what_is_counted() -> None:
     order.arrive(Request(request_id="a", arrival_s=0.0, prompt_tokens=1, max_tokens=64), 0.0)
     state = order.predict("a", LengthPrediction(math.log(10), 0.5, 5.0), 0.0)
     assert state is not None
-    metrics.finished(state, 10)
-    metrics.predicted(PredictionEvent("a", None, "gone", 0.25, PredictionStatus.FAILED))
-    metrics.bad_hint("tailcast_tier")
+    metrics.observe_length(state, 10)
+    metrics.observe_prediction(PredictionEvent("a", None, "gone", 0.25, PredictionStatus.FAILED))
+    metrics.bad_hints.labels("tailcast_tier").inc()
     value = registry.get_sample_value
     assert value("tailcast_length_quantile_sum") == pytest.approx(0.5)
     assert value("tailcast_predictions_total", {"status": "failed"}) == 1
@@ -145,15 +142,16 @@ def test_as_many_go_as_are_needed_and_no_more() -> None:
     worst = order.worst_first("abc", 0.0)
     assert [state.request_id for _, state in worst] == ["a", "b", "c"]
 
-    def gone(num_free: int, num_free_blocks: int, need: int, stuck: str = "") -> list[str]:
-        seats = Seats(num_free, num_free_blocks, lambda r: need, lambda name: 2, lambda name: name != stuck)
-        return [state.request_id for state in victims_for(order, worst, FakeRequest("new", 5), seats, 0.0)]
+    def victims(num_slots: int, num_free_blocks: int, num_blocks: int, stuck: str = "") -> list[str]:
+        capacity = EngineCapacity(num_slots, num_free_blocks, lambda name: 2, lambda name: name != stuck)
+        states = order.victims_for("new", num_blocks, worst, capacity, 0.0)
+        return [state.request_id for state in states]
 
-    assert gone(1, 4, 4) == [], "there is room"
-    assert gone(0, 9, 4) == ["a"], "a seat is needed"
-    assert gone(1, 0, 4) == ["a", "b"], "memory is needed"
-    assert gone(0, 0, 7) == [], "not even all of them give enough"
-    assert gone(0, 9, 4, stuck="a") == [], "its blocks are written to"
+    assert victims(1, 4, 4) == [], "it fits"
+    assert victims(0, 9, 4) == ["a"], "a slot is needed"
+    assert victims(1, 0, 4) == ["a", "b"], "memory is needed"
+    assert victims(0, 0, 7) == [], "all of them together do not free enough"
+    assert victims(0, 9, 4, stuck="a") == [], "its blocks are being written"
 
 
 def test_the_page_names_every_policy_setting_and_metric() -> None:
@@ -168,6 +166,12 @@ def test_the_page_names_every_policy_setting_and_metric() -> None:
         assert family.name in page
 
 
+def test_a_policy_from_outside_is_named_by_its_class() -> None:
+    settings = EngineSettings(policy="scheduler_core.policies.tie:Tie", policy_parameters={"gamma": 0.5})
+    assert settings.make_policy() == make_policy("tie", {"gamma": 0.5})
+    assert settings.uses_predictions
+
+
 def test_a_real_artifact_in_the_threads_of_this_process(tmp_path: Path) -> None:
     """What `local://FOLDER` opens, behind the predictor's thread, with as many questions at once as may come."""
     from predictors.client import load
@@ -176,7 +180,7 @@ def test_a_real_artifact_in_the_threads_of_this_process(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "artifact")
     thread = PredictionThread(load(str(folder)), lambda ids: "name three rivers " * len(ids), max_batch=16)
     for number in range(40):
-        thread.submit(Question(f"r{number}", [0] * (1 + number), 64))
+        thread.submit(PredictionRequest(f"r{number}", "", 64), [0] * (1 + number))
     found = events(thread, 40)
     assert {event.status for event in found} == {PredictionStatus.ANSWERED}, found[0].error
     assert all(event.length is not None and event.length.artifact_version for event in found)

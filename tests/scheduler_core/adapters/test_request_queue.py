@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_order import LiveOrder
-from scheduler_core.adapters.request_queue import PolicyQueue
+from scheduler_core.adapters.vllm_requests import PolicyQueue
 from scheduler_core.policies import make_policy
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Phase, Request

@@ -175,7 +175,7 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
         service.wait(port_file.exists, 120)
         config = tmp_path / "tailcast.yaml"
         config.write_text(
-            f"policy: tie\npredictor: grpc://127.0.0.1:{port_file.read_text().strip()}\ntimeout_s: 2\n"
+            f"policy: tie\npredictor: grpc://127.0.0.1:{port_file.read_text().strip()}\ntimeout_s: 0.5\n"
         )
         (tmp_path / "metrics").mkdir()
         with socket.socket() as free:
@@ -201,7 +201,7 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
 
         def ask(number: int) -> int:
             body = {
-                "model": "tiny", "prompt": f"w{number} w2 w3", "max_tokens": 40, "ignore_eos": True, "temperature": 0,
+                "model": "tiny", "prompt": f"w{number} w2 w3", "max_tokens": 80, "ignore_eos": True, "temperature": 0,
                 "vllm_xargs": {"tailcast_tier": 100 if number == 0 else 1},
             }  # fmt: skip
             request = urllib.request.Request(
@@ -211,11 +211,13 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
                 return int(json.load(response)["usage"]["completion_tokens"])
 
         with ThreadPoolExecutor(24) as threads:
+            # One by one until a prediction is there: the first ones may be later than a request takes.
+            answered = 'tailcast_predictions_total{status="answered"}'
+            engine.wait(lambda: ask(99) == 80 and metric(url, answered) > 0, 120)
             first = [threads.submit(ask, number) for number in range(24)]
-            engine.wait(lambda: metric(url, 'tailcast_predictions_total{status="answered"}') > 0, 120)
             service.kill()
             rest = [threads.submit(ask, number) for number in range(24, 48)]
-            assert [found.result() for found in (*first, *rest)] == [40] * 48
+            assert [found.result() for found in (*first, *rest)] == [80] * 48
         assert metric(url, 'tailcast_predictions_total{status="failed"}') > 0
         assert metric(url, 'tailcast_bad_hints_total{hint="tailcast_tier"}') == 1
         assert 'policy="tie"' in page(url)

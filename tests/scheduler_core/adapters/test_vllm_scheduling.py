@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from scheduler_core.adapters import vllm as adapter
-from scheduler_core.adapters import vllm_scheduling
 from scheduler_core.errors import InputError, MissingExtraError
 from tests.scheduler_core.adapters.length_reader import LengthReader
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
@@ -27,7 +26,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delenv("TAILCAST_CONFIG", raising=False)
-    monkeypatch.setattr(vllm_scheduling, "open_predictor", lambda url: LengthReader(url.partition("://")[2]))
+    monkeypatch.setattr(adapter, "open_predictor", lambda url: LengthReader(url.partition("://")[2]))
     adapter.scheduler_class.cache_clear()
     made = []
 

@@ -12,20 +12,19 @@ from scheduler_core.request import Request
 from scheduler_core.routing import (
     ROUTERS,
     ReplicaSnapshot,
-    RequestView,
     Router,
     RoutingRequest,
     make_router,
-    snapshot_from_requests,
 )
+from scheduler_core.routing.snapshot import RequestView
 
 
 def item(
     name: str = "new", tier: int = 2, arrival_s: float = 0.0, prompt: int = 16, cap: int = 64, **more: Any
 ) -> RoutingRequest:
     """A request that arrives."""
-    asked = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
-    return RoutingRequest(request=asked, tier=tier, **more)
+    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
+    return RoutingRequest(request=request, tier=tier, **more)
 
 
 def running(
@@ -65,8 +64,24 @@ def predicted(view: RequestView, mu: float, sigma: float = 0.5, nu: float = 3.5)
 
 
 def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> ReplicaSnapshot:
-    """A replica that holds these requests."""
-    return snapshot_from_requests(name, views, num_kv_blocks=blocks, **more)
+    """A replica that holds these requests; the most urgent waiting one, then the earliest, is served next."""
+    running = [view for view in views if view.running]
+    waiting = [view for view in views if not view.running]
+    used = sum(view.kv_blocks for view in running)
+    head = min(waiting, key=lambda view: (view.tier, view.arrival_s, view.request_id), default=None)
+    return ReplicaSnapshot(
+        replica_id=name,
+        num_kv_blocks=blocks,
+        num_free_blocks=blocks - used,
+        num_running=len(running),
+        num_waiting=len(waiting),
+        used_blocks=used,
+        head_demand_blocks=0 if head is None else head.demand_blocks,
+        waiting_prefill_tokens=sum(view.prefill_left_tokens for view in waiting),
+        tiers=tuple(sorted({view.tier for view in views})),
+        requests=(*running, *waiting),
+        **more,
+    )
 
 
 def router(name: str, seed: int = 0) -> Router:

@@ -1,4 +1,4 @@
-"""Hand-worked examples of the multi-tier paper: headroom, freeness, dispatch, planning, scaling, promotion, adaptation."""
+"""Hand-worked examples of the multi-tier paper: headroom, freeness, dispatch, planning, scaling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.request import Request
 from scheduler_core.routing import (
-    AdaptiveHeadroom,
     AutoScaler,
     Dispatcher,
     Headroom,
@@ -23,17 +22,16 @@ from scheduler_core.routing import (
     RoutingRequest,
     ScaleIn,
     ScaleOut,
-    TierPromotion,
     exponential_headroom,
     released_decay,
 )
-from scheduler_core.routing.freeness import (
+from scheduler_core.routing.llumnix import (
     full_freeness,
     normal_freeness,
     queue_freeness,
     virtual_usage_blocks,
 )
-from scheduler_core.routing.moves import Move
+from scheduler_core.routing.migration import Move
 from tests.scheduler_core.routing.helpers import item, replica, running, waiting
 
 DRAINING = ReplicaStatus.DRAINING
@@ -41,9 +39,9 @@ DRAINING = ReplicaStatus.DRAINING
 
 def test_headroom_of_figure_3() -> None:
     """K = 4, h_max = 0.20, lambda = 1: 20 %, 7.36 %, 2.71 %, 1.00 % of M, 31.1 % together."""
-    shares = exponential_headroom(4).shares
-    assert [round(100 * share, 2) for share in shares] == [20.0, 7.36, 2.71, 1.0]
-    assert round(100 * sum(shares), 1) == 31.1
+    fractions = exponential_headroom(4).fractions
+    assert [round(100 * share, 2) for share in fractions] == [20.0, 7.36, 2.71, 1.0]
+    assert round(100 * sum(fractions), 1) == 31.1
 
 
 def test_headroom_of_the_released_code() -> None:
@@ -61,19 +59,16 @@ def test_headroom_is_charged_once_for_each_tier_that_is_present() -> None:
 
 
 def test_ten_tiers_of_requests() -> None:
-    """K = 10: headroom sums to 0.2 (1 - e^-10)/(1 - e^-1) of M = 100; the most urgent of ten waiting goes first, and with a quota
-    of 1 s each the least urgent has risen to tier 1 after 8 s."""
+    """K = 10: headroom sums to 0.2 (1 - e^-10)/(1 - e^-1) of M = 100; the most urgent of ten waiting goes first."""
     headroom = exponential_headroom(10)
     assert headroom.blocks(range(10), 100) == pytest.approx(20 * (1 - math.exp(-10)) / (1 - math.exp(-1)))
     dispatcher = Dispatcher(Llumnix(headroom=headroom))
     for tier in range(9, -1, -1):
-        asked = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
-        dispatcher.arrived(RoutingRequest(request=asked, tier=asked.tier))
+        request = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
+        dispatcher.arrived(RoutingRequest(request=request, tier=request.tier))
     dispatcher.joined("r", 0.0)
-    given = dispatcher.dispatch({"r": replica("r")}, 0.0)
-    assert [one.item.request.request_id for one in given] == [f"t{tier}" for tier in range(10)]
-    promotion = TierPromotion(quota_s=(math.inf,) + (1.0,) * 9)
-    assert [promotion.tier(9, wait_s) for wait_s in (0.0, 7.5, 8.0, 100.0)] == [9, 2, 1, 1]
+    assigned = dispatcher.dispatch({"r": replica("r")}, 0.0)
+    assert [one.item.request.request_id for one in assigned] == [f"t{tier}" for tier in range(10)]
     with pytest.raises(InputError, match="tier"):
         headroom.blocks([10], 100)
 
@@ -145,18 +140,18 @@ def test_dispatch_is_strict_by_tier_and_first_come_within() -> None:
     for name, tier, arrival_s in (("c", 2, 0.0), ("b", 1, 2.0), ("a2", 0, 3.0), ("a1", 0, 1.0)):
         dispatcher.arrived(item(name, tier=tier, arrival_s=arrival_s))
     dispatcher.joined("r", 3.0)
-    given = dispatcher.dispatch({"r": replica("r")}, 3.0)
-    assert [one.item.request.request_id for one in given] == ["a1", "a2", "b", "c"]
+    assigned = dispatcher.dispatch({"r": replica("r")}, 3.0)
+    assert [one.item.request.request_id for one in assigned] == ["a1", "a2", "b", "c"]
 
 
-def test_a_burst_onto_equal_replicas_spreads() -> None:
+def test_a_burst_onto_equal_replicas_is_distributed() -> None:
     dispatcher = Dispatcher(Llumnix())
     for name in "abcd":
         dispatcher.joined(name, 0.0)
     for number in range(8):
         dispatcher.arrived(item(f"r{number}"))
-    given = dispatcher.dispatch({name: replica(name) for name in "abcd"}, 0.0)
-    assert sorted(one.replica_id for one in given) == sorted("abcd" * 2)
+    assigned = dispatcher.dispatch({name: replica(name) for name in "abcd"}, 0.0)
+    assert sorted(one.replica_id for one in assigned) == sorted("abcd" * 2)
 
 
 def test_a_tier_that_has_no_headroom_is_refused() -> None:
@@ -286,91 +281,19 @@ def test_scaling_keeps_its_bounds_and_its_pace() -> None:
     assert scaler.signal([], 3.0) is None
 
 
-def test_a_starved_request_rises_one_tier_for_each_quota() -> None:
-    """Quotas 10, 20, 40 s for tiers 2, 3, 4; tier 1 is the highest that waiting reaches. A request of tier 4: tier 3
-    after 40 s, 2 after 60 s, 1 after 70 s, and there it stays."""
-    promotion = TierPromotion(quota_s=(math.inf, 5.0, 10.0, 20.0, 40.0))
-    waits = [0.0, 39.9, 40.0, 59.9, 60.0, 70.0, 1e9]
-    assert [promotion.tier(4, wait_s) for wait_s in waits] == [4, 4, 3, 3, 2, 1, 1]
-    assert promotion.tier(0, 1e9) == 0
-    assert promotion.next_change_s(4, 45.0) == 15.0
-    assert promotion.next_change_s(4, 70.0) == math.inf
-    patient = TierPromotion(quota_s=(math.inf,) * 5)
-    assert patient.tier(4, 1e9) == 4
-
-
-def test_promotion_ends_starvation_in_the_dispatch_order() -> None:
-    """The background request came 70 s ago; tier-1 requests that come now go behind it, tier 0 still goes first."""
-    for promotion, expected in ((None, ["new0", "new1", "old"]), (TierPromotion(), ["new0", "old", "new1"])):
-        dispatcher = Dispatcher(Llumnix(promotion=promotion))
-        for name, tier, arrival_s in (("old", 4, 0.0), ("new1", 1, 70.0), ("new0", 0, 70.0)):
-            dispatcher.arrived(item(name, tier=tier, arrival_s=arrival_s))
-        dispatcher.joined("r", 70.0)
-        given = dispatcher.dispatch({"r": replica("r")}, 70.0)
-        assert [one.item.request.request_id for one in given] == expected
-
-
-def adapt(adaptive: AdaptiveHeadroom, now: float, rates: dict[int, float]) -> Headroom:
-    """One period in which 100 requests of each named tier are done, a share of which missed."""
-    for tier, rate in rates.items():
-        for number in range(100):
-            adaptive.observe(tier, missed=number < 100 * rate)
-    return adaptive.update(now)
-
-
-def test_headroom_rises_where_targets_are_missed_and_falls_where_none_are() -> None:
-    """step 0.02, decay 0.9: tier 0 missing 5 %: 0.20 -> 0.22; tier 1 missing nothing: 0.0736 -> 0.0662."""
-    adaptive = AdaptiveHeadroom(initial=exponential_headroom(4), period_s=5.0)
-    before = adaptive.update(0.0)
-    assert adapt(adaptive, 4.9, {0: 0.05, 1: 0.0}) == before, "the period is not over"
-    after = adaptive.update(5.0)
-    assert after.shares[0] == pytest.approx(0.22)
-    assert after.shares[1] == pytest.approx(0.9 * before.shares[1])
-    assert after.shares[2:] == before.shares[2:], "nothing was observed"
-
-
-def test_adaptive_headroom_never_claims_more_than_its_limit_and_serves_the_urgent_first() -> None:
-    adaptive = AdaptiveHeadroom(initial=Headroom((0.2, 0.1)), max_total=0.33, period_s=1.0)
-    adaptive.update(0.0)
-    first = adapt(adaptive, 1.0, {0: 0.5, 1: 0.5})
-    assert first.shares == pytest.approx((0.22, 0.11)), "0.03 to share: 0.02 for tier 0, the rest for tier 1"
-    for period in range(2, 60):
-        last = adapt(adaptive, float(period), {0: 0.5, 1: 0.0})
-        assert sum(last.shares) <= 0.33 + 1e-12
-    assert last.shares[0] > 0.32
-    assert last.shares[1] < 0.01
-
-
-def test_few_observations_change_nothing() -> None:
-    adaptive = AdaptiveHeadroom(min_observed=20, period_s=1.0)
-    before = adaptive.update(0.0)
-    for _ in range(19):
-        adaptive.observe(0, missed=True)
-    assert adaptive.update(1.0) == before
-
-
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Headroom(()), "headroom shares"),
-        (lambda: Headroom((1.5,)), "headroom share"),
+        (lambda: Headroom(()), "headroom fractions"),
+        (lambda: Headroom((1.5,)), "headroom fraction"),
         (lambda: exponential_headroom(0), "num_tiers"),
         (lambda: exponential_headroom(decay=-1.0), "decay"),
         (lambda: released_decay(1), "num_tiers"),
-        (lambda: TierPromotion(quota_s=(0.0,)), "quota_s"),
-        (lambda: TierPromotion(highest=9), "highest"),
-        (lambda: TierPromotion().tier(9, 0.0), "tier"),
-        (lambda: TierPromotion().tier(1, -1.0), "waited_s"),
         (lambda: MigrationPlanner(threshold=-1.0), "threshold"),
         (lambda: MigrationPlanner(interval_s=0.0), "interval_s"),
         (lambda: AutoScaler(out_below=2.0), "out_below"),
         (lambda: AutoScaler(min_replicas=0), "min_replicas"),
         (lambda: AutoScaler(interval_s=-1.0), "interval_s"),
-        (lambda: AdaptiveHeadroom(max_total=0.1), "max_total"),
-        (lambda: AdaptiveHeadroom(target=2.0), "target"),
-        (lambda: AdaptiveHeadroom(period_s=0.0), "period_s"),
-        (lambda: AdaptiveHeadroom(min_observed=0), "min_observed"),
-        (lambda: AdaptiveHeadroom().observe(9, missed=True), "tier"),
     ],
 )
 def test_what_is_outside_its_range_is_named(make: Callable[[], object], field: str) -> None:

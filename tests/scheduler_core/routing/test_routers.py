@@ -22,7 +22,7 @@ from scheduler_core.routing import (
 )
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.infaas import Health
-from scheduler_core.routing.moves import Move
+from scheduler_core.routing.migration import Move
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
 
 
@@ -85,7 +85,7 @@ def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_to
     busy = [replica("a", running("x", 1), running("y", 1)), replica("b")]
     assert affine.choose(alike, busy, 0.0) == "b", "two requests ahead are more than the imbalance"
     little = item("5", prefix_blocks=(1, *range(100, 110)))
-    assert affine.choose(little, near, 0.0) == "b", "one block of eleven is less than min_share"
+    assert affine.choose(little, near, 0.0) == "b", "one block of eleven is less than min_fraction"
     affine.on_gone("a", 1.0)
     assert affine.hit_blocks(alike, "a") == 0
 
@@ -236,7 +236,7 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
     [
         ("power_of_two", {"num_choices": 0}, "num_choices"),
         ("prefix_affine", {"imbalance": -1}, "imbalance"),
-        ("prefix_affine", {"min_share": 0.0}, "min_share"),
+        ("prefix_affine", {"min_fraction": 0.0}, "min_fraction"),
         ("prefix_affine", {"max_blocks": 0}, "max_blocks"),
         ("predicted_work", {"decode_token_s": -1.0}, "decode_token_s"),
         ("predicted_work", {"refresh_tokens": 0}, "refresh_tokens"),
@@ -251,15 +251,3 @@ def test_parameters_outside_their_range_are_named(
 ) -> None:
     with pytest.raises(InputError, match=field):
         make_router(name, parameters, np.random.default_rng(0))
-
-
-def test_a_snapshot_is_refused_when_it_cannot_be() -> None:
-    with pytest.raises(InputError, match="blocks held on replica a"):
-        replica("a", running("1", 101))
-    with pytest.raises(InputError, match="head of replica a"):
-        replica("a", waiting("1", 1), head="2")
-    picture = replica(
-        "a", running("1", 10, tier=3), waiting("2", 5, tier=1), waiting("3", 7, tier=0), num_reserved_blocks=4
-    )
-    assert (picture.num_free_blocks, picture.head_demand_blocks, picture.tiers) == (86, 7, (0, 1, 3))
-    assert picture.waiting_prefill_tokens == 12 * 16

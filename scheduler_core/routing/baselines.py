@@ -1,0 +1,109 @@
+"""Routers that need no prediction: round robin, random, shortest queue, power of two choices, least KV."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from scheduler_core.errors import InputError
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.snapshot import ReplicaSnapshot
+
+
+@dataclass(kw_only=True, slots=True)
+class RoundRobin(Router):
+    """Each replica in turn (Nagle 1987, "On packet switches with infinite storage", IEEE Trans. Commun. 35).
+
+    The next one follows the last choice in the order of ids, so a replica that joins or leaves shifts no other turn.
+    """
+
+    name: ClassVar[str] = "round_robin"
+
+    _last: str | None = field(default=None, init=False, repr=False)
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        names = sorted(replica.replica_id for replica in replicas)
+        last = self._last
+        self._last = names[0] if last is None else next((name for name in names if name > last), names[0])
+        return self._last
+
+
+@dataclass(kw_only=True, slots=True)
+class RandomChoice(Router):
+    """Every replica with the same probability; `rng` is drawn from once per request."""
+
+    name: ClassVar[str] = "random"
+    needs_generator: ClassVar[bool] = True
+
+    rng: np.random.Generator
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        return replicas[int(self.rng.integers(len(replicas)))].replica_id
+
+
+@dataclass(kw_only=True, slots=True)
+class Jsq(Router):
+    """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
+    discipline", J. Appl. Probab. 14).
+
+    Optimal for exponential service times and equal servers; blind to differences in length.
+
+    Attributes:
+        waiting_only: Count the waiting requests only, as Vidur's "least outstanding requests" does.
+    """
+
+    waiting_only: bool = False
+
+    name: ClassVar[str] = "jsq"
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        if self.waiting_only:
+            return min(replicas, key=lambda replica: replica.num_waiting).replica_id
+        return min(replicas, key=lambda replica: replica.num_requests).replica_id
+
+
+@dataclass(kw_only=True, slots=True)
+class PowerOfTwo(Router):
+    """The shorter queue of `num_choices` replicas drawn at random (Mitzenmacher 2001, IEEE Trans. Parallel Distrib.
+    Syst. 12; Vvedenskaya et al. 1996).
+
+    Nearly as good as comparing all of them, and no herding: routers with the same outdated snapshot choose differently.
+
+    Raises:
+        InputError: num_choices is not above 0.
+    """
+
+    name: ClassVar[str] = "power_of_two"
+    needs_generator: ClassVar[bool] = True
+
+    rng: np.random.Generator
+    num_choices: int = 2
+
+    def __post_init__(self) -> None:
+        if self.num_choices < 1:
+            raise InputError("num_choices", self.num_choices, "integers > 0")
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        candidates = replicas
+        if self.num_choices < len(replicas):
+            drawn = self.rng.choice(len(replicas), size=self.num_choices, replace=False)
+            candidates = [replicas[index] for index in drawn.tolist()]
+        return min(candidates, key=lambda replica: replica.num_requests).replica_id
+
+
+@dataclass(kw_only=True, slots=True)
+class LeastKv(Router):
+    """The replica whose KV cache is least committed: argmin of (M - free + blocks(waiting tokens)) / M.
+
+    M is the number of blocks, free those neither held nor reserved. Without the waiting tokens every request of a burst
+    would go to the same replica. Ties: fewer requests.
+    """
+
+    name: ClassVar[str] = "least_kv"
+    sees_tokens: ClassVar[bool] = True
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        return min(replicas, key=lambda replica: (replica.kv_load, replica.num_requests)).replica_id
