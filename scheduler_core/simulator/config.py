@@ -1,29 +1,42 @@
-"""What is simulated: requests, policy, predictor, engine."""
+"""Configuration of a simulation: requests, policy, predictor, engine, and the replicas with their router."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from scheduler_core.errors import InputError
-from scheduler_core.policies import POLICIES, make_policy
+from scheduler_core.policies import make_policy, policy_class
+from scheduler_core.routing import (
+    ROUTERS,
+    AutoScaler,
+    Disaggregated,
+    Headroom,
+    Llumnix,
+    MigrationPlanner,
+    ReplicaRole,
+    Router,
+    exponential_headroom,
+    make_router,
+)
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.cluster_config import ClusterConfig
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime
-from scheduler_core.simulator.step_times import make_step_time
+from scheduler_core.simulator.step_time import LinearStepTime, StepTime, make_step_time
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.simulator.workloads import Workload
 
-#: Names for an order policy together with the true lengths: (policy, predictor).
+#: Names for an order policy together with the true lengths.
 BOUNDS = {"sjf": "ssjf"}
 
-POLICY_NAMES = (*POLICIES, *BOUNDS)
-
-#: Runs of one command that differ in their seed alone.
+#: Maximum number of runs of one command that differ in their seed alone.
 MAX_SEEDS = 10_000
-#: Calls of a live predictor at the same time: each has a thread.
+#: Maximum number of calls of a live predictor in flight: each has a thread.
 MAX_IN_FLIGHT = 10_000
+#: Each replica has a scheduler of its own; 10,000 take about half a GB.
+MAX_REPLICAS = 10_000
 
 
 def check_seeds(name: str, value: int) -> None:
@@ -33,19 +46,121 @@ def check_seeds(name: str, value: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulationConfig:
-    """Simulate a scheduling policy on a request trace.
+class ClusterConfig:
+    """Replicas of the simulated engine, all alike, and the router in front of them."""
 
-    Raises:
-        InputError: A value is outside its range, or two values contradict each other.
-    """
+    num_replicas: int = 1
+    """Replicas; 1 needs no router."""
+    router: str = "jsq"
+    """Chooses the replica of a request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine, predicted_work,
+    infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
+    router_parameters: dict[str, float | bool] = field(default_factory=dict)
+    """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
+    num_prefill_replicas: int = 0
+    """disaggregated: number of replicas that process prompts; the others generate."""
+    num_tiers: int = 5
+    """llumnix and migration: K, tiers with headroom of their own."""
+    headroom_fraction: float = 0.20
+    """llumnix and migration: fraction of the KV cache kept free for tier 0 where it is present (h_max)."""
+    headroom_decay: float = 1.0
+    """llumnix and migration: lambda; tier p has exp(-lambda p) of tier 0's headroom."""
+    migration: bool = False
+    """Move requests from the fullest to the freest replicas while they run (multi-tier paper, section 3.5)."""
+    migration_threshold: float = 0.3
+    """Migration: least difference of freeness, in blocks per running request (theta)."""
+    interval_s: float = 0.05
+    """Seconds between two decisions of migration, disaggregation and auto-scaling."""
+    stage_blocks: int = 64
+    """Migration: KV blocks copied in one stage."""
+    min_replicas: int | None = None
+    """Auto-scaling: minimum number of replicas; the others start when needed. Unset: all start at once."""
+    startup_s: float = 0.0
+    """Auto-scaling: seconds until a replica has started."""
+    scale_out_below: float = -0.5
+    """Auto-scaling: start a replica when the mean freeness is lower."""
+    scale_in_above: float = 1.5
+    """Auto-scaling: drain one when it is higher."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_replicas <= MAX_REPLICAS:
+            raise InputError("num_replicas", self.num_replicas, f"integers from 1 to {MAX_REPLICAS}")
+        if self.router not in ROUTERS:
+            raise InputError("router", self.router, ", ".join(ROUTERS))
+        disaggregated, prefill = self.router == "disaggregated", self.num_prefill_replicas
+        if disaggregated != (prefill > 0):
+            raise InputError("num_prefill_replicas", prefill, "> 0 with router disaggregated, and only then")
+        if not 0 <= prefill < self.num_replicas:
+            raise InputError("num_prefill_replicas", prefill, "fewer than num_replicas")
+        if self.migration and disaggregated:
+            allowed = "false with router disaggregated, which moves requests itself"
+            raise InputError("migration", True, allowed)
+        if self.min_replicas is not None and not 1 <= self.min_replicas <= self.num_replicas:
+            raise InputError("min_replicas", self.min_replicas, "integers from 1 to num_replicas, or unset")
+        if not 0 <= self.startup_s <= MAX_TIME_S:
+            raise InputError("startup_s", self.startup_s, f"seconds from 0 to {MAX_TIME_S:g}")
+        self.headroom()
+        self.make_router(0)
+
+    @property
+    def replica_ids(self) -> tuple[str, ...]:
+        """Names of the replicas."""
+        width = len(str(self.num_replicas - 1))
+        return tuple(f"{index:0{width}d}" for index in range(self.num_replicas))
+
+    def headroom(self) -> Headroom:
+        """Headroom by tier."""
+        return exponential_headroom(self.num_tiers, self.headroom_fraction, self.headroom_decay)
+
+    def make_router(self, seed: int) -> Router:
+        """A new router; one that draws does so from `seed`."""
+        if self.router == "llumnix":
+            whole_queue = self.router_parameters.get("whole_queue", False)
+            if set(self.router_parameters) - {"whole_queue"} or not isinstance(whole_queue, bool):
+                allowed = "whole_queue: true or false for llumnix, and headroom_fraction"
+                raise InputError("router_parameters", self.router_parameters, allowed)
+            return Llumnix(headroom=self.headroom(), whole_queue=whole_queue)
+        rng = np.random.default_rng([seed, 1]) if ROUTERS[self.router].needs_generator else None
+        return make_router(self.router, self.router_parameters, rng)
+
+    def simulation_arguments(self, seed: int) -> Mapping[str, Any]:
+        """Arguments of `Simulation` that follow from this; none with one replica."""
+        if self.num_replicas == 1:
+            return {}
+        names, router = self.replica_ids, self.make_router(seed)
+        arguments: dict[str, Any] = {"router": router, "interval_s": self.interval_s}
+        if isinstance(router, Disaggregated):
+            roles = [ReplicaRole.PREFILL] * self.num_prefill_replicas
+            roles += [ReplicaRole.DECODE] * (self.num_replicas - len(roles))
+            arguments |= {
+                "roles": dict(zip(names, roles, strict=True)), "planner": router, "stage_blocks": None
+            }  # fmt: skip
+        elif self.migration:
+            arguments["planner"] = MigrationPlanner(
+                headroom=self.headroom(), threshold=self.migration_threshold, interval_s=self.interval_s
+            )
+            arguments["stage_blocks"] = self.stage_blocks
+        if self.min_replicas is not None:
+            arguments["scaler"] = AutoScaler(
+                out_below=self.scale_out_below,
+                in_above=self.scale_in_above,
+                min_replicas=self.min_replicas,
+                max_replicas=self.num_replicas,
+            )
+            arguments |= {"startup_s": self.startup_s, "standby": frozenset(names[self.min_replicas :])}
+        return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """Simulate a scheduling policy on a request trace."""
 
     INPUTS = ("trace", "workload", "step_time_parameters", "vary")
 
     policy: str
     """Order of the requests: fcfs (arrival), ssjf (shortest predicted median), sept (smallest predicted mean), tie (mean
     plus tail risk), uniboost, semantic, tail_guard and others, see scheduler_core/policies/README.md; or sjf (shortest
-    true length: the bound)."""
+    true length: the bound). A policy of your own: package.module:Class, or a name that an installed package declares as entry
+    point of tailcast.policies."""
     trace: str | None = None
     """Requests: JSON lines, CSV or Parquet with columns request_id, arrival_s, prompt_tokens, output_tokens (the true
     length), max_tokens; optional prompt, prompt_id, tier, priority, tenant, category, ttft_slo_s, tbt_slo_s, ttlt_slo_s,
@@ -53,31 +168,31 @@ class SimulationConfig:
     workload: Workload | None = None
     """Requests drawn from a description, with the seed. Instead of trace."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
-    """Parameters of the policy that shall not have their default, such as {gamma: 0.95} for tie."""
+    """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
-    """Source of predictions: SCHEME://ADDRESS (such as grpc://127.0.0.1:50051: a running serve-predictor, asked about
+    """Source of predictions: SCHEME://ADDRESS (such as grpc://127.0.0.1:50051: a running serve-predictor, called for
     every prompt), trace (the trace's columns mu, sigma, nu), oracle (true lengths), none. Default: oracle for sjf,
     trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
-    """Simulated seconds from a request's arrival to its prediction. Default: what was measured for each live call;
+    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call;
     0 for trace and oracle."""
     default_max_tokens: int | None = None
-    """Cap of requests for which the trace has none, as public traces; at least as long as their answers. Unset: the
-    trace must have caps."""
+    """max_tokens of requests for which the trace has none, as public traces; at least as long as their outputs. Unset: the
+    trace must have max_tokens."""
     served_model: str = ""
-    """Name of the served model, for predictors that know several."""
+    """Name of the served model, for predictors of several."""
     predictor_noise: float = 0.0
     """Oracle: standard deviation of the error of its ln length; the predicted distribution is as wide as that."""
     max_in_flight: int = 16
-    """Live predictor: calls under way at the same time. They are made as fast as they are answered, so with many of
-    them the measured latency, and with it the simulated delay, contains the wait in the service's own queue."""
+    """Live predictor: calls in flight. They are made as fast as they return, so with many of them the measured latency,
+    and with it the simulated delay, contains the wait in the service's own queue."""
     predictor_timeout_s: float = 60.0
-    """Live predictor: a call without answer after this many seconds has failed."""
+    """Live predictor: a call without a response after this many seconds has failed."""
     rate: float | None = None
     """Requests per second. Trace: Poisson arrivals in the trace's order are drawn instead of its own. Workload: its own
     kind of arrivals at this rate."""
     load: float | None = None
-    """Like rate, as a share of the rate at which the engine (all replicas together) is estimated to be always
+    """Like rate, as a fraction of the rate at which the engine (all replicas together) is estimated to be always
     busy (1 = saturated)."""
     seed: int = 0
     """Seed of everything that is drawn: arrivals, the workload, the predictor's noise, routers that draw."""
@@ -86,29 +201,27 @@ class SimulationConfig:
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """Replicas, router and migration."""
     step_time: LinearStepTime = field(default_factory=LinearStepTime)
-    """How long the simulated engine's steps take."""
+    """Durations of the simulated engine's steps."""
     step_time_model: str | None = None
-    """Another model of how long steps take: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data
-    sheets), table (measured operators). Unset: linear, with the values of step_time."""
+    """Another model of step times: quadratic (Semantic Scheduling), staircase (RAD, Eq. 7), roofline (data sheets), table
+    (measured operators). Unset: linear, with the values of step_time."""
     step_time_parameters: dict[str, Any] = field(default_factory=dict)
-    """Parameters of that model, such as {model: llama-2-7b, gpu: a100} for roofline; also what `simulate calibrate`
-    found."""
+    """Parameters of that model, such as {model: llama-2-7b, gpu: a100-80gb} for roofline; also the result of `simulate
+    calibrate`."""
     num_clients: int | None = None
-    """A closed loop: so many clients, each of which sends its next request when it has the answer to its last. Unset:
+    """A closed loop: number of clients that each send their next request after the output of their last. Unset:
     requests arrive at their times."""
     client_think_time_s: float = 0.0
-    """Closed loop: mean seconds between an answer and the next request, exponential."""
+    """Closed loop: mean seconds between an output and the next request, exponential."""
     prefix_cache_tokens: int = 0
-    """Tokens of earlier turns of conversations that each replica keeps; what a turn shares with the one before needs no
-    prefill then. 0: none."""
+    """Tokens of earlier turns of conversations that each replica keeps; the prefix that a turn shares with the previous one
+    needs no prefill then. 0: none."""
     exact_steps: bool = False
     """Take every decode step by itself instead of many at once; slower, same result."""
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.workload is None):
             raise InputError("trace, workload", (self.trace, self.workload), "one of them")
-        if self.policy not in POLICY_NAMES:
-            raise InputError("policy", self.policy, ", ".join(POLICY_NAMES))
         make_policy(self.order_policy, self.policy_parameters)
         if self.policy in BOUNDS and self.predictor not in (None, "oracle"):
             raise InputError("predictor", self.predictor, f"oracle for policy {self.policy}")
@@ -127,9 +240,8 @@ class SimulationConfig:
             if value is not None and not 0 < value < math.inf:
                 raise InputError(name, value, "numbers > 0")
         if self.default_max_tokens is not None and not 1 <= self.default_max_tokens <= MAX_TOKENS:
-            raise InputError(
-                "default_max_tokens", self.default_max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset"
-            )
+            allowed = f"integers from 1 to {MAX_TOKENS}, or unset"
+            raise InputError("default_max_tokens", self.default_max_tokens, allowed)
         if self.num_clients is not None and self.num_clients < 1:
             raise InputError("num_clients", self.num_clients, "integers > 0, or unset")
         if self.prefix_cache_tokens < 0:
@@ -139,9 +251,8 @@ class SimulationConfig:
         if not 1 <= self.max_in_flight <= MAX_IN_FLIGHT:
             raise InputError("max_in_flight", self.max_in_flight, f"integers from 1 to {MAX_IN_FLIGHT}")
         if not 0 < self.predictor_timeout_s <= MAX_TIME_S:
-            raise InputError(
-                "predictor_timeout_s", self.predictor_timeout_s, f"seconds > 0, at most {MAX_TIME_S:g}"
-            )
+            allowed = f"seconds > 0, at most {MAX_TIME_S:g}"
+            raise InputError("predictor_timeout_s", self.predictor_timeout_s, allowed)
         if self.seed < 0:
             raise InputError("seed", self.seed, "integers >= 0")
 
@@ -167,4 +278,4 @@ class SimulationConfig:
             return self.predictor
         if self.policy in BOUNDS:
             return "oracle"
-        return "trace" if "length" in POLICIES[self.policy].inputs else "none"
+        return "trace" if "length" in policy_class(self.policy).inputs else "none"

@@ -1,4 +1,4 @@
-"""Sends requests to a live engine with OpenAI's completions API, open loop, and notes when every token comes."""
+"""Requests to a live engine through OpenAI's completions API, open loop, with the time of every token."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "
 
 @dataclass(frozen=True, slots=True)
 class ProbeRequest:
-    """What to send.
-
-    Attributes:
-        request_id: Its name here.
-        arrival_s: When, in seconds from the start.
-        prompt: Text.
-        max_tokens: Cap of the answer.
-    """
+    """A request to send, `arrival_s` seconds after the start."""
 
     request_id: str
     arrival_s: float
@@ -37,21 +30,17 @@ class ProbeRequest:
 
 
 @dataclass(slots=True)
-class ProbedRequest:
-    """What came back; times in seconds from the start of the measurement.
+class ProbeResponse:
+    """The response; times in seconds from the start of the measurement.
 
     Attributes:
-        request_id: Which.
-        sent_s: When it was sent.
-        prompt_tokens: Tokens of the prompt, as the engine counts.
-        max_tokens: Cap of the answer.
-        token_s: When each token came; of a chunk with several tokens only once.
-        output_tokens: Tokens of the answer, as the engine counts.
-        error: Why it failed; None if it did not.
+        prompt_tokens: Tokens of the prompt, as the engine counts; output_tokens likewise.
+        token_s: Time of each token; of a chunk with several tokens only once.
+        error: The reason of a failure; None: it succeeded.
     """
 
     request_id: str
-    sent_s: float
+    sent_s: float = 0.0
     prompt_tokens: int = 0
     max_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
@@ -89,7 +78,7 @@ class Endpoint:
 
 
 def random_prompt(num_words: int, rng: np.random.Generator) -> str:
-    """A prompt of so many words that no prefix cache has seen."""
+    """A prompt of so many words, new to every prefix cache."""
     return " ".join(rng.choice(WORDS, size=num_words))
 
 
@@ -98,41 +87,41 @@ def probe(
     requests: Sequence[ProbeRequest],
     *,
     progress: Callable[[int], None] | None = None,
-) -> list[ProbedRequest]:
-    """Sends every request at its time, whatever has become of the others, and waits for all answers.
+) -> list[ProbeResponse]:
+    """Sends every request at its time, whatever has become of the others, and waits for all responses.
 
     Args:
         endpoint: The engine.
-        requests: What to send.
-        progress: Called with 1 after each answer, from several threads.
+        requests: The requests.
+        progress: Called with 1 after each response, from several threads.
 
     Raises:
-        TailcastError: No request got an answer; says what the first one met.
+        TailcastError: All requests failed; contains the error of the first one.
     """
     start = time.perf_counter()
-    found = {item.request_id: ProbedRequest(item.request_id, 0.0) for item in requests}
+    responses = {item.request_id: ProbeResponse(item.request_id) for item in requests}
 
-    def ask(item: ProbeRequest) -> None:
-        _ask(endpoint, item, found[item.request_id], start)
+    def send(item: ProbeRequest) -> None:
+        _send(endpoint, item, responses[item.request_id], start)
         if progress is not None:
             progress(1)
 
     threads = []
     for item in sorted(requests, key=lambda one: one.arrival_s):
         time.sleep(max(0.0, start + item.arrival_s - time.perf_counter()))
-        thread = threading.Thread(target=ask, args=(item,), daemon=True)
+        thread = threading.Thread(target=send, args=(item,), daemon=True)
         thread.start()
         threads.append(thread)
     for thread in threads:
         thread.join()
-    answers = [found[item.request_id] for item in requests]
-    if answers and all(answer.error is not None for answer in answers):
-        raise TailcastError(f"engine {endpoint.url}: no request was answered: {answers[0].error}")
-    return answers
+    ordered = [responses[item.request_id] for item in requests]
+    if ordered and all(response.error is not None for response in ordered):
+        raise TailcastError(f"engine {endpoint.url}: all requests failed: {ordered[0].error}")
+    return ordered
 
 
-def _ask(endpoint: Endpoint, item: ProbeRequest, into: ProbedRequest, start: float) -> None:
-    """One request; fills `into`. Errors are noted there."""
+def _send(endpoint: Endpoint, item: ProbeRequest, response: ProbeResponse, start: float) -> None:
+    """One request; fills `response`, also with errors."""
     parts = urlsplit(endpoint.url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
@@ -147,28 +136,28 @@ def _ask(endpoint: Endpoint, item: ProbeRequest, into: ProbedRequest, start: flo
     headers = {"Content-Type": "application/json"}
     if endpoint.api_key is not None:
         headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    into.max_tokens = item.max_tokens
-    into.sent_s = time.perf_counter() - start
+    response.max_tokens = item.max_tokens
+    response.sent_s = time.perf_counter() - start
     try:
         connection.request("POST", f"{parts.path.rstrip('/')}/completions", json.dumps(body), headers)
-        response = connection.getresponse()
-        if response.status != 200:
-            into.error = f"HTTP {response.status}: {response.read(300).decode(errors='replace')}"
+        reply = connection.getresponse()
+        if reply.status != 200:
+            response.error = f"HTTP {reply.status}: {reply.read(300).decode(errors='replace')}"
             return
-        _read_stream(response, into, start)
-        if not into.token_s:
-            into.error = "the answer has no token"
-        elif not into.output_tokens or not into.prompt_tokens:
-            into.error = "the answer has no usage: stream_options.include_usage is not supported"
+        _read_stream(reply, response, start)
+        if not response.token_s:
+            response.error = "the output has no token"
+        elif not response.output_tokens or not response.prompt_tokens:
+            response.error = "the response has no usage: stream_options.include_usage is not supported"
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        into.error = f"{type(error).__name__}: {error}"
+        response.error = f"{type(error).__name__}: {error}"
     finally:
         connection.close()
 
 
-def _read_stream(response: http.client.HTTPResponse, into: ProbedRequest, start: float) -> None:
+def _read_stream(stream: http.client.HTTPResponse, response: ProbeResponse, start: float) -> None:
     """Server-sent events: a chunk per token, the usage at the end."""
-    for line in response:
+    for line in stream:
         if not line.startswith(b"data:"):
             continue
         content = line[5:].strip()
@@ -178,7 +167,7 @@ def _read_stream(response: http.client.HTTPResponse, into: ProbedRequest, start:
         if "error" in event:
             raise ValueError(str(event["error"]))
         if event.get("choices") and (event["choices"][0].get("text") or not event.get("usage")):
-            into.token_s.append(time.perf_counter() - start)
+            response.token_s.append(time.perf_counter() - start)
         if event.get("usage"):
-            into.prompt_tokens = int(event["usage"]["prompt_tokens"])
-            into.output_tokens = int(event["usage"]["completion_tokens"])
+            response.prompt_tokens = int(event["usage"]["prompt_tokens"])
+            response.output_tokens = int(event["usage"]["completion_tokens"])

@@ -1,50 +1,43 @@
-"""Fits models of step times to measured steps."""
+"""Fits of step-time models to measured steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from scheduler_core.errors import InputError
-from scheduler_core.simulator.staircase_time import StaircaseStepTime
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWork
+from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.simulator.step_time import StaircaseStepTime, StepTime, StepWork, make_step_time
 
 Kind = Literal["linear", "staircase"]
 
 #: Steps further from the fit than so many median deviations are hiccups of the machine and left out.
 OUTLIER = 5.0
-
-LINEAR = ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s")
-_MODELS: dict[str, Callable[..., StepTime]] = {"linear": LinearStepTime, "staircase": StaircaseStepTime}
-STAIRCASE = ("base_s", "linear_tile_s", "per_token_s", "decode_tile_s", "prefill_tile_s")
+#: Fitted parameters by model.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "linear": ("base_s", "per_prefill_token_s", "per_decode_s", "per_context_token_s"),
+    "staircase": ("base_s", "linear_tile_s", "per_token_s", "decode_tile_s", "prefill_tile_s"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A step that was measured.
-
-    Attributes:
-        seconds: How long it took.
-        work: What it did.
-    """
+    """A measured step: its duration and its work."""
 
     seconds: float
     work: StepWork
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class StepTimeFit:
     """A model fitted to steps.
 
     Attributes:
         step_time: The model.
         parameters: Its fitted parameters, in seconds.
-        num_samples: Steps that the fit is of.
+        num_samples: Measured steps.
         num_outliers: Steps left out as hiccups.
         median_error: Median over all steps of |predicted - measured| / measured.
     """
@@ -56,35 +49,50 @@ class Fit:
     median_error: float
 
 
-def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> Fit:
+def fit_step_time(
+    samples: Sequence[StepSample], kind: Kind = "linear", *, keep_total: bool = False
+) -> StepTimeFit:
     """Least squares of relative errors with no negative time, twice: the second time without hiccups.
 
     Args:
         samples: Measured steps; both prompts and decodes must be among them, of different sizes.
         kind: linear (`LinearStepTime`) or staircase (`StaircaseStepTime` with its default tiles: RAD, Eq. 7).
+        keep_total: Scale the fit so that all steps together take as long as measured, hiccups included. Relative errors
+            pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2] instead of E[s], for one kind of step), and
+            hiccups are left out; queues are as long as the mean of all steps makes them.
 
     Raises:
         InputError: There are fewer steps than parameters, a duration is not above 0, or nothing could be fitted.
+        MissingExtraError: scipy is not installed.
     """
-    names = {"linear": LINEAR, "staircase": STAIRCASE}.get(kind)
-    if names is None:
-        raise InputError("model", kind, "linear, staircase")
+    try:
+        from scipy.optimize import nnls
+    except ImportError as error:
+        raise MissingExtraError("scipy", "sim") from error
+    if kind not in PARAMETERS:
+        raise InputError("model", kind, ", ".join(PARAMETERS))
+    names = PARAMETERS[kind]
     seconds = np.array([sample.seconds for sample in samples])
     if len(samples) < 2 * len(names) or not bool((seconds > 0).all()):
         raise InputError("measured steps", len(samples), f"at least {2 * len(names)} with a time > 0")
-    features = np.array([_features(sample.work, kind) for sample in samples])
-    kept = np.ones(len(samples), bool)
+    features = np.array([_features(sample.work, kind) for sample in samples], float)
+    scale = np.maximum(features.max(axis=0), 1e-300)
+    regular = np.ones(len(samples), bool)
     for _ in range(2):
-        weights = _non_negative(features[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        relative = features[regular] / scale / seconds[regular, None]
+        weights = nnls(relative, np.ones(len(relative)))[0] / scale
         errors = np.abs(features @ weights - seconds) / seconds
-        kept = errors <= OUTLIER * max(float(np.median(errors)), 1e-9)
+        regular = errors <= OUTLIER * max(float(np.median(errors)), 1e-9)
+    if keep_total:
+        weights = weights * seconds.sum() / float((features @ weights).sum())
+        errors = np.abs(features @ weights - seconds) / seconds
     parameters = {name: float(value) for name, value in zip(names, weights, strict=True)}
-    model = _MODELS[kind](**parameters)
-    return Fit(model, parameters, len(samples), int((~kept).sum()), float(np.median(errors)))
+    model = make_step_time(kind, parameters)
+    return StepTimeFit(model, parameters, len(samples), int((~regular).sum()), float(np.median(errors)))
 
 
 def _features(work: StepWork, kind: Kind) -> list[float]:
-    """What each parameter is multiplied with."""
+    """The factor of each parameter."""
     if kind == "linear":
         return [1.0, work.num_prefill_tokens, len(work.contexts), work.num_context_tokens]
     tiles = StaircaseStepTime()
@@ -95,25 +103,3 @@ def _features(work: StepWork, kind: Kind) -> list[float]:
         sum(tiles.decode_tiles(context) for context in work.contexts),
         sum(tiles.chunk_tiles(chunk.start_token, chunk.num_tokens) for chunk in work.prefills),
     ]
-
-
-def _non_negative(features: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Least squares with weights >= 0: the best of all subsets of features whose own solution has no negative weight.
-
-    Exact, and cheap for the handful of features there are.
-    """
-    num = features.shape[1]
-    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
-    best, least = np.zeros(num), float(target @ target)
-    for size in range(1, num + 1):
-        for chosen in combinations(range(num), size):
-            columns = list(chosen)
-            solved, *_ = np.linalg.lstsq(features[:, columns] / scale[columns], target, rcond=None)
-            if (solved < 0).any():
-                continue
-            left = features[:, columns] @ (solved / scale[columns]) - target
-            if float(left @ left) < least * (1 - 1e-12):
-                least = float(left @ left)
-                best = np.zeros(num)
-                best[columns] = solved / scale[columns]
-    return best

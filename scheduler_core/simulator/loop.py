@@ -1,42 +1,113 @@
-"""The event loop: one engine replica, driven by the same `Scheduler` that an engine adapter drives.
+"""The event loop: replicas of an engine, each driven through the same `Scheduler` that an engine adapter drives.
 
-A step starts when the last one ends and there is work. Whatever arrives while a step runs is handed to the scheduler
-at its own time and considered at the next step. Stretches of decode steps in which nothing arrives, finishes or runs
-out of memory are taken in one go; the result is the same to the last bit.
+A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at
+their own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs
+out of memory are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a
+router.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from scheduler_core.routing.scheduler_port import SchedulerPort
+from scheduler_core.errors import InputError
+from scheduler_core.plan import Finished
+from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.routing import (
+    AutoScaler,
+    Disaggregated,
+    Dispatcher,
+    MigrationPlanner,
+    ReplicaRole,
+    ReplicaSnapshot,
+    ReplicaStatus,
+    Router,
+    RoutingRequest,
+    ScaleIn,
+    ScaleOut,
+)
+from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.fetch import Predictions
-from scheduler_core.simulator.prefix_cache import PrefixCache
-from scheduler_core.simulator.records import RequestRecord, finished_record
-from scheduler_core.simulator.replica import SimulatedReplica, Step
-from scheduler_core.simulator.sources import ClosedLoop, Source
-from scheduler_core.simulator.step_time import StepTime
+from scheduler_core.simulator.predictions import Predictions, Progress
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
+from scheduler_core.simulator.sources import ClosedLoop, EventSource, TraceEvent
+from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
 
-Progress = Callable[[int], None]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLink:
+    """Duration of a copy of KV blocks between replicas: t = latency_s + blocks * block_bytes / bytes_per_s.
+
+    Each replica sends one copy at a time. The defaults are 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s, and the 5 ms
+    that the multi-tier paper's code declares and never charges.
+    """
+
+    bytes_per_s: float = 12.5e9
+    block_bytes: int = 16 * 131_072
+    latency_s: float = 5e-3
+
+    def __post_init__(self) -> None:
+        if not self.bytes_per_s > 0:
+            raise InputError("bytes_per_s", self.bytes_per_s, "numbers > 0")
+        if self.block_bytes < 0:
+            raise InputError("block_bytes", self.block_bytes, "integers >= 0")
+        if not 0 <= self.latency_s < math.inf:
+            raise InputError("latency_s", self.latency_s, "seconds >= 0")
+
+    def copy_s(self, num_blocks: int) -> float:
+        """Seconds that a copy takes."""
+        return self.latency_s + num_blocks * self.block_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaChange:
+    """An event in the life of a replica.
+
+    Attributes:
+        time_s: Time in seconds on the clock of the trace.
+        replica_id: The replica.
+        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
+            nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
+
+    Raises:
+        InputError: The time is not finite.
+    """
+
+    time_s: float
+    replica_id: str
+    kind: Literal["join", "drain", "fail"]
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.time_s):
+            raise InputError("time_s", self.time_s, "a finite number of seconds")
 
 
 @dataclass(slots=True)
-class Outcome:
-    """What a simulation yields.
+class SimulationOutcome:
+    """Result of a simulation, over all replicas.
 
     Attributes:
         records: Finished requests, in the order they finished.
-        refused: By request id: why it could never run here.
+        refused: By request id: the reason why it could never run.
         start_s: First arrival.
         end_s: End of the last step.
-        busy_s: Time spent in steps.
-        num_steps: Steps taken.
+        busy_s: Time spent in steps, summed over replicas.
+        num_steps: Steps, summed over replicas.
         request_seconds: Integral over time of the number of requests in the system (arrived, not finished).
         waiting_seconds: Integral over time of the number of waiting requests.
+        num_migrations: Requests that changed their replica.
+        num_migrated_blocks: Blocks copied for them.
+        aborted_migrations: Migrations that were aborted, by reason.
+        num_restarts: Requests that started again because their replica had failed.
+        scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
     records: list[RequestRecord] = field(default_factory=list)
@@ -47,121 +118,429 @@ class Outcome:
     num_steps: int = 0
     request_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    num_migrations: int = 0
+    num_migrated_blocks: int = 0
+    aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
+    num_restarts: int = 0
+    scaling: list[tuple[float, ScaleIn | ScaleOut]] = field(default_factory=list)
 
 
 class Simulation:
-    """Runs a trace to its end; nothing is lost, every request finishes or is refused.
+    """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace: What arrives.
-        scheduler: A fresh scheduler; afterwards its counters and memory peak can be read.
-        step_time: Durations of steps.
-        predictions: What reaches the scheduler as `update` events.
-        delays_s: By request id: seconds from arrival to that event; 0 where missing.
-        exact_steps: Take every step by itself, as an engine does; slower, same result.
-        progress: Called with the number of requests finished since the last call.
+        trace: The requests.
+        schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
+            peaks can be read.
+        step_time: Durations of steps, of all replicas or by id.
+        predictions: Reach the schedulers as `update` events.
+        router: Chooses the replica of each request; a fresh one. None with one replica.
+        delays_s: By request id: seconds from arrival to its prediction; 0 where missing.
         clients: A closed loop of clients; None: requests arrive at their times.
-        prefix_cache: What is left of earlier turns of a conversation; None: nothing.
+        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps. They are lost when it fails
+            or leaves.
+        exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
+        watch: Observes the run; None: nothing does.
+        progress: Called with the number of requests finished or refused since the last call.
+        roles: By replica: the phases it runs; both where missing.
+        planner: Moves requests between replicas every `interval_s`; None: none move.
+        interval_s: Time between two decisions of planner and scaler.
+        stage_blocks: See `Migrations`.
+        link: Durations of copies.
+        changes: Replicas that join, drain or fail. Those that join later, or that only the scaler starts, are among the
+            schedulers too.
+        scaler: Starts and drains replicas every `interval_s`; None: all run.
+        standby: Replicas that only the scaler starts. A drained one can be started again.
+        startup_s: Time until a replica that the scaler starts can be chosen; it counts for `max_replicas` at once.
+        rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
+
+    Raises:
+        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; `interval_s` is
+            not above 0 or `startup_s` negative; by `run`: requests remain for which no replica came.
     """
 
     def __init__(
         self,
         trace: Trace,
-        scheduler: Scheduler,
-        step_time: StepTime,
+        schedulers: Scheduler | Mapping[str, Scheduler],
+        step_time: StepTime | Mapping[str, StepTime],
         predictions: Predictions,
+        router: Router | None = None,
         *,
-        delays_s: dict[str, float] | None = None,
-        exact_steps: bool = False,
-        progress: Progress | None = None,
+        delays_s: Mapping[str, float] | None = None,
         clients: ClosedLoop | None = None,
-        prefix_cache: PrefixCache | None = None,
+        prefix_cache_tokens: int = 0,
+        exact_steps: bool = False,
+        watch: RunWatch | None = None,
+        progress: Progress | None = None,
+        roles: Mapping[str, ReplicaRole] | None = None,
+        planner: MigrationPlanner | Disaggregated | None = None,
+        interval_s: float = 0.05,
+        stage_blocks: int | None = 64,
+        link: KvLink | None = None,
+        changes: Sequence[ReplicaChange] = (),
+        scaler: AutoScaler | None = None,
+        standby: AbstractSet[str] = frozenset(),
+        startup_s: float = 0.0,
+        rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
-        self._scheduler = scheduler
-        self._replica = SimulatedReplica("", SchedulerPort(scheduler), step_time)
-        self._answers = predictions.answers
-        self._exact_steps = exact_steps
-        self._progress = progress
-        self._prefix_cache = prefix_cache
+        if isinstance(schedulers, Scheduler):
+            schedulers = {"0": schedulers}
+        if not schedulers:
+            raise InputError("schedulers", schedulers, "at least one replica")
+        if router is None and (len(schedulers) > 1 or changes or planner is not None or scaler is not None):
+            raise InputError("router", None, "a router for several replicas, changes, planner or scaler")
+        if not 0 < interval_s < math.inf:
+            raise InputError("interval_s", interval_s, "seconds > 0")
+        if not 0 <= startup_s < math.inf:
+            raise InputError("startup_s", startup_s, "seconds >= 0")
+        for name in (*standby, *(change.replica_id for change in changes)):
+            if name not in schedulers:
+                raise InputError("standby, changes", name, ", ".join(schedulers))
+        self._step_times = (
+            step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
+        )
+        self._prefix_cache_tokens = prefix_cache_tokens
+        self._watch = watch
+        self._exact_steps = exact_steps or planner is not None
+        self._fresh = scaler is not None or (router is not None and router.sees_tokens)
+        #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
-        self._outcome = Outcome()
-        self._seen_until_s = 0.0
-        self._num_present = 0
-        self._num_waiting = 0
-        self._source = Source(trace, predictions, delays_s, clients)
+        self._replicas: dict[str, SimulatedReplica] = {}
+        self._schedulers: dict[str, Scheduler] = {}
+        for name, scheduler in schedulers.items():
+            self._add_replica(name, scheduler)
+        self._predicted = predictions.by_id
+        self._source = EventSource(trace, predictions, delays_s, clients)
+        self._progress = progress
+        self._dispatcher = None if router is None else Dispatcher(router)
+        self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
+        self._changes = sorted(changes, key=lambda change: -change.time_s)
+        self._rebuild = rebuild
+        self._planner = planner
+        self._interval_s = interval_s
+        self._migrations = Migrations(self._schedulers, stage_blocks)
+        self._link = link or KvLink()
+        #: By request id: a copy under way and its end; infinite: it waits for the end of a step.
+        self._copies: dict[str, tuple[float, Copy]] = {}
+        #: Requests whose move waits for the end of a step.
+        self._pending_moves: set[str] = set()
+        #: Predictions that have come, and those that wait for the end of a migration.
+        self._delivered: dict[str, Prediction | LengthPrediction | None] = {}
+        self._delayed: dict[str, Prediction | LengthPrediction | None] = {}
+        self._scaler = scaler
+        self._standby = set(standby)
+        self._startup_s = startup_s
+        self._starting: set[str] = set()
+        self._next_tick_s = math.inf
+        #: Requests in the system and waiting, since when, and whether they may have changed.
+        self._counts = (0, 0)
+        self._counted_s = 0.0
+        self._may_count = False
+        self._outcome = SimulationOutcome()
 
-    def run(self) -> Outcome:
+    def _add_replica(self, name: str, scheduler: Scheduler) -> None:
+        self._replicas[name] = SimulatedReplica(
+            name,
+            scheduler,
+            self._step_times[name],
+            self._rows,
+            prefix_cache_tokens=self._prefix_cache_tokens,
+            exact=self._exact_steps,
+            fresh=self._fresh,
+            watch=None if self._watch is None else ReplicaWatch(self._watch, name, scheduler),
+        )
+        self._schedulers[name] = scheduler
+
+    def run(self) -> SimulationOutcome:
         """Runs until every request has finished or was refused."""
-        out, source, replica, exact = self._outcome, self._source, self._replica, self._exact_steps
-        out.start_s = self._seen_until_s = now = source.start_s
-        while True:
-            if source.next_s <= now:
-                self._deliver(now, inclusive=True)
-            step = replica.begin(self._rows, now, until_s=source.next_s, exact=exact)
-            if step is not None:
-                if step.plan.admitted or step.plan.preempted:
-                    self._observe(now)
-                    self._num_waiting = self._scheduler.num_waiting
-                self._finish(step)
-                now = step.end_s
-            elif source.next_s < math.inf:
-                now = source.next_s
+        now = self._counted_s = self._outcome.start_s = self._source.start_s
+        if self._dispatcher is not None:
+            # Changes are in falling order of time: the last entry of a replica is its first change.
+            first_changes = {change.replica_id: change.kind for change in self._changes}
+            later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
+            for name in self._replicas:
+                if name not in later:
+                    self._dispatcher.joined(name, now, self._roles[name])
+        if self._planner is not None or self._scaler is not None:
+            self._next_tick_s = now + self._interval_s
+        while now < math.inf:
+            now = self._advance(now)
+        if self._dispatcher is not None and self._dispatcher.num_pending:
+            allowed = "a replica in the end that can take every request"
+            raise InputError("roles, changes", self._roles, allowed)
+        assert not self._rows, "a request was lost"
+        assert not self._migrations.in_flight, "a migration never ended"
+        self._outcome.end_s = self._counted_s
+        return self._outcome
+
+    @property
+    def _num_pending(self) -> int:
+        """Requests that wait for a replica."""
+        return 0 if self._dispatcher is None else self._dispatcher.num_pending
+
+    def _advance(self, now: float) -> float:
+        """All events of this time: steps and copies end, requests and predictions arrive, requests move, steps begin.
+
+        Returns:
+            Time of the next event; infinite if none will come.
+        """
+        replicas, source = self._replicas, self._source
+        for replica in replicas.values():
+            if replica.step is not None and replica.step.end_s <= now:
+                self._complete(replica, replica.step)
+        if self._copies:
+            for name, (end_s, copy) in sorted(self._copies.items()):
+                if end_s <= now and self._copies.get(name) == (end_s, copy):
+                    self._copies[name] = (math.inf, copy)
+                    self._end_copy(copy, now)
+        while self._changes and self._changes[-1].time_s <= now:
+            self._change(self._changes.pop())
+        while source.next_s <= now:
+            self._deliver(source.pop())
+        if now >= self._next_tick_s:
+            self._tick(now)
+        next_s = until_s = source.next_s
+        if self._changes:
+            next_s = until_s = min(until_s, self._changes[-1].time_s)
+        if self._scaler is not None:
+            until_s = min(until_s, self._next_tick_s)
+        for replica in replicas.values():
+            step = replica.step or self._begin(replica, now, until_s)
+            if step is not None and step.end_s < next_s:
+                next_s = step.end_s
+        if self._may_count:
+            self._count(now)
+        if self._copies:
+            next_s = min(next_s, *(end_s for end_s, _ in self._copies.values()))
+        if self._next_tick_s < next_s and len(self._rows) > self._num_pending:
+            next_s = self._next_tick_s
+        return next_s
+
+    def _count(self, now: float) -> None:
+        """Integrates the numbers of requests up to now, if they have changed."""
+        self._may_count = False
+        waiting = self._num_pending
+        for replica in self._replicas.values():
+            waiting += replica.scheduler.num_waiting
+        counts = (len(self._rows), waiting)
+        if counts != self._counts:
+            elapsed = now - self._counted_s
+            self._outcome.request_seconds += elapsed * self._counts[0]
+            self._outcome.waiting_seconds += elapsed * self._counts[1]
+            self._counts, self._counted_s = counts, now
+
+    def _deliver(self, event: TraceEvent) -> None:
+        name = event.request.request_id
+        if event.is_arrival:
+            self._arrive(event.request)
+        elif name not in self._outcome.refused:
+            if self._migrations.stopped(name):
+                self._delayed[name] = self._predicted[name]
             else:
-                break
-        assert self._scheduler.num_waiting == self._scheduler.num_running == 0
-        out.end_s = self._seen_until_s
-        return out
+                self._update(name, self._predicted[name], event.time_s)
 
-    def _finish(self, step: Step) -> None:
-        """The step ends: what came meanwhile is handed over first."""
-        out, end_s = self._outcome, step.end_s
-        if self._source.next_s < end_s:
-            self._deliver(end_s, inclusive=False)
-        finished = self._replica.complete(self._rows)
-        if finished:
-            self._observe(end_s)
-            self._num_present -= len(finished)
-        for item in finished:
-            row = self._rows.pop(item.request_id)
-            out.records.append(finished_record(item, row, self._answers.get(item.request_id), end_s))
-            if self._prefix_cache is not None:
-                self._prefix_cache.keep(row)
-            self._source.ended(row, end_s)
-        if finished and self._progress is not None:
-            self._progress(len(finished))
-        out.busy_s += end_s - step.start_s
-        out.num_steps += step.num_steps
-
-    def _deliver(self, until_s: float, *, inclusive: bool) -> None:
-        """Hands over the events before `until_s`, each at its own time."""
-        source = self._source
-        while source.next_s < until_s or (inclusive and source.next_s == until_s):
-            event = source.pop()
-            request_id = event.request.request_id
-            if event.arrives:
-                self._arrive(event.request)
-            elif request_id not in self._outcome.refused:
-                self._scheduler.update(request_id, self._answers[request_id], event.time_s)
+    def _update(self, name: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
+        if self._dispatcher is None:
+            (replica,) = self._replicas.values()
+            replica.scheduler.update(name, prediction, now)
+            return
+        self._delivered[name] = prediction
+        replica_id = self._dispatcher.replica_of(name)
+        if replica_id is not None:
+            self._replicas[replica_id].scheduler.update(name, prediction, now)
 
     def _arrive(self, row: TraceRequest) -> None:
-        cached = 0 if self._prefix_cache is None else self._prefix_cache.hit(row)
-        request = row.request(cached_prefix_tokens=cached)
-        refusal = self._scheduler.refusal(request)
-        if refusal is not None:
-            self._outcome.refused[row.request_id] = str(refusal)
-            self._source.ended(row, row.arrival_s)
-            if self._progress is not None:
-                self._progress(1)
+        name, now = row.request_id, row.arrival_s
+        self._may_count = True
+        request = row.request()
+        refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
+        may_fit_later = not refusals and any(change.kind == "join" for change in self._changes)
+        if not may_fit_later and all(refusal is not None for refusal in refusals):
+            self._outcome.refused[name] = str(refusals[0]) if refusals else "no replica is left"
+            self._end_request(row, now)
             return
-        self._observe(row.arrival_s)
-        self._num_present += 1
-        self._num_waiting += 1
-        self._rows[row.request_id] = row
-        self._scheduler.add(request, row.arrival_s)
+        self._rows[name] = row
+        if self._dispatcher is None:
+            (replica,) = self._replicas.values()
+            cached = replica.prefix_cache.hit(row)
+            replica.scheduler.add(row.request(cached) if cached else request, now)
+        else:
+            schedulers = self._schedulers.values()
+            blocks = prefix_blocks(row, next(iter(schedulers)).kv_block_tokens) if schedulers else ()
+            item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
+            self._dispatcher.arrived(item)
+            self._dispatch(self._dispatcher, now)
 
-    def _observe(self, now: float) -> None:
-        """Adds the stretch since the last call to the integrals; called before the numbers change."""
-        elapsed = now - self._seen_until_s
-        self._outcome.request_seconds += elapsed * self._num_present
-        self._outcome.waiting_seconds += elapsed * self._num_waiting
-        self._seen_until_s = now
+    def _end_request(self, row: TraceRequest, now: float) -> None:
+        self._source.end_request(row, now)
+        if self._progress is not None:
+            self._progress(1)
+
+    def _dispatch(self, dispatcher: Dispatcher, now: float) -> None:
+        """Sends pending requests to replicas."""
+        if not dispatcher.num_pending:
+            return
+        snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
+        for assignment in dispatcher.dispatch({one.replica_id: one for one in snapshots}, now):
+            request, replica = assignment.item.request, self._replicas[assignment.replica_id]
+            cached = replica.prefix_cache.hit(self._rows[request.request_id])
+            if cached:
+                request = replace(request, cached_prefix_tokens=cached)
+            replica.scheduler.add(request, now)
+            if request.request_id in self._delivered:
+                replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
+
+    def _change(self, change: ReplicaChange) -> None:
+        now, name, dispatcher = change.time_s, change.replica_id, self._dispatcher
+        self._may_count = True
+        assert dispatcher is not None, "changes need a router"
+        if change.kind == "join":
+            self._standby.discard(name)
+            self._starting.discard(name)
+            if name not in self._replicas:
+                if self._rebuild is None:
+                    problem = f"replica {name} joins after it has failed"
+                    raise InputError("changes", problem, "that, with `rebuild`")
+                self._add_replica(name, self._rebuild(name))
+            dispatcher.joined(name, now, self._roles[name])
+        elif change.kind == "drain":
+            self._drain(dispatcher, name, now)
+        else:
+            for aborted in self._migrations.on_failed(name, now):
+                self._handle(aborted, now)
+            del self._replicas[name], self._schedulers[name]
+            lost = {item.request.request_id for item in dispatcher.failed(name, now)}
+            self._outcome.num_restarts += len(lost)
+            self._pending_moves -= lost
+        self._dispatch(dispatcher, now)
+
+    def _drain(self, dispatcher: Dispatcher, name: str, now: float) -> None:
+        dispatcher.draining(name, now)
+        for aborted in self._migrations.on_draining(name, now):
+            self._handle(aborted, now)
+
+    def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
+        return tuple(
+            self._replicas[name].view.snapshot(
+                name, status=status, role=self._roles[name], keep_requests=keep_requests
+            )
+            for name, status in dispatcher.replicas.items()
+        )
+
+    def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
+        """Begins the replica's next step, if it has work."""
+        step = replica.begin(now, until_s)
+        if step is not None and (step.plan.admitted or step.plan.preempted):
+            self._may_count = True
+            if self._dispatcher is not None:
+                for name in step.plan.preempted:
+                    self._handle(self._migrations.on_preempted(name, now), now)
+                for name in step.plan.admitted:
+                    self._dispatcher.admitted(name, now)
+        return step
+
+    def _complete(self, replica: SimulatedReplica, step: Step) -> None:
+        outcome = self._outcome
+        for item in replica.complete(step):
+            self._finish(replica, item, step.end_s)
+        outcome.busy_s += step.end_s - step.start_s
+        outcome.num_steps += step.num_steps
+        replica.run_deferred(step.end_s)
+
+    def _finish(self, replica: SimulatedReplica, item: Finished, now: float) -> None:
+        name, replica_id = item.request_id, None
+        self._may_count = True
+        if self._dispatcher is not None:
+            self._handle(self._migrations.on_finished(name, now), now)
+            self._dispatcher.finished(name, now)
+            replica_id = replica.name
+        row = self._rows.pop(name)
+        record = RequestRecord.of(item, row, self._predicted.get(name), now, replica_id)
+        self._outcome.records.append(record)
+        replica.prefix_cache.keep(row)
+        self._end_request(row, now)
+
+    def _tick(self, now: float) -> None:
+        """Decisions of scaler and planner; moves begin when their source is between two steps."""
+        self._next_tick_s = now + self._interval_s
+        dispatcher = self._dispatcher
+        assert dispatcher is not None, "planner and scaler need a router"
+        if self._scaler is not None:
+            self._scale(self._scaler, dispatcher, now)
+        if self._planner is None:
+            return
+        busy = self._migrations.in_flight | self._pending_moves
+        for move in self._planner.plan(self._snapshots(dispatcher, keep_requests=True), busy, now):
+            self._pending_moves.add(move.request_id)
+            self._replicas[move.source].between_steps(lambda at, move=move: self._start_move(move, at), now)  # type: ignore[misc]
+
+    def _scale(self, scaler: AutoScaler, dispatcher: Dispatcher, now: float) -> None:
+        status = dispatcher.replicas
+        for name, one in status.items():
+            idle = self._replicas[name].is_empty and name not in self._migrations.replicas
+            if one is ReplicaStatus.DRAINING and idle:
+                dispatcher.left(name, now)
+                self._standby.add(name)
+                self._replicas[name].clear_prefix_cache()
+        signal = scaler.signal(self._snapshots(dispatcher, keep_requests=False), now)
+        num_active = sum(one is ReplicaStatus.ACTIVE for one in status.values()) + len(self._starting)
+        may_start = bool(self._standby) and num_active < scaler.max_replicas
+        if signal is None or (isinstance(signal, ScaleOut) and not may_start):
+            return
+        self._outcome.scaling.append((now, signal))
+        if isinstance(signal, ScaleIn):
+            self._drain(dispatcher, signal.victim, now)
+            return
+        name = min(self._standby)
+        self._standby.remove(name)
+        join = ReplicaChange(now + self._startup_s, name, "join")
+        if self._startup_s == 0:
+            self._change(join)
+            return
+        self._starting.add(name)
+        self._changes.append(join)
+        self._changes.sort(key=lambda change: -change.time_s)
+
+    def _start_move(self, move: Move, now: float) -> None:
+        self._pending_moves.discard(move.request_id)
+        dispatcher = self._dispatcher
+        assert dispatcher is not None
+        active = dispatcher.replicas.get(move.destination) is ReplicaStatus.ACTIVE
+        if active and dispatcher.replica_of(move.request_id) == move.source:
+            self._handle(self._migrations.start(move, now), now)
+
+    def _end_copy(self, copy: Copy, now: float) -> None:
+        name = copy.move.request_id
+
+        def resume(at: float) -> None:
+            # Between the end of the copy and that of the step the migration may have ended, and another have begun.
+            if name in self._copies and self._copies[name][1] is copy:
+                del self._copies[name]
+                self._handle(self._migrations.copied(name, at), at)
+
+        if copy.live:
+            self._replicas[copy.move.source].between_steps(resume, now)
+        else:
+            resume(now)
+
+    def _handle(self, result: Outcome | None, now: float) -> None:
+        """Carries out the result of a call to `Migrations`."""
+        if result is None:
+            return
+        name, outcome = result.move.request_id, self._outcome
+        if isinstance(result, Copy):
+            source = self._replicas[result.move.source]
+            source.link_free_s = max(now, source.link_free_s) + self._link.copy_s(result.num_blocks)
+            self._copies[name] = (source.link_free_s, result)
+            return
+        if isinstance(result, Aborted):
+            self._copies.pop(name, None)
+            outcome.aborted_migrations[result.reason] += 1
+        else:
+            assert self._dispatcher is not None
+            self._dispatcher.migrated(name, result.move.destination, now)
+            outcome.num_migrations += 1
+            outcome.num_migrated_blocks += result.num_blocks
+        if name in self._delayed:
+            self._update(name, self._delayed.pop(name), now)

@@ -1,32 +1,65 @@
-"""What a simulation is judged by; names and meanings as in the architecture notes, all times in seconds."""
+"""Metrics of a run, in seconds where a name ends in _s; names and meanings as in the architecture notes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from scheduler_core.errors import InputError
+from scheduler_core.lengths import LogT
 from scheduler_core.predictions import Prediction
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.fetch import Predictions
-from scheduler_core.simulator.loop import Outcome
-from scheduler_core.simulator.prediction_quality import prediction_quality
-from scheduler_core.simulator.records import LATENCIES, RequestRecord
-from scheduler_core.simulator.request_columns import FloatArray, RequestColumns
-from scheduler_core.simulator.token_gaps import GapHistogram, TokenGaps
-from scheduler_core.simulator.watch import RunWatch, kv_quantiles
+from scheduler_core.simulator.loop import SimulationOutcome
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.records import LATENCIES, FloatArray, RequestColumns, RequestRecord
+from scheduler_core.simulator.token_gaps import GapClass, GapHistogram, TokenGaps
+from scheduler_core.simulator.watch import RunWatch
 
-#: Share of the longest answers that the starvation slope looks at.
-LONG_SHARE = 0.1
-#: More groups than this are not listed one by one.
+#: Fraction of the longest outputs that the starvation slope is about.
+LONG_FRACTION = 0.1
+#: Fields with more groups than this are not listed.
 MAX_GROUPS = 64
-_GROUPS = ("tier", "tenant", "category")
+#: Quantiles that pinball loss and coverage are computed for.
+LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+NUM_PIT_BINS = 10
+#: Degrees of freedom above which Student's t is taken as normal: the CRPS then differs by less than 1e-6.
+_NORMAL_NU = 1e6
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """(dotted name, number) of every number in a tree of metrics."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{key}", float(value)
+
+
+def metric(tree: Mapping[str, Any], name: str) -> float:
+    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance.
+
+    Raises:
+        InputError: There is none; names the metrics at that level.
+    """
+    value: Any = tree
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            names = ", ".join(map(str, value)) if isinstance(value, Mapping) else "nothing below"
+            raise InputError(f"metric {name}", part, names)
+        value = value[part]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        parts = ", ".join(f"{name}.{key}" for key in value) if isinstance(value, Mapping) else ""
+        raise InputError("metric", name, parts or "a metric with a value")
+    return float(value)
 
 
 def summary(values: Iterable[float | None] | FloatArray) -> dict[str, float] | None:
-    """mean, p50, p90, p95, p99, p999, max (percentiles interpolated linearly) and tail_ratio = p99 / p50 of what is not
-    None or NaN; None if nothing is. Without tail_ratio if the median is 0."""
+    """mean, p50, p90, p95, p99, p999, max (percentiles interpolated linearly) and tail_ratio = p99 / p50 of all values but
+    None and NaN; None without any. Without tail_ratio if the median is 0."""
     array = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     array = array[~np.isnan(array)]
     if array.size == 0:
@@ -46,141 +79,250 @@ def jain_index(values: Sequence[float] | FloatArray) -> float | None:
     return float(array.sum()) ** 2 / (len(array) * squares) if squares > 0 else None
 
 
-def starvation_slope(records: Sequence[RequestRecord]) -> float | None:
+def starvation_slope(requests: RequestColumns | Sequence[RequestRecord]) -> float | None:
     """Growth of the latency of long requests with their order of arrival, in seconds per request (UniBoost, appendix).
 
     The least-squares slope of ttlt_s over the position among all arrivals, for the tenth of the requests with the longest
-    answers; near 0 where nobody starves. None with fewer than 3 of them.
+    outputs; near 0 without starvation. None with fewer than 3 of them.
     """
-    return _starvation_slope(RequestColumns.of(records))
-
-
-def _starvation_slope(requests: RequestColumns) -> float | None:
-    order = np.argsort(requests.arrival_s, kind="stable")
-    place = np.flatnonzero(
-        requests.output_tokens[order] >= np.quantile(requests.output_tokens, 1 - LONG_SHARE)
-    )
-    if len(place) < 3:
+    columns = requests if isinstance(requests, RequestColumns) else RequestColumns.of(requests)
+    order = np.argsort(columns.arrival_s, kind="stable")
+    threshold = np.quantile(columns.output_tokens, 1 - LONG_FRACTION)
+    positions = np.flatnonzero(columns.output_tokens[order] >= threshold)
+    if len(positions) < 3:
         return None
-    centred = place - place.mean()
-    return float((centred * requests.ttlt_s[order][place]).sum() / (centred**2).sum())
+    centered = positions - positions.mean()
+    return float((centered * columns.ttlt_s[order][positions]).sum() / (centered**2).sum())
 
 
 def run_metrics(
-    outcome: Outcome, schedulers: Mapping[str, Scheduler], watch: RunWatch, alone_s: Mapping[str, float]
+    outcome: SimulationOutcome,
+    schedulers: Mapping[str, Scheduler],
+    watch: RunWatch,
+    isolated_latency_s: Mapping[str, float],
 ) -> dict[str, Any]:
     """Metrics of one run.
 
-    - `ttft_s`, `ttlt_s`, `per_token_latency_s`, `tpot_s`, `queueing_delay_s`, `normalized_waiting_s` (queueing delay per
-      output token), `slowdown` (ttlt_s over what it would be alone): summaries over the finished requests.
-    - `tbt_s`: summary over all gaps between tokens; `kv_use`: share of KV blocks in use, mean over time and maximum.
-    - `slo_attainment`: share of the requests with targets, refused ones among them, that met all of theirs;
-      `goodput_rps`: those per second. None if nobody has a target.
+    - `ttft_s`, `ttlt_s`, `normalized_latency_s`, `tpot_s`, `queueing_delay_s`, `normalized_waiting_s` (queueing delay per
+      output token), `slowdown` (ttlt_s over the latency on an idle engine): summaries over the finished requests.
+    - `tbt_s`: summary over all gaps between tokens; `kv_usage`: fraction of KV blocks in use, mean over time and maximum.
+    - `slo_attainment`: fraction of the requests with targets, refused ones among them, that met all of theirs;
+      `goodput_rps`: those per second. None without targets.
     - `fairness_requests`: Jain's index of 1 / slowdown over requests; `fairness_tenants`: of its mean per tenant.
     - `starvation_slope`: see there.
     - `groups`: by tier, tenant and category, where there is more than one: the same for each.
-    - `prediction`: how good predicted lengths were, see `prediction_quality`; None without predictions.
+    - `prediction`: see `prediction_quality`; None without predictions.
     - `littles_law_error`: the relative gap between the time average of the number of requests in the system, integrated
       event by event, and throughput times mean ttlt_s: rounding apart it must be 0.
+
+    Args:
+        outcome: The run.
+        schedulers: By replica; their counters and memory peaks are read.
+        watch: The observations of the run.
+        isolated_latency_s: By request id: latency on an idle engine.
     """
     requests = RequestColumns.of(outcome.records)
-    alone = np.array([alone_s[one.request_id] for one in outcome.records], np.float64)
+    isolated = np.array([isolated_latency_s[one.request_id] for one in outcome.records], np.float64)
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
-    predicted_by_law = float(requests.ttlt_s.sum()) * per_s
-    metrics = _of_requests(requests, alone, per_s, len(outcome.refused))
-    metrics["tbt_s"] = None if watch.gaps is None else _of_gaps(watch.gaps.total())
+    expected_in_system = float(requests.ttlt_s.sum()) * per_s
     capacity = sum(core.config.num_kv_blocks for core in schedulers.values())
-    speed = alone / requests.ttlt_s
-    metrics.update(
-        num_refused=len(outcome.refused),
-        num_preemptions=sum(core.counters.num_preemptions for core in schedulers.values()),
-        num_steps=outcome.num_steps,
-        makespan_s=span,
-        busy_share=outcome.busy_s * per_s / len(schedulers),
-        throughput_rps=len(requests) * per_s,
-        throughput_output_tokens_per_s=float(requests.output_tokens.sum()) * per_s,
-        mean_requests_in_system=in_system,
-        mean_requests_waiting=outcome.waiting_seconds * per_s,
-        peak_kv_share=sum(core.peak_kv_blocks for core in schedulers.values()) / capacity,
-        kv_use=kv_quantiles(watch.loads),
-        fairness_requests=jain_index(speed),
-        fairness_tenants=jain_index(_tenant_rates(requests, speed)),
-        starvation_slope=_starvation_slope(requests),
-        littles_law_error=abs(in_system - predicted_by_law) / in_system if in_system > 0 else 0.0,
-        groups={name: _by_group(requests, name, alone, per_s, watch.gaps) for name in _GROUPS},
-        prediction=prediction_quality(requests),
-    )
-    return metrics
+    speed = isolated / requests.ttlt_s
+    return {
+        **_request_metrics(requests, isolated, per_s, len(outcome.refused)),
+        "tbt_s": None if watch.gaps is None else watch.gaps.total().summary(),
+        "num_refused": len(outcome.refused),
+        "num_preemptions": sum(core.counters.num_preemptions for core in schedulers.values()),
+        "num_steps": outcome.num_steps,
+        "makespan_s": span,
+        "busy_fraction": outcome.busy_s * per_s / len(schedulers),
+        "throughput_rps": len(requests) * per_s,
+        "throughput_output_tokens_per_s": float(requests.output_tokens.sum()) * per_s,
+        "mean_requests_in_system": in_system,
+        "mean_requests_waiting": outcome.waiting_seconds * per_s,
+        "peak_kv_usage": sum(core.peak_kv_blocks for core in schedulers.values()) / capacity,
+        "kv_usage": watch.kv_usage(),
+        "fairness_requests": jain_index(speed),
+        "fairness_tenants": jain_index(_tenant_means(requests, speed)),
+        "starvation_slope": starvation_slope(requests),
+        "littles_law_error": abs(in_system - expected_in_system) / in_system if in_system > 0 else 0.0,
+        "groups": {
+            name: _group_metrics(requests, name, isolated, per_s, watch.gaps)
+            for name in ("tier", "tenant", "category")
+        },
+        "prediction": prediction_quality(requests),
+    }
 
 
-def _of_requests(
-    requests: RequestColumns, alone_s: FloatArray, per_s: float, num_refused: int
+def _request_metrics(
+    requests: RequestColumns, isolated_s: FloatArray, per_s: float, num_refused: int
 ) -> dict[str, Any]:
-    """What can be said of any set of requests."""
+    """Metrics of any set of requests."""
     metrics: dict[str, Any] = {name: summary(getattr(requests, name)) for name in LATENCIES}
-    metrics["slowdown"] = summary(requests.ttlt_s / alone_s)
-    metrics["num_finished"] = len(requests)
-    metrics["num_reached_max_tokens"] = int((requests.finish_reason == "length").sum())
     with_target = int(requests.has_slo.sum())
     met = int((requests.has_slo & requests.meets_slo).sum())
-    metrics["slo_attainment"] = met / (with_target + num_refused) if with_target else None
-    metrics["goodput_rps"] = met * per_s if with_target else None
-    return metrics
+    return metrics | {
+        "slowdown": summary(requests.ttlt_s / isolated_s),
+        "num_finished": len(requests),
+        "num_reached_max_tokens": int((requests.finish_reason == "length").sum()),
+        "slo_attainment": met / (with_target + num_refused) if with_target else None,
+        "goodput_rps": met * per_s if with_target else None,
+    }
 
 
-def _of_gaps(gaps: GapHistogram) -> dict[str, float] | None:
-    """The summary of the gaps with its tail_ratio, as of any latency."""
-    named = gaps.summary()
-    if named is not None and named["p50"] > 0:
-        named["tail_ratio"] = named["p99"] / named["p50"]
-    return named
-
-
-def _tenant_rates(requests: RequestColumns, speed: FloatArray) -> FloatArray:
-    """Mean of the speed of each tenant's requests."""
+def _tenant_means(requests: RequestColumns, values: FloatArray) -> FloatArray:
+    """Mean of the values of each tenant's requests."""
     tenants = requests.tenant.tolist()
-    ids = {name: place for place, name in enumerate(dict.fromkeys(tenants))}
-    places = np.array([ids[name] for name in tenants], np.int64)
-    return np.asarray(np.bincount(places, speed) / np.bincount(places), np.float64)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(tenants))}
+    codes = np.array([numbers[name] for name in tenants], np.int64)
+    return np.asarray(np.bincount(codes, values) / np.bincount(codes), np.float64)
 
 
-def _by_group(
-    requests: RequestColumns, name: str, alone_s: FloatArray, per_s: float, gaps: TokenGaps | None
+def _group_metrics(
+    requests: RequestColumns, name: str, isolated_s: FloatArray, per_s: float, gaps: TokenGaps | None
 ) -> dict[str, Any]:
-    """By value of the field: `_of_requests` and the gaps between tokens; empty with one group, or too many."""
+    """By value of the field: metrics of its requests and their gaps; empty with one group, or too many."""
     groups = {
-        key: _of_requests(requests.where(chosen), alone_s[chosen], per_s, 0)
-        for key, chosen in requests.groups(name, MAX_GROUPS).items()
+        key: _request_metrics(requests.where(rows), isolated_s[rows], per_s, 0)
+        for key, rows in requests.groups(name, MAX_GROUPS).items()
     }
-    pick: dict[str, Callable[[tuple[int, str]], str]] = {
-        "tier": lambda kind: str(kind[0]),
-        "tenant": lambda kind: kind[1],
+    keys: dict[str, Callable[[GapClass], str]] = {
+        "tier": lambda one: str(one[0]),
+        "tenant": lambda one: one[1],
     }
-    if gaps is not None and name in pick:
+    if gaps is not None and name in keys:
         for key, values in groups.items():
-            parts = [part for kind, part in gaps.by_class.items() if pick[name](kind) == key]
-            values["tbt_s"] = _of_gaps(GapHistogram.merged(parts))
+            parts = [part for one, part in gaps.by_class.items() if keys[name](one) == key]
+            values["tbt_s"] = GapHistogram.merged(parts).summary()
     return groups
 
 
-def with_cluster(metrics: Mapping[str, Any], cluster: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Metrics of a run with those of its cluster (migrations, restarts, scaling) under `cluster`, if it had one."""
-    return {**metrics} if cluster is None else {**metrics, "cluster": dict(cluster)}
-
-
 def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Scheduler]) -> dict[str, Any]:
-    """Where predictions came from, how many came, failed or came too late, and how long the calls took."""
-    answers = [answer for answer in predictions.answers.values() if answer is not None]
-    lengths = [one.length if isinstance(one, Prediction) else one for one in answers]
-    named = {f"{one.artifact_id} {one.artifact_version}".strip() for one in lengths if one is not None}
+    """Source of predictions, how many came, failed or came too late, and the duration of the calls."""
+    present = [one for one in predictions.by_id.values() if one is not None]
+    lengths = [one.length if isinstance(one, Prediction) else one for one in present]
+    artifacts = {f"{one.artifact_id} {one.artifact_version}".strip() for one in lengths if one is not None}
     return {
         "source": predictions.source,
-        "num_predicted": len(answers),
+        "num_predicted": len(present),
         "num_failed": predictions.num_failed,
         "num_late": sum(core.counters.num_late_predictions for core in schedulers.values()),
         "latency_s": summary(predictions.latency_s.values()),
-        "artifacts": sorted(named - {""}),
+        "artifacts": sorted(artifacts - {""}),
         "first_error": next(iter(predictions.errors.values()), None),
     }
+
+
+def prediction_quality(requests: RequestColumns) -> dict[str, Any] | None:
+    """Scores of the predicted log-t lengths of the finished requests; None without predictions.
+
+    - `num`: requests with a prediction.
+    - `mae_tokens`, `rmse_tokens`: of the predicted median; `mae_log`, `rmse_log`, `r2_log`: of mu against ln length.
+    - `kendall_tau`: tau-b of the predicted medians and the lengths.
+    - `pinball_tokens`: mean pinball loss of the predicted P50, P90, P99; `coverage`: fraction of lengths up to them.
+    - `crps_log`: mean continuous ranked probability score of ln length; None if a nu is 1 or less, where it is infinite.
+    - `pit`: fraction of the requests in each tenth of the probability integral transform; all 0.1 if calibrated.
+
+    R2 is None if all lengths are equal, tau if one side ranks nothing. A request has one length, so there is
+    no truth that the predicted sigma could be compared with: CRPS, coverage and PIT score it.
+    """
+    predicted = np.isfinite(requests.predicted_mu)
+    if not predicted.any():
+        return None
+    requests = requests if predicted.all() else requests.where(predicted)
+    mu, sigma, nu = requests.predicted_mu, requests.predicted_sigma, requests.predicted_nu
+    length = requests.output_tokens
+    distribution = LogT(mu, sigma, nu[:1] if (nu == nu[0]).all() else nu)
+    error_tokens, error_log = np.exp(mu) - length, mu - np.log(length)
+    variation = float(((np.log(length) - np.log(length).mean()) ** 2).sum())
+    # mu + sigma t: one quantile of Student's t for each nu, not one for each request.
+    values, codes = np.unique(nu, return_inverse=True)
+    student = LogT(0.0, 1.0, values)
+    quantiles = {
+        name: np.exp(mu + sigma * np.asarray(student.logppf(level))[codes]) for name, level in LEVELS.items()
+    }
+    cdf = np.asarray(distribution.cdf(length))
+    pit = np.histogram(cdf, NUM_PIT_BINS, (0.0, 1.0))[0] / len(length)
+    return {
+        "num": len(length),
+        "mae_tokens": float(np.abs(error_tokens).mean()),
+        "rmse_tokens": float(np.sqrt((error_tokens**2).mean())),
+        "mae_log": float(np.abs(error_log).mean()),
+        "rmse_log": float(np.sqrt((error_log**2).mean())),
+        "r2_log": 1 - float((error_log**2).sum()) / variation if variation > 0 else None,
+        "kendall_tau": kendall_tau(mu, length),
+        "pinball_tokens": {
+            name: float(np.maximum(level * error, (level - 1) * error).mean())
+            for name, level in LEVELS.items()
+            for error in [length - quantiles[name]]
+        },
+        "coverage": {name: float((length <= quantile).mean()) for name, quantile in quantiles.items()},
+        "crps_log": _crps_log(requests, distribution, cdf),
+        "pit": {f"bin_{index}": float(fraction) for index, fraction in enumerate(pit)},
+    }
+
+
+def _crps_log(requests: RequestColumns, distribution: LogT, cdf: FloatArray) -> float | None:
+    """Mean CRPS of ln length under mu + sigma T_nu, in closed form (Jordan, Krueger & Lerch 2019, appendix A)."""
+    nu, sigma, length = requests.predicted_nu, requests.predicted_sigma, requests.output_tokens
+    if not (nu > 1).all():
+        return None
+    z = (np.log(length) - requests.predicted_mu) / sigma
+    density = np.asarray(distribution.pdf(length)) * length * sigma
+    values, codes = np.unique(nu, return_inverse=True)
+    normal = values > _NORMAL_NU
+    finite = np.where(normal, 2.0, values)
+    scale = np.where(normal, 1.0, 1 / (finite - 1))[codes]
+    half_distance = [_half_mean_distance(value) for value in finite]
+    own = np.where(normal, 1 / math.sqrt(math.pi), half_distance)[codes]
+    squares = np.where(nu > _NORMAL_NU, 1.0, nu + z**2)
+    return float((sigma * (z * (2 * cdf - 1) + 2 * density * squares * scale - own)).mean())
+
+
+def _half_mean_distance(nu: float) -> float:
+    """Half the mean distance of two draws from Student's t: 2 sqrt(nu) / (nu - 1) B(1/2, nu - 1/2) / B(1/2, nu/2)^2."""
+
+    def log_beta(b: float) -> float:
+        return math.lgamma(0.5) + math.lgamma(b) - math.lgamma(b + 0.5)
+
+    return 2 * math.sqrt(nu) / (nu - 1) * math.exp(log_beta(nu - 0.5) - 2 * log_beta(nu / 2))
+
+
+def kendall_tau(first: FloatArray, second: FloatArray) -> float | None:
+    """Kendall's tau-b of two rankings [n], in O(n log^2 n); None if one of them ranks nothing.
+
+    Not scipy's: simulations need numpy alone, and its import takes longer than a short run.
+    """
+    a, b = (np.unique(values, return_inverse=True)[1] for values in (first, second))
+    pairs = len(a) * (len(a) - 1) / 2
+    tied_a, tied_b = _tied_pairs(a), _tied_pairs(b)
+    if tied_a == pairs or tied_b == pairs:
+        return None
+    tied_both = _tied_pairs(a * (int(b.max()) + 1) + b)
+    swaps = _inversions(b[np.lexsort((b, a))])
+    difference = pairs - tied_a - tied_b + tied_both - 2 * swaps
+    return float(difference / math.sqrt((pairs - tied_a) * (pairs - tied_b)))
+
+
+def _tied_pairs(values: NDArray[np.int64]) -> float:
+    counts = np.unique(values, return_counts=True)[1].astype(float)
+    return float((counts * (counts - 1) / 2).sum())
+
+
+def _inversions(ranks: NDArray[np.int64]) -> int:
+    """Pairs i < j with ranks[i] > ranks[j], by a merge sort that does all merges of one size together."""
+    above = int(ranks.max()) + 1
+    values = np.full(1 << max(0, len(ranks) - 1).bit_length(), above, np.int64)
+    values[: len(ranks)] = ranks
+    swaps, width = 0, 1
+    while width < len(values):
+        rows = values.reshape(-1, 2 * width)
+        # An offset per row makes all left halves together one sorted array.
+        index = np.arange(len(rows))[:, None]
+        left, right = ((half + index * (above + 1)).ravel() for half in (rows[:, :width], rows[:, width:]))
+        not_above = np.searchsorted(left, right, side="right").reshape(-1, width) - index * width
+        swaps += rows.size // 2 * width - int(not_above.sum())
+        values = np.sort(rows, axis=1, kind="stable").ravel()
+        width *= 2
+    return swaps

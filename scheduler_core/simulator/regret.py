@@ -1,9 +1,9 @@
-"""Regret: what a policy costs against the order by true length, and against arrival order, on the same requests."""
+"""Regret: the cost of a policy compared with the order by true length, and with arrival order, on the same requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,124 +16,94 @@ from scheduler_core.simulator.watch import RunWatch
 
 #: Arrival order, and the shortest true length first.
 BASELINE, ORACLE = "fcfs", "sjf"
-#: Latencies whose means a regret is told of; the first is the one that papers report.
-REGRETTED = ("per_token_latency_s", "ttft_s", "ttlt_s")
+#: Latencies whose means have a regret; the first is the one that papers report.
+REGRETTED = ("normalized_latency_s", "ttft_s", "ttlt_s")
 
 
-@dataclass(frozen=True, slots=True)
-class Counterfactuals:
-    """What would have become of the same requests.
+def simulated_regret(config: SimulationConfig, trace: Trace, result: SimulationResult) -> dict[str, Any]:
+    """Simulates the trace again, at most three times, with the same engine, cluster and arrivals: in arrival order, by true
+    length, and (if the policy uses predicted lengths) under the same policy with true lengths.
 
-    Attributes:
-        baseline: In the order of arrival.
-        oracle: Shortest true length first.
-        informed: Under the same policy, had it known the true lengths; None if it reads no predicted lengths.
-    """
+    By latency, for the means over requests, see `regret_of_means`; and `slower_fraction`: fraction of the requests that
+    the oracle would have served faster.
 
-    baseline: SimulationResult
-    oracle: SimulationResult
-    informed: SimulationResult | None
-
-
-def counterfactuals(config: SimulationConfig, trace: Trace) -> Counterfactuals:
-    """Simulates the trace again: three runs at most, with the same engine, cluster and arrivals.
+    The oracle is best for the mean time in the system where all lengths are served at one speed. It need not be for the
+    other latencies or where batches matter: then a regret can be below 0.
 
     Raises:
         InputError: One of the orders does not go with the batch former.
     """
 
-    def again(**changes: Any) -> SimulationResult:
-        return run_simulation(
-            replace(config, predictor_noise=0.0, **changes), trace=trace, watch=RunWatch(gaps=None)
-        )
+    def simulate(**changes: Any) -> SimulationResult:
+        changed = replace(config, predictor_noise=0.0, **changes)
+        return run_simulation(changed, trace=trace, watch=RunWatch(gaps=None))
 
     plain: dict[str, Any] = {"policy_parameters": {}, "predictor_delay_s": None}
-    return Counterfactuals(
-        baseline=again(policy=BASELINE, predictor="none", **plain),
-        oracle=again(policy=ORACLE, predictor=None, **plain),
-        informed=None if config.prediction_source == "none" else again(predictor=_true_lengths(config)),
-    )  # fmt: skip
+    baseline = simulate(policy=BASELINE, predictor="none", **plain)
+    oracle = simulate(policy=ORACLE, predictor=None, **plain)
+    informed = None
+    if config.prediction_source != "none":
+        informed = simulate(predictor=None if config.policy == ORACLE else "oracle")
+
+    def mean(one: SimulationResult, name: str) -> float:
+        return float(one.metrics[name]["mean"])
+
+    regret: dict[str, Any] = {
+        name: regret_of_means(
+            mean(result, name),
+            mean(oracle, name),
+            mean(baseline, name),
+            None if informed is None else mean(informed, name),
+        )
+        for name in REGRETTED
+    }
+    return regret | {"slower_fraction": _slower_fraction(result.records, oracle.records)}
 
 
-def _true_lengths(config: SimulationConfig) -> str | None:
-    """The predictor that knows: the default of a bound, the oracle for anything else."""
-    return None if config.policy == ORACLE else "oracle"
-
-
-def regret(result: SimulationResult, others: Counterfactuals) -> dict[str, Any]:
-    """By latency, for the means over requests, in seconds:
+def regret_of_means(
+    policy: float, oracle: float, baseline: float, informed: float | None = None
+) -> dict[str, float | None]:
+    """The regret of one mean, from the means of the four runs, in seconds.
 
     - `regret_s`: the policy less the oracle.
-    - `share`: that over what arrival order costs against the oracle: 0 as good as the oracle, 1 no better than arrival
-      order. None where arrival order is no worse than the oracle: there is nothing to gain then.
-    - `of_predictions_s`, `of_order_s`: the two parts of `regret_s`: what wrong predictions cost the policy, and what is
-      left if it knew the true lengths. None if it reads no predicted lengths.
-    - `slower_share`: share of the requests that the oracle would have served faster.
-
-    The oracle is best for the mean time in the system where all lengths are served at one speed. It need not be for the
-    other latencies or where batches matter: then a regret can be below 0.
-
-    Args:
-        result: The run.
-        others: Its counterfactuals.
+    - `fraction`: that over the cost of arrival order: 0 as good as the oracle, 1 no better than arrival order. None where
+      arrival order is no worse than the oracle: there is nothing to gain then.
+    - `of_predictions_s`, `of_order_s`: the two parts of `regret_s`: the cost of wrong predictions, and the rest, with true
+      lengths. None if the policy uses no predicted lengths.
     """
-    known = None if others.informed is None else others.informed.metrics
-    found: dict[str, Any] = {}
-    for name in REGRETTED:
-        mine, best, first = (
-            float(one.metrics[name]["mean"]) for one in (result, others.oracle, others.baseline)
-        )
-        found[name] = parts(mine, best, first, None if known is None else float(known[name]["mean"]))
-    found["slower_share"] = _slower_share(result.records, others.oracle.records)
-    return found
-
-
-def parts(policy: float, oracle: float, baseline: float, informed: float | None) -> dict[str, float | None]:
-    """`regret` of one mean, from the means of the four runs, in seconds."""
     return {
         "regret_s": policy - oracle,
-        "share": (policy - oracle) / (baseline - oracle) if baseline > oracle else None,
+        "fraction": (policy - oracle) / (baseline - oracle) if baseline > oracle else None,
         "of_predictions_s": None if informed is None else policy - informed,
         "of_order_s": None if informed is None else informed - oracle,
     }
 
 
-def _slower_share(mine: Sequence[RequestRecord], best: Sequence[RequestRecord]) -> float:
-    by_id = {one.request_id: one.ttlt_s for one in best}
-    slower = [one.ttlt_s > by_id[one.request_id] * (1 + 1e-12) for one in mine if one.request_id in by_id]
-    return float(np.mean(slower))
+def _slower_fraction(records: Sequence[RequestRecord], oracle: Sequence[RequestRecord]) -> float:
+    by_id = {one.request_id: one.ttlt_s for one in oracle}
+    pairs = [(one.ttlt_s, by_id[one.request_id]) for one in records if one.request_id in by_id]
+    return float(np.mean([own > best * (1 + 1e-12) for own, best in pairs]))
 
 
 def with_regret(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Results of a sweep with `metrics.regret` where the same point and seed was simulated in both other orders too.
-
-    Args:
-        results: What `run_cells` returns; `settings.policy` tells the orders apart.
-    """
+    """Results of a sweep with `metrics.regret` where the same point and seed was simulated in both other orders too."""
     orders: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for one in results:
-        orders.setdefault(_where(one), {})[str(one["settings"].get("policy"))] = one["metrics"]
-    told = []
+        orders.setdefault(_point(one), {})[str(one["settings"].get("policy"))] = one["metrics"]
+    extended = []
     for one in results:
-        others = orders[_where(one)]
-        content = dict(one)
+        own, others = one["metrics"], orders[_point(one)]
         if BASELINE in others and ORACLE in others:
-            mine, best, first = one["metrics"], others[ORACLE], others[BASELINE]
-            content["metrics"] = {
-                **mine,
-                "regret": {
-                    name: parts(mine[name]["mean"], best[name]["mean"], first[name]["mean"], None)
-                    for name in REGRETTED
-                },
+            means = {
+                name: [tree[name]["mean"] for tree in (own, others[ORACLE], others[BASELINE])]
+                for name in REGRETTED
             }
-        told.append(content)
-    return told
+            own = {**own, "regret": {name: regret_of_means(*values) for name, values in means.items()}}
+        extended.append({**one, "metrics": own})
+    return extended
 
 
-def _where(result: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Everything but the policy, and its parameters."""
-    return tuple(
-        (name, value)
-        for name, value in result["settings"].items()
-        if name != "policy" and not name.startswith("policy_parameters")
-    )
+def _point(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """All settings but the policy and its parameters."""
+    settings = result["settings"].items()
+    return tuple((name, value) for name, value in settings if not name.startswith("policy"))

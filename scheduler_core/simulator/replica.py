@@ -1,171 +1,278 @@
-"""One simulated replica: its scheduler, and the step that it is in."""
+"""One simulated replica: its scheduler, the step that it is carrying out, and its prefix cache."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
-from typing import Protocol, runtime_checkable
 
+from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.request import Phase, Status
-from scheduler_core.routing.scheduler_port import SchedulerPort
-from scheduler_core.simulator.decode_run import DecodeRun, StepGroup, Steps
-from scheduler_core.simulator.endings import Endings
-from scheduler_core.simulator.step_time import DecodeContexts, StepTime, StepWork
+from scheduler_core.routing import SchedulerView
+from scheduler_core.scheduler import Scheduler
+from scheduler_core.simulator.step_time.base import DecodeContexts, StepTime, StepWork
+from scheduler_core.simulator.step_time.decode_run import DecodeRun, StepGroup
 from scheduler_core.simulator.trace import TraceRequest
+from scheduler_core.simulator.watch import ReplicaWatch, Step
 
-Rows = Mapping[str, TraceRequest]
-
-_MANY = 1 << 30
+_UNLIMITED_STEPS = 1 << 30
 
 
-@dataclass(slots=True)
-class Step:
-    """A plan under way.
+class PrefixCache:
+    """The last turn of every conversation; the least recently used is evicted first.
+
+    It has memory of its own, in addition to the blocks of the running requests: `KVCache` charges each request for all its
+    tokens, as shared blocks are not modeled. Copies of the prefix of a running request are not counted twice.
+
+    Args:
+        capacity_tokens: Tokens that are kept in all, >= 0.
 
     Attributes:
-        plan: What is being done.
-        num_steps: How often.
-        start_s: When it began.
-        end_s: When it will be done.
+        num_tokens: Tokens in the cache.
+        num_hit_tokens: Tokens that needed no prefill, of all requests so far.
+
+    Raises:
+        InputError: The capacity is negative.
     """
 
-    plan: StepPlan
-    num_steps: int
-    start_s: float
-    end_s: float
+    def __init__(self, capacity_tokens: int) -> None:
+        if capacity_tokens < 0:
+            raise InputError("capacity_tokens", capacity_tokens, "integers >= 0")
+        self.capacity_tokens = capacity_tokens
+        self.num_tokens = 0
+        self.num_hit_tokens = 0
+        self._tokens: OrderedDict[str, int] = OrderedDict()
+
+    def hit(self, row: TraceRequest) -> int:
+        """Tokens of a new turn's prompt that are in the cache; the conversation counts as used now."""
+        if row.session_id is None or row.session_id not in self._tokens:
+            return 0
+        self._tokens.move_to_end(row.session_id)
+        tokens = min(row.prefix_tokens, self._tokens[row.session_id])
+        self.num_hit_tokens += tokens
+        return tokens
+
+    def keep(self, row: TraceRequest) -> None:
+        """A turn has ended; its prompt and output stay, as far as the capacity allows."""
+        name = row.session_id
+        if name is None:
+            return
+        self.num_tokens += row.prompt_tokens + row.output_tokens - self._tokens.pop(name, 0)
+        self._tokens[name] = row.prompt_tokens + row.output_tokens
+        while self.num_tokens > self.capacity_tokens:
+            self.num_tokens -= self._tokens.popitem(last=False)[1]
 
 
-@runtime_checkable
-class HearsTimes(Protocol):
-    """A scheduler that wants to know the times of steps that are taken at once; `WatchedScheduler` does."""
+def prefix_blocks(row: TraceRequest, kv_block_tokens: int) -> tuple[int, ...]:
+    """Hashes of the full blocks of a conversation's prompt, which its turns share; none without a conversation."""
+    if row.session_id is None:
+        return ()
+    return tuple(
+        int.from_bytes(sha256(f"{row.session_id} {block}".encode()).digest()[:8])
+        for block in range(row.prompt_tokens // kv_block_tokens)
+    )
 
-    def timed(self, first_end_s: float, rest: Steps) -> None:
-        """Called before `complete`: the end of the first step, in seconds, and the durations of the others."""
-        ...
+
+class FinishQueue:
+    """A heap of requests by the step after which they have their true length; steps count for all of them.
+
+    See `Scheduler.num_common_steps` for the number of a step.
+    """
+
+    __slots__ = ("_heap", "_steps")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, str]] = []
+        self._steps: dict[str, int] = {}
+
+    def add(self, request_id: str, step: int) -> None:
+        """The request finishes when so many steps have been taken."""
+        self._steps[request_id] = step
+        heap = self._heap
+        heappush(heap, (step, request_id))
+        if len(heap) > 2 * len(self._steps) + 64:
+            self._heap = [(step, name) for name, step in self._steps.items()]
+            heapify(self._heap)
+
+    def drop(self, request_id: str) -> None:
+        """The request decodes no longer and has not finished; ignored if it did not decode."""
+        self._steps.pop(request_id, None)
+
+    def next_step(self) -> int:
+        """Steps taken when the first request finishes; there must be one."""
+        heap, steps = self._heap, self._steps
+        while steps.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0][0]
+
+    def pop_until(self, step: int) -> list[str]:
+        """Takes out the requests that finish within so many steps, in no particular order."""
+        heap, steps = self._heap, self._steps
+        finished: list[str] = []
+        while heap and heap[0][0] <= step:
+            due, name = heappop(heap)
+            if steps.get(name) == due:
+                del steps[name]
+                finished.append(name)
+        return finished
 
 
-@dataclass(slots=True)
 class SimulatedReplica:
-    """Carries out the plans of a scheduler in simulated time; what happens between two steps is left to others.
+    """Carries out the plans of a scheduler in simulated time; everything between two steps is left to the caller.
+
+    Args:
+        name: Its id.
+        scheduler: A fresh scheduler.
+        step_time: Durations of its steps.
+        rows: By request id: the rows of the trace of all requests in the system.
+        prefix_cache_tokens: Capacity of its prefix cache.
+        exact: One step at a time.
+        fresh: A step that is under way when something may reach the replica is taken by itself, so that a snapshot at that
+            time shows the end of its last step, as with single steps.
+        watch: Observes its steps; None: nothing does.
 
     Attributes:
-        name: Its id.
-        port: Its scheduler.
-        step_time: Durations of its steps.
-        step: What it is doing; None: nothing.
+        step: The current step; None: idle.
         link_free_s: When its link is free for the next copy.
     """
 
-    name: str
-    port: SchedulerPort
-    step_time: StepTime
-    step: Step | None = None
-    link_free_s: float = -math.inf
-    _run: DecodeRun | None = field(default=None, init=False)
-    _decodes: tuple[str, ...] = field(default=(), init=False)
-    #: Decode steps that all had taken together before this one; None: they do not count so.
-    _common: int | None = field(default=None, init=False)
-    _endings: Endings = field(default_factory=Endings, init=False)
-    #: Of several steps with a chunk each: their ends.
-    _ends: list[float] = field(default_factory=list, init=False)
-    #: Where steps are not common: tokens that each of the plan's decodes has still to generate.
-    _left: list[int] = field(default_factory=list, init=False)
-    _later: list[Callable[[float], None]] = field(default_factory=list, init=False)
-    _listener: HearsTimes | None = field(default=None, init=False)
+    def __init__(
+        self,
+        name: str,
+        scheduler: Scheduler,
+        step_time: StepTime,
+        rows: Mapping[str, TraceRequest],
+        *,
+        prefix_cache_tokens: int = 0,
+        exact: bool = False,
+        fresh: bool = False,
+        watch: ReplicaWatch | None = None,
+    ) -> None:
+        self.name = name
+        self.scheduler = scheduler
+        self.view = SchedulerView(scheduler)
+        self.prefix_cache = PrefixCache(prefix_cache_tokens)
+        self.step: Step | None = None
+        self.link_free_s = -math.inf
+        self._step_time = step_time
+        self._rows = rows
+        self._exact = exact
+        self._fresh = fresh
+        self._watch = watch
+        self._run: DecodeRun | None = None
+        #: The requests of `_run`.
+        self._decodes: tuple[str, ...] = ()
+        #: Steps that all decodes had taken in lockstep before this one; None: they are not in lockstep.
+        self._lockstep: int | None = None
+        self._finishes = FinishQueue()
+        #: Ends of several steps with a chunk each.
+        self._chunk_ends: list[float] = []
+        #: Without lockstep: tokens that each of the plan's decodes has still to generate.
+        self._remaining: list[int] = []
+        self._deferred: list[Callable[[float], None]] = []
 
-    def __post_init__(self) -> None:
-        if isinstance(self.port.scheduler, HearsTimes):
-            self._listener = self.port.scheduler
+    def clear_prefix_cache(self) -> None:
+        """Forgets all earlier turns."""
+        self.prefix_cache = PrefixCache(self.prefix_cache.capacity_tokens)
 
     @property
-    def num_requests(self) -> int:
-        """Requests waiting and running here."""
-        return self.port.scheduler.num_waiting + self.port.scheduler.num_running
+    def is_empty(self) -> bool:
+        """No request waits or runs here."""
+        return self.scheduler.num_waiting == self.scheduler.num_running == 0
 
     def between_steps(self, action: Callable[[float], None], now: float) -> None:
-        """Does it now, or at the end of the step that the replica is in."""
+        """Calls `action` with the time, now or at the end of the current step."""
         if self.step is None:
             action(now)
         else:
-            self._later.append(action)
+            self._deferred.append(action)
 
-    def begin(
-        self, rows: Rows, now: float, *, until_s: float, exact: bool, fresh: bool = False
-    ) -> Step | None:
-        """Begins the next step, if there is work.
+    def run_deferred(self, now: float) -> None:
+        """Calls the actions that have waited for the end of the step."""
+        if self._deferred:
+            actions, self._deferred = self._deferred, []
+            for action in actions:
+                action(now)
+
+    def begin(self, now: float, until_s: float) -> Step | None:
+        """Begins the next step; None without work.
 
         Args:
-            rows: What the trace says about the requests here.
             now: Time in seconds.
-            until_s: When something may reach the replica from outside: several decode steps are taken at once until
-                then.
-            exact: One step at a time.
-            fresh: The step that is under way at `until_s` is taken by itself, so that whoever looks at the replica then
-                sees it as of the end of its last step, as with single steps.
+            until_s: When something may reach the replica from outside: several steps are taken at once until then.
         """
-        scheduler = self.port.scheduler
+        scheduler = self.scheduler
         plan = scheduler.schedule(now)
         if plan is None:
             self._run = None
             return None
-        self._common = common = scheduler.num_common_steps
-        if common is None:
-            self._left = [
-                rows[state.request_id].output_tokens - state.num_output_tokens for state in scheduler.decoding
+        self._lockstep = lockstep = scheduler.num_common_steps
+        if lockstep is None:
+            self._remaining = [
+                self._rows[state.request_id].output_tokens - state.num_output_tokens
+                for state in scheduler.decoding
             ]
         elif plan.preempted or plan.swapped_in:
-            self._moved(plan, rows, common)
+            self._update_finishes(plan, lockstep)
         steps = 1
         if plan.prefills or plan.swapped_out or plan.swapped_in or not plan.decodes:
             self._run = None
-            contexts = self._contexts(plan, common)
+            contexts = self._contexts(plan)
             swapped = plan.num_swapped_tokens if plan.swapped_out or plan.swapped_in else 0
-            end_s = now + self.step_time.step_s(StepWork(plan.prefills, contexts, swapped))
-            if end_s < until_s and not (exact or swapped) and plan.prefills and not plan.prefills[0].is_last:
-                ends = self._ends = self._repeat_chunk(plan, end_s, until_s, fresh)
+            end_s = now + self._step_time.step_s(StepWork(plan.prefills, contexts, swapped))
+            if (
+                end_s < until_s
+                and not (self._exact or swapped)
+                and plan.prefills
+                and not plan.prefills[0].is_last
+            ):
+                ends = self._chunk_ends = self._repeat_chunk(plan, end_s, until_s)
                 steps, end_s = len(ends), ends[-1]
         else:
             run = self._run
             if run is None or self._decodes != plan.decodes:
-                run = self._run = self.step_time.run(self._contexts(plan, common), now)
+                run = self._run = self._step_time.run(self._contexts(plan), now)
                 self._decodes = plan.decodes
             end_s = run.end_s(1)
-            if not exact and end_s < until_s:
-                left = min(self._left) if common is None else self._least_left(common)
-                steps = self._steady_steps(run, left, until_s, fresh)
+            if not self._exact and end_s < until_s:
+                remaining = (
+                    min(self._remaining) if lockstep is None else self._finishes.next_step() - lockstep
+                )
+                steps = self._steady_steps(run, remaining, until_s)
                 end_s = run.end_s(steps)
             run.num_done += steps
-        self.step = Step(plan, steps, now, end_s)
+        self.step = Step(plan, steps, now, end_s, end_s)
         return self.step
 
-    def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float, fresh: bool) -> list[float]:
+    def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
         """Ends of this step, which ends at `end_s`, and of those that process one more chunk of the same prompt each."""
-        ends, common = [end_s], self._common
-        if common is None or len(plan.prefills) != 1:
+        ends, lockstep = [end_s], self._lockstep
+        if lockstep is None or len(plan.prefills) != 1:
             return ends
-        limit = self.port.scheduler.steady_steps(self._least_left(common) if plan.decodes else _MANY)
+        remaining = self._finishes.next_step() - lockstep if plan.decodes else _UNLIMITED_STEPS
         chunk, num = plan.prefills[0], len(plan.decodes)
         tokens, total = chunk.num_tokens, plan.num_context_tokens - chunk.start_token
-        for more in range(1, limit):
+        for more in range(1, self.scheduler.steady_steps(remaining)):
             if end_s >= until_s:
                 break
             following = PrefillChunk(chunk.request_id, chunk.start_token + more * tokens, tokens, False)
             contexts = DecodeContexts(num, total + more * num, partial(self._read_contexts, more))
-            end_s += self.step_time.step_s(StepWork((following,), contexts))
-            if fresh and end_s >= until_s:
+            end_s += self._step_time.step_s(StepWork((following,), contexts))
+            if self._fresh and end_s >= until_s:
                 break
             ends.append(end_s)
         return ends
 
-    def _contexts(self, plan: StepPlan, common: int | None) -> Sequence[int]:
-        """Tokens in the cache of those who decode."""
+    def _contexts(self, plan: StepPlan) -> Sequence[int]:
+        """Tokens in the cache of the requests that decode."""
         if not plan.decodes:
             return ()
-        if common is None:
+        if self._lockstep is None:
             return self._read_contexts()
         total = plan.num_context_tokens
         for chunk in plan.prefills:
@@ -173,78 +280,74 @@ class SimulatedReplica:
         return DecodeContexts(len(plan.decodes), total, self._read_contexts)
 
     def _read_contexts(self, more: int = 0) -> list[int]:
-        """Every one by itself, `more` steps after the start of this plan."""
-        return [state.num_computed_tokens + more for state in self.port.scheduler.decoding]
+        """The contexts one by one, `more` steps after the start of this plan."""
+        return [state.num_computed_tokens + more for state in self.scheduler.decoding]
 
-    def _moved(self, plan: StepPlan, rows: Rows, common: int) -> None:
-        """Requests have lost their place, or come back to it without a prefill."""
+    def _update_finishes(self, plan: StepPlan, lockstep: int) -> None:
+        """Requests were preempted, or decode again without a prefill."""
         for name in plan.preempted:
-            self._endings.drop(name)
+            self._finishes.drop(name)
         for transfer in plan.swapped_in:
-            state = self.port.scheduler.state(transfer.request_id)
+            state = self.scheduler.state(transfer.request_id)
             # It may have been evicted again for the same step.
             if state.status is Status.RUNNING and state.phase is Phase.DECODE:
-                left = rows[state.request_id].output_tokens - state.num_output_tokens
-                self._endings.add(state.request_id, common + left)
+                remaining = self._rows[state.request_id].output_tokens - state.num_output_tokens
+                self._finishes.add(state.request_id, lockstep + remaining)
 
-    def _least_left(self, common: int) -> int:
-        """Steps until somebody has their true length."""
-        step = self._endings.next_step()
-        assert step is not None, "somebody decodes"
-        return step - common
-
-    def _steady_steps(self, run: DecodeRun, least_left: int, until_s: float, fresh: bool) -> int:
-        steps = self.port.scheduler.steady_steps(least_left)
+    def _steady_steps(self, run: DecodeRun, remaining: int, until_s: float) -> int:
+        steps = self.scheduler.steady_steps(remaining)
         if until_s == math.inf or steps == 1:
             return steps
         steps = run.steps_to_reach(until_s, steps)
-        return steps - 1 if fresh and steps > 1 and run.end_s(steps) >= until_s else steps
+        return steps - 1 if self._fresh and steps > 1 and run.end_s(steps) >= until_s else steps
 
-    def complete(self, rows: Rows) -> tuple[Finished, ...]:
-        """Ends the step; the requests that have their true length stop. Those at max_tokens the scheduler ends itself."""
-        step = self.step
-        assert step is not None
-        plan, num_steps, scheduler, common = step.plan, step.num_steps, self.port.scheduler, self._common
-        if common is not None and plan.decodes:
-            common += num_steps
+    def complete(self, step: Step) -> tuple[Finished, ...]:
+        """Ends the current step; requests with their true length stop. Those at max_tokens the scheduler ends itself."""
+        rows, scheduler, lockstep = self._rows, self.scheduler, self._lockstep
+        plan, num_steps = step.plan, step.num_steps
+        if lockstep is not None and plan.decodes:
+            lockstep += num_steps
         done: list[str] = []
-        stopped: tuple[str, ...] = ()
         for chunk in plan.prefills:
             if chunk.is_last:
                 name = chunk.request_id
-                left = rows[name].output_tokens - scheduler.state(name).num_output_tokens - 1
-                if left == 0:
+                remaining = rows[name].output_tokens - scheduler.state(name).num_output_tokens - 1
+                if remaining == 0:
                     done.append(name)
-                elif common is not None:
-                    self._endings.add(name, common + left)
+                elif lockstep is not None:
+                    self._finishes.add(name, lockstep + remaining)
         if plan.decodes:
-            done += self._done_decodes(plan, num_steps, common)
+            done += self._finished_decodes(plan, num_steps, lockstep)
+        stopped: tuple[str, ...] = ()
         if done:
             stopped = tuple([name for name in done if rows[name].output_tokens < rows[name].max_tokens])
         self.step = None
-        if num_steps > 1 and self._listener is not None:
-            self._tell_times(self._listener, num_steps)
-        return scheduler.complete(StepResult(plan.step, stopped, num_steps), step.end_s)
+        result = StepResult(plan.step, stopped, num_steps)
+        if self._watch is None:
+            return scheduler.complete(result, step.end_s)
+        if num_steps > 1:
+            self._set_durations(step)
+        self._watch.before_complete(step)
+        finished = scheduler.complete(result, step.end_s)
+        self._watch.after_complete(step, finished)
+        return finished
 
-    def _tell_times(self, listener: HearsTimes, num_steps: int) -> None:
+    def _set_durations(self, step: Step) -> None:
+        """The duration of each of several steps."""
         if self._run is None:
-            lengths = [after - before for before, after in pairwise(self._ends)]
-            listener.timed(self._ends[0], [StepGroup(step_s, 0.0, 1) for step_s in lengths])
-            return
-        second = self._run.num_done - num_steps + 1
-        listener.timed(self._run.at(second), self._run.steps(second, num_steps - 1))
+            step.first_end_s = self._chunk_ends[0]
+            step.rest = [StepGroup(after - before, 0.0, 1) for before, after in pairwise(self._chunk_ends)]
+        else:
+            second = self._run.num_done - step.num_steps + 1
+            step.first_end_s = self._run.at(second)
+            step.rest = self._run.steps(second, step.num_steps - 1)
 
-    def _done_decodes(self, plan: StepPlan, num_steps: int, common: int | None) -> list[str]:
-        """Those of the plan's decodes that have their true length after so many steps, in the plan's order."""
-        if common is not None:
-            done = self._endings.pop_until(common)
+    def _finished_decodes(self, plan: StepPlan, num_steps: int, lockstep: int | None) -> list[str]:
+        """The plan's decodes that have their true length after so many steps, in the plan's order."""
+        if lockstep is not None:
+            done = self._finishes.pop_until(lockstep)
             return sorted(done, key=plan.decodes.index) if len(done) > 1 else done
-        if num_steps not in self._left:
+        if num_steps not in self._remaining:
             return []
-        return [name for name, left in zip(plan.decodes, self._left, strict=True) if left == num_steps]
-
-    def catch_up(self, now: float) -> None:
-        """Does what has waited for the end of the step."""
-        waiting, self._later = self._later, []
-        for action in waiting:
-            action(now)
+        pairs = zip(plan.decodes, self._remaining, strict=True)
+        return [name for name, remaining in pairs if remaining == num_steps]

@@ -1,4 +1,4 @@
-"""What reaches a simulated engine from outside, and when: open and closed loops, conversations, predictions."""
+"""Events that reach a simulated engine from outside: open and closed loops, conversations, predictions."""
 
 from __future__ import annotations
 
@@ -12,38 +12,29 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.fetch import Predictions
+from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 
 class TraceEvent(NamedTuple):
-    """Something that reaches the scheduler from outside.
-
-    Attributes:
-        time_s: When, in seconds.
-        request: Which request, with the arrival that really is.
-        arrives: True: the request; False: its prediction.
-    """
+    """The arrival of a request, or of its prediction; `request` has its real arrival."""
 
     time_s: float
     request: TraceRequest
-    arrives: bool
+    is_arrival: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """So many clients, each of which sends its next request when it has the answer to its last one and has thought.
+    """Clients that each send the next request after the output of their last one and a time to think.
 
-    The requests come in the order of the trace, whose own arrival times play no part but for the first: then all clients
+    The requests come in the order of the trace, whose own arrival times are ignored but for the first: then all clients
     begin.
 
     Attributes:
         num_clients: Clients, > 0.
-        think_time_s: Mean seconds between an answer and the next request, >= 0.
+        think_time_s: Mean seconds between an output and the next request, >= 0.
         rng: Draws exponential think times; None: all are equal.
-
-    Raises:
-        InputError: A value is outside its range.
     """
 
     num_clients: int
@@ -57,30 +48,30 @@ class ClosedLoop:
             raise InputError("think_time_s", self.think_time_s, "seconds >= 0")
 
     def think_s(self) -> float:
-        """How long a client thinks now, in seconds."""
+        """The next time to think, in seconds."""
         if self.rng is None or self.think_time_s == 0:
             return self.think_time_s
         return float(self.rng.exponential(self.think_time_s))
 
 
-class Source:
-    """All arrivals and predictions in order of time; some arrivals depend on when other requests end.
+class EventSource:
+    """All arrivals and predictions in order of time; some arrivals depend on the end of other requests.
 
     At equal times requests arrive before predictions come, each in the order of the trace.
 
-    - A turn of a conversation with a think time arrives that long after the end of the turn before, but not before its
+    - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
       own `arrival_s`. A turn that was refused has ended when it arrived.
     - With `clients` every request waits for a client.
     - A prediction comes `delays_s` after the arrival.
 
     Args:
-        trace: What arrives.
-        predictions: What is predicted.
+        trace: The requests.
+        predictions: Their predictions.
         delays_s: By request id: seconds from arrival to prediction; 0 where missing.
         clients: A closed loop; None: requests arrive at their times.
 
     Raises:
-        InputError: A closed loop is wanted of a trace with think times.
+        InputError: A closed loop with a trace that has think times.
     """
 
     def __init__(
@@ -90,22 +81,23 @@ class Source:
         delays_s: Mapping[str, float] | None = None,
         clients: ClosedLoop | None = None,
     ) -> None:
-        self._answers = predictions.answers
+        self._predicted = predictions.by_id
         self._delays_s = delays_s or {}
         self._clients = clients
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
-        #: By the id of a turn: the turn that waits for its end.
-        self._after: dict[str, TraceRequest] = _conversations(rows)
-        if clients is not None and self._after:
+        #: By the id of a turn: the next turn, which waits for its end.
+        self._next_turns = _next_turns(rows)
+        if clients is not None and self._next_turns:
             raise InputError("clients", clients.num_clients, "none, if the trace has think times of its own")
-        waits = {row.request_id for row in self._after.values()}
-        rows = [row for row in rows if row.request_id not in waits] if waits else rows
+        later = {row.request_id for row in self._next_turns.values()}
+        rows = [row for row in rows if row.request_id not in later] if later else rows
         self.start_s = rows[0].arrival_s
         rows.reverse()
-        #: Arrivals to come, the next one last; with a closed loop the requests nobody has sent yet.
+        #: Arrivals to come, the next one last; with a closed loop the requests that were not sent yet.
         self._rows = rows
+        #: (time, is it a prediction, running number, request).
         self._heap: list[tuple[float, bool, int, TraceRequest]] = []
-        self._pushed = 0
+        self._num_pushed = 0
         #: When the next event is due, in seconds; infinite if there is none for now.
         self.next_s = math.inf
         if clients is not None:
@@ -123,20 +115,20 @@ class Source:
         """The next event. There must be one."""
         rows, heap = self._rows, self._heap
         if rows and self._clients is None and (not heap or (rows[-1].arrival_s, False) <= heap[0][:2]):
-            row, arrives, time_s = rows.pop(), True, 0.0
-            time_s = row.arrival_s
+            row = rows.pop()
+            time_s, is_arrival = row.arrival_s, True
         else:
-            time_s, predicted, _, row = heapq.heappop(heap)
-            arrives = not predicted
-        if arrives and row.request_id in self._answers:
+            time_s, is_prediction, _, row = heapq.heappop(heap)
+            is_arrival = not is_prediction
+        if is_arrival and row.request_id in self._predicted:
             self._push(time_s + self._delays_s.get(row.request_id, 0.0), True, row)
         self.next_s = self._due_s()
-        return TraceEvent(time_s, row, arrives)
+        return TraceEvent(time_s, row, is_arrival)
 
-    def ended(self, row: TraceRequest, now: float) -> None:
-        """A request has been answered or refused; whoever waited for it may now send the next one."""
-        if self._after:
-            turn = self._after.pop(row.request_id, None)
+    def end_request(self, row: TraceRequest, now: float) -> None:
+        """A request has finished or was refused: the next turn of its conversation or its client's next request follows."""
+        if self._next_turns:
+            turn = self._next_turns.pop(row.request_id, None)
             if turn is not None:
                 assert turn.think_time_s is not None
                 self._send(turn, max(turn.arrival_s, now + turn.think_time_s))
@@ -146,23 +138,23 @@ class Source:
     def _send(self, row: TraceRequest, time_s: float) -> None:
         self._push(time_s, False, replace(row, arrival_s=time_s) if time_s != row.arrival_s else row)
 
-    def _push(self, time_s: float, predicted: bool, row: TraceRequest) -> None:
-        self._pushed += 1
-        heapq.heappush(self._heap, (time_s, predicted, self._pushed, row))
+    def _push(self, time_s: float, is_prediction: bool, row: TraceRequest) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (time_s, is_prediction, self._num_pushed, row))
         if time_s < self.next_s:
             self.next_s = time_s
 
 
-def _conversations(rows: list[TraceRequest]) -> dict[str, TraceRequest]:
+def _next_turns(rows: list[TraceRequest]) -> dict[str, TraceRequest]:
     """By the id of a turn: the next turn of its conversation, if that has a think time."""
     turns: dict[str, list[TraceRequest]] = {}
     for row in rows:
         if row.session_id is not None:
             turns.setdefault(row.session_id, []).append(row)
-    after = {}
+    following = {}
     for session in turns.values():
         session.sort(key=lambda row: row.turn)
-        for one, following in pairwise(session):
-            if following.think_time_s is not None:
-                after[one.request_id] = following
-    return after
+        for turn, next_turn in pairwise(session):
+            if next_turn.think_time_s is not None:
+                following[turn.request_id] = next_turn
+    return following

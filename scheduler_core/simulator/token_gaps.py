@@ -1,40 +1,39 @@
-"""Times between tokens (TBT) of a whole run, in little memory: a histogram per class, the longest gap per request."""
+"""Times between tokens (TBT) of a run, in little memory: a histogram per class, the longest gap per request."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from scheduler_core.request import RequestState
-from scheduler_core.simulator.decode_run import Steps
+from scheduler_core.simulator.step_time.decode_run import StepGroups
 
 #: Ratio of the bounds of a bin: quantiles are right to half a percent.
 _RATIO = math.log(1.005)
 _LOWEST_S = 1e-6
 _NUM_BINS = 5600  # to 1e6 s
 
-
 #: (tier, tenant).
-Kind = tuple[int, str]
+GapClass = tuple[int, str]
 
 
-def kind_of(state: RequestState) -> Kind:
-    """Class of requests that it belongs to."""
+def gap_class(state: RequestState) -> GapClass:
+    """Class that the request's gaps are counted in."""
     return (state.request.tier, state.request.tenant)
+
+
+def _bin(gap_s: float) -> int:
+    return min(int(math.log(gap_s / _LOWEST_S) / _RATIO), _NUM_BINS - 1) if gap_s > _LOWEST_S else 0
 
 
 @dataclass(slots=True, eq=False)
 class GapHistogram:
-    """Gaps in bins whose bounds grow by 0.5 %.
-
-    Attributes:
-        counts: Number in each bin.
-        total_s: Their sum.
-        longest_s: The longest.
-    """
+    """Gaps in bins whose bounds grow by 0.5 %, their sum and the longest, in seconds."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(_NUM_BINS, np.int64))
     total_s: float = 0.0
@@ -42,50 +41,50 @@ class GapHistogram:
 
     def add(self, gap_s: float, num: int = 1) -> None:
         """Counts `num` gaps of this length."""
-        place = math.log(gap_s / _LOWEST_S) / _RATIO if gap_s > _LOWEST_S else 0.0
-        self.counts[min(int(place), _NUM_BINS - 1)] += num
+        self.counts[_bin(gap_s)] += num
         self.total_s += gap_s * num
         self.longest_s = max(self.longest_s, gap_s)
 
-    def add_steps(self, steps: Steps, num: int) -> None:
+    def add_steps(self, steps: StepGroups, num: int) -> None:
         """Counts the duration of every step as `num` gaps; O(bins that they fall into)."""
         for group in steps:
             if group.growth_s == 0.0:
                 self.add(group.first_s, num * group.num_steps)
                 continue
-            gap_s, left = group.first_s, group.num_steps
-            while left:
-                place = math.log(gap_s / _LOWEST_S) / _RATIO if gap_s > _LOWEST_S else 0.0
-                index = min(int(place), _NUM_BINS - 1)
-                inside = left
+            gap_s, remaining = group.first_s, group.num_steps
+            while remaining:
+                index, inside = _bin(gap_s), remaining
                 if index < _NUM_BINS - 1:
                     bound_s = _LOWEST_S * math.exp((index + 1) * _RATIO)
-                    inside = min(left, max(1, math.ceil((bound_s - gap_s) / group.growth_s)))
+                    inside = min(remaining, max(1, math.ceil((bound_s - gap_s) / group.growth_s)))
                 self.counts[index] += num * inside
                 gap_s += inside * group.growth_s
-                left -= inside
+                remaining -= inside
             self.total_s += group.total_s * num
             self.longest_s = max(self.longest_s, group.longest_s)
 
-    def quantile(self, share: float) -> float:
-        """Gap that this share of the gaps does not exceed, right to 0.5 %; NaN without gaps."""
+    def quantile(self, level: float) -> float:
+        """Quantile of the gaps, right to 0.5 %; NaN without gaps."""
         total = int(self.counts.sum())
         if total == 0:
             return math.nan
-        index = int(np.searchsorted(np.cumsum(self.counts), share * total))
+        index = int(np.searchsorted(np.cumsum(self.counts), level * total))
         return min(_LOWEST_S * math.exp((index + 0.5) * _RATIO), self.longest_s)
 
     def summary(self) -> dict[str, float] | None:
-        """mean, p50, p90, p95, p99, p999, max in seconds; None without gaps."""
+        """mean, p50, p90, p95, p99, p999, max in seconds and tail_ratio = p99 / p50; None without gaps."""
         total = int(self.counts.sum())
         if total == 0:
             return None
-        shares = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
-        values = {name: self.quantile(share) for name, share in shares.items()}
-        return {"mean": self.total_s / total, **values, "max": self.longest_s}
+        levels = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+        values = {name: self.quantile(level) for name, level in levels.items()}
+        values = {"mean": self.total_s / total, **values, "max": self.longest_s}
+        if values["p50"] > 0:
+            values["tail_ratio"] = values["p99"] / values["p50"]
+        return values
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(gaps in seconds, share of gaps up to there), for a distribution function."""
+        """(gaps in seconds, fraction of gaps up to there): the distribution function."""
         used = np.flatnonzero(self.counts)
         total = max(1, int(self.counts.sum()))
         return _LOWEST_S * np.exp((used + 0.5) * _RATIO), np.cumsum(self.counts)[used] / total
@@ -93,32 +92,28 @@ class GapHistogram:
     @classmethod
     def merged(cls, parts: Iterable[GapHistogram]) -> GapHistogram:
         """All gaps together."""
-        whole = cls()
+        merged = cls()
         for part in parts:
-            whole.counts += part.counts
-            whole.total_s += part.total_s
-            whole.longest_s = max(whole.longest_s, part.longest_s)
-        return whole
+            merged.counts += part.counts
+            merged.total_s += part.total_s
+            merged.longest_s = max(merged.longest_s, part.longest_s)
+        return merged
 
 
 @dataclass(slots=True)
 class TokenGaps:
-    """Gaps between the tokens of the same request.
+    """Gaps between the tokens of the same request: histograms by class, the longest in seconds by request id.
 
     Steps that were taken at once count each with its own duration, and cost no more for that.
-
-    Attributes:
-        by_class: By (tier, tenant): the gaps.
-        longest_s: By request id: its longest gap.
     """
 
-    by_class: dict[Kind, GapHistogram] = field(default_factory=dict)
+    by_class: dict[GapClass, GapHistogram] = field(default_factory=dict)
     longest_s: dict[str, float] = field(default_factory=dict)
 
-    def decoded(
-        self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: Steps = ()
+    def add_decodes(
+        self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: StepGroups = ()
     ) -> None:
-        """Requests that each got a token in every one of some steps; called before those are counted.
+        """Counts the gaps of requests that each got a token in every one of some steps; called before `complete`.
 
         Args:
             states: The requests.
@@ -127,36 +122,132 @@ class TokenGaps:
             rest: Durations of the other steps.
         """
         step_s = first_end_s - start_s
-        rest_s = max([steps.longest_s for steps in rest], default=0.0)
-        plain: dict[Kind, int] = {}
-        others: dict[Kind, int] = {}
+        longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
+        num_regular: Counter[GapClass] = Counter()
+        num_all: Counter[GapClass] = Counter()
         for state in states:
-            kind = kind_of(state)
+            name = gap_class(state)
             last_s = start_s if state.last_token_s is None else state.last_token_s
             gap_s = first_end_s - last_s
             if gap_s == step_s:
-                plain[kind] = plain.get(kind, 0) + 1
+                num_regular[name] += 1
             else:
-                self.of(kind).add(gap_s)
-            others[kind] = others.get(kind, 0) + 1
-            self.saw(state.request_id, max(gap_s, rest_s))
-        for kind, num in plain.items():
-            self.of(kind).add(step_s, num)
+                self.of(name).add(gap_s)
+            num_all[name] += 1
+            self.add_longest(state.request_id, max(gap_s, longest_rest_s))
+        for name, num in num_regular.items():
+            self.of(name).add(step_s, num)
         if rest:
-            for kind, num in others.items():
-                self.of(kind).add_steps(rest, num)
+            for name, num in num_all.items():
+                self.of(name).add_steps(rest, num)
 
-    def saw(self, request_id: str, gap_s: float) -> None:
+    def add_longest(self, request_id: str, gap_s: float) -> None:
         """The request has had a gap of this length."""
         if gap_s > self.longest_s.get(request_id, 0.0):
             self.longest_s[request_id] = gap_s
 
-    def of(self, kind: Kind) -> GapHistogram:
+    def of(self, name: GapClass) -> GapHistogram:
         """The gaps of a class of requests."""
-        if kind not in self.by_class:
-            self.by_class[kind] = GapHistogram()
-        return self.by_class[kind]
+        if name not in self.by_class:
+            self.by_class[name] = GapHistogram()
+        return self.by_class[name]
 
     def total(self) -> GapHistogram:
         """The gaps of all requests."""
         return GapHistogram.merged(self.by_class.values())
+
+
+class LockstepGaps:
+    """Gaps of requests that decode in lockstep: the cost of a step does not depend on their number.
+
+    The longest gap of a request is that of its first step, or the longest of all common gaps since. Of those only the ones
+    are stored that no later gap exceeds: the first of them after a request has joined is its longest.
+
+    Args:
+        gaps: Where the gaps are counted.
+    """
+
+    __slots__ = (
+        "_first_s",
+        "_gaps",
+        "_last_s",
+        "_long_at",
+        "_long_s",
+        "_new",
+        "_num_gaps",
+        "_num_of",
+        "_since",
+    )
+
+    def __init__(self, gaps: TokenGaps) -> None:
+        self._gaps = gaps
+        #: End of the last common step.
+        self._last_s = 0.0
+        #: Requests without a step so far: class, time of the last token.
+        self._new: dict[str, tuple[GapClass, float]] = {}
+        #: The others: class, number of the first common gap after their own first one, and that first one.
+        self._since: dict[str, tuple[GapClass, int]] = {}
+        self._first_s: dict[str, float] = {}
+        self._num_of: dict[GapClass, int] = {}
+        #: Numbers and lengths of the common gaps that no later one exceeds; the lengths fall.
+        self._long_at: list[int] = []
+        self._long_s: list[float] = []
+        self._num_gaps = 0
+
+    def __len__(self) -> int:
+        return len(self._new) + len(self._since)
+
+    def join(self, state: RequestState, last_s: float) -> None:
+        """A request decodes from the next step on; its last token came at `last_s`."""
+        self._new[state.request_id] = (gap_class(state), last_s)
+
+    def leave(self, request_id: str) -> None:
+        """A request decodes no longer; ignored if it did not."""
+        if self._new.pop(request_id, None) is not None or request_id not in self._since:
+            return
+        name, since = self._since.pop(request_id)
+        self._num_of[name] -= 1
+        if not self._num_of[name]:
+            del self._num_of[name]
+        longest_s = self._first_s.pop(request_id)
+        index = bisect_left(self._long_at, since)
+        if index < len(self._long_at):
+            longest_s = max(longest_s, self._long_s[index])
+        self._gaps.add_longest(request_id, longest_s)
+
+    def keep(self, request_ids: Iterable[str] = ()) -> None:
+        """All requests but these decode no longer."""
+        for name in {*self._new, *self._since}.difference(request_ids):
+            self.leave(name)
+
+    def add_decodes(self, first_end_s: float, end_s: float, rest: StepGroups) -> None:
+        """Counts the gaps of some steps of all: the end of the first and of the last, durations of all but the first."""
+        gaps, num_of = self._gaps, self._num_of
+        if num_of:
+            gap_s = first_end_s - self._last_s
+            for name, num in num_of.items():
+                gaps.of(name).add(gap_s, num)
+            self._add_common(gap_s)
+        if self._new:
+            for request_id, (name, last_s) in self._new.items():
+                gap_s = first_end_s - last_s
+                gaps.of(name).add(gap_s)
+                self._since[request_id] = (name, self._num_gaps)
+                self._first_s[request_id] = gap_s
+                num_of[name] = num_of.get(name, 0) + 1
+            self._new.clear()
+        if rest:
+            for name, num in num_of.items():
+                gaps.of(name).add_steps(rest, num)
+            self._add_common(max([steps.longest_s for steps in rest]))
+        self._last_s = end_s
+
+    def _add_common(self, gap_s: float) -> None:
+        """Appends a common gap; shorter ones before it are no longer needed."""
+        at, lengths = self._long_at, self._long_s
+        while lengths and lengths[-1] <= gap_s:
+            at.pop()
+            lengths.pop()
+        at.append(self._num_gaps)
+        lengths.append(gap_s)
+        self._num_gaps += 1

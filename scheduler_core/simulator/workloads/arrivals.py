@@ -1,4 +1,4 @@
-"""When requests arrive: Poisson, Gamma (bursty), with the hour of day, in spikes, all at once, or as a trace had it."""
+"""Arrival processes: Poisson, Gamma (bursty), diurnal, in spikes, all at once, or those of a trace."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ PROCESSES = ("poisson", "gamma", "diurnal", "spikes", "at_once", "trace")
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """When requests arrive. The same seed at another rate gives the same arrivals faster or slower.
-
-    Raises:
-        InputError: A value is outside its range.
-    """
+    """When requests arrive. The same seed at another rate gives the same arrivals faster or slower."""
 
     process: Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"] = "poisson"
     """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal
@@ -45,8 +41,8 @@ class Arrivals:
     max_burst: int = 10
     """spikes: each brings 0 to this many requests, every number equally likely."""
     max_gap_ratio: float | None = None
-    """poisson, gamma: no gap is longer than this many mean gaps (Vidur cuts its Poisson gaps at 3, which makes the rate
-    1 / (1 - exp(-3)) = 1.052 times the wanted one). Unset: never cut."""
+    """poisson, gamma: longest gap, in mean gaps (Vidur clips its Poisson gaps at 3, which makes the rate
+    1 / (1 - exp(-3)) = 1.052 times the nominal one). Unset: no limit."""
 
     def __post_init__(self) -> None:
         if self.process not in PROCESSES:
@@ -73,9 +69,8 @@ class Arrivals:
         if self.process == "at_once":
             return np.zeros(num)
         if self.process == "trace":
-            raise InputError(
-                "process", self.process, "a workload with lengths.file, whose arrivals are taken"
-            )
+            allowed = "a workload with lengths.file, whose arrivals are taken"
+            raise InputError("process", self.process, allowed)
         if self.process == "spikes":
             return self._spikes(num, rng)
         if self.process == "diurnal":
@@ -100,18 +95,15 @@ class Arrivals:
         return np.repeat(np.arange(len(sizes)) * gap_s, sizes)[:num]
 
     def _diurnal(self, operational: FloatArray) -> FloatArray:
-        """Arrivals of a constant rate moved to where the swinging rate has had as many in expectation.
+        """Arrivals of a constant rate, moved to the time at which the swinging rate has as many in expectation.
 
         Solves t + swing P/(2 pi) (1 - cos(2 pi t / P)) = u by interpolation on 10,000 points per period.
         """
-        period, turn = self.period_s, 2 * math.pi
-        end = float(operational[-1]) if len(operational) else 0.0
-        cycles = math.ceil(end / period) + 1
-        grid = np.linspace(0.0, 1.0, 10_001)
+        grid, turn = np.linspace(0.0, 1.0, 10_001), 2 * math.pi
         mass = grid + self.swing / turn * (1 - np.cos(turn * grid))
-        whole = np.floor(operational / period)
-        assert whole.size == 0 or whole.max() <= cycles
-        return np.asarray((whole + np.interp(operational / period - whole, mass, grid)) * period)
+        periods = operational / self.period_s
+        complete = np.floor(periods)
+        return np.asarray((complete + np.interp(periods - complete, mass, grid)) * self.period_s)
 
 
 def check_rate(name: str, rate_rps: float, num: int) -> None:
@@ -125,7 +117,7 @@ def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
 
     Args:
         times: Ascending arrival times in seconds; shape [N].
-        rate_rps: Wanted arrivals per second from the first to the last.
+        rate_rps: Mean arrivals per second from the first to the last.
 
     Raises:
         InputError: The arrivals are all at the same time.

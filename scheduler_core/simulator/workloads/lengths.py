@@ -1,37 +1,39 @@
-"""How long prompts and answers are: simple laws, or rows of a trace or of fitted distributions."""
+"""Lengths of prompts and outputs: from distributions, or from the rows of a trace or of fitted distributions."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace import MAX_TOKENS
+from scheduler_core.files import existing_file
+from scheduler_core.simulator.tables import file_rows, parquet_file
+from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 
+FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-#: The law zipf has a table with the probability of each value.
+#: zipf has a table with the probability of each value.
 MAX_ZIPF_VALUES = 10_000_000
-
-LAWS = ("fixed", "uniform", "zipf", "log_t", "buckets")
+KINDS = ("fixed", "uniform", "zipf", "log_t", "buckets")
+_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
-    """Distribution of a number of tokens, always an integer from `low` to `high`.
+class TokenDistribution:
+    """Distribution of a number of tokens, always an integer from `low` to `high`."""
 
-    Raises:
-        InputError: A value is outside its range.
-    """
-
-    law: Literal["fixed", "uniform", "zipf", "log_t", "buckets"] = "uniform"
+    kind: Literal["fixed", "uniform", "zipf", "log_t", "buckets"] = "uniform"
     """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta: the
-    multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded; drawn anew while outside low..high is not done: values
-    are cut off there, as max_tokens does); buckets (a bucket by its weight, uniform inside)."""
+    multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high, as max_tokens does); buckets (a
+    bucket by its weight, uniform inside)."""
     low: int = 1
     """Smallest number of tokens."""
     high: int = 1024
@@ -51,10 +53,10 @@ class Law:
     """buckets: their weights, in any unit."""
 
     def __post_init__(self) -> None:
-        if self.law not in LAWS:
-            raise InputError("law", self.law, ", ".join(LAWS))
-        if self.law == "buckets":
-            ascends = all(a < b for a, b in zip(self.edges, self.edges[1:], strict=False))
+        if self.kind not in KINDS:
+            raise InputError("kind", self.kind, ", ".join(KINDS))
+        if self.kind == "buckets":
+            ascends = all(a < b for a, b in pairwise(self.edges))
             if len(self.edges) < 2 or not ascends or self.edges[0] < 1 or self.edges[-1] > MAX_TOKENS:
                 allowed = f"ascending integers from 1 to {MAX_TOKENS}, at least two"
                 raise InputError("edges", self.edges, allowed)
@@ -63,10 +65,9 @@ class Law:
                 raise InputError("weights", self.weights, f"{len(self.edges) - 1} numbers >= 0, not all 0")
             return
         if not 1 <= self.low <= self.high <= MAX_TOKENS:
-            raise InputError(
-                "low, high", (self.low, self.high), f"integers with 1 <= low <= high <= {MAX_TOKENS}"
-            )
-        if self.law == "zipf" and self.high - self.low >= MAX_ZIPF_VALUES:
+            allowed = f"integers with 1 <= low <= high <= {MAX_TOKENS}"
+            raise InputError("low, high", (self.low, self.high), allowed)
+        if self.kind == "zipf" and self.high - self.low >= MAX_ZIPF_VALUES:
             raise InputError("high", self.high, f"less than low + {MAX_ZIPF_VALUES} for zipf")
         for name in ("theta", "sigma", "nu"):
             if not 0 < getattr(self, name) < math.inf:
@@ -76,100 +77,182 @@ class Law:
 
     def draw(self, num: int, rng: np.random.Generator) -> IntArray:
         """Numbers of tokens; shape [num]."""
-        if self.law == "fixed":
+        if self.kind == "fixed":
             return np.full(num, self.low, np.int64)
-        if self.law == "uniform":
+        if self.kind == "uniform":
             return rng.integers(self.low, self.high, num, endpoint=True)
-        if self.law == "zipf":
+        if self.kind == "zipf":
             weights = np.arange(1, self.high - self.low + 2, dtype=float) ** -self.theta
-            return self.low + rng.choice(len(weights), num, p=weights / weights.sum())
-        if self.law == "log_t":
-            return log_t_tokens(
-                np.full(num, self.mu),
-                np.full(num, self.sigma),
-                np.full(num, self.nu),
-                self.low,
-                self.high,
-                rng,
-            )
-        share = np.array(self.weights, float) / sum(self.weights)
-        bucket = rng.choice(len(share), num, p=share)
+            return np.asarray(self.low + rng.choice(len(weights), num, p=weights / weights.sum()))
+        if self.kind == "log_t":
+            parameters = np.repeat([[self.mu], [self.sigma], [self.nu]], num, axis=1)
+            return log_t_tokens(parameters, self.low, self.high, rng)
+        weights = np.array(self.weights, float)
+        bucket = rng.choice(len(weights), num, p=weights / weights.sum())
         edges = np.array(self.edges)
         edges[-1] += 1
         return np.asarray(rng.integers(edges[bucket], edges[bucket + 1]), np.int64)
 
 
-def log_t_tokens(
-    mu: NDArray[np.float64],
-    sigma: NDArray[np.float64],
-    nu: NDArray[np.float64],
-    low: int,
-    high: int,
-    rng: np.random.Generator,
-) -> IntArray:
-    """One answer's length from each log-t law, rounded and cut to low..high; arrays of shape [N]."""
+def log_t_tokens(parameters: FloatArray, low: int, high: int, rng: np.random.Generator) -> IntArray:
+    """One length [N] from each log-t with these mu, sigma, nu [3, N], rounded and clipped to low..high."""
+    mu, sigma, nu = parameters
     logs = mu + sigma * rng.standard_t(nu)
-    return np.rint(np.exp(np.clip(logs, math.log(low), math.log(high)))).astype(np.int64)
+    return np.asarray(np.rint(np.exp(np.clip(logs, math.log(low), math.log(high)))), np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Lengths of prompts and answers: from a file, or from laws.
-
-    Raises:
-        InputError: Two values contradict each other.
-    """
+    """Lengths of prompts and outputs: from a file, or from distributions."""
 
     file: str | None = None
-    """Rows to draw prompt and answer lengths from, with replacement: a trace (columns prompt_tokens, output_tokens: the
-    pairs as they are), or fitted distributions (columns mu, sigma, nu, as fit-dist writes them: an answer is drawn from
-    each, and that distribution is the request's prediction; prompts come from prompt_tokens or from the law `prompt`).
-    Instead of laws."""
+    """Rows to draw prompt and output lengths from, with replacement: a trace (columns prompt_tokens, output_tokens: the
+    pairs as they are), or fitted distributions (columns mu, sigma, nu, as fit-dist writes them: an output is drawn from
+    each, and that distribution is the request's prediction; prompts come from prompt_tokens or from the distribution
+    `prompt`). Instead of distributions."""
     in_order: bool = False
     """file: take the rows in their order from the first on, as often as needed, instead of drawing them."""
-    prompt: Law | None = None
-    """Law of the prompt's tokens."""
-    output: Law | None = None
-    """Law of the answer's tokens."""
-    total: Law | None = None
-    """Law of prompt and answer together, instead of one for each."""
-    prompt_share: float = 2 / 3
-    """total: share of the prompt, rounded to whole tokens, at least one each (2/3: two prompt tokens per answer token, as
-    in the multi-tier paper)."""
+    prompt: TokenDistribution | None = None
+    """Distribution of the prompt's tokens."""
+    output: TokenDistribution | None = None
+    """Distribution of the output's tokens."""
+    total: TokenDistribution | None = None
+    """Distribution of prompt and output together, instead of one for each."""
+    prompt_fraction: float = 2 / 3
+    """total: fraction of the prompt, rounded to integers, at least one token each (2/3: two prompt tokens per output token,
+    as in the multi-tier paper)."""
     max_tokens: int | None = None
-    """Cap of every request; longer answers end there. Unset: the longest answer drawn."""
+    """max_tokens of every request; longer outputs end there. Unset: the longest output drawn."""
     max_total_tokens: int | None = None
-    """Requests with more tokens in all are shortened to this many, prompt and answer in proportion (SLAI: 8192)."""
+    """Requests with more tokens in all are shortened to this many, prompt and output in proportion (SLAI: 8192)."""
 
     def __post_init__(self) -> None:
-        laws = (self.prompt, self.output, self.total)
         if self.file is None and self.total is None and (self.prompt is None or self.output is None):
             raise InputError("lengths", "neither file, total nor prompt and output", "one of the three")
         if self.file is not None and (self.output is not None or self.total is not None):
-            raise InputError("lengths.file", self.file, "unset together with the laws output or total")
-        if self.total is not None and any(law is not None for law in laws[:2]):
-            raise InputError("lengths.total", "given", "unset together with prompt or output")
-        if not 0 < self.prompt_share < 1:
-            raise InputError("prompt_share", self.prompt_share, "numbers between 0 and 1")
+            raise InputError("lengths.file", self.file, "unset together with output or total")
+        if self.total is not None and (self.prompt is not None or self.output is not None):
+            raise InputError("lengths.total", "set", "unset together with prompt or output")
+        if not 0 < self.prompt_fraction < 1:
+            raise InputError("prompt_fraction", self.prompt_fraction, "numbers between 0 and 1")
         if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
             raise InputError("max_tokens", self.max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset")
         if self.max_total_tokens is not None and self.max_total_tokens < 2:
             raise InputError("max_total_tokens", self.max_total_tokens, "integers > 1, or unset")
 
-    def draw_laws(self, num: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """Prompt and answer lengths by the laws; two of shape [num]."""
+    def draw(self, num: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
+        """Prompt and output lengths from the distributions; two of shape [num]."""
         if self.total is None:
             assert self.prompt is not None
             assert self.output is not None
             return self.prompt.draw(num, rng), self.output.draw(num, rng)
         total = np.maximum(self.total.draw(num, rng), 2)
-        prompt = np.clip(np.rint(total * self.prompt_share).astype(np.int64), 1, total - 1)
+        prompt = np.clip(np.rint(total * self.prompt_fraction).astype(np.int64), 1, total - 1)
         return prompt, total - prompt
 
 
-def shortened(prompt: IntArray, output: IntArray, most: int) -> tuple[IntArray, IntArray]:
-    """Lengths with at most `most` tokens in all, both parts shortened by the same factor, at least one token each."""
-    total = prompt + output
-    factor = np.minimum(1.0, most / total)
-    answers = np.maximum(1, np.floor(output * factor)).astype(np.int64)
-    return np.minimum(np.maximum(1, np.floor(prompt * factor)).astype(np.int64), most - answers), answers
+def shortened(prompt: IntArray, output: IntArray, max_total: int) -> tuple[IntArray, IntArray]:
+    """Lengths with at most `max_total` tokens, both parts shortened by the same factor, at least one token each."""
+    factor = np.minimum(1.0, max_total / (prompt + output))
+    short = np.maximum(1, np.floor(output * factor)).astype(np.int64)
+    return np.minimum(np.maximum(1, np.floor(prompt * factor)).astype(np.int64), max_total - short), short
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LengthRows:
+    """Columns [N] of a file of lengths; None: the file has no such column.
+
+    Attributes:
+        parameters: mu, sigma, nu of the outputs' log-t distributions, [3, N]; None where output_tokens is there.
+    """
+
+    source: str
+    prompt_tokens: IntArray | None
+    output_tokens: IntArray | None
+    parameters: FloatArray | None
+    arrival_s: FloatArray | None
+
+    def __len__(self) -> int:
+        column = self.output_tokens if self.output_tokens is not None else self.parameters
+        assert column is not None
+        return int(column.shape[-1])
+
+    def arrivals(self) -> FloatArray:
+        """Arrival times from 0, ascending.
+
+        Raises:
+            InputError: The file has none, or they do not ascend.
+        """
+        if self.arrival_s is None:
+            raise InputError("lengths.file", self.source, "a file with arrival_s in all rows")
+        times = self.arrival_s - self.arrival_s[0]
+        if np.any(np.diff(times) < 0):
+            raise InputError("lengths.file", self.source, "a file in the order of arrival")
+        return np.asarray(times)
+
+
+def read_lengths(path: str) -> LengthRows:
+    """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu and sigma (and nu, else
+    3.5); optional prompt_tokens and arrival_s. A file that has not changed is read once.
+
+    Raises:
+        InputError: The file is missing, or a column is missing, empty somewhere or not above 0.
+    """
+    file = existing_file(path, "lengths.file")
+    return _read(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)
+def _read(file: Path, _modified_ns: int) -> LengthRows:
+    table, source = _columns(file), str(file)
+    prompt, output = (_tokens(file, table.get(name), name) for name in ("prompt_tokens", "output_tokens"))
+    arrival = table.get("arrival_s")
+    if arrival is not None:
+        outside = arrival[~(np.abs(arrival) <= MAX_TIME_S)]
+        if not np.all(np.isnan(outside)):
+            raise InputError("lengths.file", source, f"arrival_s up to {MAX_TIME_S:g} in all rows")
+        arrival = None if len(outside) else arrival
+    parameters = _parameters(source, table) if output is None else None
+    return LengthRows(source, prompt, output, parameters, arrival)
+
+
+def _parameters(source: str, table: dict[str, FloatArray]) -> FloatArray:
+    if "mu" not in table or "sigma" not in table:
+        raise InputError("lengths.file", source, "a file with a column output_tokens, or with mu and sigma")
+    nu = table.get("nu", np.full_like(table["mu"], 3.5))
+    parameters = np.stack([table["mu"], table["sigma"], nu])
+    if not np.all(np.isfinite(parameters)) or np.any(parameters[1:] <= 0):
+        raise InputError("lengths.file", source, "finite mu, sigma and nu above 0 in all rows")
+    return parameters
+
+
+def _tokens(file: Path, column: FloatArray | None, name: str) -> IntArray | None:
+    if column is None or np.all(np.isnan(column)):
+        return None
+    wrong = np.flatnonzero(~((column >= 1) & (column <= MAX_TOKENS)) | (column != np.floor(column)))
+    if len(wrong):
+        location = f"{file.name} row {wrong[0] + 1} column {name}"
+        raise InputError(location, float(column[wrong[0]]), f"integers from 1 to {MAX_TOKENS}")
+    return column.astype(np.int64)
+
+
+def _columns(file: Path) -> dict[str, FloatArray]:
+    """The columns of interest as numbers; empty cells are NaN."""
+    if file.suffix == ".parquet":
+        with parquet_file(file, "lengths.file") as parquet:
+            names = [name for name in parquet.schema_arrow.names if name in _COLUMNS]
+            table = parquet.read(columns=names)
+            columns = {name: np.asarray(table[name].cast("float64").to_numpy(), float) for name in names}
+    else:
+        rows = list(file_rows(file, "lengths.file", _COLUMNS))
+        names = [name for name in _COLUMNS if rows and name in rows[0]]
+        try:
+            columns = {
+                name: np.array([math.nan if row[name] in (None, "") else float(row[name]) for row in rows])
+                for name in names
+            }
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise InputError("lengths.file", str(file), f"numbers in all rows ({error})") from error
+    if not columns or not len(next(iter(columns.values()))):
+        raise InputError("lengths.file", str(file), "a file with at least one row and a column of lengths")
+    return columns

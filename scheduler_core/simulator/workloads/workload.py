@@ -1,58 +1,223 @@
-"""A workload: a description of requests, and the trace drawn from it by a seed."""
+"""A workload: a description of requests, their classes, tiers and conversations, and the trace drawn by a seed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.request import MAX_TIERS
+from scheduler_core.simulator.trace import MAX_TIME_S, Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate, check_rate
-from scheduler_core.simulator.workloads.classes import RequestClass, Tiers, tier_weights
-from scheduler_core.simulator.workloads.length_file import LengthRows, read_lengths
-from scheduler_core.simulator.workloads.lengths import IntArray, Law, Lengths, log_t_tokens, shortened
-from scheduler_core.simulator.workloads.sessions import Sessions
+from scheduler_core.simulator.workloads.lengths import (
+    IntArray,
+    LengthRows,
+    Lengths,
+    TokenDistribution,
+    log_t_tokens,
+    read_lengths,
+    shortened,
+)
 
 #: A request takes about half a kilobyte.
 MAX_REQUESTS = 100_000_000
-#: Longest answer drawn from a fitted distribution when the workload sets no cap.
+#: Longest output drawn from a fitted distribution when the workload sets no max_tokens.
 MAX_DRAWN_TOKENS = 32_768
+
+MIXES = ("uniform", "gaussian", "gaussian_released", "enterprise")
+_ENTERPRISE = {
+    1: (1.0,),
+    2: (0.10, 0.90),
+    3: (0.10, 0.30, 0.60),
+    4: (0.10, 0.15, 0.15, 0.60),
+    5: (0.10, 0.30, 0.50, 0.08, 0.02),
+}
+_GAUSSIAN_RELEASED = {2: (0.3, 0.7), 3: (0.15, 0.70, 0.15), 5: (0.05, 0.2, 0.5, 0.2, 0.05)}
+
+
+def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
+    """Fraction of requests of each tier, the most urgent first; shape [K], of sum 1 (multi-tier paper, section 4.2).
+
+    - uniform: 1/K each.
+    - gaussian: the paper's words: a bell around the middle tier with standard deviation K/4.
+    - gaussian_released: its code's: fixed fractions for K = 2, 3, 5 and exp(-2 d^2 / K) at distance d from the middle else.
+    - enterprise: its code's fractions for K = 3, 4, 5; beyond that 10 % for the first tier, 70 % over the middle ones, 20 %
+      for the last, as the paper says in words.
+    """
+    if not 1 <= num_tiers <= MAX_TIERS:
+        raise InputError("num_tiers", num_tiers, f"integers from 1 to {MAX_TIERS}")
+    distance = np.arange(num_tiers) - (num_tiers - 1) / 2
+    if mix == "uniform":
+        weights = np.ones(num_tiers)
+    elif mix == "gaussian":
+        weights = np.exp(-0.5 * (distance / (num_tiers / 4)) ** 2)
+    elif mix == "gaussian_released":
+        fixed = _GAUSSIAN_RELEASED.get(num_tiers)
+        weights = np.exp(-2 * distance**2 / num_tiers) if fixed is None else np.array(fixed)
+    elif mix == "enterprise":
+        fixed = _ENTERPRISE.get(num_tiers)
+        middle = (0.70 / (num_tiers - 2),) * (num_tiers - 2) if num_tiers > 2 else ()
+        weights = np.array((0.10, *middle, 0.20) if fixed is None else fixed)
+    else:
+        raise InputError("tier_mix", mix, ", ".join(MIXES))
+    return np.asarray(weights / weights.sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestClass:
+    """One class of requests."""
+
+    weight: float = 1.0
+    """Its fraction of the requests, in any unit: weights are divided by their sum."""
+    tenant: str = ""
+    """A user or group of users, such as paying or free."""
+    category: str = ""
+    """Kind of work, such as reasoning or chat."""
+    tier: int | None = None
+    """Declared urgency, 0 the most urgent. Unset: by the workload's tiers, or 2."""
+    priority: int = 0
+    """Declared priority, smaller first."""
+    ttft_slo_s: float | None = None
+    """Target of the time to the first token."""
+    tbt_slo_s: float | None = None
+    """Target of the time between two tokens."""
+    ttlt_slo_s: float | None = None
+    """Target of the time to the last token."""
+    lengths: Lengths | None = None
+    """Its own lengths. Unset: the workload's."""
+
+    def __post_init__(self) -> None:
+        if not self.weight > 0:
+            raise InputError("weight", self.weight, "numbers > 0")
+
+    def request_fields(self) -> dict[str, Any]:
+        """Fields of `TraceRequest` that its requests have in common."""
+        names = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
+        return {name: getattr(self, name) for name in names}
+
+
+def paying_and_free(paying_fraction: float) -> tuple[RequestClass, ...]:
+    """SLAI's two classes: targets of 0.1 s between tokens for paying users, 0.5 s for free ones (section 7).
+
+    Raises:
+        InputError: The fraction is not between 0 and 1.
+    """
+    if not 0 < paying_fraction < 1:
+        raise InputError("paying_fraction", paying_fraction, "numbers between 0 and 1")
+    return (
+        RequestClass(weight=paying_fraction, tenant="paying", tier=0, tbt_slo_s=0.1),
+        RequestClass(weight=1 - paying_fraction, tenant="free", tier=1, tbt_slo_s=0.5),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Tiers drawn for every request, independently of everything else."""
+
+    num_tiers: int = 1
+    """K; tiers are 0 (the most urgent) to K - 1."""
+    mix: Literal["uniform", "gaussian", "gaussian_released", "enterprise"] = "uniform"
+    """Their fractions: uniform; gaussian (a bell around the middle, standard deviation K/4); gaussian_released (as in the
+    multi-tier paper's code); enterprise (10 % critical, most in the middle or last)."""
+
+    def __post_init__(self) -> None:
+        tier_weights(self.mix, self.num_tiers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions:
+    """Conversations: every drawn request becomes a turn; turns follow after time to think and have a growing prefix."""
+
+    mean_turns: float = 4.0
+    """Mean number of turns, at least 1; they have a geometric distribution."""
+    max_turns: int = 32
+    """Conversations end here at the latest."""
+    mean_think_time_s: float = 10.0
+    """Mean seconds between an output's last token and the next turn; exponential."""
+    max_prompt_tokens: int = 4096
+    """A conversation ends before a turn whose prompt (all previous turns and the new text) would be longer."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.mean_turns < math.inf:
+            raise InputError("mean_turns", self.mean_turns, "numbers >= 1")
+        if self.max_turns < 1:
+            raise InputError("max_turns", self.max_turns, "integers > 0")
+        if not 0 <= self.mean_think_time_s <= MAX_TIME_S:
+            raise InputError("mean_think_time_s", self.mean_think_time_s, f"seconds from 0 to {MAX_TIME_S:g}")
+        if self.max_prompt_tokens < 1:
+            raise InputError("max_prompt_tokens", self.max_prompt_tokens, "integers > 0")
+
+    def conversations(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
+        """Turns, conversation by conversation, until all rows are used.
+
+        The rows are taken in order: the k-th conversation begins when the k-th row arrives, and each of its turns adds
+        the next unused row's prompt as new text. A later turn's prompt is all that was said before it (`prefix_tokens`)
+        and its new text; its arrival is that of the previous turn plus the time to think, as if outputs took no time,
+        and `think_time_s` is the wait of a closed loop after the output.
+        """
+        turns: list[TraceRequest] = []
+        number = 0
+        while len(turns) < len(rows):
+            num_turns = min(int(rng.geometric(1.0 / self.mean_turns)), self.max_turns)
+            unused = rows[len(turns) : len(turns) + num_turns]
+            turns.extend(self._turns(unused, f"s{number}", rows[number].arrival_s, rng))
+            number += 1
+        return turns
+
+    def _turns(
+        self, rows: list[TraceRequest], name: str, arrival_s: float, rng: np.random.Generator
+    ) -> list[TraceRequest]:
+        """The turns of one conversation: as many of the rows as fit into the longest prompt."""
+        first, prefix = rows[0], 0
+        turns: list[TraceRequest] = []
+        for turn, row in enumerate(rows):
+            prompt = prefix + row.prompt_tokens
+            if turn and prompt > self.max_prompt_tokens:
+                break
+            think_s = float(rng.exponential(self.mean_think_time_s)) if turn else None
+            arrival_s += think_s or 0.0
+            row = replace(
+                row, arrival_s=arrival_s, prompt_tokens=prompt, prefix_tokens=prefix, session_id=name
+            )
+            row = replace(row, turn=turn, think_time_s=think_s)
+            turns.append(replace(row, tier=first.tier, tenant=first.tenant, priority=first.priority))
+            prefix = prompt + row.output_tokens
+        return turns
 
 
 def _default_lengths() -> Lengths:
     return Lengths(
-        prompt=Law(law="log_t", mu=5.5, sigma=0.8, high=4096),
-        output=Law(law="log_t", mu=5.0, sigma=0.7, high=2048),
+        prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
+        output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What arrives at the engine: how many requests, when, how long, and whose.
+    """The requests that arrive at the engine: how many, when, how long, and of which class.
 
     Arrivals, lengths, classes and conversations draw from streams of their own, so that another rate leaves the
     lengths as they are.
-
-    Raises:
-        InputError: A value is outside its range.
     """
 
     num_requests: int = 1000
     """Number of requests."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """When they come."""
+    """Arrival times."""
     lengths: Lengths = field(default_factory=_default_lengths)
-    """How long prompts and answers are."""
+    """Lengths of prompts and outputs."""
     classes: tuple[RequestClass, ...] = ()
-    """Classes of requests with shares, targets and lengths of their own, such as paying and free, or reasoning and chat."""
+    """Classes of requests with weights, targets and lengths of their own, such as paying and free, or reasoning and chat."""
     tiers: Tiers | None = None
     """Tiers drawn by a mix, for every request whose class has none. Unset: tier 2."""
     sessions: Sessions | None = None
-    """Conversations of several turns; rate_rps then counts conversations. Unset: every request stands alone."""
+    """Conversations of several turns; rate_rps then counts conversations. Unset: all requests are independent."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_requests <= MAX_REQUESTS:
@@ -71,21 +236,21 @@ class Workload:
             InputError: A file cannot be used.
         """
         seeds = np.random.SeedSequence(seed).spawn(4)
-        when, long, who, talk = [np.random.default_rng(one) for one in seeds]
-        drawn = self._class_indices(who)
-        rows = self._rows(drawn, self._tiers(who), long)
-        times = self._times(when)
-        timed = [_with_arrival(values, float(time)) for values, time in zip(rows, times, strict=True)]
+        arrival_rng, length_rng, class_rng, session_rng = [np.random.default_rng(one) for one in seeds]
+        classes = self._class_indices(class_rng)
+        values = self._request_values(classes, self._tiers(class_rng), length_rng)
+        times = self._times(arrival_rng)
+        rows = [TraceRequest(arrival_s=float(time), **one) for one, time in zip(values, times, strict=True)]
         if self.sessions is not None:
-            timed = self.sessions.conversations(timed, talk)
-        timed.sort(key=lambda row: row.arrival_s)
-        return Trace(tuple(timed), source=f"workload, seed {seed}")
+            rows = self.sessions.conversations(rows, session_rng)
+        rows.sort(key=lambda row: row.arrival_s)
+        return Trace(tuple(rows), source=f"workload, seed {seed}")
 
     def _class_indices(self, rng: np.random.Generator) -> IntArray:
         if not self.classes:
             return np.zeros(self.num_requests, np.int64)
-        shares = np.array([one.share for one in self.classes])
-        return np.asarray(rng.choice(len(shares), self.num_requests, p=shares / shares.sum()))
+        weights = np.array([one.weight for one in self.classes])
+        return np.asarray(rng.choice(len(weights), self.num_requests, p=weights / weights.sum()))
 
     def _tiers(self, rng: np.random.Generator) -> IntArray:
         if self.tiers is None:
@@ -103,83 +268,60 @@ class Workload:
         times = times[: self.num_requests]
         return times if self.arrivals.rate_rps is None else at_rate(times, self.arrivals.rate_rps)
 
-    def _rows(self, drawn: IntArray, tiers: IntArray, rng: np.random.Generator) -> list[dict[str, object]]:
+    def _request_values(
+        self, indices: IntArray, tiers: IntArray, rng: np.random.Generator
+    ) -> list[dict[str, Any]]:
         """Fields of every request but its arrival."""
-        rows: list[dict[str, object]] = [{} for _ in range(self.num_requests)]
-        kinds: Sequence[RequestClass | None] = self.classes or (None,)
-        for index, kind in enumerate(kinds):
-            members = np.flatnonzero(drawn == index)
-            lengths = self.lengths if kind is None or kind.lengths is None else kind.lengths
+        values: list[dict[str, Any]] = [{} for _ in range(self.num_requests)]
+        classes: Sequence[RequestClass] = self.classes or (RequestClass(),)
+        for index, one in enumerate(classes):
+            members = np.flatnonzero(indices == index)
             if not len(members):
                 continue
-            prompt, output, cap, seen = _draw(lengths, len(members), rng)
-            for place, member in enumerate(members):
-                tier = int(tiers[member]) if kind is None or kind.tier is None else kind.tier
-                rows[member] = dict(
+            prompt, output, max_tokens, predictions = _draw(one.lengths or self.lengths, len(members), rng)
+            for position, member in enumerate(members):
+                values[member] = dict(
                     request_id=f"r{member}",
-                    prompt_tokens=int(prompt[place]),
-                    output_tokens=int(output[place]),
-                    max_tokens=cap,
-                    prediction=seen[place] if seen else None,
-                    tier=tier,
-                    **_of_class(kind),
+                    prompt_tokens=int(prompt[position]),
+                    output_tokens=int(output[position]),
+                    max_tokens=max_tokens,
+                    prediction=predictions[position] if predictions else None,
+                    tier=int(tiers[member]) if one.tier is None else one.tier,
+                    **one.request_fields(),
                 )
-        return rows
-
-
-def _with_arrival(values: dict[str, object], arrival_s: float) -> TraceRequest:
-    return TraceRequest(arrival_s=arrival_s, **values)  # type: ignore[arg-type]
-
-
-def _of_class(kind: RequestClass | None) -> dict[str, object]:
-    if kind is None:
-        return {}
-    names = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
-    return {name: getattr(kind, name) for name in names}
+        return values
 
 
 def _draw(
     lengths: Lengths, num: int, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray, int, list[LengthPrediction]]:
-    """Prompts, answers, their cap, and the distributions that the answers were drawn from, if there are."""
-    seen: list[LengthPrediction] = []
+    """Prompts, outputs, max_tokens, and the distributions that the outputs were drawn from, if there are."""
+    predictions: list[LengthPrediction] = []
     if lengths.file is None:
-        prompt, output = lengths.draw_laws(num, rng)
+        prompt, output = lengths.draw(num, rng)
     else:
         rows = read_lengths(lengths.file)
-        chosen = np.arange(num) % len(rows) if lengths.in_order else rng.integers(0, len(rows), num)
-        prompt, output, seen = _from_rows(lengths, rows, chosen, rng)
+        indices = np.arange(num) % len(rows) if lengths.in_order else rng.integers(0, len(rows), num)
+        prompt, output, predictions = _from_rows(lengths, rows, indices, rng)
     if lengths.max_total_tokens is not None:
         prompt, output = shortened(prompt, output, lengths.max_total_tokens)
-    cap = int(output.max()) if lengths.max_tokens is None else lengths.max_tokens
-    return prompt, np.minimum(output, cap), cap, seen
+    max_tokens = int(output.max()) if lengths.max_tokens is None else lengths.max_tokens
+    return prompt, np.minimum(output, max_tokens), max_tokens, predictions
 
 
 def _from_rows(
-    lengths: Lengths, rows: LengthRows, chosen: IntArray, rng: np.random.Generator
+    lengths: Lengths, rows: LengthRows, indices: IntArray, rng: np.random.Generator
 ) -> tuple[IntArray, IntArray, list[LengthPrediction]]:
     if lengths.prompt is not None:
-        prompt = lengths.prompt.draw(len(chosen), rng)
+        prompt = lengths.prompt.draw(len(indices), rng)
     elif rows.prompt_tokens is not None:
-        prompt = rows.prompt_tokens[chosen]
+        prompt = rows.prompt_tokens[indices]
     else:
-        raise InputError(
-            "lengths.file", rows.source, "a file with a column prompt_tokens, or a law lengths.prompt"
-        )
+        allowed = "a file with a column prompt_tokens, or a distribution lengths.prompt"
+        raise InputError("lengths.file", rows.source, allowed)
     if rows.output_tokens is not None:
-        return prompt, rows.output_tokens[chosen], []
-    assert rows.laws is not None
-    mu, sigma, nu = rows.laws[:, chosen]
-    cap = lengths.max_tokens or MAX_DRAWN_TOKENS
-    output = log_t_tokens(mu, sigma, nu, 1, cap, rng)
-    return (
-        prompt,
-        output,
-        [LengthPrediction(float(m), float(s), float(n)) for m, s, n in zip(mu, sigma, nu, strict=True)],
-    )
-
-
-def mean_rate_rps(trace: Trace) -> float | None:
-    """Arrivals per second from the first to the last; None if they all come at once."""
-    span = trace.requests[-1].arrival_s - trace.requests[0].arrival_s
-    return (len(trace) - 1) / span if span > 0 and math.isfinite(span) else None
+        return prompt, rows.output_tokens[indices], []
+    assert rows.parameters is not None
+    parameters = rows.parameters[:, indices]
+    output = log_t_tokens(parameters, 1, lengths.max_tokens or MAX_DRAWN_TOKENS, rng)
+    return prompt, output, [LengthPrediction(*one) for one in parameters.T.tolist()]

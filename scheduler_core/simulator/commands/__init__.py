@@ -1,0 +1,21 @@
+"""The command `simulate`: its sub-commands, one module each, and what they have in common."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from scheduler_core.errors import MissingExtraError
+
+
+def progress_bar(total: int | None, description: str, unit: str = "req") -> Any:
+    """A progress bar on stderr, if that is a terminal; without `total` it counts.
+
+    Raises:
+        MissingExtraError: tqdm is not installed.
+    """
+    try:
+        from tqdm import tqdm
+    except ImportError as error:
+        raise MissingExtraError("tqdm", "sim") from error
+    return tqdm(total=total, desc=description, unit=unit, disable=None, file=sys.stderr)

@@ -1,0 +1,32 @@
+"""`simulate workload`: a trace drawn from a description, to look at or to use elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.trace import write_trace
+from scheduler_core.simulator.workloads import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadConfig(Workload):
+    """Draw requests from the description of a workload and write them as a trace."""
+
+    INPUTS = ("lengths", "classes")
+    OUTPUTS = ("out",)
+
+    out: str
+    """Where to write the trace (.parquet, .csv or .jsonl)."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seed < 0:
+            raise InputError("seed", self.seed, "integers >= 0")
+
+
+def run(config: WorkloadConfig) -> None:
+    """Carries out `simulate workload`."""
+    write_trace(config.trace(config.seed), config.out)

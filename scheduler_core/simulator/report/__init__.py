@@ -1,1 +1,0 @@
-"""What a person looks at: figures, HTML pages, timelines for a trace viewer. Needs matplotlib, imported when drawing."""

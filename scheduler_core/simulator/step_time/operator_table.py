@@ -1,0 +1,265 @@
+"""Step times from profiles: the time of every operator of a layer, tabulated by the size of its input, in files.
+
+Source: Agrawal et al. 2024, "Vidur: A Large-Scale Simulation Framework for LLM Inference", sections 4.2 and 4.3; keys and
+rounding as in its code (microsoft/vidur @ 7d47513).
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.step_time.base import StepWork, total_of
+from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
+from scheduler_core.simulator.tables import import_pyarrow
+
+#: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
+TOKEN_OPERATORS = (
+    "attn_pre_proj",
+    "attn_post_proj",
+    "attn_rope",
+    "mlp_up_proj",
+    "mlp_down_proj",
+    "mlp_act",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "add",
+)
+KV_STEP = 64
+"""Cache sizes are rounded up to a multiple of this."""
+TOKEN_STEP = 8
+SUFFIXES = (".csv", ".csv.gz", ".parquet")
+
+Table = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OperatorTable:
+    """t = num_layers * (tokens[N] + decode[D, K] + prefill[K', s]).
+
+    N tokens in the step, D decodes, K the mean of their contexts, the new token among them, rounded down and then up to
+    a multiple of 64; K' the sum over the chunks of the tokens before each, rounded up to multiples of 64; s the root of
+    the sum of the squared chunks, rounded. Embedding, output layer and the time of the host are not in it, nor in the
+    profiles. Copies to the host are not profiled and an error.
+
+    Attributes:
+        num_layers: Layers of the model.
+        tokens_s: Operators that depend on the number of tokens alone, per layer: element N is the time of N tokens.
+        decode_s: Attention of decodes per layer, [decodes, cache size / 64].
+        prefill_s: Attention of prompts per layer, [cache size / 64, tokens of a chunk]. In all tables NaN stands for sizes
+            that were not profiled.
+        batching_overhead: Relative slow-down of attention with more than one decode or more than one chunk; Vidur takes
+            0.1 for grouped-query attention.
+    """
+
+    num_layers: int
+    tokens_s: Table
+    decode_s: Table
+    prefill_s: Table
+    batching_overhead: float = 0.0
+    _tokens_row: list[float] = field(init=False, repr=False)
+    #: Rows that were needed so far.
+    _decode_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
+    _prefill_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.num_layers <= 0:
+            raise InputError("num_layers", self.num_layers, "integers > 0")
+        if not 0 <= self.batching_overhead < math.inf:
+            raise InputError("batching_overhead", self.batching_overhead, "numbers >= 0")
+        object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`.
+
+        Raises:
+            InputError: Tokens are copied to or from the host, or the step is larger than the profile.
+        """
+        if work.num_swapped_tokens:
+            allowed = "0: the profile has no time of copies"
+            raise InputError("num_swapped_tokens", work.num_swapped_tokens, allowed)
+        contexts, prefills = work.contexts, work.prefills
+        num = len(contexts)
+        if len(prefills) == 1:
+            chunk = prefills[0]
+            num_tokens = chunk.num_tokens
+            layer_s = self._prefill(-(-chunk.start_token // KV_STEP), num_tokens, 1)
+        else:
+            num_tokens = work.num_prefill_tokens
+            row = sum([-(-chunk.start_token // KV_STEP) for chunk in prefills])
+            squared = sum([chunk.num_tokens**2 for chunk in prefills])
+            layer_s = self._prefill(row, round(math.sqrt(squared)), len(prefills)) if prefills else 0.0
+        layer_s += self._tokens(num_tokens + num)
+        if num:
+            layer_s += self._decode(num, total_of(contexts) // num + 1)
+        return self.num_layers * layer_s
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """The mean context grows by one token per step, so up to 64 steps in a row take equally long."""
+        num = len(contexts)
+        mean = total_of(contexts) // num + 1
+        tokens_s = self._tokens(num)
+
+        def segment(step: int) -> tuple[float, int]:
+            column = -(-(mean + step) // KV_STEP)
+            each_s = self.num_layers * (tokens_s + self._decode(num, mean + step))
+            return each_s, column * KV_STEP - mean + 1
+
+        return PiecewiseRun(start_s, segment)
+
+    def _tokens(self, num_tokens: int) -> float:
+        seconds = self._tokens_row[num_tokens] if num_tokens < len(self._tokens_row) else math.nan
+        if seconds != seconds:
+            raise _not_profiled(self.tokens_s, (num_tokens,), "tokens", (1,))
+        return seconds
+
+    def _decode(self, num_decodes: int, mean_context: int) -> float:
+        column = -(-mean_context // KV_STEP)
+        row = self._decode_rows.get(num_decodes)
+        if row is None:
+            row = self._decode_rows[num_decodes] = _row(self.decode_s, num_decodes)
+        seconds = row[column] if column < len(row) else math.nan
+        if seconds != seconds:
+            what = "decodes, mean context"
+            raise _not_profiled(self.decode_s, (num_decodes, column), what, (1, KV_STEP))
+        return seconds * (1.0 + self.batching_overhead) if num_decodes > 1 else seconds
+
+    def _prefill(self, before: int, size: int, num_chunks: int) -> float:
+        row = self._prefill_rows.get(before)
+        if row is None:
+            row = self._prefill_rows[before] = _row(self.prefill_s, before)
+        seconds = row[size] if size < len(row) else math.nan
+        if seconds != seconds:
+            what = "tokens before the chunks, root of their squared sizes"
+            raise _not_profiled(self.prefill_s, (before, size), what, (KV_STEP, 1))
+        return seconds * (1.0 + self.batching_overhead) if num_chunks > 1 else seconds
+
+
+def _row(table: Table, row: int) -> list[float]:
+    """A row as a list, whose items are read several times as fast; empty if there is no such row."""
+    return table[row].tolist() if row < len(table) else []
+
+
+def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[int, ...]) -> InputError:
+    largest = tuple((size - 1) * unit for size, unit in zip(table.shape, units, strict=True))
+    sizes = tuple(position * unit for position, unit in zip(index, units, strict=True))
+    return InputError(what, sizes, f"sizes that were profiled, at most {largest}")
+
+
+def read_operator_table(
+    directory: str | Path,
+    *,
+    num_layers: int,
+    tensor_parallel: int = 1,
+    batching_overhead: float = 0.0,
+    collective_overhead_s: float = 2e-5,
+) -> OperatorTable:
+    """Reads one file per operator.
+
+    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce
+    if there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
+    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may
+    follow.
+
+    Args:
+        directory: Folder of the files.
+        num_layers: Layers of the model, or of one pipeline stage.
+        tensor_parallel: Devices that share a layer; above 1 every layer has two collectives.
+        batching_overhead: See `OperatorTable`.
+        collective_overhead_s: Time of each collective in addition to its profile; Vidur takes 0.02 ms.
+
+    Raises:
+        InputError: A file is missing or cannot be read. Sizes that a table lacks are an error when they are needed.
+        MissingExtraError: A file is Parquet, and pyarrow is not installed.
+    """
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise InputError("directory of a profile", str(directory), "an existing directory")
+    if tensor_parallel <= 0:
+        raise InputError("tensor_parallel", tensor_parallel, "integers > 0")
+    rounded = [_by_tokens(folder, name) for name in TOKEN_OPERATORS]
+    exact = _by_tokens(folder, "attn_kv_cache_save")
+    collectives = [_by_tokens(folder, "all_reduce")] if tensor_parallel > 1 else []
+    size = min(len(column) for column in [*rounded, exact, *collectives]) - 1
+    size -= size % TOKEN_STEP  # larger sizes would be rounded up to one beyond the table
+    keys = -(-np.arange(size + 1) // TOKEN_STEP) * TOKEN_STEP
+    tokens_ms = exact[: size + 1] + np.sum([column[keys] for column in rounded], axis=0)
+    for column in collectives:
+        tokens_ms = tokens_ms + 2 * (column[keys] + collective_overhead_s * 1e3)
+    decode = _grid(_read(folder, "attn_decode", ("batch_size", "kv_cache_size", "prediction")), "attn_decode")
+    return OperatorTable(
+        num_layers=num_layers,
+        tokens_s=tokens_ms * 1e-3,
+        decode_s=decode * 1e-3,
+        prefill_s=_prefill_grid(folder) * 1e-3,
+        batching_overhead=batching_overhead,
+    )
+
+
+def _by_tokens(folder: Path, operator: str) -> Table:
+    """Element n is the time of n tokens."""
+    rows = _read(folder, operator, ("num_tokens", "prediction"))
+    column = np.full(int(rows[:, 0].max()) + 1, np.nan)
+    column[0] = 0.0
+    column[rows[:, 0].astype(int)] = rows[:, 1]
+    return column
+
+
+def _grid(rows: Table, operator: str) -> Table:
+    """Number of requests by cache size in units of 64; row 0 is no request."""
+    sizes = rows[:, 1].astype(int)
+    if np.any(sizes % KV_STEP):
+        first = int(sizes[sizes % KV_STEP > 0][0])
+        raise InputError(f"kv_cache_size of {operator}", first, f"multiples of {KV_STEP}")
+    grid = np.full((int(rows[:, 0].max()) + 1, int(sizes.max()) // KV_STEP + 1), np.nan)
+    grid[0] = 0.0
+    grid[rows[:, 0].astype(int), sizes // KV_STEP] = rows[:, 2]
+    return grid
+
+
+def _prefill_grid(folder: Path) -> Table:
+    """Cache size in units of 64 by tokens of the chunk; column 0 is no chunk."""
+    columns = ("prefill_chunk_size_squared", "kv_cache_size", "prediction")
+    rows = _read(folder, "attn_prefill", columns)
+    rows[:, 0] = np.rint(np.sqrt(rows[:, 0]))
+    return np.ascontiguousarray(_grid(rows, "attn_prefill").T)
+
+
+def _read(folder: Path, operator: str, columns: tuple[str, ...]) -> Table:
+    """The named columns of an operator's file, [rows, columns]."""
+    for suffix in SUFFIXES:
+        file = folder / f"{operator}{suffix}"
+        if file.is_file():
+            try:
+                table = _parquet(file, columns) if suffix == ".parquet" else _csv(file, columns)
+            except (OSError, ValueError, KeyError, EOFError) as error:
+                allowed = f"a table with columns {', '.join(columns)} ({error})"
+                raise InputError("profile", str(file), allowed) from error
+            if len(table) and bool(np.isfinite(table).all()) and bool((table >= 0).all()):
+                return table
+            raise InputError("profile", str(file), "rows of numbers >= 0")
+    raise InputError("profile", str(folder / operator), "a file that ends in " + ", ".join(SUFFIXES))
+
+
+def _csv(file: Path, columns: tuple[str, ...]) -> Table:
+    opener = gzip.open if file.suffix == ".gz" else open
+    with opener(file, "rt", encoding="utf-8") as stream:
+        names = stream.readline().strip().split(",")
+        indices = [names.index(name) for name in columns]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an empty table is reported by the caller
+            return np.loadtxt(stream, delimiter=",", usecols=indices, ndmin=2)
+
+
+def _parquet(file: Path, columns: tuple[str, ...]) -> Table:
+    _, pq = import_pyarrow()
+    table = pq.read_table(file, columns=list(columns))
+    return np.column_stack([table[name].to_numpy() for name in columns]).astype(float)

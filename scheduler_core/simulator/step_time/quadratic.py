@@ -1,0 +1,97 @@
+"""Step times of "Semantic Scheduling for LLM Inference": quadratic prefill, decode that grows with the context."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.step_time.base import StepWork, total_of
+from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuadraticStepTime:
+    """prefill(n) = alpha_1 n^2 + alpha_2 n; a decode after c tokens takes gamma_1 c + gamma_2; copies beta per token.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | alpha_1, alpha_2 | time of a prefill token, growing with the prompt | s per token^2, s per token |
+    | gamma_1, gamma_2 | time of a decoded token, growing with its context | s per token^2, s per token |
+    | beta | time to copy the keys and values of a token | s per token |
+
+    Source: section 3.3, Eqs. 3 and 4; the constants are those of its code (Wenyueh/latency_optimization_with_priority_
+    constraints @ 6d232be), see `PRESETS`. The paper prints alpha_1 of the first setting as 1.466e-2; the code has e-09.
+
+    The code has no cost of batching: a step takes as long as its longest member ("max"). "sum" is the other extreme,
+    one after the other.
+
+    Raises:
+        InputError: A constant is negative or not finite, or a step could take no time.
+    """
+
+    alpha_1: float = 1.46584975e-09
+    alpha_2: float = 1.0515576e-04
+    gamma_1: float = 5.91298857e-09
+    gamma_2: float = 1.195828e-02
+    beta: float = 1e-4
+    batching: Literal["max", "sum"] = "max"
+    """How the times of the members of a step make up its own: max (the longest), sum."""
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise InputError(name, value, "finite numbers >= 0")
+        if self.alpha_2 == 0 or self.gamma_2 == 0:
+            raise InputError("alpha_2, gamma_2", (self.alpha_2, self.gamma_2), "numbers > 0")
+        if self.batching not in ("max", "sum"):
+            raise InputError("batching", self.batching, "max, sum")
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        return self.alpha_1 * num_tokens**2 + self.alpha_2 * num_tokens
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`. A chunk takes the time of the prompt up to its end, less that up to its start."""
+        times = [
+            self._prefill_s(chunk.start_token + chunk.num_tokens) - self._prefill_s(chunk.start_token)
+            for chunk in work.prefills
+        ]
+        times += [self.gamma_1 * context + self.gamma_2 for context in work.contexts]
+        seconds = max(times, default=0.0) if self.batching == "max" else math.fsum(times)
+        return seconds + self.beta * work.num_swapped_tokens
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """Every step takes gamma_1 longer per member that counts."""
+        num, total = (1, max(contexts)) if self.batching == "max" else (len(contexts), total_of(contexts))
+        return PolynomialRun(start_s, self.gamma_1 * total + self.gamma_2 * num, self.gamma_1 * num)
+
+
+#: The settings of the paper's experiments by GPU and model (all Qwen1.5).
+PRESETS: dict[str, QuadraticStepTime] = {
+    "a100-4b": QuadraticStepTime(),
+    "a100-7b": QuadraticStepTime(
+        alpha_1=5.13462572e-07, alpha_2=1.48057167e-04, gamma_1=1.34911080e-08, gamma_2=1.330198e-02, beta=1e-4
+    ),
+    "a5000-4b": QuadraticStepTime(
+        alpha_1=1.58625005e-09, alpha_2=1.30542054e-04, gamma_1=2.86938135e-06, gamma_2=3.00834536e-02, beta=3e-4
+    ),
+    "a5000-7b": QuadraticStepTime(
+        alpha_1=1.85905340e-09, alpha_2=2.17527368e-04, gamma_1=2.11725653e-06, gamma_2=2.72656264e-02, beta=3e-4
+    ),
+}  # fmt: skip
+
+
+def quadratic_step_time(preset: str | None = None, **constants: Any) -> QuadraticStepTime:
+    """A setting of the paper by name, or a model with these constants.
+
+    Raises:
+        InputError: The preset is unknown or combined with constants, or a constant is outside its range.
+    """
+    if preset is None:
+        return QuadraticStepTime(**constants)
+    if preset not in PRESETS or constants:
+        raise InputError("preset", preset, ", ".join(PRESETS) + ", with no other parameter")
+    return PRESETS[preset]

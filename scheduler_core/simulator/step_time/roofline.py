@@ -1,0 +1,240 @@
+"""Step times from data sheets: work over the device's peak, computing or reading, whichever takes longer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.step_time.base import StepWork, total_of
+from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """A GPU's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
+
+    flops: float
+    bytes_per_s: float
+    memory_bytes: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are.
+
+    Attributes:
+        head: Size of a head.
+        vocabulary: Number of tokens.
+        source: Model whose config.json has these numbers.
+        tied: Input and output embeddings are one matrix.
+    """
+
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head: int
+    intermediate: int
+    vocabulary: int
+    source: str
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of the matrices of all layers; norms and biases, which are few, are left out."""
+        attention = self.hidden * self.head * (2 * self.num_heads + 2 * self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden * self.intermediate)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of all matrices, embeddings among them."""
+        return self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values of a token in 16 bit."""
+        return 4 * self.num_layers * self.num_kv_heads * self.head
+
+
+_TERA, _GIGA = 1e12, 1e9
+
+GPUS: dict[str, Gpu] = {
+    "a100-40gb": Gpu(
+        flops=312 * _TERA, bytes_per_s=1555 * _GIGA, memory_bytes=40 * _GIGA,
+        source="NVIDIA A100 Tensor Core GPU data sheet, 40GB PCIe and SXM",
+    ),
+    "a100-80gb": Gpu(
+        flops=312 * _TERA, bytes_per_s=2039 * _GIGA, memory_bytes=80 * _GIGA,
+        source="NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM",
+    ),
+    "h100-80gb": Gpu(
+        flops=989.4 * _TERA, bytes_per_s=3350 * _GIGA, memory_bytes=80 * _GIGA,
+        source="NVIDIA H100 Tensor Core GPU data sheet, SXM5; half of the 1,979 TFLOPS with sparsity",
+    ),
+    "h200-141gb": Gpu(
+        flops=989.4 * _TERA, bytes_per_s=4800 * _GIGA, memory_bytes=141 * _GIGA,
+        source="NVIDIA H200 Tensor Core GPU data sheet, SXM; half of the 1,979 TFLOPS with sparsity",
+    ),
+    "a6000-48gb": Gpu(
+        flops=154.8 * _TERA, bytes_per_s=768 * _GIGA, memory_bytes=48 * _GIGA,
+        source="NVIDIA RTX A6000 data sheet; half of the 309.7 TFLOPS with sparsity",
+    ),
+    "rtx6000ada-48gb": Gpu(
+        flops=364.2 * _TERA, bytes_per_s=960 * _GIGA, memory_bytes=48 * _GIGA,
+        source="NVIDIA RTX 6000 Ada Generation data sheet; a quarter of the 1,457 TFLOPS in FP8 with sparsity",
+    ),
+    "a5000-24gb": Gpu(
+        flops=111.1 * _TERA, bytes_per_s=768 * _GIGA, memory_bytes=24 * _GIGA,
+        source="NVIDIA RTX A5000 data sheet; half of the 222.2 TFLOPS with sparsity",
+    ),
+}  # fmt: skip
+
+
+MODELS: dict[str, ModelSize] = {
+    "llama-2-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 32000, "meta-llama/Llama-2-7b-hf"),
+    "llama-2-13b": ModelSize(40, 5120, 40, 40, 128, 13824, 32000, "meta-llama/Llama-2-13b-hf"),
+    "llama-2-70b": ModelSize(80, 8192, 64, 8, 128, 28672, 32000, "meta-llama/Llama-2-70b-hf"),
+    "llama-3-8b": ModelSize(32, 4096, 32, 8, 128, 14336, 128256, "meta-llama/Meta-Llama-3-8B"),
+    "llama-3-70b": ModelSize(80, 8192, 64, 8, 128, 28672, 128256, "meta-llama/Meta-Llama-3-70B"),
+    "llama-3.2-1b": ModelSize(16, 2048, 32, 8, 64, 8192, 128256, "meta-llama/Llama-3.2-1B", tied=True),
+    "llama-3.2-3b": ModelSize(28, 3072, 24, 8, 128, 8192, 128256, "meta-llama/Llama-3.2-3B", tied=True),
+    "mistral-7b": ModelSize(32, 4096, 32, 8, 128, 14336, 32000, "mistralai/Mistral-7B-v0.1"),
+    "qwen1.5-4b": ModelSize(40, 2560, 20, 20, 128, 6912, 151936, "Qwen/Qwen1.5-4B"),
+    "qwen1.5-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 151936, "Qwen/Qwen1.5-7B"),
+    "qwen2.5-0.5b": ModelSize(24, 896, 14, 2, 64, 4864, 151936, "Qwen/Qwen2.5-0.5B", tied=True),
+    "qwen2.5-1.5b": ModelSize(28, 1536, 12, 2, 128, 8960, 151936, "Qwen/Qwen2.5-1.5B", tied=True),
+    "qwen2.5-7b": ModelSize(28, 3584, 28, 4, 128, 18944, 152064, "Qwen/Qwen2.5-7B"),
+    "qwen2.5-14b": ModelSize(48, 5120, 40, 8, 128, 13824, 152064, "Qwen/Qwen2.5-14B"),
+    "qwen2.5-32b": ModelSize(64, 5120, 40, 8, 128, 27648, 152064, "Qwen/Qwen2.5-32B"),
+    "qwen2.5-72b": ModelSize(80, 8192, 64, 8, 128, 29568, 152064, "Qwen/Qwen2.5-72B"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RooflineStepTime:
+    """t = overhead_s + max(F_w / f, B_w / b) + max(F_a / f, B_a / b) for a chunk each, and once for all decodes + copies.
+
+    Linear layers: F_w = 2 W tokens, plus 2 V per sampled token; B_w = 2 (W + V), the weights, read once per step.
+    Attention of c tokens after k: F_a = 4 L H c (k + (c + 1) / 2), B_a = the keys and values of k + c tokens.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | W, V | weights of the layers; of the output embedding | - |
+    | L, H | layers; query heads times their size | - |
+    | f, b | efficiency times operations and bytes per second of all devices of the replica | 1/s |
+
+    Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The efficiencies
+    are typical of such kernels: within 20 % of Vidur's profile of Llama-3-8B on an A100
+    from 1 to 128 decodes and from 256 to 4,096 prompt tokens (tests). For numbers to rely on, calibrate.
+
+    Raises:
+        InputError: Model or GPU are unknown, or a value is outside its range.
+    """
+
+    model: str = "llama-3-8b"
+    """Size of the served model, see `MODELS`."""
+    gpu: str = "a100-80gb"
+    """Device, see `GPUS`."""
+    tensor_parallel: int = 1
+    """Devices that share every layer."""
+    compute_efficiency: float = 0.6
+    """Fraction of the peak operations that is reached, in (0, 1]."""
+    memory_efficiency: float = 0.75
+    """Fraction of the peak bandwidth that is reached, in (0, 1]."""
+    overhead_s: float = 1e-3
+    """Further seconds of every step: launches, sampling, the host."""
+    collective_s: float = 2e-5
+    """Seconds of each of two collectives per layer in addition to its transfer, with several devices."""
+    link_bytes_per_s: float = 300e9
+    """Bandwidth between the devices of a replica, in one direction."""
+    host_bytes_per_s: float = 25e9
+    """Bandwidth to the host's memory; 25e9 is PCIe 4.0 x16."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise InputError("model", self.model, ", ".join(MODELS))
+        if self.gpu not in GPUS:
+            raise InputError("gpu", self.gpu, ", ".join(GPUS))
+        if self.tensor_parallel <= 0:
+            raise InputError("tensor_parallel", self.tensor_parallel, "integers > 0")
+        for name in ("compute_efficiency", "memory_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise InputError(name, getattr(self, name), "numbers in (0, 1]")
+        for name in ("overhead_s", "collective_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise InputError(name, getattr(self, name), "seconds >= 0")
+        for name in ("link_bytes_per_s", "host_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise InputError(name, getattr(self, name), "numbers > 0")
+
+    @property
+    def size(self) -> ModelSize:
+        return MODELS[self.model]
+
+    @property
+    def device(self) -> Gpu:
+        return GPUS[self.gpu]
+
+    @property
+    def _flops(self) -> float:
+        return self.device.flops * self.compute_efficiency * self.tensor_parallel
+
+    @property
+    def _bytes_per_s(self) -> float:
+        return self.device.bytes_per_s * self.memory_efficiency * self.tensor_parallel
+
+    def num_kv_blocks(self, kv_block_tokens: int = 16, memory_fraction: float = 0.9) -> int:
+        """Blocks of the KV cache that fit into the devices' memory together with the weights.
+
+        Raises:
+            InputError: The weights do not fit.
+        """
+        memory = self.device.memory_bytes * self.tensor_parallel * memory_fraction
+        blocks = int(
+            (memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * kv_block_tokens)
+        )
+        if blocks <= 0:
+            allowed = f"enough {self.gpu} for the weights of {self.model}"
+            raise InputError("tensor_parallel", self.tensor_parallel, allowed)
+        return blocks
+
+    def step_s(self, work: StepWork) -> float:
+        """See `StepTime`."""
+        sampled = len(work.contexts) + sum([chunk.is_last for chunk in work.prefills])
+        seconds = self._linear(work.num_tokens, sampled)
+        seconds += self._decodes(len(work.contexts), total_of(work.contexts))
+        for chunk in work.prefills:
+            seconds += self._chunk(chunk.start_token, chunk.num_tokens)
+        return seconds + work.num_swapped_tokens * self.size.kv_bytes_per_token / self.host_bytes_per_s
+
+    def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
+        """The attention of decodes is linear in the sum of their contexts, which grows by one per request and step."""
+        num = len(contexts)
+        first_s = self._linear(num, num) + self._decodes(num, total_of(contexts))
+        return PolynomialRun(start_s, first_s, self._decodes(num, num) - self._decodes(num, 0))
+
+    def _linear(self, num_tokens: int, num_sampled: int) -> float:
+        size, devices = self.size, self.tensor_parallel
+        output = size.vocabulary * size.hidden
+        computing = 2.0 * (size.layer_parameters * num_tokens + output * num_sampled) / self._flops
+        reading = 2.0 * (size.layer_parameters + (output if num_sampled else 0)) / self._bytes_per_s
+        seconds = self.overhead_s + max(computing, reading)
+        if devices > 1:
+            sent = 2 * size.hidden * num_tokens * 2 * (devices - 1) / devices
+            seconds += 2 * size.num_layers * (self.collective_s + sent / self.link_bytes_per_s)
+        return seconds
+
+    def _decodes(self, num: int, context: int) -> float:
+        """Attention of decodes, each of which also reads what it has just written."""
+        tokens = context + num
+        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
+        reading = self.size.kv_bytes_per_token / self._bytes_per_s
+        return tokens * max(per_token / self._flops, reading)
+
+    def _chunk(self, start: int, num: int) -> float:
+        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
+        computing = per_token * num * (start + (num + 1) / 2) / self._flops
+        return max(computing, (start + num) * self.size.kv_bytes_per_token / self._bytes_per_s)

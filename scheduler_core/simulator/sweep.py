@@ -1,0 +1,388 @@
+"""Sweeps: many configurations, simulated here, in several processes or on a Ray cluster; every result is a file.
+
+A result is named by a hash of everything that it depends on and written atomically, so that a killed sweep continues
+where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import sha256_file, write_json
+from scheduler_core.policies import make_policy
+from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
+from scheduler_core.scheduler import Scheduler
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import SimulationResult, run_simulation
+
+SCHEMA = "tailcast.cell/3"
+#: Short names for settings that sweeps vary most.
+SHORT = {"batching": "scheduler.batching", "router": "cluster.router"}
+#: Names for settings that make sense only together: K of the multi-tier paper is of the workload and of the cluster.
+JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
+#: Maximum number of simulations of one sweep: all are laid out before the first begins.
+MAX_CELLS = 1_000_000
+#: Settings whose change changes what a load of 1 is.
+_CAPACITY_SETTINGS = (
+    "scheduler.max_num_seqs",
+    "scheduler.max_num_batched_tokens",
+    "scheduler.num_kv_blocks",
+    "scheduler.kv_block_tokens",
+    "scheduler.kv_watermark",
+    "cluster.num_replicas",
+    "step_time",
+)
+#: How often a simulation is repeated whose worker or node was lost.
+RETRIES = 2
+#: More than any machine has cores.
+MAX_PROCESSES = 1024
+
+Point = tuple[tuple[str, Any], ...]
+Simulated = Generator[tuple[str, SimulationResult], None, None]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One simulation of a sweep; `settings` distinguish it from the others, by dotted name, the seed among them."""
+
+    config: SimulationConfig
+    settings: Mapping[str, Any]
+
+    def key(self) -> str:
+        """SHA-256 of the configuration, the contents of the files it reads, and the version of tailcast."""
+        config = asdict(self.config)
+        content = {
+            "config": config,
+            "files": {name: sha256_file(name) for name in sorted(_files(config))},
+            "version": metadata.version("tailcast"),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def point_of(settings: Mapping[str, Any]) -> Point:
+    """The settings without the seed: cells of the same point differ in nothing else."""
+    return tuple((name, value) for name, value in settings.items() if name != "seed")
+
+
+def _files(tree: Any) -> Iterator[str]:
+    """Paths in a configuration: the trace, and files of lengths."""
+    if isinstance(tree, Mapping):
+        for name, value in tree.items():
+            if name in ("trace", "file") and isinstance(value, str):
+                yield value
+            else:
+                yield from _files(value)
+    elif isinstance(tree, Sequence) and not isinstance(tree, str):
+        for one in tree:
+            yield from _files(one)
+
+
+def with_setting(config: Any, name: str, value: Any) -> Any:
+    """A copy of a dataclass (or mapping) with one setting changed, `scheduler.max_num_seqs` for instance.
+
+    Raises:
+        InputError: There is no such setting, or the value is outside its range.
+    """
+    head, _, rest = name.partition(".")
+    is_mapping = isinstance(config, Mapping)
+    if not is_mapping and head not in (names := [item.name for item in fields(config)]):
+        raise InputError(f"setting {name}", head, ", ".join(names))
+    if rest:
+        part = config.get(head) if is_mapping else getattr(config, head)
+        if not isinstance(part, Mapping) and not (is_dataclass(part) and not is_mapping):
+            raise InputError(f"setting {name}", head, "a setting that is set and has parts")
+        value = with_setting(part, rest, value)
+    elif not is_mapping:
+        _check_type(head, value, get_type_hints(type(config))[head])
+    return {**config, head: value} if is_mapping else replace(config, **{head: value})
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    """Raises `InputError` where a value of a setting is not of its type; options are checked by the command line."""
+    types = {get_origin(member) or member for member in get_args(hint) or (hint,)}
+    if float in types:
+        types.add(int)
+    if types <= {int, float, str, bool, type(None)} and type(value) not in types:
+        names = sorted("unset" if kind is type(None) else kind.__name__ for kind in types)
+        raise InputError(name, value, " or ".join(names))
+
+
+def grid(
+    base: SimulationConfig,
+    vary: Mapping[str, Sequence[Any]],
+    seeds: Sequence[int],
+    *,
+    skip_impossible: bool = False,
+) -> list[Cell]:
+    """All combinations of the settings, each with every seed.
+
+    Args:
+        base: The settings that are not varied.
+        vary: By dotted name, or a name in `SHORT` or `JOINT`: the values of each setting.
+        seeds: Seeds.
+        skip_impossible: Leave out combinations that make no sense (a policy and a batch former that do not go
+            together) instead of refusing the whole sweep.
+
+    Raises:
+        InputError: A setting is unknown or has no values, or a combination makes no sense.
+    """
+    vary = {SHORT.get(name, name): list(values) for name, values in vary.items()}
+    for name, values in vary.items():
+        if not values:
+            raise InputError(f"values of {name}", values, "at least one")
+    if "seed" in vary:
+        raise InputError("vary", "seed", "num_seeds instead")
+    num_cells = math.prod(map(len, vary.values())) * len(seeds)
+    if num_cells > MAX_CELLS:
+        raise InputError("vary, num_seeds", f"{num_cells} simulations", f"at most {MAX_CELLS}")
+    _check_load(base, vary)
+    cells = []
+    for combination in itertools.product(*vary.values()):
+        settings = dict(zip(vary, combination, strict=True))
+        try:
+            config = base
+            for name, value in settings.items():
+                for part in JOINT.get(name, (name,)):
+                    config = with_setting(config, part, value)
+            Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
+        except InputError:
+            if skip_impossible:
+                continue
+            raise
+        scalars = {name: _scalar(value) for name, value in settings.items()}
+        cells += [Cell(replace(config, seed=seed), {**scalars, "seed": seed}) for seed in seeds]
+    if not cells:
+        raise InputError("vary", dict(vary), "at least one combination that makes sense")
+    return cells
+
+
+def _scalar(value: Any) -> Any:
+    """A value for a table: lists and mappings as JSON."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return json.dumps(value, sort_keys=True)
+
+
+def _check_load(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> None:
+    """A load is a fraction of a capacity: where that differs from cell to cell, cells would get different arrivals."""
+    if base.load is None and "load" not in vary:
+        return
+    for name in vary:
+        if name.startswith(_CAPACITY_SETTINGS):
+            allowed = f"rate instead, as {name} changes what a load is"
+            raise InputError("load", base.load or list(vary["load"]), allowed)
+
+
+class CellStore:
+    """Results by key in a folder, which is made if it is missing.
+
+    Raises:
+        InputError: The folder cannot be made.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError("out", str(folder), f"a folder that can be made ({error.strerror})") from error
+
+    def path(self, key: str) -> Path:
+        """Path of the result of the cell with this key."""
+        return self._folder / f"{key[:24]}.json"
+
+    def read(self, key: str) -> dict[str, Any] | None:
+        """The result; None if it is not there yet.
+
+        Raises:
+            InputError: What is there was not written by a sweep.
+        """
+        path = self.path(key)
+        if not path.exists():
+            return None
+        try:
+            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            matches = content["key"] == key and content["schema"] == SCHEMA
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InputError("out", str(path), "a folder with files of sweeps alone") from error
+        if not matches:
+            raise InputError("out", str(path), f"a result of schema {SCHEMA} with key {key}")
+        return content
+
+    def write(self, key: str, cell: Cell, result: SimulationResult) -> dict[str, Any]:
+        """Writes a result, atomically; returns what `read` will."""
+        content = {
+            "schema": SCHEMA,
+            "key": key,
+            "settings": dict(cell.settings),
+            "config": result.config,
+            "versions": result.versions,
+            "trace": result.trace,
+            "metrics": result.metrics,
+        }
+        write_json(self.path(key), content)
+        plain: dict[str, Any] = json.loads(json.dumps(content, sort_keys=True))
+        return plain
+
+
+@dataclass(frozen=True, slots=True)
+class SweepWorkers:
+    """Processes that simulate cells.
+
+    Attributes:
+        num_processes: Processes on this machine, at least 1; with 1 the calling process does everything itself.
+        ray: Use a Ray cluster instead.
+        ray_address: Its address; None: that of the environment variable RAY_ADDRESS, or a new one on this machine.
+
+    Raises:
+        InputError: Fewer than one process, several together with Ray, or an address without Ray.
+    """
+
+    num_processes: int = 1
+    ray: bool = False
+    ray_address: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_processes <= MAX_PROCESSES:
+            raise InputError("workers", self.num_processes, f"integers from 1 to {MAX_PROCESSES}")
+        if self.ray and self.num_processes > 1:
+            allowed = "1 with ray, whose cluster has workers of its own"
+            raise InputError("workers", self.num_processes, allowed)
+        if self.ray_address is not None and not self.ray:
+            raise InputError("ray_address", self.ray_address, "unset without ray")
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Keeps the Ray cluster for several calls of `run_cells`; without Ray there is nothing to keep.
+
+        Raises:
+            InputError: There is no cluster at the address.
+            MissingExtraError: Ray is not installed.
+        """
+        if self.ray:
+            address = self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
+            with ray_cluster(address, "ray_address"):
+                yield
+        else:
+            yield
+
+
+def simulate_cell(cell: Cell) -> SimulationResult:
+    """One cell, without the observations that only figures need."""
+    result = run_simulation(cell.config)
+    result.records.clear()
+    result.watch.loads.clear()
+    return result
+
+
+def run_cells(
+    cells: Sequence[Cell],
+    store: CellStore,
+    workers: SweepWorkers | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Results of all cells in their order; those in the store are read, the others simulated and stored at once.
+
+    Args:
+        cells: The simulations.
+        store: Where results are stored.
+        workers: None: this process.
+        progress: Called with 1 after each cell.
+
+    Raises:
+        InputError: A cell cannot be simulated, or there is no cluster at the address; finished cells stay in the
+            store.
+        MissingExtraError: Ray is requested and not installed.
+        TailcastError: A cell was lost on the Ray cluster again and again, or a node has another version of tailcast.
+    """
+    report = progress or (lambda _: None)
+    keys = [cell.key() for cell in cells]
+    results = {key: stored for key in dict.fromkeys(keys) if (stored := store.read(key)) is not None}
+    report(sum(key in results for key in keys))
+    todo = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in results}
+    with closing(_simulate(todo, workers or SweepWorkers())) as simulated:
+        for key, result in simulated:
+            results[key] = store.write(key, todo[key], result)
+            report(keys.count(key))
+    return [results[key] for key in keys]
+
+
+def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
+    """(key, result) of every cell as it is done."""
+    if not todo:
+        return
+    if workers.ray:
+        with workers.ready():
+            yield from _on_ray(todo)
+    elif workers.num_processes == 1:
+        for key, cell in todo.items():
+            yield key, simulate_cell(cell)
+    else:
+        yield from _in_processes(todo, min(workers.num_processes, len(todo)))
+
+
+def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
+    finished = False
+    try:
+        with _interrupts_blocked():
+            futures = {pool.submit(simulate_cell, cell): key for key, cell in todo.items()}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+        finished = True
+    except BrokenProcessPool as error:
+        raise TailcastError(
+            "a process that simulated died, killed or out of memory; simulations that are done are kept, the same "
+            "command continues from there; fewer --workers need less memory"
+        ) from error
+    finally:
+        if not finished:  # workers write nothing: their work is lost anyway
+            for child in set(multiprocessing.active_children()) - before:
+                child.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """Started processes inherit it: Ctrl-C, which reaches the whole group, is handled by the parent."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _on_ray(todo: dict[str, Cell]) -> Simulated:
+    """On the cluster that this process is connected to."""
+    import ray
+
+    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(simulate_cell)
+    waiting = {remote.remote(cell): key for key, cell in todo.items()}
+    local = metadata.version("tailcast")
+    while waiting:
+        (done,), _ = ray.wait(list(waiting), num_returns=1)
+        key, consequence = waiting.pop(done), "those that are done are kept"
+        result: SimulationResult = fetch_result(ray, done, "a simulation", RETRIES, consequence)
+        version = result.versions["tailcast"]
+        if version != local:
+            raise TailcastError(f"a node of the Ray cluster has tailcast {version}, this process {local}")
+        yield key, result
