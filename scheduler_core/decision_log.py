@@ -1,18 +1,16 @@
-"""The decision log: every call to a scheduler with its outcome, as JSON lines; `replay` makes them again."""
+"""The decision log: every call to a scheduler with its outcome, as JSON lines; `replay` repeats them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file
-from scheduler_core.plan import Finished, StepPlan, StepResult
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
 
 Entry = dict[str, Any]
 
@@ -20,73 +18,17 @@ SCHEMA = "tailcast.decisions/2"
 
 
 class DecisionLog:
-    """Collects entries; `Scheduler` calls the methods, users read `entries` or `write` them."""
-
-    __slots__ = ("entries",)
+    """Collects entries: `Scheduler` calls `record`, users read `entries` or `write` them."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
-    def opened(self, config: Mapping[str, object], policy: str, parameters: Mapping[str, float]) -> None:
-        """The scheduler was made."""
-        self.entries.append(
-            {
-                "op": "open",
-                "schema": SCHEMA,
-                "config": dict(config),
-                "policy": policy,
-                "parameters": dict(parameters),
-            }
-        )
-
-    def added(self, request: Request, now: float) -> None:
-        """`add` succeeded."""
-        self.entries.append({"op": "add", "now": now, "request": asdict(request)})
-
-    def updated(self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
-        """`update` was called."""
-        if isinstance(prediction, LengthPrediction):
-            prediction = Prediction(length=prediction)
-        content = None if prediction is None else _plain(prediction)
-        self.entries.append({"op": "update", "now": now, "request_id": request_id, "prediction": content})
-
-    def scheduled(self, plan: StepPlan | None, now: float) -> None:
-        """`schedule` gave a plan, or None."""
-        self.entries.append({"op": "schedule", "now": now, "plan": _plain(plan)})
-
-    def completed(self, result: StepResult, finished: Sequence[Finished], now: float) -> None:
-        """`complete` was called."""
-        self.entries.append(
-            {
-                "op": "complete",
-                "now": now,
-                "result": _plain(result),
-                "finished": [_plain(item) for item in finished],
-            }
-        )
-
-    def aborted(self, request_id: str, now: float) -> None:
-        """`abort` was called."""
-        self.entries.append({"op": "abort", "now": now, "request_id": request_id})
-
-    def reserved(self, request_id: str, num_blocks: int, granted: bool, now: float) -> None:
-        """Blocks were asked for, for a request on its way here."""
-        entry = {"op": "reserve", "now": now, "request_id": request_id, "num_blocks": num_blocks}
-        self.entries.append({**entry, "granted": granted})
-
-    def unreserved(self, request_id: str, now: float) -> None:
-        """What was reserved for the request was given back."""
-        self.entries.append({"op": "unreserve", "now": now, "request_id": request_id})
-
-    def detached(self, request_id: str, now: float) -> None:
-        """The request left for another replica."""
-        self.entries.append({"op": "detach", "now": now, "request_id": request_id})
-
-    def attached(self, state: RequestState, now: float) -> None:
-        """The request came from another replica, in this state."""
-        content = _plain(state)
-        del content["status"], content["order"], content["kv_tokens"]
-        self.entries.append({"op": "attach", "now": now, "state": content})
+    def record(self, op: str, now: float | None = None, **content: object) -> None:
+        """Adds an entry for a call, with its arguments and outcome as JSON would return them."""
+        entry: Entry = {"op": op} if now is None else {"op": op, "now": now}
+        for name, value in content.items():
+            entry[name] = _plain(value)
+        self.entries.append(entry)
 
     def write(self, path: str | Path) -> None:
         """Writes one JSON object per line, atomically."""
@@ -95,17 +37,16 @@ class DecisionLog:
                 stream.write(json.dumps(entry, allow_nan=False, separators=(",", ":")) + "\n")
 
 
-def _plain(item: StepPlan | StepResult | Finished | Prediction | RequestState | None) -> Any:
-    """As JSON would give it back, so that recorded and read entries compare equal."""
-    if item is None:
-        return None
-    return {name: _lists(value) for name, value in asdict(item).items()}
-
-
-def _lists(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings and tuples as lists, so that recorded and read entries compare equal."""
+    if is_dataclass(value) and not isinstance(value, type):
+        content = asdict(value)
+        if isinstance(value, RequestState):  # what belongs to the scheduler it comes from
+            del content["status"], content["order"], content["kv_tokens"]
+        return _plain(content)
     if isinstance(value, dict):
-        return {name: _lists(item) for name, item in value.items()}
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def read_log(path: str | Path) -> list[Entry]:

@@ -8,28 +8,31 @@ class TailcastError(Exception):
 
 
 class InputError(TailcastError, ValueError):
-    """A value given by the user is not allowed.
+    """Input that is not allowed: `InputError(field, value, allowed)` for ranges, `InputError(sentence)` otherwise.
 
     Args:
-        field: Name of the argument, column or file, as the user wrote it.
-        value: What was found there.
-        allowed: What would have been accepted.
+        field: Name of the argument, column or file, as the user wrote it; or a plain sentence: what is
+            wrong and what to do.
+        value: The value of the field.
+        allowed: The values that it may have.
     """
 
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        try:
-            shown = repr(value)
-        except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
-            shown = f"a value of type {type(value).__name__}"
-        if len(shown) > 160:
-            shown = shown[:157] + "..."
-        super().__init__(f"{field}: got {shown}; allowed: {allowed}")
+    def __init__(self, field: str, value: object = None, allowed: str | None = None) -> None:
+        super().__init__(field if allowed is None else f"{field}: got {_repr(value)}; allowed: {allowed}")
         self.field = field
         self.value = value
         self.allowed = allowed
 
-    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str]]:
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str | None]]:
         return type(self), (self.field, self.value, self.allowed)
+
+
+def _repr(value: object) -> str:
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, a number of too many digits
+        text = f"a value of type {type(value).__name__}"
+    return text if len(text) <= 160 else text[:157] + "..."
 
 
 class MissingExtraError(TailcastError, ImportError):

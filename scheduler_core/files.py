@@ -1,10 +1,9 @@
-"""Writing results so that nothing half-written is ever seen under its final name."""
+"""Files and folders that are written atomically, and never over something of the user."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import errno
 import hashlib
 import importlib.util
@@ -15,12 +14,12 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scheduler_core.errors import InputError, TailcastError
 
-#: In a folder that tailcast wrote: which of its entries, by kind of output. Verification of artifacts ignores it.
+#: In a folder that tailcast wrote: its entries by kind of output. Verification of artifacts ignores it.
 RECORD = ".tailcast.json"
 
 
@@ -38,11 +37,7 @@ PACKAGE_SCHEME = "package:"
 
 
 def inside_package(source: str, field: str) -> Path:
-    """Path of `package:NAME/PATH`, a file or folder that an installed package carries.
-
-    Raises:
-        InputError: The package is not installed or has no such file or folder.
-    """
+    """Path of `package:NAME/PATH`, a file or folder of an installed package; InputError if there is none."""
     name, _, inside = source.removeprefix(PACKAGE_SCHEME).partition("/")
     spec = importlib.util.find_spec(name) if name.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
@@ -54,18 +49,20 @@ def inside_package(source: str, field: str) -> Path:
 
 
 def writable_target(path: str | Path, field: str) -> Path:
-    """`path` with its parent made; `InputError` if it cannot be written."""
+    """`path`, after its parent was created; `InputError` if it cannot be written."""
     path = Path(path)
-    if path.is_file() or _is_stream(path):
+    if path.is_file() or is_stream(path):
         if not os.access(path, os.W_OK):
             raise InputError(field, str(path), "a path that can be written to")
-        if _is_stream(path):
+        if is_stream(path):
             return path
     folder = Path(os.path.realpath(path)).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(field, str(path), f"a path whose folder can be made ({error.strerror})") from error
+        raise InputError(
+            field, str(path), f"a path whose folder can be created ({error.strerror})"
+        ) from error
     if not os.access(folder, os.W_OK):
         raise InputError(field, str(path), "a path in a writable folder")
     return path
@@ -73,10 +70,10 @@ def writable_target(path: str | Path, field: str) -> Path:
 
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yields a temporary path; on success its content becomes that of `path` in one step, else nothing changes.
+    """Yields a temporary path; on success its content replaces that of `path` in one step, else nothing changes.
 
-    A symbolic link stays and its target is replaced; an existing file keeps its mode. The content for a device, a
-    named pipe or /dev/stdout is appended there.
+    A symbolic link stays and its target is replaced; an existing file keeps its mode. For a device, a named pipe or
+    /dev/stdout the content is appended.
 
     Raises:
         InputError: `path` is a folder.
@@ -84,7 +81,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.is_dir():
         raise InputError("output", str(path), "a file path, but a folder stands there")
-    if _is_stream(path):
+    if is_stream(path):
         with tempfile.TemporaryDirectory() as folder:
             temporary = Path(folder, path.name)
             temporary.touch()
@@ -93,7 +90,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
                 shutil.copyfileobj(source, target)
         return
     path = Path(os.path.realpath(path))
-    temporary = _temporary_beside(path)
+    temporary = _temporary_name(path)
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     try:
         mode = (path if path.exists() else temporary).stat().st_mode
@@ -110,21 +107,20 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 def remove_output(path: str | Path) -> None:
     """Removes a file that was written to `path`; a device, a pipe or a symbolic link stays."""
     path = Path(path)
-    if not _is_stream(path):
+    if not is_stream(path):
         Path(os.path.realpath(path)).unlink(missing_ok=True)
 
 
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
-    """The folder of an option `out` that `atomic_directory` can write; its parent is made.
+    """The folder of an option `out` that `atomic_directory` can write, after its parent was created.
 
     Args:
         path: The folder.
-        kind: What it will hold, such as "checkpoint".
+        kind: Kind of output, such as "checkpoint".
         overwrite: Replace an earlier output of this kind.
 
     Raises:
-        InputError: It cannot be written, or holds an earlier output and `overwrite` is false, or something else.
-        TailcastError: The earlier output has got a file of somebody else.
+        TailcastError: It cannot be written, or holds something else than an earlier output that may be replaced.
     """
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
@@ -135,17 +131,16 @@ def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
 
 @contextlib.contextmanager
 def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`; on success it takes the place of `path`, else it is removed.
+    """Yields a temporary folder next to `path`; on success it replaces `path` in one step, else it is removed.
 
     The folder gets a record of its kind and entries. Only a new or empty folder is replaced, and with `overwrite` one
-    whose record is of the same kind and lists everything in it. Of two processes that write the same folder each
-    replaces it whole, or is refused.
+    whose record is of the same kind and lists everything in it; what was added meanwhile is seen.
 
     Raises:
-        InputError, TailcastError: As `folder_target`, where that became true meanwhile.
+        InputError, TailcastError: As `folder_target`.
     """
     path = Path(os.path.realpath(path))
-    temporary = _temporary_beside(path)
+    temporary = _temporary_name(path)
     temporary.mkdir()
     try:
         with _disk_errors(path):
@@ -171,17 +166,17 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder of an output of several files, made if it is missing; other files in it stay.
+    """The folder of an output of several files next to others, created if it is missing.
 
     Args:
         path: The folder.
-        kind: What the files are, such as "sweep".
+        kind: Kind of output, such as "sweep".
         names: Files that will be written; None: any, so that a folder without this record must be empty.
-        field: Of the option.
+        field: Name of the option.
 
     Raises:
-        InputError: The folder cannot be made or written to.
-        TailcastError: One of the names is there, and no earlier output of this kind wrote it.
+        InputError: The folder cannot be created or written to.
+        TailcastError: A file of one of the names exists, and no earlier output of this kind wrote it.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
@@ -189,7 +184,7 @@ def check_shared_folder(
     try:
         writable_target(folder / RECORD, field)
     except InputError as error:
-        raise InputError(field, str(path), "a folder that can be made and written to") from error
+        raise InputError(field, str(path), "a folder that can be created and written to") from error
     record = _read_record(folder)
     if names is None:
         others = [] if kind in record else [entry.name for entry in folder.iterdir()]
@@ -217,12 +212,12 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Makes `folder` if it is missing and locks it against other processes; an empty one is removed at the end.
+    """Creates `folder` if it is missing and locks it against other processes; an empty one is removed at the end.
 
-    Without a lock where the system has none for folders.
+    Where the system has no locks for folders there is none.
 
     Raises:
-        InputError: It cannot be made, or another process has locked it.
+        InputError: It cannot be created, or another process has locked it.
     """
     try:
         import fcntl
@@ -238,7 +233,9 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
         except FileNotFoundError:
             continue  # removed by the process that had the lock
         except OSError as error:
-            raise InputError(field, str(folder), f"a folder that can be made ({error.strerror})") from error
+            raise InputError(
+                field, str(folder), f"a folder that can be created ({error.strerror})"
+            ) from error
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, handle)
             try:
@@ -271,90 +268,7 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command.
-
-    Args:
-        config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
-            may also be a pattern such as "{out}.run.json". Without them nothing is checked.
-        config_files: Values of --config.
-    """
-    inputs = {name: _input_paths(_option(config, name)) for name in getattr(config, "INPUTS", ())}
-    outputs: dict[str, str | Path | None] = {}
-    for name in getattr(config, "OUTPUTS", ()):
-        options = re.findall(r"{(.+?)}", name) or [name]
-        values = {option: getattr(config, option) for option in options}
-        if None not in values.values():
-            outputs[name] = name.format(**values) if "{" in name else values[name]
-    check_outputs(inputs | {"config": config_files}, outputs)
-
-
-def check_outputs(
-    inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
-) -> None:
-    """Raises InputError if writing an output would replace an input or another output.
-
-    Refused are the same file, by whatever path or link, and an output inside an input folder or around an input.
-
-    Args:
-        inputs: Paths by option; those that do not exist are passed over.
-        outputs: Path by option; None and "-" are passed over, as are devices and pipes.
-    """
-    targets = {
-        field: Path(path)
-        for field, path in outputs.items()
-        if path is not None and str(path) != "-" and not _is_stream(Path(path))
-    }
-    others = [
-        *(
-            (field, Path(path), "read")
-            for field, paths in inputs.items()
-            for path in paths
-            if os.path.exists(path)
-        ),
-        *((field, target, "written too") for field, target in targets.items()),
-    ]
-    for field, target in targets.items():
-        for other_field, other, use in others:
-            relation = None if field == other_field else _overlap(target, other)
-            if relation is not None:
-                raise InputError(field, str(target), f"{relation} of {other_field}, which is {use}")
-
-
-def _overlap(target: Path, other: Path) -> str | None:
-    """What `target` would have to be so that writing it leaves `other` alone; None if it does."""
-    if target.exists() and other.exists() and target.samefile(other):
-        return "another path than that"
-    real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
-    if real == other_real:
-        return "another path than that"
-    if real.is_relative_to(other_real):
-        return "a path outside the folder"
-    return "a path that does not contain that" if other_real.is_relative_to(real) else None
-
-
-def _option(config: object, name: str) -> object:
-    """Value of an option by its dotted name; None where a group on the way is unset."""
-    for part in name.split("."):
-        config = getattr(config, part, None)
-    return config
-
-
-def _input_paths(value: object) -> list[str]:
-    """Paths that an option may name: every text in it, and PATH of NAME=PATH, of each between commas."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        return [path for each in value for path in _input_paths(each)]
-    if not isinstance(value, str | Path) or str(value) in ("", "-"):
-        return []
-    named = [part.partition("=")[2] for part in str(value).split(",")]
-    return [str(value), *filter(None, named)]
-
-
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
     """Whether `path` is a device, a pipe, or an open file of a process, as /dev/stdout is."""
     if not path.exists() or path.is_dir():
         return False
@@ -367,7 +281,7 @@ def _is_stream(path: Path) -> bool:
     return not link.is_file()
 
 
-def _temporary_beside(path: Path) -> Path:
+def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name[:50]}.{secrets.token_hex(4)}")
 
 
@@ -439,7 +353,7 @@ def _exchange(first: Path, second: Path) -> None:
     at_cwd, exchange = -100, 2
     if rename and rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
         return
-    aside = _temporary_beside(second)
+    aside = _temporary_name(second)
     os.rename(second, aside)
     try:
         os.rename(first, second)

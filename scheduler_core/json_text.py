@@ -1,9 +1,23 @@
-"""JSON from outside: a parser with one kind of error, and strings that UTF-8 can carry."""
+"""JSON from outside: one parser with one kind of error, lenient or strict, and strings that UTF-8 can carry."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from scheduler_core.errors import InputError
+from scheduler_core.files import existing_file
+
+#: Nested objects and arrays in `read_json_object`: whatever copies or writes the content recurses as deep.
+MAX_DEPTH = 100
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class RepeatedKeyError(ValueError):
+    """An object has a key twice."""
 
 
 def valid_unicode(text: str) -> str:
@@ -15,22 +29,97 @@ def valid_unicode(text: str) -> str:
     return text
 
 
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text in UTF-8; its strings are valid Unicode (`valid_unicode`).
+def parse_json(
+    text: str | bytes,
+    *,
+    finite: bool = False,
+    unique_keys: bool = False,
+    lone_surrogates: Literal["replace", "refuse"] = "replace",
+) -> Any:
+    """The value of a JSON text in UTF-8.
+
+    Args:
+        text: The text.
+        finite: Refuse NaN, Infinity and numbers that overflow to it.
+        unique_keys: Refuse objects that have a key twice; else the last one counts.
+        lone_surrogates: What becomes of escaped halves of surrogate pairs (see `valid_unicode`).
 
     Raises:
-        ValueError: It is not JSON, not UTF-8, nested too deeply, or has a number of more than 4300 digits.
+        RepeatedKeyError: An object has a key twice.
+        ValueError: It is not JSON, not UTF-8, nested too deeply, has a number of more than 4300 digits, or what the
+            arguments refuse.
     """
     if isinstance(text, bytes):
         text = text.decode()
+    number = _finite if finite else None
+    hook = _unique_keys if unique_keys else None
     try:
-        return replace_lone_surrogates(json.loads(text), text)
+        value = json.loads(text, object_pairs_hook=hook, parse_float=number, parse_constant=number)
+        if lone_surrogates == "replace":
+            return replace_lone_surrogates(value, text)
+        if _ESCAPED_SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise ValueError("half of a surrogate pair") from error
+    return value
 
 
 def replace_lone_surrogates(value: Any, text: str) -> Any:
     """`value`, parsed from the JSON `text`, with valid Unicode; untouched where the text escapes no surrogate."""
-    if "\\ud" not in text and "\\uD" not in text:
+    if not _ESCAPED_SURROGATE.search(text):
         return value
     return json.loads(valid_unicode(json.dumps(value, ensure_ascii=False)))
+
+
+def read_json_object(path: Path, field: str) -> dict[str, Any]:
+    """Content of a file that holds one JSON object, read strictly.
+
+    Args:
+        path: The file.
+        field: Its name in an error.
+
+    Raises:
+        InputError: The file is missing or empty, not UTF-8 or not valid JSON, has a key twice in one object, NaN or
+            infinity, is nested deeper than `MAX_DEPTH`, or holds something other than an object.
+    """
+    existing_file(path, field)
+    try:
+        content = parse_json(path.read_bytes(), finite=True, unique_keys=True)
+        _check_depth(content)
+    except ValueError as error:
+        raise InputError(field, str(path), f"a file with valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise InputError(field, str(path), "a file with a JSON object")
+    return content
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKeyError(f"the key {repeated!r} stands twice in one object")
+    return content
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return number
+
+
+def _check_depth(content: object) -> None:
+    values = [content]
+    for _ in range(MAX_DEPTH + 1):
+        parts = [
+            value.values() if isinstance(value, dict) else value
+            for value in values
+            if isinstance(value, dict | list)
+        ]
+        values = [value for part in parts for value in part]
+        if not parts:
+            return
+    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")

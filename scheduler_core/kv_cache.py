@@ -1,39 +1,80 @@
-"""The KV-cache accountant: paged blocks on the device and offloaded ones on the host, never more than there are."""
+"""Limits of one engine replica, and the accounting of its paged KV cache."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from scheduler_core.errors import InputError
+
+#: Engines have 16 to 256; per replica there is a table with an entry for each token of a block.
+MAX_BLOCK_TOKENS = 65_536
+
+Preemption = Literal["recompute", "swap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of one engine replica.
+
+    Raises:
+        InputError: A value is outside its range.
+    """
+
+    max_num_seqs: int = 64
+    """Maximum number of requests in one step, B in TIE's beta; for most batch formers also of those that hold memory."""
+    max_num_batched_tokens: int = 2048
+    """Maximum number of tokens in one step, prefill and decode together; at least max_num_seqs."""
+    num_kv_blocks: int = 8192
+    """Blocks in the KV cache."""
+    kv_block_tokens: int = 16
+    """Tokens per KV block."""
+    kv_watermark: float = 0.01
+    """Fraction of the KV blocks that admission leaves free for running requests, in [0, 1)."""
+    preemption: Preemption = "recompute"
+    """What happens to a preempted request's cache: recompute (discarded), swap (copied to the host's memory, as long as
+    that has blocks)."""
+    num_swap_blocks: int | None = None
+    """Swap: blocks in the host's memory. Unset: as many as in the KV cache."""
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs <= 0:
+            raise InputError("max_num_seqs", self.max_num_seqs, "integers > 0")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            allowed = f"integers >= max_num_seqs = {self.max_num_seqs}"
+            raise InputError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
+        if self.preemption not in ("recompute", "swap"):
+            raise InputError("preemption", self.preemption, "recompute, swap")
+        if self.kv_block_tokens > MAX_BLOCK_TOKENS:
+            raise InputError(
+                "kv_block_tokens", self.kv_block_tokens, f"integers from 1 to {MAX_BLOCK_TOKENS}"
+            )
+        if self.num_swap_blocks is not None and self.preemption != "swap":
+            raise InputError("num_swap_blocks", self.num_swap_blocks, "unset, unless preemption is swap")
+        self.kv_cache()
+
+    def kv_cache(self) -> KVCache:
+        """An empty cache of this size."""
+        host_blocks = 0
+        if self.preemption == "swap":
+            host_blocks = self.num_kv_blocks if self.num_swap_blocks is None else self.num_swap_blocks
+        return KVCache(self.num_kv_blocks, self.kv_block_tokens, self.kv_watermark, host_blocks)
 
 
 class KVCache:
-    """Counts the blocks every request holds.
+    """Counts the blocks every request holds, on the device and offloaded to the host.
 
-    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for
-    the growth of running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its
-    blocks may keep a copy of the first ones in the host's memory (swap), which admission brings back.
-
-    A prefix that is in the engine's prefix cache already saves work, not blocks: who shares a block with whom is not
-    known here, so each request is charged for all of its tokens, and no memory is promised that may not be there.
+    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth
+    of running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a
+    copy of the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's
+    prefix cache are not modeled: each request is charged for all of its tokens.
 
     Args:
         num_blocks: Blocks in the cache, > 0.
         block_tokens: Tokens per block, > 0.
-        watermark: Share of the blocks that admission leaves free, in [0, 1).
-        num_host_blocks: Blocks in the host's memory for offloaded requests, >= 0.
+        watermark: Fraction of the blocks that admission leaves free, in [0, 1).
+        num_host_blocks: Blocks on the host for offloaded requests, >= 0.
     """
-
-    __slots__ = (
-        "_held",
-        "_least_free",
-        "_num_host_free",
-        "_offloaded",
-        "block_tokens",
-        "capacity_tokens",
-        "num_blocks",
-        "num_free_blocks",
-        "num_host_blocks",
-        "watermark_blocks",
-    )
 
     def __init__(
         self, num_blocks: int, block_tokens: int, watermark: float, num_host_blocks: int = 0
@@ -52,106 +93,96 @@ class KVCache:
         self.capacity_tokens = num_blocks * block_tokens
         self.watermark_blocks = int(watermark * num_blocks)
         self.num_host_blocks = num_host_blocks
-        self._held: dict[str, int] = {}
-        #: Blocks nobody holds; to be read only.
+        #: Free blocks on the device and on the host; to be read only.
         self.num_free_blocks = num_blocks
-        self._least_free = num_blocks
+        self.num_free_host_blocks = num_host_blocks
+        self._min_free = num_blocks
+        self._held: dict[str, int] = {}
         self._offloaded: dict[str, int] = {}
-        self._num_host_free = num_host_blocks
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Blocks in the host's memory that are free."""
-        return self._num_host_free
 
     @property
     def use(self) -> float:
-        """Share of the blocks that are held."""
+        """Fraction of the blocks that are held."""
         return 1.0 - self.num_free_blocks / self.num_blocks
 
     @property
     def peak_blocks(self) -> int:
-        """Most blocks ever held at the same time."""
-        return self.num_blocks - self._least_free
+        """Maximum number of blocks held at the same time so far."""
+        return self.num_blocks - self._min_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens of one request fill."""
+        """Blocks needed for `num_tokens` tokens."""
         return -(-num_tokens // self.block_tokens)
 
     def held_by(self, request_id: str) -> int:
-        """Blocks the request holds; 0 if none."""
+        """Blocks of a request; 0 if it holds none."""
         return self._held.get(request_id, 0)
 
     def offloaded_by(self, request_id: str) -> int:
-        """Blocks of the request in the host's memory; 0 if none."""
+        """Blocks of a request on the host; 0 if it has none there."""
         return self._offloaded.get(request_id, 0)
 
-    def fits(self, num_tokens: int, *, alone: bool, freed_blocks: int = 0) -> bool:
-        """Whether a newcomer with so many tokens could be admitted, if others gave back `freed_blocks`."""
-        spare = 0 if alone else self.watermark_blocks
+    def fits(self, num_tokens: int, *, waive_watermark: bool, freed_blocks: int = 0) -> bool:
+        """Whether a request of so many tokens could be admitted if others freed `freed_blocks`."""
+        spare = 0 if waive_watermark else self.watermark_blocks
         return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
-    def admit(self, request_id: str, num_tokens: int, *, alone: bool) -> bool:
-        """Takes the blocks for a newcomer's tokens; False (and nothing taken) if it does not fit now.
+    def admit(self, request_id: str, num_tokens: int, *, waive_watermark: bool) -> bool:
+        """Takes the blocks of a request that holds none; False (and nothing taken) if it does not fit now.
 
         Args:
-            request_id: Must hold nothing yet; what it has offloaded is back then.
+            request_id: Its offloaded blocks are freed.
             num_tokens: Tokens it will process before its next output token.
-            alone: Nothing is running: the watermark would protect nobody and is waived.
+            waive_watermark: Nothing is running that the watermark would protect.
         """
         assert request_id not in self._held
-        if not self.fits(num_tokens, alone=alone):
+        if not self.fits(num_tokens, waive_watermark=waive_watermark):
             return False
-        need = self.blocks_for(num_tokens)
-        self._held[request_id] = need
-        self.num_free_blocks -= need
-        if self.num_free_blocks < self._least_free:
-            self._least_free = self.num_free_blocks
-        self._num_host_free += self._offloaded.pop(request_id, 0)
+        num_blocks = self.blocks_for(num_tokens)
+        self._held[request_id] = num_blocks
+        self.take(num_blocks)
+        self.num_free_host_blocks += self._offloaded.pop(request_id, 0)
         return True
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens in all; False (and nothing taken) if there are too few blocks."""
+        """Takes blocks for `num_tokens` tokens in all; False (and nothing taken) if there are too few."""
         held = self._held[request_id]
         more = -(-num_tokens // self.block_tokens) - held
         if more <= 0:
             return True
-        left = self.num_free_blocks - more
-        if left < 0:
+        if more > self.num_free_blocks:
             return False
         self._held[request_id] = held + more
-        self.num_free_blocks = left
-        if left < self._least_free:
-            self._least_free = left
+        self.take(more)
         return True
 
     def take(self, num_blocks: int) -> None:
-        """Takes blocks, which must be there, for holders who are named later; see `credit`."""
-        self.num_free_blocks = left = self.num_free_blocks - num_blocks
-        assert left >= 0, "more blocks are taken than are free"
-        if left < self._least_free:
-            self._least_free = left
+        """Takes blocks, which must be free, for holders that are named later; see `credit`."""
+        self.num_free_blocks = free = self.num_free_blocks - num_blocks
+        assert free >= 0, "more blocks are taken than are free"
+        if free < self._min_free:
+            self._min_free = free
 
     def credit(self, request_id: str, num_blocks: int) -> None:
         """So many of the blocks that were taken are the request's, which holds some already."""
         self._held[request_id] += num_blocks
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
-        """Moves the first `num_tokens` tokens to the host and gives back all blocks; False (and nothing moved) if
-        the host has no room.
+        """Moves the first `num_tokens` tokens to the host and frees all blocks; False (and nothing moved) if the host
+        has too few.
         """
-        need = self.blocks_for(num_tokens)
-        if need > self._num_host_free:
+        num_blocks = self.blocks_for(num_tokens)
+        if num_blocks > self.num_free_host_blocks:
             return False
         self.num_free_blocks += self._held.pop(request_id)
-        self._offloaded[request_id] = need
-        self._num_host_free -= need
+        self._offloaded[request_id] = num_blocks
+        self.num_free_host_blocks -= num_blocks
         return True
 
     def release(self, request_id: str) -> None:
-        """Gives back everything the request holds, here and on the host."""
+        """Frees all blocks of the request, on the device and on the host."""
         self.num_free_blocks += self._held.pop(request_id, 0)
-        self._num_host_free += self._offloaded.pop(request_id, 0)
+        self.num_free_host_blocks += self._offloaded.pop(request_id, 0)
 
     def validate(self, holders: set[str], offloaded: set[str]) -> None:
         """Checks that blocks are conserved and held by exactly the requests named; AssertionError otherwise."""
@@ -159,6 +190,5 @@ class KVCache:
         assert set(self._offloaded) == offloaded, (set(self._offloaded), offloaded)
         assert all(count > 0 for count in [*self._held.values(), *self._offloaded.values()])
         assert sum(self._held.values()) + self.num_free_blocks == self.num_blocks
-        assert sum(self._offloaded.values()) + self._num_host_free == self.num_host_blocks
-        assert self.num_free_blocks >= 0
-        assert self._num_host_free >= 0
+        assert sum(self._offloaded.values()) + self.num_free_host_blocks == self.num_host_blocks
+        assert min(self.num_free_blocks, self.num_free_host_blocks) >= 0

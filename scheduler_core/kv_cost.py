@@ -1,4 +1,4 @@
-"""What it costs to bring back a request whose keys and values were evicted: load them, or compute them again.
+"""Cost of bringing back an evicted request: load its keys and values, or compute them again.
 
 Source: "Semantic Scheduling for LLM Inference", section 3.3, "Cache and Recomputation Strategy", Eqs. 3 to 6; the
 constants are those of its code (Wenyueh/latency_optimization_with_priority_constraints).
@@ -17,7 +17,7 @@ Form = Literal["exact", "paper"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCost:
-    """Times of prefill, decode and copying for one model on one device.
+    """Times of prefill, decode and copying for one model on one device (A100 with Qwen1.5-4B).
 
     prefill(n) = alpha_1 n^2 + alpha_2 n
     decode(n, m) = gamma_1 (m^2 / 2 + n m + m / 2) + gamma_2 m           (Eq. 4)
@@ -25,20 +25,16 @@ class KVCost:
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | n | tokens processed in prefill | tokens |
-    | m | tokens decoded after them | tokens |
+    | n, m | tokens processed in prefill; tokens decoded after them | tokens |
     | alpha_1, alpha_2 | time of a prefill token, growing with the prompt | s per token^2, s per token |
     | gamma_1, gamma_2 | time of a decoded token, growing with its context | s per token^2, s per token |
     | beta | time to copy the keys and values of a token back | s per token |
 
-    `kept_tokens` says how many tokens of an evicted request to copy to the host, in two forms:
-
-    "exact" (default): the times that a request waits when it comes back. The rest is computed again in one prefill,
-    as engines do, so k kept tokens of c cost beta k + prefill(c) - prefill(k). That is concave in k, hence least at
-    one end: keep all if beta c < prefill(c), else nothing.
-
-    "paper": as printed. (1) Inequality 3, the prompt: keep its n tokens if beta n > prefill(n). (2) Eq. 6, the
-    decoded tokens: keep m'_* = max(0, (beta - gamma_1 n - (gamma_1 + 2 gamma_2) / 2) / (2 gamma_1)) of them.
+    `offload_tokens` has two forms. "exact" (default): the rest is computed again in one prefill, as engines do, so k
+    offloaded tokens of c cost beta k + prefill(c) - prefill(k). That is concave in k, hence least at one end: all if
+    beta c < prefill(c), else none. "paper": as printed. (1) Inequality 3, the prompt: offload its n tokens if
+    beta n > prefill(n). (2) Eq. 6, the decoded tokens: offload
+    m'_* = max(0, (beta - gamma_1 n - (gamma_1 + 2 gamma_2) / 2) / (2 gamma_1)) of them.
 
     Errata of the paper: inequality 3 is reversed, as loading is the cheaper way when beta n is the *smaller* time.
     Setting the derivative of Eq. 5 to 0 gives m' - m'_* = (beta - gamma_1 n - gamma_1 / 2 - gamma_2) / gamma_1
@@ -46,7 +42,7 @@ class KVCost:
     directly after the prompt, and one by one.
 
     Raises:
-        InputError: A constant is negative or not finite.
+        InputError: A constant is negative or not finite, or gamma_1 is 0.
     """
 
     alpha_1: float = 1.46584975e-09
@@ -72,12 +68,12 @@ class KVCost:
         pairs = num_tokens**2 / 2 + prompt_tokens * num_tokens + num_tokens / 2
         return self.gamma_1 * pairs + self.gamma_2 * num_tokens
 
-    def return_s(self, num_tokens: int, kept_tokens: int) -> float:
-        """Time to bring back `num_tokens` tokens of which the first `kept_tokens` were kept, in seconds."""
-        return self.beta * kept_tokens + self.prefill_s(num_tokens) - self.prefill_s(kept_tokens)
+    def return_s(self, num_tokens: int, offload_tokens: int) -> float:
+        """Time to bring back `num_tokens` tokens of which the first `offload_tokens` were offloaded, in seconds."""
+        return self.beta * offload_tokens + self.prefill_s(num_tokens) - self.prefill_s(offload_tokens)
 
-    def kept_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:
-        """How many of the tokens to keep on the host, from the first one on.
+    def offload_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:
+        """Number of the first tokens to copy to the host.
 
         Args:
             prompt_tokens: Tokens of the prompt that are in the cache, >= 0.

@@ -1,6 +1,6 @@
-"""What goes back and forth between the scheduler and whatever executes its steps.
+"""Plans and results: what the scheduler and the engine exchange for each step, all to be read only.
 
-All of it is to be read only. What is made in every step is not frozen: that would make it several times as slow to make.
+The classes made in every step are not frozen: that would make them several times as slow to construct.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ class PrefillChunk:
     """A piece of a request's prompt (or, after a preemption, of prompt and generated tokens).
 
     Attributes:
-        request_id: Whose.
         start_token: Tokens of it already in the cache.
         num_tokens: Tokens to process now.
         is_last: After this chunk the request's next output token is sampled.
@@ -28,12 +27,7 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """Keys and values to be copied between the device and the host.
-
-    Attributes:
-        request_id: Whose.
-        num_tokens: The first so many tokens of it.
-    """
+    """Keys and values of a request's first `num_tokens` tokens, to be copied between the device and the host."""
 
     request_id: str
     num_tokens: int
@@ -44,14 +38,14 @@ class StepPlan:
     """One step of the engine.
 
     Attributes:
-        step: Running number, from 0.
+        step: Number of the step, from 0.
         prefills: Chunks to process.
         decodes: Requests that generate one token each.
-        num_context_tokens: Keys and values read from the cache: tokens already there of all planned requests.
+        num_context_tokens: Keys and values read from the cache: tokens of all planned requests already there.
         admitted: Requests that left the waiting queue for this step.
-        preempted: Requests that lost their place and wait again, those of `swapped_out` among them.
-        swapped_out: What of preempted requests is to be copied to the host, before their blocks are used again.
-        swapped_in: What of admitted requests is to be copied back, before the step.
+        preempted: Requests that wait again, those of `swapped_out` among them.
+        swapped_out: Copies of preempted requests to the host, before their blocks are used again.
+        swapped_in: Copies of admitted requests back to the device, before the step.
     """
 
     step: int
@@ -76,11 +70,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What the engine saw.
+    """Result of a step.
 
     Attributes:
         step: The plan's number.
-        stopped: Requests whose new token ended their output. Reaching max_tokens need not be told.
+        stopped: Requests whose new token ended their output; not needed for those that reach max_tokens.
         num_steps: How often the plan was carried out in a row, a chunk going on where the last one ended (see
             `Scheduler.steady_steps`); `stopped` is about the last time.
     """
@@ -92,15 +86,12 @@ class StepResult:
 
 @dataclass(slots=True)
 class Finished:
-    """A request that is done and no longer known to the scheduler.
+    """A request that is done and no longer in the scheduler.
 
     Attributes:
-        request_id: Which.
         reason: "stop": the model ended its output; "length": max_tokens were generated.
-        output_tokens: Tokens generated.
-        num_preemptions: How often it lost its place among the running requests.
-        first_scheduled_s: When it was first admitted.
-        first_token_s: When its first token was there.
+        first_scheduled_s: Time of its first admission.
+        first_token_s: Time of its first token.
     """
 
     request_id: str
@@ -113,20 +104,10 @@ class Finished:
 
 @dataclass(slots=True)
 class Counters:
-    """Events since the scheduler was made.
+    """Numbers of events since the scheduler was created.
 
-    Attributes:
-        num_added: Requests accepted, those from other replicas among them.
-        num_finished: Requests finished.
-        num_aborted: Requests aborted.
-        num_moved_in: Requests that came from another replica.
-        num_moved_out: Requests that left for another replica.
-        num_preemptions: Times a request lost its place among the running ones.
-        num_swaps: Times it kept a copy of its cache on the host then.
-        num_predictions: Predictions that came in time.
-        num_failed_predictions: Requests for which the predictor gave up.
-        num_late_predictions: Predictions (or failures) for requests no longer here.
-        num_rekeys: Times all waiting requests got new keys.
+    `num_added` includes requests of other replicas (`num_moved_in`); `num_swaps` are preemptions with a copy on the host,
+    `num_late_predictions` predictions or failures for requests no longer here, `num_rekeys` steps that recomputed all keys.
     """
 
     num_added: int = 0

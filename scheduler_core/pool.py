@@ -1,38 +1,29 @@
-"""The live requests and the memory they hold: what a batch former works on."""
+"""The live requests and the memory they hold: the state that a batch former works on."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from typing import Literal
 
-from scheduler_core.decode_cohort import DecodeCohort
-from scheduler_core.eviction import EvictionOrder
-from scheduler_core.kv_cache import KVCache
+from scheduler_core.kv_cache import KVCache, Preemption
+from scheduler_core.lockstep import LockstepGroup
 from scheduler_core.policies.base import Policy
+from scheduler_core.queues import EvictionQueue, WaitingQueue
 from scheduler_core.request import RequestState, Status
-from scheduler_core.waiting_queue import WaitingQueue
-
-Preemption = Literal["recompute", "swap"]
 
 
 class Pool:
     """Waiting queue, running requests and KV cache, kept consistent.
 
     Args:
-        policy: Orders the requests.
-        kv: The KV cache.
-        max_num_seqs: Most requests in one step.
-        max_running: Most requests that hold memory at the same time; None: max_num_seqs.
-        preemption: Whether a preempted request keeps a copy of its cache on the host, if there is room.
-        evicts_by_key: Victims are found by the policy's eviction key; False: the youngest goes.
+        max_num_seqs: Maximum number of requests in one step.
+        max_running: Maximum number of requests that hold memory at the same time; None: max_num_seqs.
+        preemption: Whether a preempted request keeps a copy of its cache on the host, if that has memory left.
+        evicts_by_key: Victims are chosen by the policy's eviction key; False: the youngest goes.
         group: See `WaitingQueue`.
-        lazily: Those who decode are counted together, see `DecodeCohort`: for batch formers that let all of them decode
-            whenever one does, and policies that do not look at them meanwhile.
+        lockstep: Requests that decode are advanced in lockstep, see `LockstepGroup`.
     """
-
-    __slots__ = ("_num_seats", "_prefilling", "_running", "_states", "cohort", "evictions", "kv", "max_num_seqs", "max_running", "policy", "preemption", "reserved", "waiting")  # fmt: skip
 
     def __init__(
         self,
@@ -44,7 +35,7 @@ class Pool:
         preemption: Preemption = "recompute",
         evicts_by_key: bool = False,
         group: Callable[[RequestState], int] | None = None,
-        lazily: bool = False,
+        lockstep: bool = False,
     ) -> None:
         self.policy = policy
         self.kv = kv
@@ -54,25 +45,25 @@ class Pool:
         self._states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, group)
         self._running: dict[str, RequestState] = {}
-        self.evictions = EvictionOrder(policy) if evicts_by_key else None
-        #: Those who decode, if they are counted together.
-        self.cohort = DecodeCohort(kv) if lazily and self.evictions is None else None
-        #: With a cohort: the running requests that are not in it, in order of admission, with the number of that.
+        self.evictions = EvictionQueue(policy) if evicts_by_key else None
+        #: The requests that decode, if they do so in lockstep.
+        self.lockstep = LockstepGroup(kv) if lockstep and self.evictions is None else None
+        #: With a lockstep group: the other running requests in order of admission, with its number.
         self._prefilling: dict[str, tuple[RequestState, int]] = {}
-        self._num_seats = 0
-        #: Requests that are not here but have blocks and a seat here; `max_running` is without those seats.
+        self._num_admitted = 0
+        #: Requests of other replicas that have blocks and a slot reserved here; `max_running` excludes those slots.
         self.reserved: set[str] = set()
 
     @property
     def states(self) -> Mapping[str, RequestState]:
-        """All live requests, to read; O(running requests) if they were counted together."""
-        self.settle()
+        """All live requests, to read; O(running requests) after a step in lockstep."""
+        self.sync()
         return self._states
 
     @property
     def running(self) -> Mapping[str, RequestState]:
-        """The running requests in order of admission, to read; costs as much."""
-        self.settle()
+        """The running requests in order of admission, to read; the same cost."""
+        self.sync()
         return self._running
 
     @property
@@ -90,22 +81,22 @@ class Pool:
 
     def find(self, request_id: str) -> RequestState | None:
         """A live request, to read; None if it is not here."""
-        if self.cohort is not None:
-            self.cohort.settle(request_id)
+        if self.lockstep is not None:
+            self.lockstep.sync(request_id)
         return self._states.get(request_id)
 
-    def settle(self) -> None:
-        """Brings the states of those up to date that are counted together."""
-        if self.cohort is not None:
-            self.cohort.settle_all()
+    def sync(self) -> None:
+        """Brings the states of requests in lockstep up to date."""
+        if self.lockstep is not None:
+            self.lockstep.sync_all()
 
     def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
         """The running requests in prefill and those that decode, each in order of admission; not to be changed, and those
-        that decode are perhaps not settled.
+        that decode in lockstep are not in sync.
         """
-        if self.cohort is not None:
+        if self.lockstep is not None:
             prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
-            return prefilling, self.cohort.states()
+            return prefilling, self.lockstep.states()
         running = self._running.values()
         decodes = [s for s in running if s.num_computed_tokens >= s.prefill_target_tokens]
         if len(decodes) == len(running):
@@ -114,33 +105,23 @@ class Pool:
 
     def prefilled(self, state: RequestState) -> None:
         """A running request has processed its prompt; its next step is a decode."""
-        if self.cohort is not None:
-            _, seat = self._prefilling.pop(state.request_id)
-            self.cohort.join(state, seat)
+        if self.lockstep is not None:
+            _, rank = self._prefilling.pop(state.request_id)
+            self.lockstep.join(state, rank)
 
-    def _sit_down(self, state: RequestState) -> None:
-        """A request has been admitted."""
-        if self.cohort is None:
-            return
-        self._num_seats = seat = self._num_seats + 1
-        if state.num_computed_tokens < state.prefill_target_tokens:
-            self._prefilling[state.request_id] = (state, seat)
-        else:
-            self.cohort.join(state, seat)
-
-    def count_singly(self) -> None:
-        """From now on everybody is counted by themselves, as what comes next does not fit into a cohort."""
-        if self.cohort is not None:
-            self.cohort.settle_all()
-            self.cohort = None
+    def end_lockstep(self) -> None:
+        """From now on every request is advanced individually."""
+        if self.lockstep is not None:
+            self.lockstep.sync_all()
+            self.lockstep = None
 
     def enter(self, state: RequestState, now: float) -> None:
-        """A new request starts to wait."""
+        """Adds a new request, which waits."""
         self._states[state.request_id] = state
         self.waiting.push(state, now)
 
     def rekey(self, state: RequestState, now: float) -> None:
-        """The keys of a request have changed; nothing happens if it is gone."""
+        """Updates the queue entry of a request whose key has changed; nothing happens if it is gone."""
         if state.status is Status.WAITING:
             self.waiting.push(state, now)
         elif state.status is Status.RUNNING and self.evictions is not None:
@@ -155,23 +136,23 @@ class Pool:
 
     def reserve_tokens(self, state: RequestState) -> int:
         """Tokens for which a waiting request gets blocks when it is admitted."""
-        most = state.request.prompt_tokens + state.request.max_tokens
-        return min(max(self.policy.admission_tokens(state), state.known_tokens), most)
+        longest = state.request.prompt_tokens + state.request.max_tokens
+        return min(max(self.policy.admission_tokens(state), state.known_tokens), longest)
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Moves a waiting request to the running ones, with blocks for all it has to process; False if there is no
-        seat or too few blocks.
+        slot or too few blocks.
 
         Args:
             state: Waits.
             now: Time in seconds.
-            reserve_tokens: Take blocks for so many tokens; None: as many as the policy asks for.
+            reserve_tokens: Take blocks for so many tokens; None: for `Pool.reserve_tokens`.
         """
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
             return False
-        if not self.kv.admit(state.request_id, tokens, alone=not running):
+        if not self.kv.admit(state.request_id, tokens, waive_watermark=not running):
             return False
         self.waiting.remove(state)
         state.status = Status.RUNNING
@@ -181,75 +162,80 @@ class Pool:
                 state.num_computed_tokens = state.request.cached_prefix_tokens
         if state.first_scheduled_s is None:
             state.first_scheduled_s = now
-        self._note_room(state)
+        self._update_kv_tokens(state)
         running[state.request_id] = state
-        self._sit_down(state)
+        if self.lockstep is not None:
+            self._num_admitted = rank = self._num_admitted + 1
+            if state.num_computed_tokens < state.prefill_target_tokens:
+                self._prefilling[state.request_id] = (state, rank)
+            else:
+                self.lockstep.join(state, rank)
         self.policy.on_admit(state, now)
         if self.evictions is not None:
             self.evictions.push(state, now)
         return True
 
     def grow(self, state: RequestState, num_tokens: int) -> bool:
-        """Makes room for `num_tokens` tokens of a running request in all; False if there are too few blocks."""
+        """Takes blocks for `num_tokens` tokens of a running request in all; False if there are too few."""
         if num_tokens <= state.kv_tokens:
             return True
         if not self.kv.grow(state.request_id, num_tokens):
             return False
         size = self.kv.block_tokens
         state.kv_tokens = -(-num_tokens // size) * size
-        if self.cohort is not None and state.request_id in self.cohort:
-            self.cohort.grown(state)
+        if self.lockstep is not None and state.request_id in self.lockstep:
+            self.lockstep.on_grow(state)
         return True
 
-    def preempt(self, state: RequestState, now: float, kept_tokens: int | None = None) -> int:
+    def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
         """Takes a running request's memory away; it waits again.
 
         Args:
             state: Runs.
             now: Time in seconds.
-            kept_tokens: Keep a copy of the first so many tokens on the host; None: of all if preemption is by swap,
-                else of none. The others will be processed anew, and all if the host has no room.
+            offload_tokens: Copy the first so many tokens to the host; None: all if preemption is by swap, else none. The
+                others will be processed again, and all if the host has no memory left.
 
         Returns:
-            The tokens kept.
+            The tokens copied.
         """
         self._stop_running(state)
-        if kept_tokens is None:
-            kept_tokens = state.num_computed_tokens if self.preemption == "swap" else 0
-        if kept_tokens == 0 or not self.kv.offload(state.request_id, kept_tokens):
-            kept_tokens = 0
+        if offload_tokens is None:
+            offload_tokens = state.num_computed_tokens if self.preemption == "swap" else 0
+        if offload_tokens == 0 or not self.kv.offload(state.request_id, offload_tokens):
+            offload_tokens = 0
             self.kv.release(state.request_id)
-        if kept_tokens < state.num_computed_tokens:
+        if offload_tokens < state.num_computed_tokens:
             state.prefill_target_tokens = state.known_tokens
         state.status = Status.WAITING
-        state.num_computed_tokens = kept_tokens
+        state.num_computed_tokens = offload_tokens
         state.kv_tokens = 0
         state.num_preemptions += 1
         self.policy.on_preempt(state, now)
         self.waiting.push(state, now)
-        return kept_tokens
+        return offload_tokens
 
     def memory_victim(self, now: float) -> RequestState:
         """The running request to be preempted when the running ones have no memory left to grow."""
         if self.evictions is not None:
-            return self.evictions.worst(now)
+            return self.evictions.first(now)
         return next(reversed(self._running.values()))
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
-        """The fewest running requests that must go for a waiting one to be admitted; None if it may not displace
-        enough of them, or needs none.
+        """The fewest running requests to evict for a waiting one to be admitted; None if it may not displace enough of
+        them, or needs none.
         """
         if self.evictions is None:
             return None
         tokens = self.reserve_tokens(state)
-        worst = self.evictions.displaceable(now)
-        if worst is None or not self.policy.may_preempt(worst, state, now):
+        first = self.evictions.first_displaceable(now)
+        if first is None or not self.policy.may_preempt(first, state, now):
             return None
-        if self._would_fit(tokens, [worst]):
-            return [worst]
+        if self._would_fit(tokens, [first]):
+            return [first]
         victims: list[RequestState] = []
-        with closing(self.evictions.worst_first(now)) as worst_first:
-            for running in worst_first:
+        with closing(self.evictions.in_order(now)) as in_order:
+            for running in in_order:
                 protected = self.evictions.key_of(running) == -math.inf
                 if protected or not self.policy.may_preempt(running, state, now):
                     return None
@@ -259,11 +245,11 @@ class Pool:
         return None
 
     def _would_fit(self, num_tokens: int, victims: list[RequestState]) -> bool:
-        """Whether a newcomer of so many tokens could be admitted without the victims."""
-        left = len(self._running) - len(victims)
+        """Whether a request of so many tokens could be admitted without the victims."""
+        num_running = len(self._running) - len(victims)
         freed_blocks = sum(self.kv.held_by(victim.request_id) for victim in victims)
-        return left < self.max_running and self.kv.fits(
-            num_tokens, alone=left == 0, freed_blocks=freed_blocks
+        return num_running < self.max_running and self.kv.fits(
+            num_tokens, waive_watermark=num_running == 0, freed_blocks=freed_blocks
         )
 
     def leave(self, state: RequestState) -> None:
@@ -277,34 +263,37 @@ class Pool:
         del self._states[state.request_id]
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
-        """Keeps that many blocks more for a request that is on its way here, and with the first ones a seat; False
-        (and nothing taken) if there are none.
+        """Reserves that many blocks more for a request of another replica, and with the first ones a slot; False (and
+        nothing taken) if there are none.
         """
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)
         if len(self._running) >= self.max_running:
             return False
-        if not self.kv.admit(request_id, num_blocks * self.kv.block_tokens, alone=not self._running):
+        if not self.kv.admit(
+            request_id, num_blocks * self.kv.block_tokens, waive_watermark=not self._running
+        ):
             return False
         self.reserved.add(request_id)
         self.max_running -= 1
         return True
 
     def unreserve(self, request_id: str) -> None:
-        """Gives back what is kept for the request, if anything is."""
+        """Frees what is reserved for the request, if anything is."""
         if request_id in self.reserved:
             self.kv.release(request_id)
-            self._free_reserved(request_id)
+            self.reserved.remove(request_id)
+            self.max_running += 1
 
     def take_out(self, state: RequestState) -> None:
-        """A request leaves for another replica. Blocks and seat of a running one stay reserved for it."""
+        """Removes a request that moves to another replica. Blocks and slot of a running one stay reserved for it."""
         name = state.request_id
         if state.status is Status.WAITING:
             self.leave(state)
             state.num_computed_tokens, state.prefill_target_tokens = 0, state.known_tokens
             return
-        self.count_singly()
+        self.end_lockstep()
         self._stop_running(state)
         self.reserved.add(name)
         self.max_running -= 1
@@ -312,34 +301,31 @@ class Pool:
         del self._states[name]
 
     def put_in(self, state: RequestState, now: float) -> None:
-        """A request comes from another replica: it runs on what is reserved for it, or waits if nothing is."""
+        """Adds a request of another replica: it runs on what is reserved for it, or waits if nothing is."""
         name = state.request_id
         if name not in self.reserved:
             state.status = Status.WAITING
             self.enter(state, now)
             return
-        self.count_singly()
-        self._free_reserved(name)
+        self.end_lockstep()
+        self.reserved.remove(name)
+        self.max_running += 1
         self._states[name] = self._running[name] = state
         state.status = Status.RUNNING
-        self._note_room(state)
+        self._update_kv_tokens(state)
         self.policy.on_admit(state, now)
         if self.evictions is not None:
             self.evictions.push(state, now)
 
-    def _free_reserved(self, request_id: str) -> None:
-        self.reserved.remove(request_id)
-        self.max_running += 1
-
     def _stop_running(self, state: RequestState) -> None:
         name = state.request_id
         del self._running[name]
-        if self.cohort is not None and self._prefilling.pop(name, None) is None:
-            self.cohort.leave(state)
+        if self.lockstep is not None and self._prefilling.pop(name, None) is None:
+            self.lockstep.leave(state)
         if self.evictions is not None:
             self.evictions.remove(state)
 
-    def _note_room(self, state: RequestState) -> None:
+    def _update_kv_tokens(self, state: RequestState) -> None:
         state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
 
     def validate(self, now: float, *, keys_are_fresh: bool) -> None:
@@ -355,21 +341,21 @@ class Pool:
         assert waiting | running == set(self.states), "a request is lost"
         assert len(running) <= self.max_running, "too many running requests"
         offloaded = {state.request_id for state in self.waiting if state.num_computed_tokens > 0}
-        assert not self.reserved & set(self.states), "a request is here and on its way here"
+        assert not self.reserved & set(self.states), "a request is here and reserved"
         self.kv.validate(running | self.reserved, offloaded)
         self.waiting.validate()
         if self.evictions is not None:
             assert {state.request_id for state in self.evictions} == running
             self.evictions.validate()
-        if self.cohort is not None:
-            self.cohort.validate(self._running.values())
+        if self.lockstep is not None:
+            self.lockstep.validate(self._running.values())
         if keys_are_fresh:
             self._validate_keys(now)
         for state in self.states.values():
             self._validate_state(state)
 
     def _validate_keys(self, now: float) -> None:
-        """Those that are not computed anew whenever they are needed."""
+        """Checks the keys that are not recomputed at every use."""
         if self.policy.key_changes != "with_time":
             self.waiting.validate_keys(now)
         if self.evictions is not None and self.policy.running_keys == "on_event":

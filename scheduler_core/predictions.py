@@ -1,10 +1,14 @@
-"""What a predictor says about a request before its first token."""
+"""Predictions about a request before its first token, and their effect on its state.
+
+The constructors raise InputError for values outside their range, NaN included.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
@@ -19,11 +23,8 @@ class LengthPrediction:
         mu: Location of ln X (ln tokens), in [-50, 50].
         sigma: Scale of ln X, in [1e-9, 50].
         nu: Degrees of freedom, in [0.1, 1e9].
-        artifact_id: Which trained artifact said so; empty if none did.
+        artifact_id: Id of the artifact that predicted it; empty if there is none.
         artifact_version: Version of that artifact.
-
-    Raises:
-        InputError: A number is outside its range (NaN included): no scheduler can use such a prediction.
     """
 
     mu: float
@@ -49,9 +50,6 @@ class UrgencyPrediction:
 
     Attributes:
         probabilities: Probability of each level, the most urgent (0) first; at least two, of sum 1.
-
-    Raises:
-        InputError: Not a distribution.
     """
 
     probabilities: tuple[float, ...]
@@ -73,9 +71,6 @@ class BucketPrediction:
         probabilities: Probability of each class, the shortest first; at least two, of sum 1.
         edges: Bounds between the classes in tokens, ascending, one fewer than classes; class k holds
             edges[k-1] <= tokens < edges[k].
-
-    Raises:
-        InputError: Not a distribution, or the edges do not fit it.
     """
 
     probabilities: tuple[float, ...]
@@ -100,9 +95,6 @@ class RankPrediction:
 
     Attributes:
         score: Smaller is expected to be shorter.
-
-    Raises:
-        InputError: Not a finite number.
     """
 
     score: float
@@ -114,19 +106,43 @@ class RankPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Everything one artifact says about a request; what it has no head for is None.
-
-    Attributes:
-        length: Distribution of the output length.
-        urgency: Level of urgency.
-        bucket: Class of the output length.
-        rank: Score to rank by.
-    """
+    """All predictions of one artifact for a request; None where it has no head."""
 
     length: LengthPrediction | None = None
     urgency: UrgencyPrediction | None = None
     bucket: BucketPrediction | None = None
     rank: RankPrediction | None = None
+
+
+class PredictedState(Protocol):
+    """The predictions of a live request; see `request.RequestState`."""
+
+    prediction: LengthPrediction | None
+    urgency: UrgencyPrediction | None
+    bucket: BucketPrediction | None
+    rank: RankPrediction | None
+    prediction_failed: bool
+
+
+def apply_prediction(state: PredictedState, prediction: Prediction | LengthPrediction | None) -> bool:
+    """Writes a prediction into a request's state; None means that the predictor failed.
+
+    A bundle replaces those predictions that it contains; a bare length is a bundle of one. A failure keeps what was
+    predicted before.
+
+    Returns:
+        Whether there is a new prediction, so that the request's key may have changed.
+    """
+    state.prediction_failed = prediction is None
+    if prediction is None:
+        return False
+    if isinstance(prediction, LengthPrediction):
+        prediction = Prediction(length=prediction)
+    state.prediction = prediction.length or state.prediction
+    state.urgency = prediction.urgency or state.urgency
+    state.bucket = prediction.bucket or state.bucket
+    state.rank = prediction.rank or state.rank
+    return True
 
 
 def _check_distribution(name: str, probabilities: Sequence[float]) -> None:

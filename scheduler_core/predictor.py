@@ -1,18 +1,18 @@
-"""Where predictions come from, seen from the scheduler's side: never waited for, never lost.
+"""Predictors from the scheduler's side: never waited for, no request lost.
 
-A `Predictor` is anything with an asynchronous `predict`. `open_predictor` finds one by URL among the installed
-packages (entry point group "tailcast.predictors"), so that this package imports no client itself.
-`AsyncPredictor` submits requests to it with bounded concurrency and hands back one event per request.
+A `Predictor` is anything with an asynchronous `predict`. `open_predictor` looks one up by URL among the installed
+packages (entry point group "tailcast.predictors"), so that this package imports no client itself. `AsyncPredictor`
+submits requests to it with bounded concurrency and returns one event per request.
 
-| the prediction is | what happens |
+| status | meaning |
 | --- | --- |
-| pending | the scheduler goes on without it; the policy's key is the one it has for unknown lengths |
-| answered | an event carries it; `Scheduler.update` gives the request its new key |
-| late | it came after `withdraw`: the event says so, and nobody has to use it |
-| failed | an event says why (error, timeout, wrong number of answers, closed); the key stays that of unknown lengths |
-| absent | without a predictor every request fails at once, with no call |
+| (none yet) | the scheduler goes on without the prediction; the policy's key is that of unknown lengths |
+| answered | the event has the prediction; `Scheduler.update` gives the request its new key |
+| late | the prediction came after `withdraw` |
+| failed | the event has the reason (error, timeout, wrong number of predictions, closed) |
+| absent | there is no predictor: every request fails at once, without a call |
 
-So a policy with a predictor that never answers is the policy without predictions, and the scheduler never waits.
+So a policy with a predictor that never responds is the policy without predictions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -34,13 +34,11 @@ ENTRY_POINT_GROUP = "tailcast.predictors"
 
 @dataclass(frozen=True, slots=True)
 class PredictionRequest:
-    """What a predictor may know.
+    """The input of a prediction.
 
     Attributes:
-        request_id: Id of the request.
         prompt: The text sent to the served model.
-        max_tokens: The request's own cap on output tokens.
-        served_model: Name of the model that will answer; empty if there is only one.
+        served_model: Name of the served model; empty if there is only one.
         temperature: Its sampling temperature, at least 0; None if it is not known.
     """
 
@@ -60,30 +58,29 @@ class Predictor(Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives up connections."""
+        """Closes connections."""
         ...
 
 
 def open_predictor(url: str) -> Predictor:
-    """The predictor behind a URL of the form `scheme://address`, such as grpc://127.0.0.1:50051.
+    """The predictor of a URL scheme://address, such as grpc://127.0.0.1:50051; nothing is connected yet.
 
-    The scheme is looked up in the entry point group "tailcast.predictors"; what stands there is called with the
-    address. Nothing is connected yet.
+    The entry point of the scheme's name in the group "tailcast.predictors" is called with the address.
 
     Raises:
-        InputError: Not a URL, or no installed package knows the scheme.
+        InputError: Not a URL, or no installed package has the scheme.
     """
-    known = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = url.partition("://")
-    if not separator or not address or scheme not in known:
-        allowed = ", ".join(f"{name}://ADDRESS" for name in sorted(known)) or "none: no client is installed"
+    if not separator or not address or scheme not in points:
+        allowed = ", ".join(f"{name}://ADDRESS" for name in sorted(points)) or "none: no client is installed"
         raise InputError("predictor", url, allowed)
-    factory: Callable[[str], Predictor] = known[scheme].load()
+    factory: Callable[[str], Predictor] = points[scheme].load()
     return factory(address)
 
 
 class PredictionStatus(Enum):
-    """What became of a submitted request."""
+    """Outcome of a submitted request; see the module's docstring."""
 
     ANSWERED = "answered"
     LATE = "late"
@@ -93,15 +90,12 @@ class PredictionStatus(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PredictionEvent:
-    """What became of one submitted request.
+    """Outcome of one submitted request.
 
     Attributes:
-        request_id: Id of the request.
-        prediction: The answer, also a late one; None if the predictor failed or is absent.
+        prediction: The prediction, also a late one; None if the predictor failed or is absent.
         error: Why there is none; None if there is one.
-        latency_s: Time from the call to its answer or failure, in seconds; 0 if there was no call, or it
-            was cancelled.
-        status: How it came.
+        latency_s: Time from the call to its end, in seconds; 0 if there was no call, or it was cancelled.
     """
 
     request_id: str
@@ -112,48 +106,21 @@ class PredictionEvent:
 
     @property
     def length(self) -> LengthPrediction | None:
-        """The predicted length; None if there is no answer, or none about the length."""
+        """The predicted length; None if there is none."""
         return self.prediction.length if isinstance(self.prediction, Prediction) else self.prediction
 
 
-class _Updated(Protocol):
-    """The part of `Scheduler` that events go to."""
-
-    def update(
-        self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float
-    ) -> None: ...
-
-
-def deliver(events: Iterable[PredictionEvent], scheduler: _Updated, now: float) -> int:
-    """Hands events to the scheduler, which counts failed ones and those for requests that are gone.
-
-    Args:
-        events: What `AsyncPredictor.ready_events` gave.
-        scheduler: Where the requests are.
-        now: Time in seconds.
-
-    Returns:
-        How many.
-    """
-    count = 0
-    for event in events:
-        scheduler.update(event.request_id, event.prediction, now)
-        count += 1
-    return count
-
-
 class AsyncPredictor:
-    """Submits without blocking; every submitted request comes back as exactly one event, whatever happens.
+    """Submits without blocking; every submitted request comes back as exactly one event.
 
-    Requests that wait for their turn are sent together, up to `max_batch` in one call; nobody waits for a batch to
-    fill. If a call for several fails, each of them is asked about once more alone, so that one bad prompt spoils
-    nobody else's prediction.
+    Requests that wait for their turn are sent together, up to `max_batch` in one call; none waits for a batch to fill. If a
+    call for several fails, each of them is sent once more individually, so that one bad prompt affects no other request.
 
     Args:
-        predictor: Who answers; None: nobody, every request fails at once.
-        max_in_flight: Calls under way at the same time, > 0; the others wait their turn.
-        max_batch: Most requests in one call, > 0; 1 where grouping is the service's work.
-        timeout_s: Give up on a call after this long; None waits as long as the predictor does.
+        predictor: The predictor; None: every request fails at once.
+        max_in_flight: Maximum number of calls at the same time, > 0; the others wait their turn.
+        max_batch: Maximum number of requests in one call, > 0; 1 where the service does the batching.
+        timeout_s: Timeout of a call; None waits as long as the predictor does.
         clock: Monotonic clock in seconds.
 
     Raises:
@@ -169,10 +136,9 @@ class AsyncPredictor:
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if max_in_flight <= 0:
-            raise InputError("max_in_flight", max_in_flight, "integers > 0")
-        if max_batch <= 0:
-            raise InputError("max_batch", max_batch, "integers > 0")
+        for name, limit in (("max_in_flight", max_in_flight), ("max_batch", max_batch)):
+            if limit <= 0:
+                raise InputError(name, limit, "integers > 0")
         if timeout_s is not None and not timeout_s > 0:
             raise InputError("timeout_s", timeout_s, "seconds > 0, or None")
         self._predictor = predictor
@@ -180,12 +146,14 @@ class AsyncPredictor:
         self._max_batch = max_batch
         self._timeout_s = timeout_s
         self._clock = clock
-        self._waiting: deque[PredictionRequest] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._events: asyncio.Queue[PredictionEvent] = asyncio.Queue()
+        #: Submitted requests whose event has not been taken.
         self._open: set[str] = set()
-        self._unanswered: dict[str, PredictionRequest] = {}
+        #: Those of them without an event, and those of these that no call has been made for.
+        self._pending: dict[str, PredictionRequest] = {}
+        self._unsent: deque[PredictionRequest] = deque()
         self._withdrawn: set[str] = set()
+        self._events: asyncio.Queue[PredictionEvent] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._pump_is_due = False
         self._closed = False
 
@@ -207,30 +175,30 @@ class AsyncPredictor:
             raise InputError("request_id", request.request_id, "an id that is not open already")
         loop = asyncio.get_running_loop()
         self._open.add(request.request_id)
-        self._unanswered[request.request_id] = request
+        self._pending[request.request_id] = request
         if self._predictor is None:
-            self._tell(request, None, "there is no predictor", 0.0, PredictionStatus.ABSENT)
+            self._end(request, error="there is no predictor", status=PredictionStatus.ABSENT)
             return
-        self._waiting.append(request)
-        if not self._pump_is_due:  # at the end of this turn, so that what is submitted together goes together
+        self._unsent.append(request)
+        if (
+            not self._pump_is_due
+        ):  # at the end of this turn, so that what is submitted together is sent together
             self._pump_is_due = True
             loop.call_soon(self._pump)
 
     def withdraw(self, request_id: str) -> bool:
-        """Says that the request no longer needs its prediction: it finished, or was aborted.
-
-        One that still waits for its turn is never sent, and fails. An answer under way comes back as late.
+        """Marks a request that has finished or was aborted: unsent it is never sent and fails, else it comes back late.
 
         Returns:
-            Whether the request was open and its event not there yet.
+            Whether the request was open without an event.
         """
-        request = self._unanswered.get(request_id)
+        request = self._pending.get(request_id)
         if request is None or request_id in self._withdrawn:
             return False
         self._withdrawn.add(request_id)
-        if request in self._waiting:
-            self._waiting.remove(request)
-            self._tell(request, None, "withdrawn before it was sent", 0.0, PredictionStatus.FAILED)
+        if request in self._unsent:
+            self._unsent.remove(request)
+            self._end(request, error="withdrawn before it was sent")
         return True
 
     async def next_event(self) -> PredictionEvent:
@@ -248,86 +216,71 @@ class AsyncPredictor:
         return events
 
     async def close(self) -> None:
-        """Cancels calls under way and closes the predictor; requests still open fail, their events can be taken."""
+        """Cancels calls in flight and closes the predictor; requests still open fail, their events can be taken."""
         self._closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._waiting.clear()
-        for request in list(self._unanswered.values()):
-            self._tell(request, None, "closed", 0.0, PredictionStatus.FAILED)
+        self._unsent.clear()
+        for request in list(self._pending.values()):
+            self._end(request, error="closed")
         if self._predictor is not None:
             await self._predictor.close()
 
     def _pump(self) -> None:
-        """Starts as many calls as may be under way."""
+        """Starts as many calls as may be in flight."""
         self._pump_is_due = False
-        while self._waiting and len(self._tasks) < self._max_in_flight and not self._closed:
-            size = min(self._max_batch, len(self._waiting))
-            batch = [self._waiting.popleft() for _ in range(size)]
-            task = asyncio.get_running_loop().create_task(self._serve(batch))
+        while self._unsent and len(self._tasks) < self._max_in_flight and not self._closed:
+            size = min(self._max_batch, len(self._unsent))
+            batch = [self._unsent.popleft() for _ in range(size)]
+            task = asyncio.get_running_loop().create_task(self._call(batch))
             self._tasks.add(task)
-            task.add_done_callback(self._done)
+            task.add_done_callback(self._on_done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._pump()
 
-    async def _serve(self, batch: list[PredictionRequest]) -> None:
-        """One call; after a failure for several, one for each."""
-        start = self._clock()
-        answers, error, timed_out = await self._ask(batch)
-        if error is None or timed_out or len(batch) == 1:
-            latency_s = self._clock() - start
-            for number, request in enumerate(batch):
-                self._tell_call(request, answers[number] if answers else None, error, latency_s)
-            return
-        for request in batch:
-            start = self._clock()
-            answers, error, _ = await self._ask([request])
-            self._tell_call(request, answers[0] if answers else None, error, self._clock() - start)
-
-    async def _ask(
-        self, batch: list[PredictionRequest]
-    ) -> tuple[Sequence[LengthPrediction | Prediction] | None, str | None, bool]:
-        """(answers, why there are none, whether because of the timeout)."""
+    async def _call(self, batch: list[PredictionRequest]) -> None:
+        """One call; if it fails for several other than by the timeout, one for each."""
         assert self._predictor is not None
+        start = self._clock()
+        predictions: Sequence[LengthPrediction | Prediction | None] = [None] * len(batch)
+        error, retry = None, len(batch) > 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                answers = await self._predictor.predict(batch)
+                returned = await self._predictor.predict(batch)
+            if len(returned) == len(batch):
+                predictions, retry = returned, False
+            else:
+                error = f"{len(returned)} predictions for {len(batch)} request(s)"
         except TimeoutError:
-            return None, f"no answer within {self._timeout_s} s", True
-        except TailcastError as error:
-            return None, str(error), False
-        except Exception as error:  # any failure of a predictor is an event, never the scheduler's end
-            return None, f"{type(error).__name__}: {error}", False
-        if len(answers) != len(batch):
-            asked = "one request" if len(batch) == 1 else f"{len(batch)} requests"
-            return None, f"{len(answers)} answers to {asked}", False
-        return answers, None, False
+            error, retry = f"no prediction within {self._timeout_s} s", False
+        except TailcastError as failure:
+            error = str(failure)
+        except Exception as failure:  # any failure of a predictor is an event, never the scheduler's end
+            error = f"{type(failure).__name__}: {failure}"
+        if retry:
+            for request in batch:
+                await self._call([request])
+            return
+        latency_s = self._clock() - start
+        for request, prediction in zip(batch, predictions, strict=True):
+            self._end(request, prediction, error, latency_s)
 
-    def _tell_call(
+    def _end(
         self,
         request: PredictionRequest,
-        answer: LengthPrediction | Prediction | None,
-        error: str | None,
-        latency_s: float,
+        prediction: LengthPrediction | Prediction | None = None,
+        error: str | None = None,
+        latency_s: float = 0.0,
+        status: PredictionStatus = PredictionStatus.FAILED,
     ) -> None:
-        status = PredictionStatus.FAILED
-        if answer is not None:
+        """Makes the event of a request."""
+        if prediction is not None:
             late = request.request_id in self._withdrawn
             status = PredictionStatus.LATE if late else PredictionStatus.ANSWERED
-        self._tell(request, answer, error, latency_s, status)
-
-    def _tell(
-        self,
-        request: PredictionRequest,
-        answer: LengthPrediction | Prediction | None,
-        error: str | None,
-        latency_s: float,
-        status: PredictionStatus,
-    ) -> None:
-        del self._unanswered[request.request_id]
+        del self._pending[request.request_id]
         self._withdrawn.discard(request.request_id)
-        self._events.put_nowait(PredictionEvent(request.request_id, answer, error, latency_s, status))
+        self._events.put_nowait(PredictionEvent(request.request_id, prediction, error, latency_s, status))

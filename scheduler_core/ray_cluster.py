@@ -1,4 +1,4 @@
-"""A Ray cluster for the time of a command: one that runs already, or a local one that ends with it; results from there."""
+"""A Ray cluster for a command: a running one, or a local one that ends with the command."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
             ray.shutdown()
 
 
-def fetch_result(ray: Any, reference: Any, what: str, retries: int, kept: str) -> Any:
-    """What a remote task returns.
+def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
+    """The result of a remote task.
 
     Args:
         ray: The module, connected.
-        reference: To the task's result.
-        what: The task in words, for errors: "a block".
+        reference: Reference to the result.
+        task: The task in words, for errors: "a block".
         retries: How often Ray has tried it again when its worker or node was lost.
-        kept: What is not lost with it, in words.
+        finished: What is not lost with it, in words: "finished blocks are kept".
 
     Raises:
         TailcastError: The task's own, as it was raised there; or it was lost again and again.
@@ -67,7 +67,7 @@ def fetch_result(ray: Any, reference: Any, what: str, retries: int, kept: str) -
         raise
     except ray.exceptions.RayError as error:
         raise TailcastError(
-            f"{what} was lost on the Ray cluster {retries + 1} times ({_detail(error)}); {kept}, the same command goes on "
+            f"{task} was lost on the Ray cluster {retries + 1} times ({_detail(error)}); {finished}, the same command goes on "
             "from there"
         ) from error
 
@@ -93,7 +93,7 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
 
 
 def _check_reachable(address: str, field: str) -> None:
-    """Asks for a connection, because Ray itself takes minutes to give up on an address where nobody answers."""
+    """Tries a connection, because Ray itself takes minutes to give up on an address without a server."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
         return  # "auto", or something that Ray explains
@@ -108,5 +108,5 @@ def _no_cluster(address: str, field: str, error: Exception) -> InputError:
 
 
 def _detail(error: Exception) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,9 +14,9 @@ from scheduler_core.predictions import (
     Prediction,
     RankPrediction,
     UrgencyPrediction,
+    apply_prediction,
 )
 from scheduler_core.request import Request, RequestState
-from scheduler_core.routing.scheduler_port import SchedulerPort
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
 
@@ -25,7 +25,7 @@ class ReplayError(TailcastError):
 
 
 def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Makes the same calls on a new scheduler and compares every outcome, number by number.
+    """Repeats the calls on a new scheduler and compares every outcome, number by number.
 
     Returns:
         The scheduler in its last state.
@@ -54,7 +54,8 @@ def _repeat(scheduler: Scheduler, entry: Entry) -> None:
         case "add":
             scheduler.add(Request(**entry["request"]), now)
         case "update":
-            scheduler.update(entry["request_id"], _prediction(entry["prediction"]), now)
+            content = entry["prediction"]
+            scheduler.update(entry["request_id"], None if content is None else _prediction(content), now)
         case "schedule":
             scheduler.schedule(now)
         case "complete":
@@ -65,39 +66,29 @@ def _repeat(scheduler: Scheduler, entry: Entry) -> None:
         case "abort":
             scheduler.abort(entry["request_id"], now)
         case "reserve":
-            SchedulerPort(scheduler).reserve(entry["request_id"], entry["num_blocks"], now)
+            scheduler.reserve(entry["request_id"], entry["num_blocks"], now)
         case "unreserve":
-            SchedulerPort(scheduler).unreserve(entry["request_id"], now)
+            scheduler.unreserve(entry["request_id"], now)
         case "detach":
-            SchedulerPort(scheduler).detach(entry["request_id"], now)
+            scheduler.detach(entry["request_id"], now)
         case "attach":
-            SchedulerPort(scheduler).attach(_state(entry["state"]), now)
+            scheduler.attach(_state(entry["state"]), now)
         case other:
             allowed = "add, update, schedule, complete, abort, reserve, unreserve, detach, attach"
             raise InputError("op", other, allowed)
 
 
 def _state(content: Entry) -> RequestState:
-    """A request in the middle of its life, as it came from another replica."""
-    seen = _prediction({"length": content["prediction"], **content}) or Prediction()
-    state = RequestState(
-        Request(**content["request"]),
-        order=0,
-        prediction=seen.length,
-        urgency=seen.urgency,
-        bucket=seen.bucket,
-        rank=seen.rank,
-    )
-    known = ("request", "request_id", "prediction", "urgency", "bucket", "rank")
-    for name, value in content.items():
-        if name not in known:
-            setattr(state, name, value)
+    """The state of a request that came from another replica."""
+    state = RequestState(Request(**content["request"]), order=0)
+    for name in content.keys() - {"request", "request_id", "prediction", "urgency", "bucket", "rank"}:
+        setattr(state, name, content[name])
+    apply_prediction(state, _prediction({**content, "length": content["prediction"]}))
+    state.prediction_failed = content["prediction_failed"]
     return state
 
 
-def _prediction(content: Entry | None) -> Prediction | None:
-    if content is None:
-        return None
+def _prediction(content: Entry) -> Prediction:
     length, urgency, bucket, rank = (content[name] for name in ("length", "urgency", "bucket", "rank"))
     return Prediction(
         length=LengthPrediction(**length) if length else None,

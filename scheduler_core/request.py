@@ -1,7 +1,4 @@
-"""A request as the scheduler knows it: what the user asked for, and how far it has come.
-
-The true output length is nowhere in here: schedulers and policies cannot see it.
-"""
+"""A request as the scheduler sees it: its limits and targets, and its progress. The true output length is not part of it."""
 
 from __future__ import annotations
 
@@ -16,14 +13,13 @@ from scheduler_core.predictions import (
     RankPrediction,
     UrgencyPrediction,
 )
+from scheduler_core.urgency import effective_level
 
-#: Most tiers there can be; the orders that keep tiers apart by whole numbers in one float have room for so many.
+#: Maximum number of tiers: orders that combine tier and key in one float keep so many apart.
 MAX_TIERS = 100
 
 
 class Status(Enum):
-    """Where a live request is kept."""
-
     WAITING = "waiting"
     RUNNING = "running"
     GONE = "gone"
@@ -38,21 +34,20 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What arrives.
+    """A request as it arrives.
 
     Attributes:
         request_id: Unique among the requests that are in the scheduler at the same time.
         arrival_s: When it arrived, in seconds on the clock of the caller.
         prompt_tokens: Length of the prompt, > 0.
-        max_tokens: The request's own cap on output tokens, > 0.
+        max_tokens: The request's own limit of output tokens, > 0.
         priority: Declared by the client, smaller first (as in vLLM).
-        tier: Declared tier of service, 0 (most urgent) to MAX_TIERS - 1. How many tiers there are is up to who uses them
-            (`routing.Headroom`, `routing.TierPromotion` refuse others); tiers 0 to 4 are also the levels of urgency that
-            texts are judged by, `scheduler_core.urgency.LEVELS`.
-        tenant: Whose request it is; the empty name is a tenant like any other.
-        ttft_slo_s: Wanted time from arrival to the first token, in seconds > 0; None: no target.
-        tbt_slo_s: Wanted time between two tokens, in seconds > 0; None: no target.
-        ttlt_slo_s: Wanted time from arrival to the last token, in seconds > 0; None: no target.
+        tier: Declared tier of service, 0 (most urgent) to MAX_TIERS - 1; tiers 0 to 4 are also the levels of urgency,
+            `scheduler_core.urgency.LEVELS`.
+        tenant: Owner of the request; the empty name is a tenant like any other.
+        ttft_slo_s: Target of the time from arrival to the first token, in seconds > 0.
+        tbt_slo_s: Target of the time between two tokens, in seconds > 0.
+        ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
         cached_prefix_tokens: First tokens of the prompt whose keys and values the engine has already (prefix-cache
             hits), 0 to prompt_tokens - 1. They need no prefill when the request is first admitted.
 
@@ -77,56 +72,42 @@ class Request:
             raise InputError("request_id", self.request_id, "a string that is not empty")
         if not math.isfinite(self.arrival_s):
             raise InputError("arrival_s", self.arrival_s, "a finite number of seconds")
-        for name in ("prompt_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise InputError(f"{name} of request {self.request_id}", value, "integers > 0")
-        self._check_optional()
-
-    def _check_optional(self) -> None:
-        for name, allowed, highest in (
-            ("tier", f"integers from 0 to {MAX_TIERS - 1}", MAX_TIERS - 1),
-            ("cached_prefix_tokens", "integers from 0 to prompt_tokens - 1", self.prompt_tokens - 1),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= highest:
-                raise InputError(f"{name} of request {self.request_id}", value, allowed)
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool):
-            raise InputError(f"priority of request {self.request_id}", self.priority, "integers")
+        self._check_integer("prompt_tokens", 1, math.inf, "integers > 0")
+        self._check_integer("max_tokens", 1, math.inf, "integers > 0")
+        self._check_integer("tier", 0, MAX_TIERS - 1, f"integers from 0 to {MAX_TIERS - 1}")
+        self._check_integer("priority", -math.inf, math.inf, "integers")
+        last = self.prompt_tokens - 1
+        self._check_integer("cached_prefix_tokens", 0, last, "integers from 0 to prompt_tokens - 1")
         for name in ("ttft_slo_s", "tbt_slo_s", "ttlt_slo_s"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{name} of request {self.request_id}", value, "seconds > 0, or None")
+
+    def _check_integer(self, name: str, low: float, high: float, allowed: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise InputError(f"{name} of request {self.request_id}", value, allowed)
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A live request inside the scheduler; policies read it, only the scheduler writes it.
 
+    Predictions are None until they come, and kept across preemptions; times are None before the event.
+
     Attributes:
-        request: What arrived.
-        order: Running number given on arrival; breaks ties.
-        status: Where it is kept.
-        prediction: Predicted length; None until it comes. Kept across preemptions.
-        urgency: Predicted urgency; None until it comes. Kept like the length, as the next two.
-        bucket: Predicted class of length.
-        rank: Predicted score to rank by.
-        prediction_failed: The predictor gave up on this request.
+        order: Number of arrival; breaks ties.
+        prediction: Predicted length.
         prefill_target_tokens: Tokens to process before the next token can be sampled: the prompt, and after a
             preemption by recompute also the tokens generated so far.
-        num_computed_tokens: Tokens whose keys and values are there: in the cache while it runs, offloaded to the host's
-            memory while it waits.
+        num_computed_tokens: Tokens with keys and values: in the cache while it runs, on the host while it waits.
         kv_tokens: Tokens for which it holds blocks of the cache; 0 while it waits.
         num_output_tokens: Tokens generated so far.
         attained_tokens: Tokens of work done for it so far in both phases: processed prompt tokens and decode steps.
             Grows only; what is computed again after a preemption counts again.
-        num_preemptions: How often it lost its place among the running requests.
-        first_scheduled_s: When it was first admitted; None before.
-        first_token_s: When its first token was there; None before.
-        decode_entered_s: When its prefill (the latest, after preemptions) was done; None before the first was.
-        last_token_s: When its latest token was there; None before the first.
-        last_scheduled_s: End of the latest step it took part in; None before the first.
-        request_id: Id of the request.
+        decode_entered_s: End of its latest prefill.
+        last_token_s: Time of its latest token.
+        last_scheduled_s: End of the latest step it took part in.
     """
 
     request: Request
@@ -163,3 +144,14 @@ class RequestState:
     def known_tokens(self) -> int:
         """Prompt plus output tokens generated so far."""
         return self.request.prompt_tokens + self.num_output_tokens
+
+    def effective_level(self) -> int:
+        """The level it is scheduled at, 0 the most urgent: its tier, raised by at most one level where its text is predicted
+        to be more urgent with a probability of at least one half (`urgency.effective_level`).
+
+        The declared tier while nothing is predicted, and where it is none of the predictor's levels. The one source of a
+        request's urgency for policies and routers. Tens of microseconds with a prediction.
+        """
+        if self.urgency is None or self.request.tier >= len(self.urgency.probabilities):
+            return self.request.tier
+        return int(effective_level(self.urgency.probabilities, self.request.tier, threshold=0.5))

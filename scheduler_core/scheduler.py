@@ -1,6 +1,6 @@
 """The scheduler: a state machine without clock, threads, I/O or randomness.
 
-Whoever runs it (simulator or engine adapter) calls, with the time in seconds as an argument that never decreases:
+The simulator or engine adapter calls, with the time in seconds as a non-decreasing argument:
 `add` when a request arrives, `update` when its prediction comes or fails, `schedule` for the next step, `complete`
 when that step is done, `abort` when a user gives up. The same calls always give the same plans.
 """
@@ -8,39 +8,35 @@ when that step is done, `abort` when a user gives up. The same calls always give
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from scheduler_core.batching import Batch, BatchFormer, make_former
-from scheduler_core.decision_log import DecisionLog
+from scheduler_core.batching import BATCH_FORMERS, Batch, make_former
+from scheduler_core.decision_log import SCHEMA, DecisionLog
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.limits import Limits
+from scheduler_core.kv_cache import Limits
 from scheduler_core.plan import Counters, Finished, StepPlan, StepResult
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.predictions import LengthPrediction, Prediction, apply_prediction
+from scheduler_core.request import Request, RequestState, Status
 from scheduler_core.step_end import StepEnd
 
 
 class SchedulerStateError(TailcastError):
-    """A call that does not belong here: two steps at once, a result without a plan, time running backwards."""
+    """A call in the wrong state: two steps at once, a result without a plan, a time that decreases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(Limits):
-    """Limits of one engine replica, and how its steps are put together.
-
-    Raises:
-        InputError: A value is outside its range.
-    """
+    """Limits of one engine replica, and its batch former; InputError for values outside their range."""
 
     batching: str = "chunked_prefill"
-    """How a step is put together; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
+    """How a step is formed; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
     slai, stage_aware, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
-    """Parameters of the batch former that shall not have their default, such as {max_decodes: 64} for slai."""
+    """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
 
     def __post_init__(self) -> None:
         Limits.__post_init__(self)
@@ -56,7 +52,7 @@ class Scheduler:
         log: Records every call and plan for `decision_log.replay`; None records nothing.
 
     Raises:
-        InputError: Policy and batch former make no sense together; the message says why.
+        InputError: Policy and batch former do not go together.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -66,9 +62,6 @@ class Scheduler:
         self._log = log
         former = make_former(config.batching, config.batching_parameters)
         former.check_policy(policy)
-        if policy.batch_formers is not None and config.batching not in policy.batch_formers:
-            allowed = ", ".join(sorted(policy.batch_formers))
-            raise InputError(f"batching under policy {policy_name(policy)}", config.batching, allowed)
         self._former = former
         self._pool = Pool(
             policy,
@@ -78,14 +71,9 @@ class Scheduler:
             preemption=config.preemption,
             evicts_by_key=policy.preemptive or former.evicts_by_key,
             group=former.group,
-            lazily=former.decodes_all and not _looks_at_running(policy),
+            lockstep=former.lockstep and policy.progress == "unused",
         )
-        self._step_end = StepEnd(self._pool, policy, _hook(policy, "on_tokens"))
-        #: Hooks that do nothing are not called: these would be called in every step.
-        self._may_rekey = self._pool.evictions is not None or policy.key_changes == "with_time"
-        self._may_rekey |= _overrides(policy, Policy, "on_pressure", "take_changed")
-        self._hears_steps = _overrides(policy, Policy, "on_step")
-        self._hears_steps |= _overrides(former, BatchFormer, "on_step")
+        self._step_end = StepEnd(self._pool, policy)
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
@@ -93,7 +81,10 @@ class Scheduler:
         self._promised_steps = 1
         self._keys_are_fresh = False
         if log is not None:
-            log.opened(asdict(config), policy_name(policy), policy_parameters(policy))
+            parameters = policy_parameters(policy)
+            log.record(
+                "open", schema=SCHEMA, config=config, policy=policy_name(policy), parameters=parameters
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -107,7 +98,7 @@ class Scheduler:
 
     @property
     def num_free_kv_blocks(self) -> int:
-        """KV blocks nobody holds."""
+        """Free KV blocks."""
         return self._pool.kv.num_free_blocks
 
     @property
@@ -120,27 +111,37 @@ class Scheduler:
 
     @property
     def decoding(self) -> Sequence[RequestState]:
-        """The requests that generate a token in the open step, to read, in the plan's order.
-
-        Raises:
-            SchedulerStateError: No step is open.
-        """
+        """The requests that generate a token in the open step, to read, in the plan's order."""
         batch = self._open_step()[1]
-        self._pool.settle()
+        self._pool.sync()
         return batch.decodes
 
     @property
     def num_common_steps(self) -> int | None:
-        """Decode steps that all requests that decode have taken together so far; None if they do not count so.
+        """Decode steps taken in lockstep so far; None if requests are advanced individually.
 
-        While this is a number, all requests that have processed their prompts generate a token in every step in which one
-        of them does.
+        In lockstep all requests that have processed their prompts generate a token in every step in which one of them
+        does.
         """
-        cohort = self._pool.cohort
-        return None if cohort is None else cohort.num_steps
+        group = self._pool.lockstep
+        return None if group is None else group.num_steps
+
+    @property
+    def pool(self) -> Pool:
+        """The live requests and the memory they hold, to read."""
+        return self._pool
+
+    @property
+    def kv_block_tokens(self) -> int:
+        """Tokens per KV block."""
+        return self._pool.kv.block_tokens
+
+    def find(self, request_id: str) -> RequestState | None:
+        """The request as it is now, to read until the next step; None if it is not here."""
+        return self._pool.find(request_id)
 
     def state(self, request_id: str) -> RequestState:
-        """The request as it is now, to read; to be asked for again after a step. KeyError if it is not here."""
+        """As `find`; KeyError if the request is not here."""
         state = self._pool.find(request_id)
         if state is None:
             raise KeyError(request_id)
@@ -175,104 +176,93 @@ class Scheduler:
         self._pool.enter(state, now)
         self.counters.num_added += 1
         if self._log is not None:
-            self._log.added(request, now)
+            self._log.record("add", now, request=request)
 
     def update(self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
         """The prediction of a request has come; None means that the predictor failed.
 
-        A bundle replaces those predictions that it contains; a bare length is a bundle of one.
-
         A prediction for a request that is no longer here is counted as late and otherwise ignored. A failure keeps
-        the request where it is, as if nothing had been predicted.
+        the request's position. See `predictions.apply_prediction`.
         """
         self._check_time(now)
         self._now = now
+        if isinstance(prediction, LengthPrediction):
+            prediction = Prediction(length=prediction)
         if self._log is not None:
-            self._log.updated(request_id, prediction, now)
+            self._log.record("update", now, request_id=request_id, prediction=prediction)
         state = self._pool.find(request_id)
         if state is None:
             self.counters.num_late_predictions += 1
             return
-        if prediction is None:
-            state.prediction_failed = True
+        if not apply_prediction(state, prediction):
             self.counters.num_failed_predictions += 1
             return
-        if isinstance(prediction, LengthPrediction):
-            prediction = Prediction(length=prediction)
-        state.prediction = prediction.length or state.prediction
-        state.urgency = prediction.urgency or state.urgency
-        state.bucket = prediction.bucket or state.bucket
-        state.rank = prediction.rank or state.rank
-        state.prediction_failed = False
         self.counters.num_predictions += 1
         self.policy.on_prediction(state)
         self._pool.rekey(state, now)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step; None if there is nothing to do.
-
-        Raises:
-            SchedulerStateError: The last step is not complete yet.
-        """
+        """The next step; None if there is nothing to do. SchedulerStateError if the last step is not complete."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         if self._open is not None:
             raise SchedulerStateError(f"step {self._open[0].step} is not complete yet")
         self._now = now
-        if self._may_rekey:
-            self._rekey(now)
+        self._rekey(now)
         batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
         if batch.preempted:
             self.counters.num_preemptions += len(batch.preempted)
             self.counters.num_swaps += len(batch.swapped_out)
         plan = None
         if batch.prefills or batch.decodes or batch.preempted:
-            plan = batch.plan(self._num_steps, self._pool.cohort)
+            plan = batch.plan(self._num_steps, self._pool.lockstep)
             self._num_steps += 1
             self._open = (plan, batch)
             self._opened_s = now
             self._promised_steps = 1
         else:
-            waits_for_room = self._pool.reserved and not self._pool.num_running
-            assert waits_for_room or self._pool.is_empty, "nobody is served although there are requests"
+            waits_for_memory = self._pool.reserved and not self._pool.num_running
+            assert waits_for_memory or self._pool.is_empty, "no request is served although there are some"
         self._keys_are_fresh = True
         if self._log is not None:
-            self._log.scheduled(plan, now)
+            self._log.record("schedule", now, plan=plan)
         return plan
 
     def steady_steps(self, limit: int) -> int:
-        """How often (1 to `limit`) the open plan may be carried out in a row with the same outcome as calling
-        `complete` and `schedule` after each, if until then nothing arrives, is predicted, stops or is aborted.
+        """How often (1 to `limit`) the open plan may be repeated with the same outcome as calling `complete` and `schedule`
+        after each, if until then nothing arrives, is predicted, stops or is aborted.
 
         A chunk of a prompt goes on each time where the last one ended.
         """
         _, batch = self._open_step()
         self._promised_steps = 1
-        cohort = self._pool.cohort
-        if batch.preempted or self._may_change_its_mind():
+        group = self._pool.lockstep
+        if batch.preempted or self._needs_every_step():
             return 1
         if batch.prefills:
-            limit = 1 if cohort is None else self._former.steady_chunks(batch, limit)
+            limit = 1 if group is None else self._former.steady_chunks(batch, limit)
         elif batch.admitted:
             return 1
-        if cohort is not None:
-            limit = cohort.least_left(limit)
+        if group is not None:
+            limit = group.steps_to_first_end(limit)
         else:
-            left = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
-            limit = min(limit, min(left, default=limit))
+            rests = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
+            limit = min(limit, min(rests, default=limit))
         if limit > 1:
             self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
         return self._promised_steps
 
-    def _may_change_its_mind(self) -> bool:
+    def _needs_every_step(self) -> bool:
         """Whether the policy may want another batch after a step, although nothing has happened."""
-        return self.policy.sees_every_step or (self.policy.preemptive and len(self._pool.waiting) > 0)
+        return self.policy.progress == "every_step" or (
+            self.policy.preemptive and len(self._pool.waiting) > 0
+        )
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
-        """The open step is done: tokens are counted, finished requests leave and give back their memory.
+        """Ends the open step: tokens are counted, finished requests leave and free their memory.
 
         Args:
-            result: What the engine saw; requests aborted meanwhile may still be named.
+            result: Of the engine; requests aborted meanwhile may still be named.
             now: End of the step, in seconds.
 
         Returns:
@@ -297,20 +287,19 @@ class Scheduler:
         finished = self._step_end.complete(batch, result, now)
         if finished:
             self.counters.num_finished += len(finished)
-        if self._hears_steps:
-            step_s = (now - self._opened_s) / result.num_steps
-            self.policy.on_step(now, step_s)
-            self._former.on_step(step_s)
+        step_s = (now - self._opened_s) / result.num_steps
+        self.policy.on_step(now, step_s)
+        self._former.on_step(step_s)
         if self._log is not None:
-            self._log.completed(result, finished, now)
+            self._log.record("complete", now, result=result, finished=finished)
         return tuple(finished)
 
     def abort(self, request_id: str, now: float) -> bool:
-        """Forgets a request in any state, also in the middle of a step; False if it is not here (any more)."""
+        """Removes a request in any state, also during a step; False if it is not here (any more)."""
         self._check_time(now)
         self._now = now
         if self._log is not None:
-            self._log.aborted(request_id, now)
+            self._log.record("abort", now, request_id=request_id)
         state = self._pool.find(request_id)
         if state is None:
             return False
@@ -318,6 +307,99 @@ class Scheduler:
         self.policy.on_finish(state)
         self.counters.num_aborted += 1
         return True
+
+    def detach(self, request_id: str, now: float) -> RequestState:
+        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it.
+
+        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present
+        length.
+
+        Raises:
+            InputError: The request is not here, or it runs and the batch former does not migrate running requests.
+            SchedulerStateError: It takes part in the open step.
+        """
+        self._check_time(now)
+        state = self._pool.find(request_id)
+        if state is None:
+            raise InputError("request_id", request_id, "a request that is here")
+        if state.status is Status.RUNNING:
+            self._check_migratable()
+            if self._open is not None and request_id in _request_ids(self._open[0]):
+                raise SchedulerStateError(f"request {request_id} takes part in step {self._open[0].step}")
+        self._now = now
+        self._pool.take_out(state)
+        self.policy.on_finish(state)
+        self.counters.num_moved_out += 1
+        if self._log is not None:
+            self._log.record("detach", now, request_id=request_id)
+        return state
+
+    def attach(self, state: RequestState, now: float) -> None:
+        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is.
+
+        Raises:
+            InputError: Its id is here already, or it can never be finished here. Nothing has changed then.
+            SchedulerStateError: Less is reserved for it than it has computed.
+        """
+        self._check_time(now)
+        name, pool = state.request_id, self._pool
+        if name in pool:
+            raise InputError("request_id", name, "an id that is not in the scheduler already")
+        refusal = self.refusal(state.request)
+        if refusal is not None:
+            raise refusal
+        reserved_tokens = pool.kv.held_by(name) * pool.kv.block_tokens
+        if name in pool.reserved and reserved_tokens < state.num_computed_tokens:
+            raise SchedulerStateError(f"{reserved_tokens} tokens are reserved for request {name}, too few")
+        self._now = now
+        if self._log is not None:
+            self._log.record("attach", now, state=state)
+        state.order = self.counters.num_added
+        self.policy.on_arrival(state, now)
+        if any(item is not None for item in (state.prediction, state.urgency, state.bucket, state.rank)):
+            self.policy.on_prediction(state)
+        pool.put_in(state, now)
+        self.counters.num_added += 1
+        self.counters.num_moved_in += 1
+
+    def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
+        """Reserves that many blocks more for a request on its way here, and with the first ones a slot.
+
+        Returns:
+            False, with nothing reserved, if there are too few blocks or no slot.
+
+        Raises:
+            InputError: The first `num_blocks` is not above 0, or the batch former does not migrate running requests.
+            SchedulerStateError: The request is here, or the open step was promised to be repeated.
+        """
+        self._check_time(now)
+        self._check_migratable()
+        if num_blocks < (0 if request_id in self._pool.reserved else 1):
+            raise InputError("num_blocks", num_blocks, "integers > 0")
+        if request_id in self._pool:
+            raise SchedulerStateError(f"request {request_id} is here already")
+        if self._open is not None and self._promised_steps > 1:
+            raise SchedulerStateError(f"step {self._open[0].step} was promised {self._promised_steps} times")
+        self._now = now
+        granted = self._pool.reserve(request_id, num_blocks)
+        if self._log is not None:
+            self._log.record("reserve", now, request_id=request_id, num_blocks=num_blocks, granted=granted)
+        return granted
+
+    def unreserve(self, request_id: str, now: float) -> None:
+        """Frees what is reserved for the request, if anything is."""
+        self._check_time(now)
+        self._now = now
+        self._pool.unreserve(request_id)
+        if self._log is not None:
+            self._log.record("unreserve", now, request_id=request_id)
+
+    def _check_migratable(self) -> None:
+        if not self._former.migratable:
+            allowed = ", ".join(name for name, kind in BATCH_FORMERS.items() if kind.migratable)
+            raise InputError(
+                "batching of a replica that takes part in migration", self.config.batching, allowed
+            )
 
     def validate(self) -> None:
         """Checks all invariants, O(requests); AssertionError names the one that does not hold.
@@ -351,25 +433,12 @@ class Scheduler:
         self._keys_are_fresh = False
 
 
+def _request_ids(plan: StepPlan) -> set[str]:
+    return {*plan.decodes, *(chunk.request_id for chunk in plan.prefills)}
+
+
 def _check_stopped(stopped: tuple[str, ...], plan: StepPlan) -> None:
     ends_prefill = [chunk.request_id for chunk in plan.prefills if chunk.is_last]
     for request_id in stopped:  # they are few
         if request_id not in plan.decodes and request_id not in ends_prefill:
             raise InputError("stopped", request_id, "requests that sampled a token in this step")
-
-
-def _looks_at_running(policy: Policy) -> bool:
-    """Whether the policy may read the state of running requests at any time, and not only at their own events."""
-    if policy.preemptive or policy.sees_every_step:
-        return True
-    return _overrides(policy, Policy, "on_tokens", "on_step", "take_changed")
-
-
-def _hook(policy: Policy, name: str) -> Callable[[RequestState, int, float], None] | None:
-    """The policy's hook; None if it does nothing, so that it need not be called for every running request."""
-    return getattr(policy, name) if _overrides(policy, Policy, name) else None
-
-
-def _overrides(item: object, base: type, *names: str) -> bool:
-    """Whether the item's class defines one of the base's methods anew."""
-    return any(getattr(type(item), name) is not getattr(base, name) for name in names)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from scheduler_core.batching import Batch
-from scheduler_core.decode_cohort import DecodeCohort
+from scheduler_core.lockstep import LockstepGroup
 from scheduler_core.plan import Finished, PrefillChunk, StepResult
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
@@ -20,16 +20,16 @@ class StepEnd:
 
     Args:
         pool: The live requests.
-        policy: Is told of the work done.
-        on_tokens: Its hook of that name; None if that does nothing, so that it need not be called for every request.
+        policy: Notified of the work done.
     """
 
-    __slots__ = ("_on_tokens", "_policy", "_pool")
-
-    def __init__(self, pool: Pool, policy: Policy, on_tokens: TokensHook | None) -> None:
+    def __init__(self, pool: Pool, policy: Policy) -> None:
         self._pool = pool
         self._policy = policy
-        self._on_tokens = on_tokens
+        #: None where the policy does not implement it: a call for every token of every request is expensive.
+        self._on_tokens: TokensHook | None = (
+            None if type(policy).on_tokens is Policy.on_tokens else policy.on_tokens
+        )
 
     def complete(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
         """The batch was carried out `result.num_steps` times, to its end now.
@@ -39,41 +39,41 @@ class StepEnd:
         """
         finished: list[Finished] = []
         stopped = result.stopped
-        cohort = self._pool.cohort
+        group = self._pool.lockstep
         ended: Iterable[RequestState] = ()
-        if cohort is not None and batch.decodes:
-            ended = self._decode_together(cohort, result.num_steps, stopped, now)
+        if group is not None and batch.decodes:
+            ended = self._decode_in_lockstep(group, result.num_steps, stopped, now)
         for state, chunk in batch.prefills:
             if state.status is Status.RUNNING:
                 self._prefill(state, chunk, result.num_steps, now)
                 if chunk.is_last or self._on_tokens is not None:
                     self._close(state, chunk.num_tokens, stopped, now, finished)
-                    if chunk.is_last and cohort is not None and state.status is Status.RUNNING:
+                    if chunk.is_last and group is not None and state.status is Status.RUNNING:
                         self._pool.prefilled(state)
-        if cohort is None:
-            ended = self._decode_singly(batch.decodes, result.num_steps, stopped, now)
+        if group is None:
+            ended = self._decode_individually(batch.decodes, result.num_steps, stopped, now)
         for state in ended:
             self._close(state, result.num_steps, stopped, now, finished)
         return finished
 
-    def _decode_together(
-        self, cohort: DecodeCohort, num_steps: int, stopped: tuple[str, ...], now: float
+    def _decode_in_lockstep(
+        self, group: LockstepGroup, num_steps: int, stopped: tuple[str, ...], now: float
     ) -> list[RequestState]:
-        """Those that may have ended, settled and in order."""
-        ended = cohort.advance(num_steps, now)
+        """Advances all requests in lockstep; returns those that may have ended, in sync and in order."""
+        ended = group.advance(num_steps, now)
         if stopped:
             full = set(ended)
             ended += [
-                state for state in map(cohort.member, stopped) if state is not None and state not in full
+                state for state in map(group.member, stopped) if state is not None and state not in full
             ]
         for state in ended:
-            cohort.settle(state.request_id)
-        return cohort.in_order(ended) if len(ended) > 1 else ended
+            group.sync(state.request_id)
+        return group.in_order(ended) if len(ended) > 1 else ended
 
-    def _decode_singly(
+    def _decode_individually(
         self, planned: list[RequestState], num_steps: int, stopped: tuple[str, ...], now: float
     ) -> list[RequestState]:
-        """Those that may have ended. One loop without calls, as it runs for every token.
+        """Advances the requests one by one; returns those that may have ended. No calls, as it runs for every token.
 
         All memory is taken before any is given back, so that its peak is the same for one long run and for single steps.
         """
@@ -118,7 +118,7 @@ class StepEnd:
         now: float,
         finished: list[Finished],
     ) -> None:
-        """Tells the policy of the request's work in this step, and ends the request if it is done."""
+        """Notifies the policy of the request's work in this step, and ends the request if it is done."""
         if self._on_tokens is not None:
             self._on_tokens(state, num_tokens, now)
         if state.request_id in stopped:

@@ -1,6 +1,8 @@
 """From predicted urgency to the level a request is scheduled at: expected cost, abstention, limited promotion.
 
-The levels are those of semantic scheduling (0 = most urgent, 4 = least); `docs/urgency.md` says what they mean.
+All functions raise InputError for arguments outside their range.
+
+The levels are those of semantic scheduling (0 = most urgent, 4 = least); `docs/urgency.md` defines them.
 Decision by asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensitive learning"); abstention, Chow 1970
 ("On optimum recognition error and reject tradeoff").
 """
@@ -29,21 +31,18 @@ def expected_cost_levels(
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K], each row sums to 1.
-        under_triage_cost: c, above 0; above 1 errs on the side of urgency.
+        under_triage_cost: c, finite and above 0; above 1 errs on the side of urgency.
 
     Returns:
         Levels [N], or one of shape [] for a single row.
-
-    Raises:
-        InputError: A row is no distribution, or c is not a finite number above 0.
     """
     if not 0 < under_triage_cost < math.inf:
-        raise InputError("under_triage_cost", under_triage_cost, "a finite number above 0")
-    rows = _checked(probabilities)
-    # A sum that misses the quantile by rounding alone has reached it.
-    reached = np.cumsum(rows, axis=-1) >= 1.0 / (1.0 + under_triage_cost) - 1e-9
-    reached[..., -1] = True
-    return np.asarray(np.argmax(reached, axis=-1), dtype=np.int64)
+        raise InputError("under_triage_cost", under_triage_cost, "numbers > 0")
+    rows = _checked_rows(probabilities)
+    # A sum that misses the quantile by rounding alone reaches it.
+    at_quantile = np.cumsum(rows, axis=-1) >= 1.0 / (1.0 + under_triage_cost) - 1e-9
+    at_quantile[..., -1] = True
+    return np.asarray(np.argmax(at_quantile, axis=-1), dtype=np.int64)
 
 
 def effective_level(
@@ -55,47 +54,42 @@ def effective_level(
     max_demotion: int = 0,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> NDArray[np.int64]:
-    """The level a request is scheduled at, between what it declared and what its text says.
+    """The level a request is scheduled at, between its declared tier and the prediction from its text.
 
-    1. Where the highest probability is below `threshold` the predictor does not know: the declared tier holds.
+    1. Where the highest probability is below `threshold` the predictor abstains: the declared tier holds.
     2. Else the level of least expected cost (`expected_cost_levels`) is taken, ...
     3. ... but at most `max_promotion` levels above and `max_demotion` levels below the declared tier.
 
-    The third rule is the one that holds against a text written to deceive: whatever it says, it gains at most
-    `max_promotion` levels. An operator who declares an emergency tier for some clients loses nothing: a declared tier
-    is never left by more than the two limits.
+    The third rule limits what a deceptive text can gain to `max_promotion` levels; an emergency tier declared by an
+    operator is never left by more than the two limits.
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
-        declared_tier: Level the client declared, or the operator's default for it; one number or [N].
-        threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: no threshold is certified,
-            and the declared tier always holds.
-        max_promotion: Most levels a text can raise its own request, at least 0.
-        max_demotion: Most levels a text can lower its own request, at least 0; by default none.
+        declared_tier: Level the client declared; one number or [N].
+        threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: the declared tier always holds.
+        max_promotion: Maximum number of levels that a text can raise its own request, at least 0.
+        max_demotion: Maximum number of levels that it can lower it, at least 0; by default none.
         under_triage_cost: See `expected_cost_levels`.
 
     Returns:
         Levels of the broadcast shape of the rows and the tiers, 0 = most urgent.
-
-    Raises:
-        InputError: An argument is outside of its range.
     """
-    rows = _checked(probabilities)
+    rows = _checked_rows(probabilities)
     tiers = np.asarray(declared_tier)
     if not np.issubdtype(tiers.dtype, np.integer) or np.any(tiers < 0) or np.any(tiers >= rows.shape[-1]):
-        raise InputError("declared_tier", declared_tier, f"whole numbers from 0 to {rows.shape[-1] - 1}")
+        raise InputError("declared_tier", declared_tier, f"integers from 0 to {rows.shape[-1] - 1}")
     for name, value in (("max_promotion", max_promotion), ("max_demotion", max_demotion)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InputError(name, value, "a whole number of at least 0")
+            raise InputError(name, value, "integers >= 0")
     if threshold is not None and not 0 <= threshold <= 1:
-        raise InputError("threshold", threshold, "a number from 0 to 1, or None to abstain always")
+        raise InputError("threshold", threshold, "numbers from 0 to 1, or None")
     decided = expected_cost_levels(rows, under_triage_cost)
     limited = np.minimum(np.maximum(decided, tiers - max_promotion), tiers + max_demotion)
-    knows = np.zeros(rows.shape[:-1], dtype=bool) if threshold is None else rows.max(axis=-1) >= threshold
-    return np.asarray(np.where(knows, limited, tiers), dtype=np.int64)
+    certain = np.zeros(rows.shape[:-1], dtype=bool) if threshold is None else rows.max(axis=-1) >= threshold
+    return np.asarray(np.where(certain, limited, tiers), dtype=np.int64)
 
 
-def _checked(probabilities: ArrayLike) -> NDArray[np.float64]:
+def _checked_rows(probabilities: ArrayLike) -> NDArray[np.float64]:
     rows = np.asarray(probabilities, dtype=np.float64)
     if rows.ndim not in (1, 2) or rows.shape[-1] < 2:
         raise InputError("probabilities, shape", rows.shape, "[N, K] or [K] with K >= 2 levels")

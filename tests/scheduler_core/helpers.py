@@ -15,7 +15,7 @@ from scheduler_core.policies import Policy, make_policy
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace, TraceRequest
 
 
 def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100) -> Request:
@@ -60,6 +60,20 @@ def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[
     plan = core.schedule(now)
     assert plan is not None
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
+
+
+def trace_row(
+    name: str, arrival_s: float, prompt_tokens: int, output_tokens: int, max_tokens: int = 50, **more: Any
+) -> TraceRequest:
+    """A row of a trace."""
+    return TraceRequest(
+        request_id=name,
+        arrival_s=arrival_s,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        max_tokens=max_tokens,
+        **more,
+    )
 
 
 def random_trace(

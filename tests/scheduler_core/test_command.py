@@ -169,7 +169,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (bomb(), "alias *a0: aliases are not supported"),
         ("out: x\ncount: 1\ncount: 2\n", "line 3: 'count' is there twice"),
         ("inner:\n  rate: 1\n  rate: 2\n", "'rate' is there twice"),
-        ("[" * 200, "lists and mappings inside each other"),
+        ("[" * 200, "nested lists and mappings"),
         ("inner: [1]\n", "inner"),
         ("inner: 5\n", "inner"),
         ("out: null\n", "out"),

@@ -11,7 +11,8 @@ from scheduler_core.decision_log import DecisionLog, read_log
 from scheduler_core.errors import InputError
 from scheduler_core.replay import ReplayError, replay
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import SimulationConfig, run_simulation
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
 from tests.scheduler_core.helpers import random_trace
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=60, kv_block_tokens=16)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from scheduler_core.eviction import EvictionOrder
 from scheduler_core.plan import StepResult
 from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.queues import EvictionQueue
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.driving import Drive, line
@@ -200,12 +200,12 @@ def test_a_key_that_changed_behind_the_schedulers_back_is_noticed() -> None:
 
 
 def test_the_eviction_order_is_largest_key_first_then_youngest() -> None:
-    order = EvictionOrder(Urgent())
+    order = EvictionQueue(Urgent())
     states = [RequestState(request(f"r{k}", arrival_s=float(k)), order=k) for k in range(4)]
     for state in states:
         order.push(state, 0.0)
-    assert [state.request_id for state in order.worst_first(0.0)] == ["r3", "r2", "r1", "r0"]
+    assert [state.request_id for state in order.in_order(0.0)] == ["r3", "r2", "r1", "r0"]
     order.remove(states[3])
-    assert order.worst(0.0) is order.displaceable(0.0) is states[2]
+    assert order.first(0.0) is order.first_displaceable(0.0) is states[2]
     assert order.key_of(states[2]) == 0.0
     assert len(order) == 3

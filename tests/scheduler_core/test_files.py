@@ -20,8 +20,6 @@ from scheduler_core.files import (
     RECORD,
     atomic_directory,
     atomic_file,
-    check_command_paths,
-    check_outputs,
     check_shared_folder,
     existing_file,
     folder_target,
@@ -32,6 +30,7 @@ from scheduler_core.files import (
     writable_target,
     write_json,
 )
+from scheduler_core.options import check_command_paths, check_outputs
 
 
 def test_a_finished_file_takes_the_name_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -74,7 +73,7 @@ def test_targets_of_the_wrong_kind_are_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(InputError, match="file stands there"):
         folder_target(tmp_path / "file", "kind", overwrite=True)
-    with pytest.raises(InputError, match="out: .*folder can be made"):
+    with pytest.raises(InputError, match="out: .*folder can be created"):
         writable_target(tmp_path / "file" / "below", "out")
     for missing in ("nothing", "folder"):
         with pytest.raises(InputError, match="data: .*existing file"):
@@ -266,7 +265,7 @@ def test_a_shared_folder_keeps_other_files(tmp_path: Path) -> None:
     shared_folder(new, "quickstart")
     with pytest.raises(InputError, match="a file stands there"):
         shared_folder(out / "config.json", "sweep", [])
-    with pytest.raises(InputError, match="folder that can be made"):
+    with pytest.raises(InputError, match="folder that can be created"):
         shared_folder(out / "config.json" / "below", "sweep", [])
 
 
@@ -281,7 +280,7 @@ def test_a_locked_folder_is_for_one_process(tmp_path: Path) -> None:
         (folder / "state").touch()
     with locked_folder(folder, "out"):
         assert os.listdir(folder) == ["state"]
-    with pytest.raises(InputError, match="can be made"), locked_folder(folder / "state", "out"):
+    with pytest.raises(InputError, match="can be created"), locked_folder(folder / "state", "out"):
         pass
 
 

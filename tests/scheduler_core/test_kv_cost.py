@@ -31,8 +31,8 @@ def test_the_rules_differ_where_the_paper_has_its_inequality_reversed() -> None:
     assert A100_7B.prefill_s(1000) == pytest.approx(0.66152, abs=1e-5)
     assert A100_7B.return_s(1000, 1000) == pytest.approx(0.1)
     assert A100_7B.return_s(1000, 0) == A100_7B.prefill_s(1000)
-    assert A100_7B.kept_tokens(1000, 0) == 1000
-    assert A100_7B.kept_tokens(1000, 0, "paper") == 0
+    assert A100_7B.offload_tokens(1000, 0) == 1000
+    assert A100_7B.offload_tokens(1000, 0, "paper") == 0
 
 
 def test_the_printed_optimum_worked_out() -> None:
@@ -41,9 +41,9 @@ def test_the_printed_optimum_worked_out() -> None:
     Prefill of 4 tokens takes 4 * 0.1 = 0.4 s and loading 40 s; as printed the prompt is kept, and 6 of 9 tokens.
     """
     cost = KVCost(alpha_1=0.0, alpha_2=0.1, gamma_1=0.5, gamma_2=1.0, beta=10.0)
-    assert cost.kept_tokens(4, 9, "paper") == 4 + 6
-    assert cost.kept_tokens(4, 3, "paper") == 4 + 3, "no more than there are"
-    assert cost.kept_tokens(4, 9, "exact") == 0
+    assert cost.offload_tokens(4, 9, "paper") == 4 + 6
+    assert cost.offload_tokens(4, 3, "paper") == 4 + 3, "no more than there are"
+    assert cost.offload_tokens(4, 9, "exact") == 0
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.floats(0, 1e-2), st.floats(0, 1e-1), st.floats(0, 1e-1))
@@ -52,7 +52,7 @@ def test_the_exact_rule_is_the_best_of_all(
 ) -> None:
     cost = KVCost(alpha_1=a1, alpha_2=a2, beta=beta)
     total = prompt + decoded
-    chosen = cost.return_s(total, cost.kept_tokens(prompt, decoded))
+    chosen = cost.return_s(total, cost.offload_tokens(prompt, decoded))
     best = min(cost.return_s(total, kept) for kept in range(total + 1))
     assert chosen <= best + 1e-9
 

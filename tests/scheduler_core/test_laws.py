@@ -8,8 +8,10 @@ from numpy.typing import NDArray
 
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, Predictions, Trace, TraceRequest
-from scheduler_core.simulator.loop import Outcome, Simulation
+from scheduler_core.simulator.loop import Simulation, SimulationOutcome
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace, TraceRequest
 from tests.scheduler_core.helpers import random_trace
 
 STEP_TIME = LinearStepTime(
@@ -24,7 +26,7 @@ RAD = SchedulerConfig(
 )
 
 
-def run(trace: Trace, config: SchedulerConfig, policy: str = "fcfs") -> Outcome:
+def run(trace: Trace, config: SchedulerConfig, policy: str = "fcfs") -> SimulationOutcome:
     known = Predictions(
         {row.request_id: row.prediction for row in trace.requests if row.prediction is not None}
     )

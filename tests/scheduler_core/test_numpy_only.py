@@ -22,8 +22,9 @@ for module in pkgutil.walk_packages(scheduler_core.__path__, "scheduler_core."):
     importlib.import_module(module.name)
 
 from pathlib import Path
-from scheduler_core.cli import main
-from scheduler_core.simulator import SimulationConfig, run_simulation
+from scheduler_core.simulator.commands.simulate import main
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
 
 folder = Path(sys.argv[1])
 trace = folder / "trace.jsonl"

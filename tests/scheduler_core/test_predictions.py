@@ -8,7 +8,13 @@ import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepResult
-from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction, UrgencyPrediction
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.request import MAX_TIERS, Request, RequestState
 from tests.scheduler_core.helpers import prediction, request, scheduler
 
@@ -27,6 +33,10 @@ def test_the_bucket_is_the_most_probable_class() -> None:
 @pytest.mark.parametrize(
     ("make", "named"),
     [
+        (lambda: LengthPrediction(float("nan"), 1.0, 3.5), "predicted mu"),
+        (lambda: LengthPrediction(1e9, 1.0, 3.5), "predicted mu"),
+        (lambda: LengthPrediction(1.0, 0.0, 3.5), "predicted sigma"),
+        (lambda: LengthPrediction(1.0, 1.0, 0.0), "predicted nu"),
         (lambda: UrgencyPrediction((0.5, 0.6)), "urgency probabilities"),
         (lambda: UrgencyPrediction((1.0,)), "urgency probabilities"),
         (lambda: UrgencyPrediction((float("nan"), 1.0)), "urgency probabilities"),
@@ -36,7 +46,7 @@ def test_the_bucket_is_the_most_probable_class() -> None:
         (lambda: RankPrediction(float("inf")), "rank score"),
     ],
 )
-def test_a_prediction_nobody_can_use_is_refused(make: Any, named: str) -> None:
+def test_a_prediction_outside_its_range_is_refused(make: Any, named: str) -> None:
     with pytest.raises(InputError, match=named):
         make()
 

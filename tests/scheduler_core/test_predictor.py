@@ -1,151 +1,308 @@
-"""Predictors by URL, and the collector that never waits and never loses a request."""
+"""Predictors by URL, and the collector: every request has one event, whatever its prediction does, and none waits."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
-from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
+from scheduler_core.plan import StepResult
+from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
+from scheduler_core.predictor import (
+    AsyncPredictor,
+    PredictionEvent,
+    PredictionRequest,
+    PredictionStatus,
+    Predictor,
+    open_predictor,
+)
+from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.records import RequestRecord
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from tests.scheduler_core.helpers import random_trace, request, scheduler
 
-ANSWER = LengthPrediction(4.0, 0.5, 3.5, "artifact", "1")
+LENGTH = LengthPrediction(4.0, 0.5, 3.5, "artifact", "1")
 
 
 class Scripted:
-    """Answers each request as its prompt says, once the gate is open."""
+    """Responds as the prompts say, once the gate is open; a prompt other than "good" fails the whole call."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, prediction: LengthPrediction | Prediction = LENGTH, *, gate_is_open: bool = True
+    ) -> None:
+        self.prediction = prediction
         self.gate = asyncio.Event()
-        self.under_way = 0
-        self.most_under_way = 0
+        if gate_is_open:
+            self.gate.set()
+        self.sizes: list[int] = []
+        self.in_flight = self.max_in_flight = 0
         self.closed = False
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
-        self.under_way += 1
-        self.most_under_way = max(self.most_under_way, self.under_way)
+    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction | Prediction]:
+        self.sizes.append(len(requests))
+        self.in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.in_flight)
         try:
             await self.gate.wait()
         finally:
-            self.under_way -= 1
-        replies: dict[str, Callable[[], list[LengthPrediction]]] = {
-            "good": lambda: [ANSWER for _ in requests],
-            "short": lambda: [],
-        }
-        prompt = requests[0].prompt
-        if prompt == "refused":
+            self.in_flight -= 1
+        prompts = {item.prompt for item in requests}
+        if "refused" in prompts:
             raise TailcastError("queue is full")
-        if prompt == "broken":
+        if "broken" in prompts:
             raise ZeroDivisionError("oops")
-        return replies[prompt]()
+        return [self.prediction] * (len(requests) + ("miscounted" in prompts))
 
     async def close(self) -> None:
         self.closed = True
 
 
-async def settled() -> None:
-    """Lets everything run that can run without news from outside."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-def ask(name: str, prompt: str) -> PredictionRequest:
-    return PredictionRequest(name, prompt, 100)
-
-
-async def test_every_request_comes_back_as_one_event_whatever_happens() -> None:
-    source = Scripted()
-    collector = AsyncPredictor(source)
-    prompts = {"a": "good", "b": "refused", "c": "broken", "d": "short"}
-    for name, prompt in prompts.items():
-        collector.submit(ask(name, prompt))
-    assert collector.num_open == 4
-    assert collector.ready_events() == [], "submitting does not wait"
-    source.gate.set()
-    events = {}
-    while collector.num_open:
-        event = await collector.next_event()
-        events[event.request_id] = event
-    assert events["a"].prediction == ANSWER
-    assert events["a"].error is None
-    assert [events[name].prediction for name in "bcd"] == [None, None, None]
-    assert events["b"].error == "queue is full"
-    assert events["c"].error == "ZeroDivisionError: oops"
-    assert events["d"].error == "0 answers to one request"
-    await collector.close()
-    assert source.closed
-
-
-async def test_no_more_than_max_in_flight_calls_are_under_way() -> None:
-    source = Scripted()
-    collector = AsyncPredictor(source, max_in_flight=3)
-    for index in range(10):
-        collector.submit(ask(str(index), "good"))
-    await settled()
-    assert source.under_way == 3
-    source.gate.set()
-    for _ in range(10):
-        await collector.next_event()
-    assert source.most_under_way == 3
-
-
-async def test_latency_is_that_of_the_call_alone() -> None:
-    times = iter([10.0, 10.5])
-    source = Scripted()
-    source.gate.set()
-    collector = AsyncPredictor(source, clock=lambda: next(times))
-    collector.submit(ask("a", "good"))
-    assert (await collector.next_event()).latency_s == 0.5
-
-
-async def test_a_call_without_answer_fails_after_the_timeout() -> None:
-    collector = AsyncPredictor(Scripted(), timeout_s=1e-3)
-    collector.submit(ask("a", "good"))
-    event = await collector.next_event()
-    assert event.prediction is None
-    assert event.error == "no answer within 0.001 s"
-
-
-async def test_closing_cancels_calls_under_way() -> None:
-    source = Scripted()
-    collector = AsyncPredictor(source)
-    collector.submit(ask("a", "good"))
-    await settled()
-    assert source.under_way == 1
-    await collector.close()
-    assert source.under_way == 0
-
-
-@pytest.mark.parametrize("values", [{"max_in_flight": 0}, {"timeout_s": 0.0}, {"max_batch": 0}])
-async def test_wrong_limits_are_named(values: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=next(iter(values))):
-        AsyncPredictor(Scripted(), **values)
-
-
-def test_a_predictor_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = metadata.EntryPoint(
-        "fake", "tests.scheduler_core.test_predictor:Addressed", "tailcast.predictors"
-    )
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
-    found = open_predictor("fake://somewhere:1")
-    assert isinstance(found, Predictor)
-    assert isinstance(found, Addressed)
-    assert found.address == "somewhere:1"
-
-
 class Addressed(Scripted):
-    """What an entry point names."""
+    """Target of an entry point."""
 
     def __init__(self, address: str) -> None:
         super().__init__()
         self.address = address
 
 
+async def idle() -> None:
+    """Runs everything that needs no event from outside."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def submit(collector: AsyncPredictor, *names: str, prompt: str = "good") -> None:
+    for name in names:
+        collector.submit(PredictionRequest(name, prompt, 100))
+
+
+def test_a_scheme_selects_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = metadata.EntryPoint("fake", f"{__name__}:Addressed", "tailcast.predictors")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point])
+    predictor = open_predictor("fake://somewhere:1")
+    assert isinstance(predictor, Predictor)
+    assert isinstance(predictor, Addressed)
+    assert predictor.address == "somewhere:1"
+
+
 @pytest.mark.parametrize("url", ["", "somewhere", "nosuch://host:1", "grpc://"])
-def test_an_unknown_url_is_refused_with_what_is_known(url: str) -> None:
+def test_an_unknown_url_is_refused_with_the_known_schemes(url: str) -> None:
     with pytest.raises(InputError, match="grpc://ADDRESS"):
         open_predictor(url)
+
+
+@pytest.mark.parametrize("values", [{"max_in_flight": 0}, {"timeout_s": 0.0}, {"max_batch": 0}])
+async def test_limits_outside_their_range_are_named(values: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        AsyncPredictor(Scripted(), **values)
+
+
+@pytest.mark.parametrize("max_batch", [1, 4])
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("refused", "queue is full"),
+        ("broken", "ZeroDivisionError: oops"),
+        ("miscounted", r"2 predictions for 1 request(s)"),
+    ],
+)
+async def test_one_bad_request_affects_no_other(prompt: str, error: str, max_batch: int) -> None:
+    predictor = Scripted()
+    collector = AsyncPredictor(predictor, max_batch=max_batch)
+    submit(collector, "a")
+    submit(collector, "b", prompt=prompt)
+    submit(collector, "c")
+    assert collector.num_open == 3
+    assert collector.ready_events() == [], "submitting does not wait"
+    await idle()
+    events = {event.request_id: event for event in collector.ready_events()}
+    assert events["a"].prediction == events["c"].prediction == LENGTH
+    assert events["a"].error is None
+    assert (events["b"].prediction, events["b"].error) == (None, error)
+    assert events["b"].status is PredictionStatus.FAILED
+    assert predictor.sizes == [3, 1, 1, 1] if max_batch == 4 else [1, 1, 1]
+    await collector.close()
+    assert predictor.closed
+
+
+async def test_requests_submitted_together_are_sent_together_and_later_ones_do_not_wait() -> None:
+    predictor = Scripted()
+    collector = AsyncPredictor(predictor, max_batch=4)
+    submit(collector, *map(str, range(10)))
+    await idle()
+    assert predictor.sizes == [4, 4, 2]
+    submit(collector, "late")
+    await idle()
+    assert predictor.sizes == [4, 4, 2, 1]
+    assert [event.request_id for event in collector.ready_events()] == [*map(str, range(10)), "late"]
+
+
+async def test_requests_that_wait_for_a_free_call_are_batched() -> None:
+    predictor = Scripted(gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_batch=8, max_in_flight=1)
+    for number in range(7):
+        submit(collector, str(number))
+        await idle()
+    predictor.gate.set()
+    await idle()
+    assert predictor.sizes == [1, 6]
+
+
+async def test_no_more_than_max_in_flight_calls_at_a_time() -> None:
+    predictor = Scripted(gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_in_flight=3)
+    submit(collector, *map(str, range(10)))
+    await idle()
+    assert predictor.in_flight == 3
+    predictor.gate.set()
+    for _ in range(10):
+        await collector.next_event()
+    assert predictor.max_in_flight == 3
+
+
+async def test_latency_is_that_of_the_call_alone() -> None:
+    times = iter([10.0, 10.5])
+    collector = AsyncPredictor(Scripted(), clock=lambda: next(times))
+    submit(collector, "a")
+    assert (await collector.next_event()).latency_s == 0.5
+
+
+async def test_after_a_timeout_nothing_is_sent_again() -> None:
+    predictor = Scripted(gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_batch=3, timeout_s=1e-3)
+    submit(collector, *"abc")
+    events = [await collector.next_event() for _ in "abc"]
+    assert {event.error for event in events} == {"no prediction within 0.001 s"}
+    assert {event.prediction for event in events} == {None}
+    assert predictor.sizes == [3]
+
+
+async def test_without_a_predictor_every_request_fails_at_once_and_without_a_call() -> None:
+    collector = AsyncPredictor(None)
+    submit(collector, "a")
+    [event] = collector.ready_events()
+    assert event == PredictionEvent("a", None, "there is no predictor", 0.0, PredictionStatus.ABSENT)
+    await collector.close()
+
+
+async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_sent() -> None:
+    predictor = Scripted(gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_in_flight=1)
+    submit(collector, "sent", "unsent")
+    await idle()
+    assert collector.withdraw("sent")
+    assert not collector.withdraw("sent"), "once"
+    assert collector.withdraw("unsent")
+    assert not collector.withdraw("unknown")
+    predictor.gate.set()
+    await idle()
+    events = {event.request_id: event for event in collector.ready_events()}
+    assert events["sent"].status is PredictionStatus.LATE
+    assert events["sent"].prediction == LENGTH, "it may still be of use, for instance to check calibration"
+    assert events["unsent"].error == "withdrawn before it was sent"
+    assert predictor.sizes == [1]
+    assert collector.num_open == 0
+
+
+async def test_closing_cancels_calls_and_loses_no_request() -> None:
+    predictor = Scripted(gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_in_flight=2)
+    submit(collector, *"abc")
+    await idle()
+    assert predictor.in_flight == 2
+    submit(collector, "just submitted")
+    await collector.close()
+    assert predictor.in_flight == 0
+    events = {event.request_id: event.error for event in collector.ready_events()}
+    assert events == dict.fromkeys(["a", "b", "c", "just submitted"], "closed")
+    with pytest.raises(TailcastError, match="closed"):
+        submit(collector, "d")
+
+
+async def test_an_id_is_open_once() -> None:
+    collector = AsyncPredictor(Scripted())
+    submit(collector, "a")
+    with pytest.raises(InputError, match="request_id"):
+        submit(collector, "a")
+    await collector.next_event()
+    submit(collector, "a")
+    await collector.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    prompts=st.lists(st.sampled_from(["good", "refused", "miscounted"]), max_size=12),
+    max_batch=st.integers(1, 5),
+    max_in_flight=st.integers(1, 3),
+    withdrawn=st.sets(st.integers(0, 11)),
+    turns=st.integers(0, 6),
+)
+def test_every_request_has_exactly_one_event(
+    prompts: list[str], max_batch: int, max_in_flight: int, withdrawn: set[int], turns: int
+) -> None:
+    async def run() -> list[PredictionEvent]:
+        collector = AsyncPredictor(Scripted(), max_batch=max_batch, max_in_flight=max_in_flight)
+        for number, prompt in enumerate(prompts):
+            submit(collector, str(number), prompt=prompt)
+        for number in withdrawn:
+            collector.withdraw(str(number))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await collector.close()
+        return collector.ready_events()
+
+    events = asyncio.run(run())
+    assert Counter(event.request_id for event in events) == Counter(map(str, range(len(prompts))))
+    for event in events:
+        assert (event.prediction is None) == (event.error is not None)
+        assert event.prediction is None or prompts[int(event.request_id)] == "good"
+
+
+async def test_the_scheduler_goes_on_without_predictions_and_ignores_late_ones() -> None:
+    bundle = Prediction(length=LENGTH, urgency=UrgencyPrediction((0.9, 0.1, 0.0, 0.0, 0.0)))
+    predictor = Scripted(bundle, gate_is_open=False)
+    collector = AsyncPredictor(predictor, max_batch=4)
+    core = scheduler("tie", max_num_seqs=2)
+    for name in ("here", "stopped", "aborted"):
+        core.add(request(name), 0.0)
+        submit(collector, name)
+    await idle()
+    assert collector.ready_events() == []
+    core.abort("aborted", 0.0)
+    plan = core.schedule(0.0)
+    assert plan is not None
+    assert plan.admitted == ("here", "stopped")
+    core.complete(StepResult(plan.step, ("stopped",)), 0.1)
+    predictor.gate.set()
+    await idle()
+    for event in collector.ready_events():
+        core.update(event.request_id, event.prediction, 0.2)
+    assert core.state("here").prediction == LENGTH
+    assert core.state("here").urgency == bundle.urgency
+    assert (core.counters.num_predictions, core.counters.num_late_predictions) == (1, 2)
+    core.validate()
+
+
+def simulate(policy: str, *, failed: bool) -> list[RequestRecord]:
+    """A trace at twice what the engine can serve, where every prediction fails or none is requested."""
+    trace = random_trace(60, rate_rps=40.0)
+    predictions = {row.request_id: None for row in trace.requests} if failed else {}
+    core = scheduler(policy, max_num_seqs=4, max_num_batched_tokens=256)
+    return Simulation(trace, core, LinearStepTime(), Predictions("dead", predictions)).run().records
+
+
+@pytest.mark.parametrize("policy", ["tie", "sept", "ssjf"])
+@pytest.mark.parametrize("failed", [True, False], ids=["failed", "absent"])
+def test_a_policy_whose_predictor_never_responds_is_first_come_first_served(
+    policy: str, failed: bool
+) -> None:
+    """All max_tokens are equal, so every unknown length has the same key and arrival decides: not one step differs."""
+    assert simulate(policy, failed=failed) == simulate("fcfs", failed=False)

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.reproduce import multitier_systems, predict, rad, semantic
 from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
-from benchmarks.reproduce.page import load, page, save
+from benchmarks.reproduce.page import coverage, load, pages, save
 from benchmarks.reproduce.simulate import simulate
 from benchmarks.reproduce.slai import at_rate, crossing
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
@@ -30,7 +30,7 @@ from scheduler_core.kv_cost import KVCost
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.simulator.step_time import StepWork
 from scheduler_core.simulator.workloads import Workload
-from training.evaluating.predictors import Prediction
+from training.evaluating.predictors import PredictedRows
 
 ABOUT = {
     "command": "python -m benchmarks.reproduce x",
@@ -77,9 +77,12 @@ def test_findings_read_back_and_the_page_counts_them(tmp_path: Path) -> None:
     save(tmp_path / "x.json", findings, ABOUT)
     read, about = load(tmp_path / "x.json")
     assert read == findings
-    text = page([(STUDIES[0], read, about)])
-    assert "1 of 2 values with a direction" in text
-    assert "1 of 2 claims hold" in text
+    texts = pages([(STUDIES[0], read, about)])
+    assert "1 of 2 values with a direction" in texts["index.md"]
+    assert "1 of 2 claims hold" in texts["index.md"]
+    assert "| it does not | section 2 | 2 < 1 |" in texts["index.md"]
+    assert "it holds" not in texts["index.md"]
+    text = texts["multi-tier-llumnix.md"]
     assert "| table 1 | a | 2 | 3 | 2.1 | 1.5 | same |" in text
     assert "opposite; because" in text
 
@@ -111,18 +114,20 @@ def test_the_page_says_the_scale_of_every_study(tmp_path: Path) -> None:
             ABOUT | about,
         )
         parts.append((STUDIES[number], *load(path)))
-    text = page(parts)
+    texts = pages(parts)
+    text = "".join(texts.values())
     assert "Of 4 studies: 1 at scale 1, 2 at scale 0.25, 1 quick versions, which decide nothing" in text
     assert "Scale 1: 0 requests, 3 seeds." in text
     assert "Scale 0.25: 1 requests, 1 seed." in text
     assert "at best a direction: 2 requests, 1 seed." in text
 
 
-def test_the_page_in_docs_is_made_of_the_findings_kept_with_it() -> None:
+def test_the_pages_in_docs_are_those_of_the_findings() -> None:
     root = Path(__file__).parents[2]
-    kept = [(study, root / f"benchmarks/results/reproduction/{study.name}.json") for study in STUDIES]
-    made = page([(study, *load(path)) for study, path in kept if path.exists()])
-    assert made == (root / "docs/reproduction.md").read_text(encoding="utf-8")
+    paths = [(study, root / f"benchmarks/results/reproduction/{study.name}.json") for study in STUDIES]
+    expected = pages([(study, *load(path)) for study, path in paths if path.exists()])
+    folder = root / "docs/reproduction"
+    assert {path.name: path.read_text(encoding="utf-8") for path in folder.iterdir()} == expected
 
 
 def test_scale_takes_requests_and_seeds_down_to_what_the_quick_version_has() -> None:
@@ -160,7 +165,7 @@ def test_coverage_names_every_table_and_figure_once_and_only_studies_that_there_
             f"figure {n + 1}" for n in range(figures[paper])
         }
         assert wanted <= {where for name, where in named if name == paper}
-    assert "| TIE | table 7 | OpenPangu" in page([])
+    assert "| TIE | table 7 | OpenPangu" in coverage([])
 
 
 def test_the_released_cost_charges_the_attention_of_32_of_the_batch() -> None:
@@ -257,12 +262,12 @@ def test_without_a_trained_predictor_all_policies_of_tie_hear_the_same_one() -> 
     assert truth is not None
     for row in found.trace.requests:
         law = found.laws[row.request_id]
-        assert whole.answers[row.request_id] == law
-        assert point.answers[row.request_id].mu == pytest.approx(max(law.mu, 0.0))  # type: ignore[union-attr]
-        assert rank.answers[row.request_id].mu == law.mu  # type: ignore[union-attr]
-        assert truth.answers[row.request_id].mu == pytest.approx(math.log(row.output_tokens))  # type: ignore[union-attr]
+        assert whole.by_id[row.request_id] == law
+        assert point.by_id[row.request_id].mu == pytest.approx(max(law.mu, 0.0))  # type: ignore[union-attr]
+        assert rank.by_id[row.request_id].mu == law.mu  # type: ignore[union-attr]
+        assert truth.by_id[row.request_id].mu == pytest.approx(math.log(row.output_tokens))  # type: ignore[union-attr]
     assert told(SYSTEMS["FCFS"], found) is None
-    assert told(Order("ltr", told="rank"), found).answers["r0"].rank.score == found.ranks["r0"]  # type: ignore[union-attr]
+    assert told(Order("ltr", told="rank"), found).by_id["r0"].rank.score == found.ranks["r0"]  # type: ignore[union-attr]
 
 
 def _predictions(path: Path) -> None:
@@ -272,7 +277,7 @@ def _predictions(path: Path) -> None:
     rows = [{"prompt_tokens": 30, "model": model, "dataset": "Alpaca" if i % 2 else "ShareGPT", "prompt_id": f"p{i}",
              "output_tokens": lengths[i].tolist()} for model in (LMSYS_8B.served_model, "other") for i in range(20)]  # fmt: skip
     logs = np.log(np.array([row["output_tokens"] for row in rows], float))
-    given = Prediction(
+    given = PredictedRows(
         mu=logs.mean(axis=1), sigma=logs.std(axis=1), regression_tokens=np.full(40, 77.0), rank=-logs[:, 0]
     )
     pq.write_table(predict.table(rows, given, given, given), path)
@@ -316,10 +321,10 @@ def test_the_same_prompts_are_taken_of_every_served_model_with_all_their_answers
 
 
 def test_a_predictor_without_the_wanted_head_is_refused() -> None:
-    whole = Prediction(mu=np.zeros(1), sigma=np.ones(1), regression_tokens=np.ones(1), rank=np.ones(1))
+    whole = PredictedRows(mu=np.zeros(1), sigma=np.ones(1), regression_tokens=np.ones(1), rank=np.ones(1))
     for place, option in enumerate(("--length", "--regression", "--rank")):
         given = [whole] * 3
-        given[place] = Prediction()
+        given[place] = PredictedRows()
         with pytest.raises(InputError, match=option):
             predict.table([], *given)
 

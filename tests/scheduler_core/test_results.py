@@ -17,27 +17,30 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import (
-    LinearStepTime,
-    RequestRecord,
-    SimulationConfig,
-    Trace,
-    TraceRequest,
-    run_simulation,
+from scheduler_core.simulator.commands.compare import (
+    CompareConfig,
+    RequestPairs,
+    bootstrap_interval,
+    latency_differences,
 )
-from scheduler_core.simulator.bootstrap import BlockBootstrap
-from scheduler_core.simulator.cluster_config import ClusterConfig
-from scheduler_core.simulator.column_file import read_columns, write_columns
-from scheduler_core.simulator.fingerprint import trace_fingerprint
-from scheduler_core.simulator.pairing import paired, paired_groups, paired_latencies, ratios
-from scheduler_core.simulator.prediction_quality import kendall_tau, prediction_quality
-from scheduler_core.simulator.records import LATENCIES
-from scheduler_core.simulator.regret import counterfactuals, regret, with_regret
-from scheduler_core.simulator.request_columns import RequestColumns
-from scheduler_core.simulator.request_table import COMPARED, read_table, request_columns, write_table
-from scheduler_core.simulator.step_table import StepTable, write_steps
-from scheduler_core.simulator.watch import RunWatch
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.metrics import kendall_tau, prediction_quality
+from scheduler_core.simulator.records import (
+    COMPARED,
+    LATENCIES,
+    RequestColumns,
+    RequestRecord,
+    read_requests,
+    request_columns,
+    write_requests,
+)
+from scheduler_core.simulator.regret import simulated_regret, with_regret
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.tables import read_columns, write_columns
+from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.watch import RunWatch, StepTable, write_steps
+from tests.scheduler_core.helpers import random_trace, trace_row
 
 RECORD = RequestRecord(
     request_id="r", arrival_s=1.0, first_scheduled_s=2.0, first_token_s=3.0, finish_s=7.0, prompt_tokens=10,
@@ -59,11 +62,11 @@ def test_columns_say_what_records_say() -> None:
         replace(RECORD, ttlt_slo_s=6.0, tbt_slo_s=1.0, max_tbt_s=1.1, tier=0, tenant="x"),
     ]
     columns = RequestColumns.of(records)
-    for name in LATENCIES:
+    for name in set(LATENCIES) - {"normalized_waiting_s"}:
         expected = [math.nan if (value := getattr(one, name)) is None else value for one in records]
         np.testing.assert_allclose(getattr(columns, name), expected, rtol=1e-12, atol=1e-12)
-    assert columns.has_slo.tolist() == [one.has_slo for one in records]
-    assert columns.meets_slo.tolist() == [one.meets_slo for one in records]
+    assert columns.has_slo.tolist() == [False] * 60 + [True] * 3
+    assert columns.meets_slo.tolist() == [True] * 60 + [False, False, False]
     groups = columns.groups("tier", 8)
     assert list(groups) == ["0", "2"]
     assert groups["0"].sum() == 1
@@ -73,8 +76,8 @@ def test_columns_say_what_records_say() -> None:
 def test_the_table_of_requests_is_read_back(tmp_path: Path) -> None:
     runs = {seed: run_simulation(config(), trace=random_trace(20, seed=seed)).records for seed in (3, 4)}
     path = tmp_path / "requests.parquet"
-    write_table([request_columns(records, seed) for seed, records in runs.items()], path)
-    table = read_table(path, "requests")
+    write_requests([request_columns(records, seed) for seed, records in runs.items()], path)
+    table = read_requests(path, "requests")
     assert tuple(table) == COMPARED
     assert table["seed"].tolist() == [3] * 20 + [4] * 20
     everybody = [one for records in runs.values() for one in records]
@@ -88,9 +91,9 @@ def test_the_table_of_requests_is_read_back(tmp_path: Path) -> None:
     for name, field in (("missing.parquet", "a"), ("requests.txt", "requests")):
         with pytest.raises(InputError) as caught:
             if field == "a":
-                read_table(tmp_path / name, field)
+                read_requests(tmp_path / name, field)
             else:
-                write_columns(table, tmp_path / name, "x", field)
+                write_columns([table], tmp_path / name, "x", field)
         assert caught.value.field == field
 
 
@@ -107,7 +110,7 @@ def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig, tmp_path:
         assert steps["num_steps"].sum() == result.metrics["num_steps"]
         assert (steps["num_prefills"] + steps["num_decodes"] == steps["batch_size"]).all()
         assert steps["batch_size"].max() <= 6
-        assert steps["kv_share"].max() <= 1
+        assert steps["kv_usage"].max() <= 1
         assert steps["num_preempted"].sum() == result.metrics["num_preemptions"]
         assert steps["num_admitted"].sum() == 60 + result.metrics["num_preemptions"]
         generated = sum(one.output_tokens for one in result.records)
@@ -117,7 +120,7 @@ def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig, tmp_path:
         busy = (steps["end_s"] - steps["start_s"]).sum() / (
             result.metrics["makespan_s"] * cluster.num_replicas
         )
-        assert busy == pytest.approx(result.metrics["busy_share"])
+        assert busy == pytest.approx(result.metrics["busy_fraction"])
         assert set(steps["replica_id"]) == set(cluster.replica_ids)
     assert len(tables[False]["seed"]) < len(tables[True]["seed"])
     assert set(tables[True]["num_steps"]) == {1}
@@ -182,17 +185,13 @@ def test_there_is_no_score_without_predictions_and_no_crps_without_a_mean() -> N
     assert found["num"] == 2
 
 
-def job(name: str, output: int) -> TraceRequest:
-    return TraceRequest(request_id=name, arrival_s=0.0, prompt_tokens=10, output_tokens=output, max_tokens=50)
-
-
 def test_regret_worked_out_by_hand() -> None:
     """One seat; a prompt takes 2 s with its token, each further token 1 s: 11, 6 and 2 s for 10, 5 and 1 tokens.
 
     In order of arrival they end at 11, 17, 19, by length at 2, 8, 19, as predicted (last, first, second) at 17, 6, 19 in
     the order of the trace: 5 tokens, 10 tokens, 1 token.
     """
-    trace = Trace((job("a", 10), job("b", 5), job("c", 1)))
+    trace = Trace((trace_row("a", 0.0, 10, 10), trace_row("b", 0.0, 10, 5), trace_row("c", 0.0, 10, 1)))
     told = [
         replace(row, prediction=LengthPrediction(mu, 0.1, 3.5))
         for row, mu in zip(trace.requests, (2.0, 1.0, 3.0), strict=True)
@@ -200,20 +199,20 @@ def test_regret_worked_out_by_hand() -> None:
     trace = Trace(tuple(told))
     one = config(policy="ssjf", predictor="trace", scheduler=SchedulerConfig(max_num_seqs=1))
     result = run_simulation(one, trace=trace)
-    found = regret(result, counterfactuals(one, trace))
+    found = simulated_regret(one, trace, result)
     assert result.metrics["ttlt_s"]["mean"] == pytest.approx((17 + 6 + 19) / 3)
     ttlt = found["ttlt_s"]
     assert ttlt["regret_s"] == pytest.approx((42 - 29) / 3)
-    assert ttlt["share"] == pytest.approx((42 - 29) / (47 - 29))
+    assert ttlt["fraction"] == pytest.approx((42 - 29) / (47 - 29))
     assert ttlt["of_predictions_s"] == pytest.approx(ttlt["regret_s"])
     assert ttlt["of_order_s"] == pytest.approx(0.0)
-    assert found["per_token_latency_s"]["regret_s"] == pytest.approx(
+    assert found["normalized_latency_s"]["regret_s"] == pytest.approx(
         (17 / 10 + 6 / 5 + 19) / 3 - (19 / 10 + 8 / 5 + 2) / 3
     )
-    assert found["slower_share"] == pytest.approx(1 / 3), "only c would have been faster"
+    assert found["slower_fraction"] == pytest.approx(1 / 3), "only c would have been faster"
     plain = config(scheduler=SchedulerConfig(max_num_seqs=1))
-    first = regret(run_simulation(plain, trace=trace), counterfactuals(plain, trace))
-    assert first["ttlt_s"]["share"] == pytest.approx(1.0)
+    first = simulated_regret(plain, trace, run_simulation(plain, trace=trace))
+    assert first["ttlt_s"]["fraction"] == pytest.approx(1.0)
     assert first["ttlt_s"]["of_predictions_s"] is None
 
 
@@ -222,73 +221,59 @@ def test_a_sweep_tells_regrets_where_both_other_orders_are_there() -> None:
         latency = {"mean": mean}
         return {
             "settings": {"policy": policy, "load": 0.5, "seed": seed},
-            "metrics": dict.fromkeys(("per_token_latency_s", "ttft_s", "ttlt_s"), latency),
+            "metrics": dict.fromkeys(("normalized_latency_s", "ttft_s", "ttlt_s"), latency),
         }
 
     given = [cell("fcfs", 0, 5.0), cell("tie", 0, 2.0), cell("sjf", 0, 1.0), cell("tie", 1, 3.0)]
     told = with_regret(given)
-    shares = [one["metrics"].get("regret", {}).get("ttlt_s", {}).get("share") for one in told]
+    shares = [one["metrics"].get("regret", {}).get("ttlt_s", {}).get("fraction") for one in told]
     assert shares == [1.0, 0.25, 0.0, None]
     assert "regret" not in given[1]["metrics"]
 
 
-def test_the_bootstrap_covers_the_mean_as_often_as_it_says_also_when_neighbours_are_alike() -> None:
+def test_the_bootstrap_covers_the_mean_of_correlated_differences() -> None:
     """Differences are an autoregression with mean 0.3; resampling one by one would cover it far too rarely."""
-    rng = np.random.default_rng(3)
+    rng, options = np.random.default_rng(3), CompareConfig(a="", b="", num_resamples=200)
     covered = 0
     for _ in range(150):
-        off = np.zeros(900)
-        for place in range(1, 900):
-            off[place] = 0.7 * off[place - 1] + rng.normal()
-        bootstrap = BlockBootstrap(np.repeat([0, 1, 2], 300), rng, 200)
-        spread = bootstrap.mean(np.zeros(900), off + 0.3)
-        assert spread.low is not None
-        assert spread.high is not None
-        covered += spread.low <= 0.3 <= spread.high
+        values = np.zeros(900)
+        for index in range(1, 900):
+            values[index] = 0.7 * values[index - 1] + rng.normal()
+        ends = bootstrap_interval(values + 0.3, np.repeat([0, 1, 2], 300), options, rng)
+        assert ends is not None
+        covered += ends[0] <= 0.3 <= ends[1]
     assert 0.84 <= covered / 150 <= 1.0
-
-
-def test_bootstrap_intervals_of_quantiles_and_of_too_little() -> None:
-    rng = np.random.default_rng(4)
-    values = rng.lognormal(0, 1, 1000)
-    bootstrap = BlockBootstrap(np.zeros(1000, int), rng, 300)
-    p50, p99 = bootstrap.quantiles(values, values + 2.0, [0.5, 0.99])
-    for spread in (p50, p99):
-        assert (spread.difference, spread.low, spread.high) == pytest.approx((2.0, 2.0, 2.0))
-    alone = BlockBootstrap(np.zeros(1, int), rng, 10).mean(np.ones(1), np.ones(1))
-    assert alone.low is alone.high is None
-    with pytest.raises(InputError, match="num_resamples"):
-        BlockBootstrap(np.zeros(9, int), rng, 0)
+    assert bootstrap_interval(np.ones(1), np.zeros(1, int), options, rng) is None
 
 
 def test_pairs_are_the_same_requests_in_the_order_of_arrival() -> None:
     first = run_simulation(config(), trace=random_trace(80, rate_rps=9)).records
     second = run_simulation(config(policy="sjf"), trace=random_trace(80, rate_rps=9)).records
     a, b = request_columns(first, 0), request_columns(second[:-1], 0)
-    pairs = paired(a, b)
+    pairs = RequestPairs.of(a, b)
     assert len(pairs) == 79
     assert (pairs.num_only_a, pairs.num_only_b) == (1, 0)
     assert pairs.a["request_id"].tolist() == pairs.b["request_id"].tolist()
     assert (np.diff(pairs.a["arrival_s"]) >= 0).all()
-    found = paired_latencies(pairs, np.random.default_rng(0), 100)["ttlt_s"]
-    by_id = {one.request_id: one.ttlt_s for one in first}
-    off = [one.ttlt_s - by_id[one.request_id] for one in second[:-1]]
-    assert found.mean.difference == pytest.approx(np.mean(off))
-    assert found.lower_share == pytest.approx(np.mean(np.array(off) < -1e-9))
-    assert found.mean.low is not None
-    assert found.mean.high is not None
-    assert found.mean.low <= found.mean.difference <= found.mean.high
-    assert len(ratios(pairs, "ttlt_s")) == 79
-    assert paired_groups(pairs, ("ttft_s",), np.random.default_rng(0)) == {}
+    one = latency_differences(pairs, CompareConfig(a="", b="", num_resamples=100))["ttlt_s"]
+    by_id = {record.request_id: record.ttlt_s for record in first}
+    differences = np.array([record.ttlt_s - by_id[record.request_id] for record in second[:-1]])
+    mean = one.statistics["mean"]
+    assert mean.difference == pytest.approx(np.mean(differences))
+    assert one.lower_fraction == pytest.approx(np.mean(differences < -1e-9))
+    assert mean.low is not None
+    assert mean.high is not None
+    assert mean.low <= mean.difference <= mean.high
+    assert len(pairs.ratios("ttlt_s")) == 79
     with pytest.raises(InputError, match="same requests"):
-        paired(a, {**b, "request_id": b["request_id"] + "x"})
+        RequestPairs.of(a, {**b, "request_id": b["request_id"] + "x"})
     with pytest.raises(InputError, match="output_tokens of request"):
-        paired(a, {**b, "output_tokens": b["output_tokens"] + 1})
+        RequestPairs.of(a, {**b, "output_tokens": b["output_tokens"] + 1})
 
 
 def test_a_fingerprint_is_of_the_requests_alone() -> None:
     trace = random_trace(20)
-    assert trace_fingerprint(trace) == trace_fingerprint(replace(trace, source="elsewhere", sha256="1"))
+    assert trace.fingerprint() == replace(trace, source="elsewhere", sha256="1").fingerprint()
     for change in ({"arrival_s": 9.5}, {"output_tokens": 1}, {"tier": 0}, {"request_id": "z"}):
         changed = (replace(trace.requests[0], **change), *trace.requests[1:])  # type: ignore[arg-type]
-        assert trace_fingerprint(Trace(changed)) != trace_fingerprint(trace)
+        assert Trace(changed).fingerprint() != trace.fingerprint()

@@ -305,9 +305,9 @@ def test_wrong_limits_are_named(field: str, value: object) -> None:
 
 def test_the_cache_counts_its_peak_and_refuses_without_taking() -> None:
     cache = KVCache(4, 10, 0.0)
-    assert cache.admit("a", 25, alone=True)
-    assert not cache.admit("b", 11, alone=False)
-    assert cache.admit("b", 10, alone=False)
+    assert cache.admit("a", 25, waive_watermark=True)
+    assert not cache.admit("b", 11, waive_watermark=False)
+    assert cache.admit("b", 10, waive_watermark=False)
     assert not cache.grow("b", 11)
     assert (cache.held_by("a"), cache.held_by("b"), cache.num_free_blocks) == (3, 1, 0)
     cache.release("a")

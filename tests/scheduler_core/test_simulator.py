@@ -11,37 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.policies import POLICIES
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import (
-    LinearStepTime,
-    Predictions,
-    SimulationConfig,
-    SimulationResult,
-    Trace,
-    TraceRequest,
-    fetch_predictions,
-    run_simulation,
-)
-from scheduler_core.simulator.metrics import summary
-from scheduler_core.simulator.run import POLICY_NAMES
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.config import BOUNDS, SimulationConfig
+from scheduler_core.simulator.predictions import Predictions, fetch_predictions
+from scheduler_core.simulator.run import SimulationResult, run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import random_trace, trace_row
 
 #: 1 s per step, 0.1 s per prompt token, 0.01 s per decode, 0.001 s per token of context.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
+ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
-
-
-def row(name: str, arrival_s: float, length: int, output: int, cap: int = 50, **more: Any) -> TraceRequest:
-    return TraceRequest(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=length,
-        output_tokens=output,
-        max_tokens=cap,
-        **more,
-    )
 
 
 def simulate(trace: Trace, policy: str = "fcfs", **values: Any) -> SimulationResult:
@@ -55,7 +39,7 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     Step 3: two decodes (0.02), context 11 + 5 (0.016): 1.036 s, ends 6.556; a is done (3), b has 2.
     Step 4: one decode (0.01), context 6 (0.006): 1.016 s, ends 7.572; b is done (3).
     """
-    result = simulate(Trace((row("a", 2.0, 10, 3), row("b", 3.0, 5, 3))), step_time=PLAIN)
+    result = simulate(Trace((trace_row("a", 2.0, 10, 3), trace_row("b", 3.0, 5, 3))), step_time=PLAIN)
     a, b = result.records
     assert (a.request_id, b.request_id) == ("a", "b")
     assert (a.first_scheduled_s, a.first_token_s) == (2.0, 4.0)
@@ -66,27 +50,27 @@ def test_times_of_a_small_run_worked_out_by_hand() -> None:
     assert b.ttft_s == pytest.approx(2.52, abs=1e-12)
     assert b.queueing_delay_s == 1.0
     assert b.tpot_s == pytest.approx((7.572 - 5.52) / 2, abs=1e-12)
-    assert b.per_token_latency_s == pytest.approx(4.572 / 3, abs=1e-12)
+    assert b.normalized_latency_s == pytest.approx(4.572 / 3, abs=1e-12)
     metrics = result.metrics
     assert metrics["makespan_s"] == pytest.approx(5.572, abs=1e-12)
-    assert metrics["busy_share"] == pytest.approx(1.0)
+    assert metrics["busy_fraction"] == pytest.approx(1.0)
     assert metrics["num_steps"] == 4
     assert metrics["ttft_s"]["mean"] == pytest.approx((2.0 + 2.52) / 2, abs=1e-12)
 
 
 def comparable(result: SimulationResult) -> tuple[Any, ...]:
     metrics = {k: v for k, v in result.metrics.items() if k != "littles_law_error"}
-    integrals = ("mean_requests_in_system", "mean_requests_waiting", "busy_share")
+    integrals = ("mean_requests_in_system", "mean_requests_waiting", "busy_fraction")
     rounded = {name: pytest.approx(metrics.pop(name), rel=1e-12) for name in integrals}
     # Gaps within a stretch of steps count as their mean, and memory is looked at between stretches alone.
-    metrics.pop("kv_use", None)
+    metrics.pop("kv_usage", None)
     gaps = metrics.pop("tbt_s", None) or {}
     rounded |= {f"tbt {name}": pytest.approx(value, rel=0.1) for name, value in gaps.items()}
     metrics.pop("groups", None)
     return sorted(result.records, key=lambda record: record.request_id), metrics, rounded
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+@pytest.mark.parametrize("policy", ALL_POLICIES)
 @pytest.mark.parametrize("limits", [TIGHT, SchedulerConfig(max_num_seqs=16)], ids=["tight", "roomy"])
 def test_many_steps_at_once_equal_single_steps_to_the_last_bit(policy: str, limits: SchedulerConfig) -> None:
     trace = random_trace(80, seed=3, rate_rps=8)
@@ -100,7 +84,7 @@ def test_many_steps_at_once_equal_single_steps_to_the_last_bit(policy: str, limi
         assert fast.metrics["num_preemptions"] > 0
 
 
-@given(st.integers(0, 10_000), st.floats(0.5, 50.0), st.sampled_from(POLICY_NAMES), st.integers(1, 8))
+@given(st.integers(0, 10_000), st.floats(0.5, 50.0), st.sampled_from(ALL_POLICIES), st.integers(1, 8))
 @settings(max_examples=30, deadline=None)
 def test_many_steps_at_once_equal_single_steps_for_any_trace(
     seed: int, rate: float, policy: str, seqs: int
@@ -192,7 +176,7 @@ def test_the_duration_of_a_run_is_the_sum_of_its_steps() -> None:
 def test_predictions_come_after_their_delay() -> None:
     """At 0, a is admitted alone; b and c wait. c's prediction (short) comes before a is done only if it is quick."""
     seen = LengthPrediction(0.0, 0.1, 3.5)
-    rows = (row("a", 0.0, 1, 5), row("b", 0.5, 1, 5), row("c", 0.6, 1, 5, prediction=seen))
+    rows = (trace_row("a", 0.0, 1, 5), trace_row("b", 0.5, 1, 5), trace_row("c", 0.6, 1, 5, prediction=seen))
     limits = SchedulerConfig(max_num_seqs=1)
     for delay_s, order in ((1.0, "acb"), (100.0, "abc")):
         result = simulate(Trace(rows), "tie", scheduler=limits, predictor_delay_s=delay_s, step_time=PLAIN)
@@ -223,13 +207,13 @@ def test_every_policy_serves_with_failed_or_no_predictions() -> None:
 
 
 def test_requests_that_never_fit_are_reported_not_lost() -> None:
-    trace = Trace((row("big", 0.0, 1000, 5), row("ok", 0.5, 10, 5)))
+    trace = Trace((trace_row("big", 0.0, 1000, 5), trace_row("ok", 0.5, 10, 5)))
     result = simulate(trace, scheduler=TIGHT)
     assert [record.request_id for record in result.records] == ["ok"]
     assert "whole KV cache" in result.refused["big"]
     assert result.metrics["num_refused"] == 1
     with pytest.raises(InputError, match="none of which fits"):
-        simulate(Trace((row("big", 0.0, 1000, 5),)), scheduler=TIGHT)
+        simulate(Trace((trace_row("big", 0.0, 1000, 5),)), scheduler=TIGHT)
 
 
 class Echo:
@@ -250,7 +234,7 @@ class Echo:
 
 def test_live_predictions_are_fetched_once_with_their_latency() -> None:
     predictor = Echo("3")
-    trace = Trace(tuple(row(f"r{i}", i * 0.1, 4, 5, prompt=f"prompt {i}") for i in range(10)))
+    trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"prompt {i}") for i in range(10)))
     done: list[int] = []
     seen = fetch_predictions(trace, predictor, max_in_flight=4, progress=done.append)
     assert predictor.closed
@@ -267,7 +251,7 @@ def test_live_predictions_are_fetched_once_with_their_latency() -> None:
 
 
 def test_a_predictor_that_answers_nobody_is_an_error() -> None:
-    trace = Trace(tuple(row(f"r{i}", i * 0.1, 4, 5, prompt="x") for i in range(100)))
+    trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt="x") for i in range(100)))
     predictor = Echo("x")
     with pytest.raises(TailcastError, match="first 8 predictions failed: no answer for this one"):
         fetch_predictions(trace, predictor, max_in_flight=8)
@@ -276,9 +260,9 @@ def test_a_predictor_that_answers_nobody_is_an_error() -> None:
 
 def test_a_live_predictor_needs_prompts() -> None:
     with pytest.raises(InputError, match="prompt of request a"):
-        fetch_predictions(Trace((row("a", 0.0, 4, 5),)), Echo("x"))
+        fetch_predictions(Trace((trace_row("a", 0.0, 4, 5),)), Echo("x"))
     with pytest.raises(InputError, match="mu, sigma and nu"):
-        fetch_predictions(Trace((row("a", 0.0, 4, 5),)), "trace")
+        fetch_predictions(Trace((trace_row("a", 0.0, 4, 5),)), "trace")
 
 
 @pytest.mark.parametrize(
@@ -308,11 +292,3 @@ def test_wrong_configuration_is_named(values: dict[str, Any], named: str) -> Non
 def test_wrong_step_times_are_named(values: dict[str, float]) -> None:
     with pytest.raises(InputError):
         LinearStepTime(**values)
-
-
-def test_summary_skips_what_is_unknown() -> None:
-    found = summary([None, 1.0, 3.0])
-    assert found is not None
-    expected = {"mean": 2.0, "p50": 2.0, "p90": 2.8, "p99": 2.98, "max": 3.0}
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert summary([None]) is None

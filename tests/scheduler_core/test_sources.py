@@ -1,4 +1,4 @@
-"""What reaches a simulated engine: closed loops, conversations, late and wrong predictions, failures."""
+"""Event sources of a simulated engine: closed loops, conversations, predictions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,20 @@ from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.failures import random_failures
-from scheduler_core.simulator.fetch import Predictions, no_predictions, trace_predictions
-from scheduler_core.simulator.loop import Outcome, Simulation
-from scheduler_core.simulator.predictor_models import PredictorErrors, PredictorService, constant_delays
-from scheduler_core.simulator.prefix_cache import PrefixCache
-from scheduler_core.simulator.sources import ClosedLoop, Source
+from scheduler_core.simulator.loop import Simulation, SimulationOutcome
+from scheduler_core.simulator.predictions import no_predictions, trace_predictions
+from scheduler_core.simulator.replica import PrefixCache
+from scheduler_core.simulator.sources import ClosedLoop, EventSource
 from scheduler_core.simulator.step_time import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import random_trace, trace_row
 
 #: Each step takes 1 s, each prompt token 0.1 s more.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
 
 
-def turn(name: str, arrival_s: float, prompt: int, output: int, **more: object) -> TraceRequest:
-    return TraceRequest(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        max_tokens=100,
-        **more,  # type: ignore[arg-type]
-    )
-
-
-def run(trace: Trace, **more: object) -> Outcome:
+def run(trace: Trace, **more: object) -> SimulationOutcome:
     core = Scheduler(SchedulerConfig(num_kv_blocks=200), make_policy("fcfs"))
     return Simulation(trace, core, PLAIN, no_predictions(), **more).run()  # type: ignore[arg-type]
 
@@ -47,7 +33,7 @@ def run(trace: Trace, **more: object) -> Outcome:
 def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought() -> None:
     """Two clients, three requests of 10 prompt and 2 output tokens: 3 s for the first two together (2 prompts: 3 s, then
     1 s), c when the first answer is there and 5 s of thought are over."""
-    trace = Trace(tuple(turn(name, 2.0 + place, 10, 2) for place, name in enumerate("abc")))
+    trace = Trace(tuple(trace_row(name, 2.0 + place, 10, 2) for place, name in enumerate("abc")))
     out = run(trace, clients=ClosedLoop(num_clients=2, think_time_s=5.0))
     times = {record.request_id: (record.arrival_s, record.finish_s) for record in out.records}
     assert times == {"a": (2.0, 6.0), "b": (2.0, 6.0), "c": (11.0, 14.0)}
@@ -73,23 +59,21 @@ def test_turns_wait_for_the_answer_before_and_find_their_prefix() -> None:
     """Turn 0: 20 tokens (3 s), 1 more step: ends at 4. Turn 1 thinks 2 s, comes at 6 with 40 tokens, 21 of them cached:
     1 + 1.9 s, 1 step: ends at 9.9. Turn 2 comes at its own time, 50."""
     rows = (
-        turn("s0", 0.0, 20, 2, session_id="s"),
-        turn("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0, prefix_tokens=21),
-        turn("s2", 50.0, 60, 2, session_id="s", turn=2, think_time_s=2.0, prefix_tokens=41),
+        trace_row("s0", 0.0, 20, 2, session_id="s"),
+        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0, prefix_tokens=21),
+        trace_row("s2", 50.0, 60, 2, session_id="s", turn=2, think_time_s=2.0, prefix_tokens=41),
     )
-    cache = PrefixCache(1000)
-    out = run(Trace(rows), prefix_cache=cache)
+    out = run(Trace(rows), prefix_cache_tokens=1000)
     assert [record.request_id for record in out.records] == ["s0", "s1", "s2"]
     assert [record.arrival_s for record in out.records] == [0.0, 6.0, 50.0]
     assert [record.finish_s for record in out.records] == pytest.approx([4.0, 9.9, 50 + 1 + 1.9 + 1])
-    assert cache.num_hit_tokens == 21 + 41
     assert run(Trace(rows)).records[1].finish_s == pytest.approx(6 + 5 + 1), "nothing is kept without a cache"
 
 
 def test_a_turn_after_a_refused_one_is_not_lost() -> None:
     rows = (
-        turn("s0", 0.0, 5000, 2, session_id="s"),
-        turn("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0),
+        trace_row("s0", 0.0, 5000, 2, session_id="s"),
+        trace_row("s1", 1.0, 40, 2, session_id="s", turn=1, think_time_s=2.0),
     )
     out = run(Trace(rows))
     assert list(out.refused) == ["s0"]
@@ -102,14 +86,14 @@ def test_a_turn_after_a_refused_one_is_not_lost() -> None:
 
 def test_the_conversation_used_longest_ago_is_forgotten() -> None:
     cache = PrefixCache(60)
-    rows = {name: turn(name, 0.0, 20, 5, session_id=name, prefix_tokens=10) for name in "abc"}
+    rows = {name: trace_row(name, 0.0, 20, 5, session_id=name, prefix_tokens=10) for name in "abc"}
     for row in (rows["a"], rows["b"]):
         cache.keep(row)
     assert cache.hit(rows["a"]) == 10
     cache.keep(rows["c"])
     assert [cache.hit(rows[name]) for name in "abc"] == [10, 0, 10]
     assert cache.num_tokens == 50
-    cache.keep(turn("a2", 0.0, 90, 5, session_id="a"))
+    cache.keep(trace_row("a2", 0.0, 90, 5, session_id="a"))
     assert cache.num_tokens == 0, "a turn larger than the cache is not kept"
     with pytest.raises(InputError, match="capacity_tokens"):
         PrefixCache(-1)
@@ -119,12 +103,12 @@ def test_a_source_is_in_order_of_time_and_requests_come_before_predictions() -> 
     trace = random_trace(50, seed=1)
     rows = tuple(replace(row, arrival_s=round(row.arrival_s)) for row in trace.requests)
     delays = {row.request_id: float(place % 4) for place, row in enumerate(rows)}
-    source = Source(Trace(rows), trace_predictions(Trace(rows)), delays)
+    source = EventSource(Trace(rows), trace_predictions(Trace(rows)), delays)
     seen = []
     while source.next_s < math.inf:
         due_s, event = source.next_s, source.pop()
         assert event.time_s == due_s
-        seen.append((event.time_s, not event.arrives, event.request.request_id))
+        seen.append((event.time_s, not event.is_arrival, event.request.request_id))
     assert len(seen) == 100
     assert [one[:2] for one in seen] == sorted(one[:2] for one in seen)
     told = {name: time_s for time_s, predicted, name in seen if predicted}
@@ -132,60 +116,13 @@ def test_a_source_is_in_order_of_time_and_requests_come_before_predictions() -> 
 
 
 def test_think_times_and_clients_do_not_go_together() -> None:
-    rows = (turn("a", 0, 5, 5, session_id="s"), turn("b", 0, 5, 5, session_id="s", turn=1, think_time_s=1.0))
+    rows = (
+        trace_row("a", 0, 5, 5, session_id="s"),
+        trace_row("b", 0, 5, 5, session_id="s", turn=1, think_time_s=1.0),
+    )
     with pytest.raises(InputError, match="clients"):
         run(Trace(rows), clients=ClosedLoop(num_clients=2))
     with pytest.raises(InputError, match="num_clients"):
         ClosedLoop(num_clients=0)
     with pytest.raises(InputError, match="think_time_s"):
         ClosedLoop(num_clients=1, think_time_s=-1.0)
-
-
-def test_predictions_of_a_service_that_takes_batches() -> None:
-    trace = Trace(tuple(turn(f"r{place}", at, 5, 5) for place, at in enumerate((0.0, 0.1, 0.2, 5.0, 5.1))))
-    alone = PredictorService(latency_s=1.0).delays_s(trace)
-    assert list(alone.values()) == pytest.approx([1.0, 1.9, 2.8, 1.0, 1.9])
-    batches = PredictorService(latency_s=1.0, batch_size=4).delays_s(trace)
-    assert list(batches.values()) == pytest.approx([1.0, 1.9, 1.8, 1.0, 1.9])
-    full = PredictorService(latency_s=1.0, batch_size=4, batching="full").delays_s(trace)
-    assert list(full.values()) == pytest.approx([6.0, 5.9, 5.8, 1.0, 1.9])
-    assert set(constant_delays(trace, 0.5).values()) == {0.5}
-    for values in ({"latency_s": -1.0}, {"latency_s": 1.0, "batch_size": 0}):
-        with pytest.raises(InputError):
-            PredictorService(**values)  # type: ignore[arg-type]
-
-
-def test_errors_of_a_predictor_have_the_wanted_rates() -> None:
-    urgency = UrgencyPrediction((0.7, 0.1, 0.1, 0.05, 0.05))
-    right = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), urgency=urgency)
-    whole = Predictions("made up", {f"r{place}": right for place in range(2000)})
-    errors = PredictorErrors(length_sigma=0.4, urgency_error_rate=0.3, failure_rate=0.1)
-    found = errors.applied(whole, np.random.default_rng(0))
-    answers = [answer for answer in found.answers.values() if isinstance(answer, Prediction)]
-    assert found.num_failed == pytest.approx(200, abs=45)
-    assert len(found.errors) == found.num_failed
-    locations = [answer.length.mu for answer in answers if answer.length]
-    assert np.mean(locations) == pytest.approx(4.0, abs=0.04)
-    assert np.std(locations) == pytest.approx(0.4, abs=0.03)
-    levels = [int(np.argmax(answer.urgency.probabilities)) for answer in answers if answer.urgency]
-    assert np.mean(np.array(levels) > 0) == pytest.approx(0.3, abs=0.04)
-    assert set(levels) == {0, 1, 2, 3, 4}
-    again = PredictorErrors().applied(whole, np.random.default_rng(0))
-    assert dict(again.answers) == dict(whole.answers), "no errors change nothing"
-
-
-def test_failures_never_take_the_last_replica() -> None:
-    rng = np.random.default_rng(0)
-    gone = random_failures(["a", "b", "c"], 1.0, 1000.0, rng)
-    assert [change.kind for change in gone] == ["fail", "fail"]
-    with_repair = random_failures(["a", "b", "c"], 10.0, 500.0, rng, repair_s=3.0)
-    there = {"a", "b", "c"}
-    assert sum(change.kind == "fail" for change in with_repair) > 60
-    for change in with_repair:
-        if change.kind == "fail":
-            there.remove(change.replica_id)
-        else:
-            there.add(change.replica_id)
-        assert there
-    with pytest.raises(InputError, match="mean_time_s"):
-        random_failures(["a"], 0.0, 1.0, rng)

@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
-from scheduler_core.simulator.data_sheets import GPUS, MODELS
-from scheduler_core.simulator.decode_run import SteppedRun
-from scheduler_core.simulator.operator_profile import read_operator_table
-from scheduler_core.simulator.operator_table import TOKEN_OPERATORS, OperatorTable
-from scheduler_core.simulator.quadratic_time import PRESETS, QuadraticStepTime
-from scheduler_core.simulator.roofline_time import RooflineStepTime
-from scheduler_core.simulator.staircase_time import StaircaseStepTime
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWork
-from scheduler_core.simulator.step_times import STEP_TIMES, make_step_time
+from scheduler_core.simulator.step_time import STEP_TIMES, LinearStepTime, StepTime, StepWork, make_step_time
+from scheduler_core.simulator.step_time.operator_table import (
+    TOKEN_OPERATORS,
+    OperatorTable,
+    read_operator_table,
+)
+from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
+from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
+from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 
 TABLE = OperatorTable(
     num_layers=2,
@@ -60,9 +60,10 @@ def test_a_run_is_its_steps_one_by_one(
     model: StepTime, contexts: list[int], wait_s: float, limit: int, done: int
 ) -> None:
     run = model.run(contexts, 7.0)
-    single = SteppedRun(7.0, lambda step: model.step_s(StepWork((), [one + step for one in contexts])))
+    steps_s = [model.step_s(StepWork((), [one + step for one in contexts])) for step in range(200)]
+    ends_s = 7.0 + np.cumsum([0.0, *steps_s])
     for steps in (1, 2, 3, 63, 64, 65, 200):
-        assert run.end_s(steps) == pytest.approx(single.end_s(steps), rel=1e-12)
+        assert run.end_s(steps) == pytest.approx(ends_s[steps], rel=1e-12)
     run.num_done = done
     found = run.steps_to_reach(7.0 + wait_s, limit)
     assert 1 <= found <= limit

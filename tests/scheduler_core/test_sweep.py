@@ -1,4 +1,4 @@
-"""Sweeps: cells and their keys, what is kept and what is done again, capacity, and search."""
+"""Sweeps: cells and their keys, resumption, and the search for a capacity."""
 
 from __future__ import annotations
 
@@ -21,17 +21,26 @@ import pytest
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator import sweep
+from scheduler_core.simulator.commands.capacity import CapacityConfig, find_capacity
+from scheduler_core.simulator.commands.sweep import cell_row, point_rows
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.sweep import execute
-from scheduler_core.simulator.sweep.capacity import CapacitySearch, Target
-from scheduler_core.simulator.sweep.cells import Cell, grid, with_setting
-from scheduler_core.simulator.sweep.execute import Workers, run_cells
-from scheduler_core.simulator.sweep.halving import rungs, successive_halving
-from scheduler_core.simulator.sweep.store import CellStore
-from scheduler_core.simulator.sweep.tables import cell_rows, metric, point_rows, write_rows
-from scheduler_core.simulator.workloads import Law, Lengths, Tiers, Workload
+from scheduler_core.simulator.metrics import metric
+from scheduler_core.simulator.sweep import (
+    Cell,
+    CellStore,
+    SweepWorkers,
+    grid,
+    point_of,
+    run_cells,
+    with_setting,
+)
+from scheduler_core.simulator.tables import write_rows
+from scheduler_core.simulator.workloads import Lengths, Tiers, TokenDistribution, Workload
 
-WORKLOAD = Workload(num_requests=25, lengths=Lengths(prompt=Law(high=60), output=Law(high=30)))
+WORKLOAD = Workload(
+    num_requests=25, lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
+)
 BASE = SimulationConfig(policy="fcfs", workload=WORKLOAD, scheduler=SchedulerConfig(max_num_seqs=8))
 VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
 
@@ -44,7 +53,7 @@ def test_a_grid_has_every_combination_with_every_seed() -> None:
     assert first.config.policy == "sjf"
     assert (first.config.scheduler.batching, first.config.load, first.config.seed) == ("vllm", 1.0, 2)
     assert first.settings == {"policy": "sjf", "load": 1.0, "scheduler.batching": "vllm", "seed": 2}
-    assert len({cell.point for cell in cells}) == 8
+    assert len({point_of(cell.settings) for cell in cells}) == 8
 
 
 def test_impossible_combinations_are_refused_or_left_out() -> None:
@@ -103,7 +112,7 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
 ) -> None:
     cells, store = grid(BASE, VARY, range(2)), CellStore(tmp_path)
     done: list[str] = []
-    real = execute.simulate_cell
+    real = sweep.simulate_cell
 
     def killed(cell: Cell) -> Any:
         if len(done) == 3:
@@ -111,12 +120,12 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
         done.append(cell.key())
         return real(cell)
 
-    monkeypatch.setattr(execute, "simulate_cell", killed)
+    monkeypatch.setattr(sweep, "simulate_cell", killed)
     with pytest.raises(KeyboardInterrupt):
         run_cells(cells, store)
     assert len(list(tmp_path.iterdir())) == 3, "whole files only"
     told: list[int] = []
-    monkeypatch.setattr(execute, "simulate_cell", lambda cell: (done.append(cell.key()), real(cell))[1])
+    monkeypatch.setattr(sweep, "simulate_cell", lambda cell: (done.append(cell.key()), real(cell))[1])
     results = run_cells(cells, store, progress=told.append)
     assert sorted(done) == sorted(cell.key() for cell in cells), "each once"
     assert sum(told) == len(cells)
@@ -131,7 +140,7 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    together = run_cells(cells, CellStore(tmp_path / "b"), Workers(num_processes=2))
+    together = run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(num_processes=2))
     assert alone == together
 
 
@@ -171,7 +180,7 @@ def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp
     kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
     assert 3 <= len(kept) < len(cells)
     told: list[int] = []
-    assert run_cells(cells, CellStore(tmp_path / "b"), Workers(ray=True), told.append) == alone
+    assert run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(ray=True), told.append) == alone
     assert told[0] == len(kept)
     assert not ray.is_initialized(), "a cluster of ours ends with the sweep"
     assert {name: (tmp_path / "b" / name).stat().st_mtime_ns for name in kept} == kept
@@ -179,14 +188,14 @@ def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp
 
 RAY_SCRIPT = """
 import os, signal, sys
-from tests.scheduler_core.test_sweep import BASE, CellStore, Workers, grid, run_cells
+from tests.scheduler_core.test_sweep import BASE, CellStore, SweepWorkers, grid, run_cells
 if __name__ == "__main__":
     cells, done = grid(BASE, {"policy": ["fcfs", "sjf"], "load": [0.5, 0.8, 1.1]}, range(4)), []
     def told(num):
         done.append(num)
         if sum(done) == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    run_cells(cells, CellStore(sys.argv[1]), Workers(ray=True), told)
+    run_cells(cells, CellStore(sys.argv[1]), SweepWorkers(ray=True), told)
 """
 
 
@@ -198,13 +207,13 @@ def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -
     (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        with Workers(ray=True).ready():
-            found = run_cells([cell], CellStore(tmp_path / "a"), Workers(ray=True))
+        with SweepWorkers(ray=True).ready():
+            found = run_cells([cell], CellStore(tmp_path / "a"), SweepWorkers(ray=True))
         assert found == run_cells([cell], CellStore(tmp_path / "b"))
         assert ray.is_initialized()
         impossible = Cell(replace(cell.config, scheduler=SchedulerConfig(num_kv_blocks=1)), {})
         with pytest.raises(InputError, match="none of which fits"):
-            run_cells([impossible], CellStore(tmp_path / "a"), Workers(ray=True))
+            run_cells([impossible], CellStore(tmp_path / "a"), SweepWorkers(ray=True))
     finally:
         ray.shutdown()
 
@@ -217,16 +226,16 @@ def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
         address = f"127.0.0.1:{server.getsockname()[1]}"
     if importlib.util.find_spec("ray") is not None:
         with pytest.raises(InputError, match="address of a running Ray cluster"):
-            run_cells(cells, CellStore(tmp_path), Workers(ray=True, ray_address=address))
+            run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True, ray_address=address))
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"tailcast\[ray\]"):
-        run_cells(cells, CellStore(tmp_path), Workers(ray=True))
+        run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True))
     for given, named in (
         ({"ray": True, "num_processes": 2}, "workers"),
         ({"ray_address": address}, "ray_address"),
     ):
         with pytest.raises(InputError) as caught:
-            Workers(**given)  # type: ignore[arg-type]
+            SweepWorkers(**given)  # type: ignore[arg-type]
         assert caught.value.field == named
 
 
@@ -242,7 +251,7 @@ def test_a_foreign_file_is_refused(content: str, tmp_path: Path) -> None:
 
 def test_tables_are_tidy(tmp_path: Path) -> None:
     results = run_cells(grid(BASE, VARY, range(2)), CellStore(tmp_path / "cells"))
-    rows = cell_rows(results)
+    rows = [cell_row(one) for one in results]
     assert len(rows) == 8
     assert rows[0]["ttft_s.mean"] == results[0]["metrics"]["ttft_s"]["mean"]
     points = point_rows(results)
@@ -284,11 +293,16 @@ def mm1(cells: Sequence[Cell], noise: float) -> list[dict[str, Any]]:
     return found
 
 
+def capacity_config(**more: Any) -> CapacityConfig:
+    base = {"policy": "fcfs", "workload": WORKLOAD, "scheduler": BASE.scheduler, "json": "capacity.json"}
+    search = {"low": 0.1, "high": 2.0, "unit": "rate", "tolerance": 0.01, "at_most": {"ttlt_s.mean": 5.0}}
+    return CapacityConfig(**{**base, **search, **more})
+
+
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 0.011), (0.02, 0.03)])
 def test_capacity_of_a_queue_with_a_known_answer(noise: float, tolerance: float) -> None:
     """1 / (1 - rate) <= 5 up to a rate of 0.8."""
-    search = CapacitySearch(low=0.1, high=2.0, unit="rate", tolerance=0.01, max_seeds=12)
-    found = search.find(BASE, [Target("ttlt_s.mean", 5.0)], lambda cells: mm1(cells, noise))
+    found = find_capacity(capacity_config(max_seeds=12), lambda cells: mm1(cells, noise))
     assert found.level == pytest.approx(0.8, rel=tolerance)
     assert found.level < found.failing <= found.level * 1.0101
     if noise:
@@ -297,39 +311,18 @@ def test_capacity_of_a_queue_with_a_known_answer(noise: float, tolerance: float)
 
 
 def test_a_capacity_search_says_which_end_is_wrong() -> None:
-    target = [Target("ttlt_s.mean", 5.0)]
     for low, high, named in ((0.85, 2.0, "low"), (0.1, 0.7, "high")):
         with pytest.raises(InputError) as caught:
-            CapacitySearch(low=low, high=high, unit="rate").find(BASE, target, lambda cells: mm1(cells, 0.0))
+            find_capacity(capacity_config(low=low, high=high), lambda cells: mm1(cells, 0.0))
         assert caught.value.field == named
-
-
-def test_halving_spends_more_on_the_better_half() -> None:
-    """Candidates x = 0..8, objective (x - 5)^2 with noise that falls with the requests; x = 4 and above miss a target."""
-    schedule = rungs(9, 900, 3, 100)
-    assert schedule == [(9, 100), (3, 300), (1, 900)]
-    spent: list[tuple[int, int]] = []
-
-    def evaluate(candidates: Sequence[Mapping[str, Any]], num: int) -> list[list[dict[str, Any]]]:
-        spent.append((len(candidates), num))
-        return [[{"metrics": {"cost": (one["x"] - 5) ** 2, "risk": float(one["x"])}}] for one in candidates]
-
-    ranking = successive_halving(
-        [{"x": x} for x in range(9)], schedule, evaluate, "cost", [Target("risk", 3.0)], maximise=False
-    )
-    assert spent == schedule
-    assert ranking[0].settings == {"x": 3}
-    assert ranking[0].excess == 0
-    assert len(ranking) == 9
-    assert rungs(4, 50, 3, 100 // 2) == [(4, 50)]
-    with pytest.raises(InputError, match="eta"):
-        rungs(4, 50, 1, 10)
 
 
 def test_the_real_simulator_has_a_capacity(tmp_path: Path) -> None:
     store = CellStore(tmp_path)
-    search = CapacitySearch(low=0.2, high=3.0, tolerance=0.3, max_seeds=2)
-    found = search.find(BASE, [Target("ttft_s.p50", 0.1)], lambda cells: run_cells(cells, store))
+    config = capacity_config(
+        low=0.2, high=3.0, tolerance=0.3, max_seeds=2, unit="load", at_most={"ttft_s.p50": 0.1}
+    )
+    found = find_capacity(config, lambda cells: run_cells(cells, store))
     assert 0.2 <= found.level < found.failing <= 3.0
     kept = json.loads(next(tmp_path.iterdir()).read_text())
     assert kept["metrics"]["num_finished"] == 25

@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace, TraceRequest
 
 BASE_S = 0.25
 STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)

@@ -15,9 +15,9 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, load_trace
-from scheduler_core.simulator.arrivals import poisson_arrivals
-from scheduler_core.simulator.service_time import saturation_rate_rps
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import load_trace
 from tests.scheduler_core.helpers import random_trace
 
 GOOD: list[dict[str, Any]] = [
@@ -115,7 +115,7 @@ def test_requests_without_a_cap_get_the_default(suffix: str, gone: str, tmp_path
     ):
         load_trace(path, default_max_tokens=8)
     with pytest.raises(
-        InputError, match="column max_tokens: .*; or default_max_tokens for requests without a cap$"
+        InputError, match="column max_tokens: .*; or default_max_tokens for requests without max_tokens$"
     ):
         load_trace(path)
 
@@ -168,8 +168,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
     trace = random_trace(4000)
-    drawn = poisson_arrivals(trace, 5.0, np.random.default_rng(3))
-    again = poisson_arrivals(trace, 5.0, np.random.default_rng(3))
+    drawn = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
+    again = trace.with_poisson_arrivals(5.0, np.random.default_rng(3))
     assert drawn == again
     gaps = np.diff([0.0, *(row.arrival_s for row in drawn.requests)])
     assert gaps.mean() == pytest.approx(0.2, abs=4 * 0.2 / 4000**0.5)

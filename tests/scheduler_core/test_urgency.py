@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.predictions import UrgencyPrediction
+from scheduler_core.request import Request, RequestState
 from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 
 K = len(LEVELS)
@@ -116,3 +118,26 @@ def test_bad_arguments_are_named(
 def test_a_cost_is_finite_and_positive(cost: float) -> None:
     with pytest.raises(InputError, match="under_triage_cost"):
         expected_cost_levels([0.5, 0.5], cost)
+
+
+def state(tier: int, probabilities: tuple[float, ...] | None) -> RequestState:
+    asked = Request(request_id="r", arrival_s=0.0, prompt_tokens=1, max_tokens=1, tier=tier)
+    urgency = None if probabilities is None else UrgencyPrediction(probabilities)
+    return RequestState(asked, order=0, urgency=urgency)
+
+
+def test_without_a_prediction_or_a_sure_one_the_declared_tier_holds() -> None:
+    assert state(3, None).effective_level() == 3
+    assert state(3, (0.4, 0.3, 0.1, 0.1, 0.1)).effective_level() == 3, "abstains below one half"
+
+
+def test_a_sure_text_rises_by_one_level_and_never_falls_by_itself() -> None:
+    assert state(3, (0.98, 0.02, 0.0, 0.0, 0.0)).effective_level() == 2
+    assert state(1, (0.0, 0.0, 0.0, 0.0, 1.0)).effective_level() == 1
+
+
+def test_a_tier_beyond_the_predicted_levels_holds() -> None:
+    """Ten tiers, five levels: a text moves those of tiers 0 to 4, at most one up, and says nothing about the others."""
+    sure = (1.0, 0.0, 0.0, 0.0, 0.0)
+    found = [state(tier, sure).effective_level() for tier in range(10)]
+    assert found == [0, 0, 1, 2, 3, 5, 6, 7, 8, 9]

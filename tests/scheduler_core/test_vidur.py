@@ -26,8 +26,7 @@ from benchmarks.vidur_validation import (
     trace_of,
 )
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.operator_profile import read_operator_table
-from scheduler_core.simulator.operator_table import OperatorTable
+from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 
 CUT = Path(__file__).parent / "vidur_cut"
 RUNS = os.environ.get("TAILCAST_VIDUR_RUNS")

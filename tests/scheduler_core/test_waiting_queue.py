@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler_core.policies.base import KeyChanges, Policy
+from scheduler_core.queues import WaitingQueue
 from scheduler_core.request import RequestState
-from scheduler_core.waiting_queue import WaitingQueue
 from tests.scheduler_core.helpers import request
 
 

@@ -11,28 +11,19 @@ import pytest
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import LinearStepTime, SimulationConfig, Trace, TraceRequest, run_simulation
-from scheduler_core.simulator.decode_run import StepGroup
-from scheduler_core.simulator.report.chrome_trace import write_chrome_trace
-from scheduler_core.simulator.staircase_time import StaircaseStepTime
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import StepTime
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.step_time.decode_run import StepGroup
+from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
-from scheduler_core.simulator.watch import MAX_POINTS, LoadPoint, LoadTimeline, RunWatch
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.watch import MAX_POINTS, LoadPoint, LoadTimeline, RunWatch, write_chrome_trace
+from tests.scheduler_core.helpers import random_trace, trace_row
 
 #: 1 s per step and 0.1 s per prompt token, nothing else.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
-
-
-def row(name: str, arrival_s: float, prompt: int, output: int, **more: object) -> TraceRequest:
-    return TraceRequest(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=prompt,
-        output_tokens=output,
-        max_tokens=50,
-        **more,  # type: ignore[arg-type]
-    )
 
 
 def config(**more: object) -> SimulationConfig:
@@ -42,7 +33,7 @@ def config(**more: object) -> SimulationConfig:
 @pytest.mark.parametrize("exact", [False, True])
 def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     """a: prefill 0 to 2, tokens at 2, then b's prefill (0.5 s more) at 3.5, then 4.5, 5.5. b: 3.5, 4.5."""
-    trace = Trace((row("a", 0.0, 10, 4, tier=0), row("b", 1.0, 5, 2, tier=1, tenant="x")))
+    trace = Trace((trace_row("a", 0.0, 10, 4, tier=0), trace_row("b", 1.0, 5, 2, tier=1, tenant="x")))
     watch = RunWatch(segments=[])
     result = run_simulation(config(exact_steps=exact), trace=trace, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)

@@ -12,20 +12,20 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace_file import load_trace, write_trace
+from scheduler_core.simulator.trace import load_trace, write_trace
 from scheduler_core.simulator.workloads import (
     Arrivals,
-    Law,
     Lengths,
     RequestClass,
     Sessions,
     Tiers,
+    TokenDistribution,
     Workload,
     paying_and_free,
     tier_weights,
 )
 
-SHORT = Lengths(prompt=Law(low=1, high=20), output=Law(low=1, high=30))
+SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistribution(low=1, high=30))
 
 
 def gaps(arrivals: Arrivals, num: int = 20_000) -> np.ndarray:
@@ -71,7 +71,7 @@ def test_spikes_come_together_and_have_every_size() -> None:
 
 def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
     """P(k) ~ k^-1.2 on 64..512: 83 % below 128 tokens (its sampler, an approximation, gives 82)."""
-    draws = Law(law="zipf", low=64, high=512, theta=1.2).draw(50_000, np.random.default_rng(4))
+    draws = TokenDistribution(kind="zipf", low=64, high=512, theta=1.2).draw(50_000, np.random.default_rng(4))
     weights = np.arange(1, 450, dtype=float) ** -1.2
     exact = weights[:64].sum() / weights.sum()
     assert draws.min() == 64
@@ -81,11 +81,11 @@ def test_zipf_is_that_of_the_multi_tier_papers_code() -> None:
 
 def test_buckets_and_log_t() -> None:
     rng = np.random.default_rng(5)
-    law = Law(law="buckets", edges=(64, 128, 512), weights=(3.0, 1.0))
+    law = TokenDistribution(kind="buckets", edges=(64, 128, 512), weights=(3.0, 1.0))
     draws = law.draw(20_000, rng)
     assert np.mean(draws < 128) == pytest.approx(0.75, abs=0.015)
     assert (draws.min(), draws.max()) == (64, 512)
-    tokens = Law(law="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)
+    tokens = TokenDistribution(kind="log_t", mu=5.0, sigma=0.5, high=1000).draw(20_000, rng)
     assert np.median(tokens) == pytest.approx(np.exp(5.0), rel=0.03)
     assert tokens.max() == 1000
 
@@ -119,10 +119,13 @@ def test_the_same_seed_gives_the_same_trace_and_another_rate_the_same_lengths() 
 
 
 def test_classes_bring_their_share_targets_and_lengths() -> None:
-    long = Lengths(prompt=Law(law="fixed", low=100, high=100), output=Law(law="fixed", low=50, high=50))
+    long = Lengths(
+        prompt=TokenDistribution(kind="fixed", low=100, high=100),
+        output=TokenDistribution(kind="fixed", low=50, high=50),
+    )
     classes = (
-        RequestClass(share=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=long),
-        RequestClass(share=3, category="chat", tenant="b", tier=0),
+        RequestClass(weight=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=long),
+        RequestClass(weight=3, category="chat", tenant="b", tier=0),
     )
     rows = (
         Workload(num_requests=2000, lengths=SHORT, classes=classes, tiers=Tiers(num_tiers=2))
@@ -211,13 +214,13 @@ def test_a_written_trace_reads_back(suffix: str, tmp_path: Path) -> None:
         (lambda: Arrivals(process="waves"), "process"),  # type: ignore[arg-type]
         (lambda: Arrivals(rate_rps=0.0), "rate_rps"),
         (lambda: Arrivals(swing=1.5), "swing"),
-        (lambda: Law(low=5, high=4), "low, high"),
-        (lambda: Law(law="buckets", edges=(1, 2), weights=()), "weights"),
+        (lambda: TokenDistribution(low=5, high=4), "low, high"),
+        (lambda: TokenDistribution(kind="buckets", edges=(1, 2), weights=()), "weights"),
         (lambda: Lengths(), "lengths"),
-        (lambda: Lengths(file="x", output=Law()), "lengths.file"),
-        (lambda: RequestClass(share=0.0), "share"),
+        (lambda: Lengths(file="x", output=TokenDistribution()), "lengths.file"),
+        (lambda: RequestClass(weight=0.0), "weight"),
         (lambda: Tiers(num_tiers=0), "num_tiers"),
-        (lambda: paying_and_free(1.0), "paying_share"),
+        (lambda: paying_and_free(1.0), "paying_fraction"),
         (lambda: Sessions(mean_turns=0.5), "mean_turns"),
         (lambda: Workload(num_requests=0), "num_requests"),
         (lambda: Workload(arrivals=Arrivals(process="trace")), "arrivals.process"),

@@ -1,0 +1,290 @@
+"""Options of a command: a frozen dataclass from the command line and YAML files, through jsonargparse.
+
+From the dataclass (each field followed by a docstring, which is its help text) come `--help`, `--config FILE.yaml`,
+dotted overrides and `--print_config`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_type_hints
+
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.files import is_stream
+
+C = TypeVar("C")
+
+#: Integers of options are stored in 64 bits.
+_MAX_INTEGER = 2**63 - 1
+#: Nested collections in a configuration.
+_MAX_DEPTH = 50
+_YAML_MODE = "tailcast"
+
+
+def read_config(
+    prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
+) -> C:
+    """The configuration from a command line.
+
+    Args:
+        prog: Name of the command.
+        config_class: Frozen dataclass with one documented field per option.
+        positionals: Names of string fields given by position, in order; all are required.
+        extra: The extra of `tailcast` that installs jsonargparse.
+        args: Command line without the program name.
+
+    Raises:
+        TailcastError: An option is unknown, missing, or has a value that is not allowed, or an output is an input.
+        MissingExtraError: jsonargparse is not installed.
+    """
+    parser = _parser(prog, config_class, positionals, extra)
+    from jsonargparse import ArgumentError
+
+    for number, word in enumerate(args, start=1):
+        _check_value(f"argument {number}", word)
+    try:
+        options = _parse(parser, args)
+        for name in positionals:
+            if options.get(name) is None:
+                raise TailcastError(f"{name.upper()}: missing; see {prog} --help")
+        for name, value in options.items():
+            if name != "config":
+                _check_value(name, value)
+        _check_groups(config_class, options, "")
+        values = parser.instantiate(options)
+        config = config_class(**{name: values[name] for name in config_class.__dataclass_fields__})  # type: ignore[attr-defined]
+    except UnicodeDecodeError as error:
+        message = f"--config: not a text in UTF-8 ({error.reason} at byte {error.start})"
+        raise TailcastError(message) from error
+    except (ArgumentError, ValueError) as error:
+        if (cause := _tailcast_cause(error)) is not None:
+            raise cause from None
+        if isinstance(error, ArgumentError) or "null byte" in str(error):
+            raise TailcastError(str(error)) from error
+        raise
+    check_command_paths(config, [str(path) for path in values.get("config") or ()])
+    return config
+
+
+def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extra: str) -> Any:
+    try:
+        from docstring_parser import parse_from_object
+        from jsonargparse import (  # type: ignore[attr-defined]
+            ActionConfigFile,
+            ArgumentParser,
+            set_loader,
+            set_parsing_settings,
+        )
+        from yaml import YAMLError
+    except ImportError as error:
+        raise MissingExtraError("jsonargparse", extra) from error
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    set_loader(_YAML_MODE, _load_yaml, exceptions=(YAMLError,))
+    summary = (config_class.__doc__ or "").strip().split("\n\n")[0]
+    parser = ArgumentParser(prog=prog, description=summary, exit_on_error=False, parser_mode=_YAML_MODE)
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with any of the options below.")
+    parser.add_argument("--version", action="version", version=f"tailcast {metadata.version('tailcast')}")
+    parser.add_class_arguments(config_class, skip=set(positionals), fail_untyped=True)
+    helps = {field.arg_name: field.description or "" for field in parse_from_object(config_class).params}
+    for name in positionals:
+        parser.add_argument(name, type=str, nargs="?", help=helps.get(name, ""), metavar=name.upper())
+    return parser
+
+
+def _parse(parser: Any, args: Sequence[str]) -> Any:
+    """The values of the options and configuration files, not yet in a configuration."""
+    # Option names are fields, and both spellings are natural: `--max-tokens 5` means `--max_tokens 5`.
+    words = []
+    for word in args:
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("-", "_")
+        words.append(name + equals + value)
+    try:
+        return parser.parse_args(words)
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        # Only jsonargparse runs in there: it trips over such things as a configuration file with a key `config`.
+        raise TailcastError(f"the options cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _tailcast_cause(error: BaseException) -> TailcastError | None:
+    """The error that a configuration raised, inside what jsonargparse made of it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, TailcastError):
+        cause = cause.__cause__
+    return cause
+
+
+def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
+    """Raises InputError where a nested configuration is no mapping, or a null stands where unset is not allowed."""
+    from jsonargparse import Namespace
+
+    for name, hint in get_type_hints(config_class).items():
+        members = get_args(hint) or (hint,)
+        value = values.get(name)
+        if isinstance(value, Namespace):
+            for member in members:
+                if isinstance(member, type) and is_dataclass(member):
+                    _check_groups(member, value, f"{prefix}{name}.")
+        elif is_dataclass(hint):
+            raise InputError(prefix + name, value, "a mapping of its options")
+        elif value is None and name in values and not {type(None), Any} & set(members):
+            raise InputError(prefix + name, None, "a value; leave it out for the default")
+
+
+def _load_yaml(text: str) -> Any:
+    """The value of a YAML text, as jsonargparse loads it.
+
+    Raises:
+        YAMLError: It is not valid, has an alias, the same key twice, or is nested too deeply.
+    """
+    from jsonargparse import get_loader
+    from yaml import YAMLError
+
+    _check_yaml(text)
+    try:
+        return get_loader("yaml")(text)
+    except (ValueError, OverflowError) as error:  # such as an integer of 5,000 digits
+        raise YAMLError(str(error)) from error
+
+
+def _check_yaml(text: str) -> None:
+    """Refuses aliases (a small text may become huge), repeated keys and deep nesting, from the parser's events alone."""
+    import yaml
+
+    keys: list[set[str] | None] = []  # of each open collection; None: a sequence
+    is_key: list[bool] = []  # of each open collection: the next node is a key
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"alias *{event.anchor}: aliases are not supported; write the value out")
+        if isinstance(event, yaml.CollectionEndEvent):
+            keys.pop()
+            is_key.pop()
+        elif isinstance(event, yaml.NodeEvent):
+            if keys and (names := keys[-1]) is not None:
+                if is_key[-1] and isinstance(event, yaml.ScalarEvent):
+                    if event.value in names:
+                        line = event.start_mark.line + 1
+                        raise yaml.YAMLError(f"line {line}: {event.value!r} is there twice")
+                    names.add(event.value)
+                is_key[-1] = not is_key[-1]
+            if isinstance(event, yaml.CollectionStartEvent):
+                keys.append(set() if isinstance(event, yaml.MappingStartEvent) else None)
+                is_key.append(True)
+                if len(keys) > _MAX_DEPTH:
+                    raise yaml.YAMLError(f"more than {_MAX_DEPTH} nested lists and mappings")
+
+
+def _check_value(name: str, value: object) -> None:
+    """Raises InputError for values that fit no file: NaN, infinity, integers beyond 64 bits, broken text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InputError(name, value, "finite numbers")
+    if isinstance(value, int) and not -_MAX_INTEGER <= value <= _MAX_INTEGER:
+        raise InputError(name, value, "integers of 64 bits")
+    if isinstance(value, str):
+        if "\0" in value:
+            raise InputError(name, value, "text without NUL characters")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise InputError(name, value, "text that is valid UTF-8")
+    for item_name, item in _items(name, value):
+        _check_value(item_name, item)
+
+
+def _items(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """The parts of a collection with their names."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{name} key", key
+            yield f"{name}.{key}", item
+    elif isinstance(value, list | tuple | set):
+        for index, item in enumerate(value):
+            yield f"{name}[{index}]", item
+
+
+def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
+    """`check_outputs` for the options of a command.
+
+    Args:
+        config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
+            may also be a pattern such as "{out}.run.json". Without them nothing is checked.
+        config_files: Values of --config.
+    """
+    inputs = {name: _input_paths(_option(config, name)) for name in getattr(config, "INPUTS", ())}
+    outputs: dict[str, str | Path | None] = {}
+    for name in getattr(config, "OUTPUTS", ()):
+        options = re.findall(r"{(.+?)}", name) or [name]
+        values = {option: getattr(config, option) for option in options}
+        if None not in values.values():
+            outputs[name] = name.format(**values) if "{" in name else values[name]
+    check_outputs(inputs | {"config": config_files}, outputs)
+
+
+def check_outputs(
+    inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
+) -> None:
+    """Raises InputError if writing an output would replace an input or another output.
+
+    Refused are the same file, by whatever path or link, and an output inside an input folder or around an input.
+
+    Args:
+        inputs: Paths by option; those that do not exist are ignored.
+        outputs: Path by option; None, "-", devices and pipes are ignored.
+    """
+    targets = {
+        field: Path(path)
+        for field, path in outputs.items()
+        if path is not None and str(path) != "-" and not is_stream(Path(path))
+    }
+    others = [
+        *(
+            (field, Path(path), "read")
+            for field, paths in inputs.items()
+            for path in paths
+            if os.path.exists(path)
+        ),
+        *((field, target, "written too") for field, target in targets.items()),
+    ]
+    for field, target in targets.items():
+        for other_field, other, use in others:
+            relation = None if field == other_field else _overlap(target, other)
+            if relation is not None:
+                raise InputError(field, str(target), f"{relation} of {other_field}, which is {use}")
+
+
+def _overlap(target: Path, other: Path) -> str | None:
+    """What `target` would have to be so that writing it does not change `other`; None if it does not."""
+    if target.exists() and other.exists() and target.samefile(other):
+        return "another path than that"
+    real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
+    if real == other_real:
+        return "another path than that"
+    if real.is_relative_to(other_real):
+        return "a path outside the folder"
+    return "a path that does not contain that" if other_real.is_relative_to(real) else None
+
+
+def _option(config: object, name: str) -> object:
+    """Value of an option by its dotted name; None where a group on the way is unset."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _input_paths(value: object) -> list[str]:
+    """Paths that an option may name: every text in it, and PATH of NAME=PATH, of each between commas."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [path for each in value for path in _input_paths(each)]
+    if not isinstance(value, str | Path) or str(value) in ("", "-"):
+        return []
+    named = [part.partition("=")[2] for part in str(value).split(",")]
+    return [str(value), *filter(None, named)]

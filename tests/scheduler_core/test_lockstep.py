@@ -1,0 +1,184 @@
+"""Requests in lockstep: the same decisions as for requests advanced one by one, whatever is read and whenever."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.plan import StepResult
+from scheduler_core.policies import POLICIES, Policy, make_policy
+from scheduler_core.policies.base import KeyChanges, Progress
+from scheduler_core.request import Request, RequestState
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.replica import FinishQueue
+from tests.scheduler_core.policies.streams import full_prediction
+
+FORMERS = [name for name, kind in BATCH_FORMERS.items() if kind.lockstep]
+
+
+def limits(former: str, blocks: int, preemption: str) -> SchedulerConfig:
+    return SchedulerConfig(
+        max_num_seqs=6,
+        max_num_batched_tokens=200 if former != "chunked_prefill" else 24,
+        num_kv_blocks=blocks,
+        kv_block_tokens=4,
+        num_swap_blocks=12 if preemption == "swap" else None,
+        preemption=preemption,  # type: ignore[arg-type]
+        batching=former,
+    )
+
+
+def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: bool = False) -> list[object]:
+    """Arrivals, predictions, stops and aborts at random; all that comes out.
+
+    At most `max_steps` steps are taken at once; with `read` every state is read in every step.
+    """
+    rng = np.random.default_rng(7)
+    outcomes: list[object] = []
+    arrived, now = 0, 0.0
+    while arrived < 35 or core.num_running or core.num_waiting:
+        while arrived < 35 and rng.random() < 0.4:
+            request = Request(
+                request_id=f"r{arrived}",
+                arrival_s=now,
+                prompt_tokens=int(rng.integers(1, 90)),
+                max_tokens=int(rng.integers(1, 40)),
+                priority=int(rng.integers(9)),
+                tier=int(rng.integers(5)),
+                tenant=f"t{arrived % 3}",
+            )
+            core.add(request, now)
+            arrived += 1
+        if predict and rng.random() < 0.5:
+            core.update(f"r{int(rng.integers(35))}", full_prediction(float(rng.uniform(2, 40))), now)
+        plan = core.schedule(now)
+        now += 1.0
+        if plan is None:
+            continue
+        if read:
+            decoded = sum(state.num_computed_tokens for state in core.decoding)
+            assert decoded + sum(chunk.start_token for chunk in plan.prefills) == plan.num_context_tokens
+        promised = core.steady_steps(int(rng.integers(1, max_steps + 1)))
+        steps = int(rng.integers(1, promised + 1))
+        stopped = [name for name in plan.decodes if rng.random() < 0.02]
+        if rng.random() < 0.05 and plan.decodes:
+            core.abort(plan.decodes[int(rng.integers(len(plan.decodes)))], now)
+        outcomes.append((plan, steps, core.complete(StepResult(plan.step, tuple(stopped), steps), now)))
+        if read:
+            core.validate()
+    outcomes.append((core.counters, core.peak_kv_blocks, core.num_free_kv_blocks))
+    return outcomes
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("blocks", [34, 200])
+@pytest.mark.parametrize("former", FORMERS)
+def test_lockstep_equals_single_requests(former: str, blocks: int, preemption: str) -> None:
+    def run(read: bool, individually: bool, max_steps: int) -> list[object]:
+        core = Scheduler(limits(former, blocks, preemption), make_policy("fcfs"))
+        assert core.num_common_steps == 0
+        if individually:
+            core._pool.end_lockstep()
+            assert core.num_common_steps is None
+        return drive(core, read=read, max_steps=max_steps)
+
+    together = run(read=False, individually=False, max_steps=30)
+    assert together == run(read=True, individually=False, max_steps=30)
+    # Individually, chunks are not taken several at once: then the draws would be others.
+    max_steps = 1 if former == "chunked_prefill" else 30
+    assert run(False, False, max_steps) == run(True, True, max_steps)
+
+
+@dataclass(kw_only=True, slots=True)
+class WrongDeclaration(Policy):
+    """Reads running requests although it declares that it does not."""
+
+    key_changes: ClassVar[KeyChanges] = "with_time"
+    progress: ClassVar[Progress] = "unused"
+    _running: list[RequestState] = field(default_factory=list, init=False, repr=False)
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        self._running.append(state)
+
+    def key(self, state: RequestState, now: float) -> float:
+        return (sum(other.num_output_tokens for other in self._running) * (1 + state.order)) % 7
+
+
+def both_ways(config: SchedulerConfig, make: type[Policy]) -> list[list[object]]:
+    outcomes = []
+    for individually in (False, True):
+        core = Scheduler(config, make())
+        if individually:
+            core._pool.end_lockstep()
+        outcomes.append(drive(core, predict=True))
+    return outcomes
+
+
+PAIRS = [
+    (policy, former)
+    for policy, kind in POLICIES.items()
+    for former in FORMERS
+    if BATCH_FORMERS[former].allows_preemptive or not kind.preemptive
+]
+
+
+@pytest.mark.parametrize(("policy", "former"), PAIRS)
+def test_every_policy_decides_the_same_both_ways(policy: str, former: str) -> None:
+    in_lockstep, individually = both_ways(limits(former, 40, "recompute"), POLICIES[policy])
+    assert in_lockstep == individually
+
+
+def test_a_wrong_declaration_would_be_seen() -> None:
+    in_lockstep, individually = both_ways(limits("vllm", 40, "recompute"), WrongDeclaration)
+    assert in_lockstep != individually
+
+
+def test_chunks_of_one_prompt_may_be_taken_at_once() -> None:
+    """100 tokens in chunks of 24: three times 24 and three times more would be the fourth, so 4 steps, then the last 4."""
+
+    def one_prompt() -> Scheduler:
+        core = Scheduler(limits("chunked_prefill", 200, "recompute"), make_policy("fcfs"))
+        core.add(Request(request_id="a", arrival_s=0.0, prompt_tokens=100, max_tokens=3), 0.0)
+        return core
+
+    bulk, single = one_prompt(), one_prompt()
+    plan = bulk.schedule(0.0)
+    assert plan is not None
+    assert bulk.steady_steps(100) == 4
+    bulk.complete(StepResult(plan.step, (), 4), 4.0)
+    for step in range(4):
+        one = single.schedule(float(step))
+        assert one is not None
+        single.complete(StepResult(one.step), step + 1.0)
+    last, other = bulk.schedule(4.0), single.schedule(4.0)
+    assert last is not None
+    assert other is not None
+    assert (last.prefills, last.num_context_tokens) == (other.prefills, other.num_context_tokens)
+    assert last.prefills[0].is_last
+    assert bulk.steady_steps(100) == 1
+
+
+@pytest.mark.parametrize("name", ["srpt", "vtc", "uniboost"])
+def test_a_policy_that_uses_progress_is_not_served_in_lockstep(name: str) -> None:
+    assert Scheduler(SchedulerConfig(), make_policy(name)).num_common_steps is None
+
+
+def test_endings_pass_over_those_who_left_and_came_back() -> None:
+    endings = FinishQueue()
+    for name, step in (("a", 5), ("b", 3), ("c", 9)):
+        endings.add(name, step)
+    endings.drop("b")
+    endings.drop("nobody")
+    assert endings.next_step() == 5
+    endings.add("b", 7)
+    assert sorted(endings.pop_until(8)) == ["a", "b"]
+    assert endings.pop_until(8) == []
+    for step in range(1000):  # a request that moves again and again does not fill the heap
+        endings.add("d", 100 + step)
+    assert len(endings._heap) < 200
+    assert endings.next_step() == 9
+    assert sorted(endings.pop_until(2000)) == ["c", "d"]

@@ -1,0 +1,50 @@
+"""Statistics for the whole tree, against numpy group by group."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from scheduler_core.errors import InputError
+from scheduler_core.statistics import coefficients_of_variation, interval, over_seeds, top_decile_fractions
+
+
+def test_variation_and_top_decile_of_groups() -> None:
+    rng = np.random.default_rng(0)
+    groups = [np.sort(rng.lognormal(4, 1, size)) for size in (20, 7, 1, 200)]
+    values = np.concatenate(groups)
+    offsets = np.cumsum([0, *map(len, groups)])
+    for ddof in (0, 1):
+        expected = [one.std(ddof=ddof) / one.mean() if len(one) > ddof else math.nan for one in groups]
+        assert coefficients_of_variation(values, offsets, ddof) == pytest.approx(expected, nan_ok=True)
+    fractions = top_decile_fractions(values, offsets)
+    assert fractions[0] == pytest.approx(groups[0][-2:].sum() / groups[0].sum())
+    assert fractions[1] == pytest.approx(0.7 * groups[1][-1] / groups[1].sum())
+    assert fractions[2] == pytest.approx(0.1)
+    assert fractions[3] == pytest.approx(groups[3][-20:].sum() / groups[3].sum())
+
+
+def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    covered = 0
+    for _ in range(2000):
+        found = interval(list(rng.normal(3.0, 2.0, 4)))
+        covered += found.low <= 3.0 <= found.high
+    assert covered / 2000 == pytest.approx(0.95, abs=4 * (0.95 * 0.05 / 2000) ** 0.5)
+    # t_0.975 with 3 degrees of freedom is 3.18245.
+    four = interval([1.0, 2.0, 3.0, 4.0])
+    assert four.high - four.mean == pytest.approx(3.182446305284263 * np.std([1, 2, 3, 4], ddof=1) / 2)
+    one = interval([3.0])
+    assert (one.mean, one.low, one.high) == (3.0, -math.inf, math.inf)
+    with pytest.raises(InputError, match="values"):
+        interval([])
+
+
+def test_trees_of_metrics_are_merged_number_by_number() -> None:
+    merged = over_seeds([{"a": {"b": 1.0}, "n": None, "g": {"x": 2}}, {"a": {"b": 3.0}, "n": None, "g": {}}])
+    assert merged["a"]["b"]["mean"] == 2.0
+    assert merged["a"]["b"]["num"] == 2
+    assert merged["n"] is None
+    assert merged["g"]["x"] == {"mean": 2.0, "low": None, "high": None, "num": 1}
