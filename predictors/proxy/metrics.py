@@ -1,4 +1,4 @@
-"""What the proxy counts, in Prometheus' format; one registry for each proxy."""
+"""Prometheus metrics of a proxy, in a registry of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from predictors.service.metrics import SECONDS
 from scheduler_core.errors import MissingExtraError
 
-#: Up to answers of minutes.
+#: Up to responses of minutes.
 LONG_SECONDS = (*SECONDS, 25.0, 50.0, 100.0, 250.0, 500.0)
-#: What the proxy itself costs.
+#: The cost of the proxy itself.
 SHORT_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.1)
 
 
@@ -30,19 +30,13 @@ class ProxyMetrics:
             return Histogram(f"tailcast_proxy_{name}_seconds", text, buckets=buckets, registry=registry)
 
         self.requests = counter("requests", "Requests, by kind and HTTP status sent.", "kind", "code")
-        self.tenant_requests = counter(
-            "tenant_requests",
-            "Completions by tenant: passed, broken off, or why refused.",
-            "tenant",
-            "outcome",
-        )
         self.refused = counter("refused", "Requests the proxy itself refused.", "code")
-        self.predictions = counter("predictions", "Predictions asked for, by what came of it.", "outcome")
+        self.predictions = counter("predictions", "Predictions, by outcome.", "outcome")
         self.shadows = counter("shadow_predictions", "Predictions of the second predictor.", "outcome")
-        self.hints = counter("hints", "Completions sent on, by what they carry.", "outcome")
-        self.ends = counter("ends", "How answers ended.", "end")
+        self.hints = counter("hints", "Completions sent on, by their hint.", "outcome")
+        self.ends = counter("ends", "Responses, by how they ended.", "end")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
-        self.counts = counter("feedback_counts", "Lengths in the feedback log, by who counted.", "by")
+        self.counts = counter("feedback_counts", "Lengths in the feedback log, by what counted.", "by")
         self.overhead = seconds(
             "overhead",
             "From a completion's arrival to the engine, without prediction and queue.",
@@ -51,25 +45,22 @@ class ProxyMetrics:
         self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
         self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
         self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)
-        self.tenant_inside = Gauge(
-            "tailcast_proxy_tenant_inside", "Completions inside, by tenant.", ["tenant"], registry=registry
-        )
         self._gauges = {
             name: Gauge(f"tailcast_proxy_{name}", text, registry=registry)
             for name, text in (
-                ("inside", "Requests inside the proxy."),
+                ("in_flight", "Requests in flight."),
                 ("waiting", "Requests in the proxy's own queue."),
                 ("released", "Requests the queue has let through."),
             )
         }
 
     def watch(self, name: str, value: Callable[[], float]) -> None:
-        """The gauge `inside`, `waiting` or `released` shows what `value` returns."""
+        """The gauge `in_flight`, `waiting` or `released` has what `value` returns."""
         self._gauges[name].set_function(value)
 
     def exposition(self) -> bytes:
         """All numbers in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        found: bytes = generate_latest(self.registry)
-        return found
+        text: bytes = generate_latest(self.registry)
+        return text

@@ -1,15 +1,13 @@
-"""Requests to the engine and its answers back, byte for byte."""
+"""Requests to the engine and its responses back, byte for byte."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import io
-import math
 import select
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -19,61 +17,68 @@ from aiohttp.client_middlewares import ClientHandlerType
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.connector import Connection
 from aiohttp.http_exceptions import HttpProcessingError
+from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from predictors.proxy.answers import Reader
-from predictors.proxy.headers import end_to_end
-from predictors.proxy.problems import Refusal, bad_body, engine_failed, too_large
-from scheduler_core.errors import InputError
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.errors import EngineLostError, Refusal, bad_body, engine_failed
+from predictors.proxy.responses import Reader
 
-#: Servers close kept connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
+#: Servers close idle connections after some seconds (uvicorn: 5); one that is about to be closed is better not used.
 KEEPALIVE_S = 2.0
 LARGE_BYTES = 2**19
+#: Headers of one connection (RFC 9110, section 7.6.1).
+HOP_BY_HOP = frozenset(
+    [
+        "connection",
+        "keep-alive",
+        "proxy-connection",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    ]
+)
 _NOT_SENT = frozenset({"host", "content-length", "expect"})
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 
 
-class EngineLostError(Exception):
-    """The engine's answer ended before its end."""
+def end_to_end(
+    headers: CIMultiDictProxy[str], *, without: frozenset[str] = frozenset(), prefixes: tuple[str, ...] = ()
+) -> CIMultiDict[str]:
+    """The headers that pass, in their order; repeated ones stay repeated.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAddress:
-    """Where the engine is, and how long it may be silent.
-
-    Attributes:
-        url: http(s)://HOST:PORT, maybe with a path in front of /v1.
-        connect_timeout_s: Longest time to make a connection, in seconds > 0.
-        idle_timeout_s: Longest silence, before an answer and inside one, in seconds > 0.
-
-    Raises:
-        InputError: An attribute is outside its range.
+    Args:
+        headers: Of a request or response.
+        without: Further names to leave out, in lower case.
+        prefixes: Beginnings of further names to leave out, in lower case; `_` counts as `-`, as some servers take it.
     """
+    dropped = HOP_BY_HOP | without
+    if "Connection" in headers:
+        names = (name.strip().lower() for value in headers.getall("Connection") for name in value.split(","))
+        dropped |= frozenset(names)
+    passed = ((name, value) for name, value in headers.items() if name.lower() not in dropped)
+    if prefixes:
+        passed = (pair for pair in passed if not pair[0].lower().replace("_", "-").startswith(prefixes))
+    return CIMultiDict((name, value if value.isascii() else _as_utf8(value)) for name, value in passed)
 
-    url: str
-    connect_timeout_s: float = 5.0
-    idle_timeout_s: float = 600.0
 
-    def __post_init__(self) -> None:
-        try:
-            parsed = URL(self.url)
-            valid = parsed.scheme in ("http", "https") and bool(parsed.host) and not parsed.query_string
-        except ValueError:
-            valid = False
-        if not valid:
-            raise InputError(
-                "engine_url", self.url, "http://HOST:PORT or https://HOST:PORT, maybe with a path"
-            )
-        for name in ("connect_timeout_s", "idle_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "a finite number of seconds > 0")
+def _as_utf8(value: str) -> str:
+    """A response's value in other bytes than UTF-8, which aiohttp leaves out, as Latin-1; requests are checked."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape").decode("latin-1")
+    return value
 
 
 class LiveConnector(aiohttp.TCPConnector):
-    """Keeps connections, and uses a kept one again only if the engine has not ended it meanwhile.
+    """Uses an idle connection again only if the engine has not ended it meanwhile.
 
-    A request is never sent twice: whether the engine has worked on one whose answer is lost, nobody knows. So one that
-    would meet a connection which has ended must not be sent at all.
+    A request is never sent twice, because the engine may have worked on one whose response is lost. So it must not be
+    sent on a connection that has ended.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -95,7 +100,7 @@ class LiveConnector(aiohttp.TCPConnector):
 
 
 def _has_input(transport: asyncio.Transport | None) -> bool:
-    """Whether a connection at rest has something to read that is its end or an answer to no request."""
+    """Whether an idle connection has something to read: its end, or bytes that respond to no request."""
     file = None if transport is None else transport.get_extra_info("socket")
     if file is None or file.fileno() < 0:
         return True
@@ -107,29 +112,22 @@ def _has_input(transport: asyncio.Transport | None) -> bool:
 
 
 async def _send_once(request: aiohttp.ClientRequest, handler: ClientHandlerType) -> aiohttp.ClientResponse:
-    """Takes errors out of the reach of aiohttp, which sends GET, PUT and DELETE again after some of them."""
+    """Hides errors from aiohttp, which sends GET, PUT and DELETE again after some of them."""
     try:
         return await handler(request)
     except aiohttp.ClientConnectorError:
         raise  # nothing was sent, and aiohttp leaves it at that
     except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
-        raise engine_failed("closed the connection without an answer") from error
+        raise engine_failed("closed the connection without a response") from error
 
 
 class Relay:
-    """The connections to one engine.
+    """The connections to one engine."""
 
-    Args:
-        address: Where it is.
-        max_body_bytes: Largest body of a request.
-        request_timeout_s: Longest time until a client has sent a body, in seconds > 0.
-    """
-
-    def __init__(self, address: EngineAddress, max_body_bytes: int, request_timeout_s: float) -> None:
-        self._address = address
-        self._base = address.url.rstrip("/")
-        self._max_body_bytes = max_body_bytes
-        self._request_timeout_s = request_timeout_s
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._base = config.engine_url.rstrip("/")
+        self._request_timeout_s = config.request_timeout_s
         self._num_reading = 0
         self._all_read = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -143,8 +141,8 @@ class Relay:
             skip_auto_headers=_OWN_HEADERS,
             timeout=aiohttp.ClientTimeout(
                 total=None,
-                sock_connect=self._address.connect_timeout_s,
-                sock_read=self._address.idle_timeout_s,
+                sock_connect=self._config.connect_timeout_s,
+                sock_read=self._config.idle_timeout_s,
             ),
             middlewares=(_send_once,),
         )
@@ -160,15 +158,15 @@ class Relay:
         Raises:
             Refusal: It is too large (413), late (408), or breaks the rules of HTTP (400).
         """
-        limit = self._max_body_bytes
+        limit = self._config.max_body_bytes
         if request.content_length is not None and request.content_length > limit:
-            raise too_large(request.content_length, limit)
+            raise _too_large(f"{request.content_length} bytes", limit)
         self._num_reading += 1
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
-            raise too_large(None, limit) from error
+            raise _too_large("more", limit) from error
         except TimeoutError as error:
             text = f"body: not complete after {self._request_timeout_s:g} s"
             raise Refusal(408, text, param="body", code="body_late") from error
@@ -180,7 +178,7 @@ class Relay:
                 self._all_read.set()
 
     async def finish_reading(self) -> None:
-        """Waits until all bodies that are under way are there, or late."""
+        """Waits until all bodies on their way are complete, or late."""
         if self._num_reading:
             self._all_read.clear()
             with contextlib.suppress(TimeoutError):
@@ -195,16 +193,16 @@ class Relay:
         *,
         without: tuple[str, ...] = (),
     ) -> aiohttp.ClientResponse:
-        """Sends a request on, once; returns when the head of the answer is there.
+        """Sends a request on, once; returns with the head of the response.
 
         Args:
-            request: Method, path, query and headers go on.
-            body: The body; None: there is none.
+            request: Method, path, query and headers are sent on.
+            body: Its body, if there is one.
             headers: Further ones; a header of the client's wins over one of these, but for Accept-Encoding.
-            without: Beginnings of names of the client's headers that stay behind.
+            without: Beginnings of names of the client's headers to leave out.
 
         Raises:
-            Refusal: The engine cannot be reached or breaks off before an answer (502), or does not answer in time (504).
+            Refusal: The engine cannot be reached or breaks off before a response (502), or is too late (504).
         """
         assert self._session is not None
         sent = end_to_end(request.headers, without=_NOT_SENT, prefixes=without)
@@ -223,13 +221,13 @@ class Relay:
                 allow_redirects=False,
             )
         except TimeoutError as error:
-            raise engine_failed("did not answer in time", late=True) from error
+            raise engine_failed("did not respond in time", late=True) from error
         except aiohttp.ClientResponseError as error:
             raise engine_failed("sent no valid HTTP") from error
         except (aiohttp.ClientError, OSError) as error:
             raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
 
-    async def answer(
+    async def respond(
         self,
         request: web.Request,
         upstream: aiohttp.ClientResponse,
@@ -237,16 +235,12 @@ class Relay:
         *,
         shortens: bool = False,
     ) -> web.StreamResponse:
-        """Passes an answer on, no faster than the client reads it.
+        """Passes a response on, no faster than the client reads it.
 
-        Args:
-            request: Whose answer it is.
-            upstream: The engine's.
-            reader: Sees the bytes; None: nobody does.
-            shortens: The reader takes some of them out, so that the engine's Content-Length is not true any more.
+        A reader that `shortens` removes bytes, so that the engine's Content-Length does not hold.
 
         Raises:
-            EngineLostError: The answer broke off; the client's connection is closed where it broke.
+            EngineLostError: The response broke off; the client's connection is closed where it broke.
             ConnectionError: The client is gone.
         """
         without = frozenset({"content-length"}) if shortens else frozenset()
@@ -259,7 +253,7 @@ class Relay:
         content = upstream.content
         while True:
             try:
-                data = await content.readany()  # all that is there: one write for events that came together
+                data = await content.readany()  # all that has come: one write for events that came together
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 if reader is not None:
                     await _write(response, reader.end())
@@ -278,3 +272,8 @@ class Relay:
 async def _write(response: web.StreamResponse, data: bytes) -> None:
     if data:
         await response.write(data)
+
+
+def _too_large(size: str, limit: int) -> Refusal:
+    text = f"body: got {size}; allowed: at most {limit} bytes"
+    return Refusal(413, text, param="body", code="body_too_large")

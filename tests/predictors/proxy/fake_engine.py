@@ -1,4 +1,4 @@
-"""An engine of the OpenAI API that does what a script says, and a proxy before it."""
+"""A scripted engine of the OpenAI API, and a proxy in front of it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from predictors.cli_proxy import ProxyConfig, build_proxy
+from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 
 Script = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 CHAT = "/v1/chat/completions"
+PATIENCE_S = 60.0
 
 
 def event(content: dict[str, Any]) -> bytes:
@@ -27,19 +28,19 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 def stream_events(words: Iterable[str], usage: int | None, *, null_usage: bool = False) -> list[bytes]:
-    """A streamed answer; with `usage` its last event has the counts, with `null_usage` all others say null."""
+    """A streamed completion; with `usage` its last event has the counts, with `null_usage` all others have null."""
     null: dict[str, Any] = {"usage": None} if null_usage else {}
-    found = [event({"id": "c", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}], **null}) for word in words]  # fmt: skip
-    found.append(event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **null}))
+    events = [event({"id": "c", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}], **null}) for word in words]  # fmt: skip
+    events.append(event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **null}))
     if usage is not None:
-        found.append(
+        events.append(
             event({"id": "c", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": usage}})
         )
-    return [*found, b"data: [DONE]\n\n"]
+    return [*events, b"data: [DONE]\n\n"]
 
 
-def whole_answer(usage: int, reason: str = "stop") -> dict[str, Any]:
-    """An answer that is not streamed."""
+def completion(usage: int, reason: str = "stop") -> dict[str, Any]:
+    """A completion that is not streamed."""
     choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": reason}
     return {
         "id": "c",
@@ -51,14 +52,14 @@ def whole_answer(usage: int, reason: str = "stop") -> dict[str, Any]:
 
 @dataclass
 class FakeEngine:
-    """Records what reaches it and answers by `script`."""
+    """Records requests and responds by `script`."""
 
     script: Script
     url: str = ""
     requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
     num_gone: int = 0
-    num_inside: int = 0
-    most_inside: int = 0
+    num_in_flight: int = 0
+    max_in_flight: int = 0
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -68,23 +69,23 @@ class FakeEngine:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.requests.append((request.method, request.raw_path, dict(request.headers), body))
-        self.num_inside += 1
-        self.most_inside = max(self.most_inside, self.num_inside)
+        self.num_in_flight += 1
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         try:
             return await self.script(request, body)
         except asyncio.CancelledError:
             self.num_gone += 1
             raise
         finally:
-            self.num_inside -= 1
+            self.num_in_flight -= 1
 
 
 async def plain(request: web.Request, body: bytes) -> web.StreamResponse:
     """Seven tokens, streamed where that is asked for, with counts where those are asked for."""
-    asked = json.loads(body)
-    if not asked.get("stream"):
-        return web.json_response(whole_answer(7))
-    wants = (asked.get("stream_options") or {}).get("include_usage") is True
+    content = json.loads(body)
+    if not content.get("stream"):
+        return web.json_response(completion(7))
+    wants = (content.get("stream_options") or {}).get("include_usage") is True
     return await streamed(request, stream_events(["a", "b", "c"], 7 if wants else None))
 
 
@@ -97,6 +98,54 @@ async def streamed(request: web.Request, pieces: Iterable[bytes]) -> web.StreamR
         await asyncio.sleep(0)
     await response.write_eof()
     return response
+
+
+def gated(go: asyncio.Event) -> Script:
+    """Seven tokens, once the event is set."""
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        await go.wait()
+        return web.json_response(completion(7))
+
+    return script
+
+
+def paused(events: list[bytes], go: asyncio.Event | None) -> Script:
+    """The first event, then the others once `go` is set; without it the stream stalls for ever."""
+
+    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(events[0])
+        await (go or asyncio.Event()).wait()
+        await response.write(b"".join(events[1:]))
+        await response.write_eof()
+        return response
+
+    return script
+
+
+async def stalled(request: web.Request, body: bytes) -> web.StreamResponse:
+    """Never responds."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def break_off(request: web.Request, data: bytes, headers: dict[str, str]) -> web.StreamResponse:
+    """Closes the connection after a part of the response."""
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    await response.write(data)
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Gives the loop its turn until the condition holds."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 @asynccontextmanager
@@ -141,6 +190,19 @@ class RunningProxy:
         async with self.client.request(method, url, data=data, headers=headers) as response:
             return response.status, await response.read()
 
+    async def raw(self, data: bytes) -> bytes:
+        """Everything that the proxy sends for these bytes until it closes the connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(data)
+            async with asyncio.timeout(PATIENCE_S):
+                return await reader.read()
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.close()
+
     async def metric(self, line: str) -> float:
         """The number of a line of /metrics; 0 where there is none."""
         async with self.client.get(self.admin + "/metrics") as response:
@@ -153,8 +215,8 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
     """A proxy on free ports with these options of `tailcast-proxy`."""
     defaults: dict[str, Any] = {"deadline_s": 20.0, "served_model": ""}
     config = ProxyConfig(engine_url=engine_url, port=0, admin_port=0, **(defaults | options))
-    server = build_proxy(config)
-    port, admin = await server.start(config.warm_up_s)
+    server = ProxyServer(config)
+    port, admin = await server.start()
     url = f"http://127.0.0.1:{port}"
     try:
         async with aiohttp.ClientSession(
@@ -165,6 +227,6 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
         await server.stop()
 
 
-def asks(text: str, **more: Any) -> dict[str, Any]:
+def chat(text: str, **more: Any) -> dict[str, Any]:
     """A chat request."""
     return {"model": "tiny-llm", "messages": [{"role": "user", "content": text}], "max_tokens": 500} | more

@@ -8,12 +8,10 @@ import json
 from typing import Any
 
 import pytest
-from aiohttp import web
 
-from tests.predictors.proxy.fake_engine import CHAT, asks, plain, running_engine, running_proxy
-from tests.predictors.proxy.test_relay import until
+from tests.predictors.proxy.fake_engine import CHAT, chat, gated, running_engine, running_proxy, until
 
-BODY = json.dumps(asks("x"))
+BODY = json.dumps(chat("x"))
 
 
 def beside(member: str) -> bytes:
@@ -77,20 +75,11 @@ HIDDEN = [
     ('"nvext": {"agent_hints": {"osl": 1}, "agent_hints": {"osl": 2}}', "agent_hints"),
     ('"nvext": {"agent_hints": {"priority": 9}}, "nvext": {}', "agent_hints"),
 ]
-HEADERS = dict.fromkeys(
-    (
-        "x-llm-d-slo-ttft-ms",
-        "X-LLM-D-Inference-Objective",
-        "x-llm-d-inference-fairness-id",
-        "x_llm_d_slo_tpot_ms",
-        "x-gateway-inference-objective",
-        "x-slo-ttft-ms",
-        "x-dynamo-request-priority",
-        "x-dynamo-request-strict-priority",
-        "x-smg-priority",
-    ),
-    "7",
-)
+HEADERS = dict.fromkeys([
+    "x-llm-d-slo-ttft-ms", "X-LLM-D-Inference-Objective", "x-llm-d-inference-fairness-id",
+    "x_llm_d_slo_tpot_ms", "x-gateway-inference-objective", "x-slo-ttft-ms", "x-dynamo-request-priority",
+    "x-dynamo-request-strict-priority", "x-smg-priority",
+], "7")  # fmt: skip
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "dynamo", "llm-d", "none"])
@@ -163,7 +152,7 @@ async def test_a_declared_header_counts_once() -> None:
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
         for name in ("x-tailcast-tier", "x-tailcast-tenant"):
             async with proxy.client.post(
-                proxy.url + CHAT, json=asks("x"), headers=[(name, "1"), (name, "0")]
+                proxy.url + CHAT, json=chat("x"), headers=[(name, "1"), (name, "0")]
             ) as response:
                 assert response.status == 400
                 assert (await response.json())["error"]["param"] == name
@@ -171,39 +160,28 @@ async def test_a_declared_header_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("POST", CHAT),
-        ("POST", "/v1/responses"),
-        ("POST", "/v1/messages"),
-        ("PUT", "/generate"),
-        ("POST", "/api/chat"),
-        ("POST", "/v1/chat/completions/"),
-        ("POST", "//v1/chat/completions"),
-        ("POST", "/v1/./chat/completions"),
-        ("POST", "/v1%2fchat%2fcompletions"),
-        ("POST", "/V1/Chat/Completions"),
-        ("POST", CHAT + "?a=b"),
-        ("POST", "/tokenize/../v1/chat/completions"),
-        ("POST", "/tokenize?/"),
-        ("PROPFIND", "/generate"),
-    ],
+    "line",
+    (
+        f"POST {CHAT},POST /v1/responses,POST /v1/messages,PUT /generate,POST /api/chat,POST {CHAT}/,POST /{CHAT},"
+        "POST /v1/./chat/completions,POST /v1%2fchat%2fcompletions,POST /V1/Chat/Completions,POST "
+        f"{CHAT}?a=b,POST /tokenize/..{CHAT},POST /tokenize?/,PROPFIND /generate"
+    ).split(","),
 )
-async def test_no_request_passes_the_queue(method: str, path: str) -> None:
+async def test_no_request_passes_the_queue(line: str) -> None:
+    method, path = line.split()
     go = asyncio.Event()
 
-    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
-        await go.wait()
-        return await plain(request, b"{}")
-
-    async with running_engine(script) as fake, running_proxy(fake.url, release=1, max_inside=3) as proxy:
-        first = asyncio.create_task(proxy.post(asks("x")))
-        await until(lambda: fake.num_inside == 1)
+    async with (
+        running_engine(gated(go)) as fake,
+        running_proxy(fake.url, release=1, max_in_flight=3) as proxy,
+    ):
+        first = asyncio.create_task(proxy.post(chat("x")))
+        await until(lambda: fake.num_in_flight == 1)
         others = [
             asyncio.create_task(proxy.send(method, path, BODY.encode(), {})),
             asyncio.create_task(proxy.send("POST", "/unknown", b"\0 no JSON", {"Content-Encoding": "gzip"})),
         ]
-        await until(lambda: proxy.server.num_inside == 3)
+        await until(lambda: proxy.server.num_in_flight == 3)
         assert (await proxy.send(method, path, BODY.encode(), {}))[0] == 429
         assert len(fake.requests) == 1
         assert await proxy.metric("tailcast_proxy_waiting") == 2

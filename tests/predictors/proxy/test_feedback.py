@@ -19,20 +19,22 @@ from aiohttp import web
 from data_gen.importers import ImportOptions, import_lengths
 from data_gen.importers.feedback import feedback_records
 from predictors.proxy.feedback_log import FeedbackLog
-from predictors.proxy.lengths import LengthCounter
+from predictors.proxy.responses import OutputCounter
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import expected, write_artifact
 from tests.predictors.proxy.fake_engine import (
     CHAT,
-    asks,
+    break_off,
+    chat,
+    completion,
+    paused,
     running_engine,
     running_proxy,
     stream_events,
     streamed,
-    whole_answer,
+    until,
 )
-from tests.predictors.proxy.test_relay import until
-from training.feedback import cli
+from training import cli_read_feedback as cli
 
 SHORT = "name three rivers"
 
@@ -41,40 +43,39 @@ def records(folder: Path) -> list[dict[str, Any]]:
     return [record.model_dump(exclude_unset=True) for _, record in feedback_records(folder)]
 
 
+def evaluated(stream: Path) -> dict[str, Any]:
+    """The last event of the drift command."""
+    from training.drift.cli import main
+
+    events = stream.with_suffix(".events")
+    assert main([str(stream), "--out", str(events)]) == 0
+    last: dict[str, Any] = json.loads(events.read_text().splitlines()[-1])
+    events.unlink()
+    return last
+
+
 async def test_lengths_come_back_and_the_client_sees_no_difference(
     artifact_folder: Path, tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "engine": "vllm",
-        "predictor": str(artifact_folder),
-        "feedback": str(tmp_path),
-        "feedback_usage": True,
-    }
+    options: dict[str, Any] = {"engine": "vllm", "predictor": str(artifact_folder), "feedback": str(tmp_path)}
+    options |= {"feedback_usage": True}
     plain_stream = b"".join(stream_events(["a", "b", "c"], None))
     full_stream = b"".join(stream_events(["a", "b", "c"], 7))
     async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
-        assert await proxy.post(asks(SHORT, stream=True)) == (200, plain_stream)
-        wants = asks(SHORT, stream=True, stream_options={"include_usage": True})
+        assert await proxy.post(chat(SHORT, stream=True)) == (200, plain_stream)
+        wants = chat(SHORT, stream=True, stream_options={"include_usage": True})
         assert await proxy.post(wants) == (200, full_stream)
-        assert json.loads((await proxy.post(asks(SHORT, temperature=0.5)))[1]) == whole_answer(7)
-        assert (await proxy.post(asks(SHORT, n=2)))[0] == 200
-        assert [body.get("stream_options") for body in fake.bodies] == [{"include_usage": True}] * 2 + [
-            None
-        ] * 2
+        assert json.loads((await proxy.post(chat(SHORT, temperature=0.5)))[1]) == completion(7)
+        assert (await proxy.post(chat(SHORT, n=2)))[0] == 200
+        wishes = [body.get("stream_options") for body in fake.bodies]
+        assert wishes == [{"include_usage": True}] * 2 + [None] * 2
     found = records(tmp_path)
-    assert len(found) == 3  # of two answers at once nobody knows the lengths
-    mu, sigma = expected(SHORT)
+    assert len(found) == 3  # the lengths of two choices come as one sum
+    fields = {"output_tokens": 7, "counted_by": "usage", "finish_reason": "stop", "finished": True}
+    fields |= {"max_tokens": 500, "served_model": "tiny-llm"}
     for record in found:
-        assert (record["output_tokens"], record["counted_by"], record["finish_reason"]) == (
-            7,
-            "usage",
-            "stop",
-        )
-        assert (record["finished"], record["max_tokens"], record["served_model"]) == (True, 500, "tiny-llm")
-        assert (record["mu"], record["sigma"]) == (
-            pytest.approx(mu, rel=1e-5),
-            pytest.approx(sigma, rel=1e-5),
-        )
+        assert {name: record[name] for name in fields} == fields
+        assert (record["mu"], record["sigma"]) == pytest.approx(expected(SHORT), rel=1e-5)
         assert "prompt" not in record
         assert len(record["prompt_sha256"]) == 64
         assert SHORT not in json.dumps(record)
@@ -89,33 +90,23 @@ async def test_without_counts_events_or_a_tokenizer_count(artifact_folder: Path,
 
     tokenizer = str(artifact_folder / "tokenizer.json")
     for folder, given, by in ((tmp_path / "a", None, "deltas"), (tmp_path / "b", tokenizer, "tokenizer")):
-        options: dict[str, Any] = {
-            "feedback": str(folder),
-            "feedback_usage": False,
-            "served_tokenizer": given,
-        }
+        options: dict[str, Any] = {"feedback": str(folder), "served_tokenizer": given}
         async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
-            assert (await proxy.post(asks("x", stream=True)))[0] == 200
+            assert (await proxy.post(chat("x", stream=True)))[0] == 200
             assert "stream_options" not in fake.bodies[0]
         [record] = records(folder)
         assert (record["counted_by"], record["output_tokens"]) == (by, 4 if given is None else 5)
     with pytest.raises(InputError, match="served_tokenizer"):
-        LengthCounter(artifact_folder / "manifest.json")
+        OutputCounter(str(artifact_folder / "manifest.json"))
 
 
 async def test_who_hangs_up_is_an_answer_that_was_cut(tmp_path: Path) -> None:
-    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"".join(stream_events(["a", "b"], None)[:2]))
-        await asyncio.Event().wait()
-        raise AssertionError
-
+    script = paused([b"".join(stream_events(["a", "b"], None)[:2])], None)
     async with running_engine(script) as fake, running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
-        response = await proxy.client.post(proxy.url + CHAT, json=asks("x", stream=True))
+        response = await proxy.client.post(proxy.url + CHAT, json=chat("x", stream=True))
         await response.content.readany()
         response.close()
-        await until(lambda: proxy.server.num_inside == 0)
+        await until(lambda: proxy.server.num_in_flight == 0)
     [record] = records(tmp_path)
     assert (record["finish_reason"], record["finished"], record["counted_by"]) == ("abort", False, "deltas")
 
@@ -124,16 +115,12 @@ async def test_errors_and_broken_answers_are_no_lengths(tmp_path: Path) -> None:
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         if len(fake.requests) == 1:
             return web.json_response({"error": {}}, status=500)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(stream_events(["a"], None)[0])
-        assert request.transport is not None
-        request.transport.close()
-        return response
+        first = stream_events(["a"], None)[0]
+        return await break_off(request, first, {"Content-Type": "text/event-stream"})
 
     async with running_engine(script) as fake, running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
-        assert (await proxy.post(asks("x")))[0] == 500
-        response = await proxy.client.post(proxy.url + CHAT, json=asks("x", stream=True))
+        assert (await proxy.post(chat("x")))[0] == 500
+        response = await proxy.client.post(proxy.url + CHAT, json=chat("x", stream=True))
         assert response.status == 200
         response.close()
     assert list(tmp_path.iterdir()) == []  # nor a segment without records
@@ -148,25 +135,19 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         tokens = min(int(lengths[len(fake.requests) - 1]), 500)
-        return web.json_response(whole_answer(tokens, "length" if tokens == 500 else "stop"))
+        return web.json_response(completion(tokens, "length" if tokens == 500 else "stop"))
 
     wrong = write_artifact(tmp_path / "rival", artifact_id="rival")
-    options: dict[str, Any] = {
-        "engine": "vllm",
-        "predictor": str(artifact_folder),
-        "shadow_predictor": str(wrong),
-        "feedback": str(tmp_path / "log"),
-        "feedback_prompts": "stored",
-        "feedback_segment_mib": 1,
-    }
-    async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
+    options = {"engine": "vllm", "predictor": str(artifact_folder), "shadow_predictor": str(wrong)}
+    options |= {"feedback_prompts": "stored"}
+    log = tmp_path / "log"
+    async with running_engine(script) as fake, running_proxy(fake.url, feedback=str(log), **options) as proxy:
         for _ in range(30):
-            assert (await proxy.post(asks(SHORT)))[0] == 200
+            assert (await proxy.post(chat(SHORT)))[0] == 200
         answered = 'tailcast_proxy_shadow_predictions_total{outcome="answered"}'
         async with asyncio.timeout(60):
             while await proxy.metric(answered) < 30:
                 await asyncio.sleep(0.01)
-    log = tmp_path / "log"
     with open(sorted(log.iterdir())[0], "ab") as torn:
         torn.write(b'{"format": "tailcast-fee')
     assert len(records(log)) == 30
@@ -181,17 +162,10 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
     assert found["main"]["coverage"]["p50"]["estimate"] == pytest.approx(0.5, abs=0.3)
 
     assert cli.main([str(log), "--pairs", str(tmp_path / "pairs.jsonl")]) == 0
-    from training.drift.cli import main as evaluate_stream
-
-    assert (
-        evaluate_stream(["--stream", str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "e.jsonl")]) == 0
-    )
-    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+    last = evaluated(tmp_path / "pairs.jsonl")
     assert (last["num_outcomes"], last["num_bad_lines"], last["num_alarms"]) == (30, 0, 0)
     # The segments themselves are such a stream too: a torn line is one bad line.
-    segment = sorted(log.iterdir())[0]
-    assert evaluate_stream(["--stream", str(segment), "--out", str(tmp_path / "e.jsonl")]) == 0
-    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+    last = evaluated(sorted(log.iterdir())[0])
     assert (last["num_outcomes"], last["num_bad_lines"]) == (30, 1)
 
     assert cli.main([str(log), "--records", str(tmp_path / "all.jsonl")]) == 0
@@ -210,10 +184,10 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
 
 def test_drift_is_seen_through_the_log(tmp_path: Path) -> None:
     from training.drift.stream import DriftStream
-    from training.feedback.pairs import pairs
+    from training.feedback import pairs
 
     rng = np.random.default_rng(1)
-    log = FeedbackLog(tmp_path, fsync="never")
+    log = FeedbackLog(tmp_path)
     for length in np.exp(5.0 + rng.standard_t(3.5, 400) * 0.3):  # predicted a third as long
         log.put(record(output_tokens=max(1, int(length)), mu=3.9, sigma=0.3, nu=3.5))
     log.close()
@@ -230,7 +204,7 @@ def record(**more: Any) -> dict[str, Any]:
 
 def test_segments_rotate_and_a_torn_line_is_passed_over(tmp_path: Path) -> None:
     outcomes: list[str] = []
-    log = FeedbackLog(tmp_path, segment_bytes=500, fsync="always", counted=outcomes.append)
+    log = FeedbackLog(tmp_path, segment_bytes=500, on_outcome=outcomes.append)
     for number in range(20):
         log.put(record(output_tokens=number + 1))
     log.close()
@@ -256,7 +230,7 @@ async def test_text_that_utf8_cannot_carry_is_replaced(tmp_path: Path) -> None:
         running_engine() as fake,
         running_proxy(fake.url, feedback=str(tmp_path), feedback_prompts="stored") as proxy,
     ):
-        assert (await proxy.post(asks("x")))[0] == 200
+        assert (await proxy.post(chat("x")))[0] == 200
     [plain] = sorted(tmp_path.iterdir())
     record = json.loads(plain.read_text())
     plain.unlink()
@@ -319,11 +293,8 @@ def test_bad_lines_are_skipped_and_counted_by_all_readers(
     for schema in ("samples", "trace"):
         report = import_lengths("feedback", path, tmp_path / "s.parquet", ImportOptions(schema=schema))  # type: ignore[arg-type]
         assert (report.num_rows, report.num_written) == (len(bad) + 3, 2)
-        assert sum(report.left_out.values()) == len(bad) + 1
-    from training.drift.cli import main as evaluate_stream
-
-    assert evaluate_stream(["--stream", str(path), "--out", str(tmp_path / "e.jsonl")]) == 0
-    last = json.loads((tmp_path / "e.jsonl").read_text().splitlines()[-1])
+        assert sum(report.skipped.values()) == len(bad) + 1
+    last = evaluated(path)
     # The copy of a record is an outcome too: a stream is not searched for what came before.
     assert (last["num_outcomes"], last["num_bad_lines"]) == (3, len(bad))
 
@@ -345,11 +316,10 @@ class Disk:
             assert self.changed.wait_for(lambda: len(self.outcomes) >= number, 60)
 
 
-@pytest.mark.parametrize("fsync", ["always", "interval", "never"])
-def test_a_removed_folder_is_made_again_and_loses_nothing(tmp_path: Path, fsync: Any) -> None:
+def test_a_removed_folder_is_made_again_and_loses_nothing(tmp_path: Path) -> None:
     disk = Disk()
     folder = tmp_path / "log"
-    log = FeedbackLog(folder, fsync=fsync, fsync_s=0.01, counted=disk)
+    log = FeedbackLog(folder, on_outcome=disk)
     log.put(record(output_tokens=1))
     disk.wait(1)
     shutil.rmtree(folder)
@@ -367,7 +337,7 @@ def test_a_disk_that_refuses_for_a_while_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, attempts = Disk(), threading.Semaphore(0)
-    log = FeedbackLog(tmp_path, fsync="always", counted=disk, retry_s=(0.001, 0.001))
+    log = FeedbackLog(tmp_path, on_outcome=disk, retry_s=(0.001, 0.001))
     real = os.fsync
 
     def refused(descriptor: int) -> None:
@@ -390,7 +360,7 @@ def test_a_disk_that_refuses_for_a_while_costs_no_record(
 
 def test_a_record_that_is_no_json_is_counted(tmp_path: Path) -> None:
     disk = Disk()
-    log = FeedbackLog(tmp_path, counted=disk)
+    log = FeedbackLog(tmp_path, on_outcome=disk)
     log.put(record(temperature=float("nan")))
     log.close()
     assert disk.outcomes == ["failed"]
@@ -401,22 +371,35 @@ def test_a_record_that_is_no_json_is_counted(tmp_path: Path) -> None:
 
 
 FULL_DISK = """
-import json, sys
+import json, os, signal, sys
 from collections import Counter
 from predictors.proxy.feedback_log import FeedbackLog
 {limit}
 counts = Counter()
-log = FeedbackLog(sys.argv[1], fsync="always", counted=lambda outcome: counts.update([outcome]), retry_s=(0.001, 0.01))
+log = FeedbackLog(sys.argv[1], on_outcome=lambda outcome: counts.update([outcome]), retry_s=(0.001, 0.01))
 for number in range(300):
     log.put({{"number": number, "text": "x" * 1000}})
-log.close()
-print(json.dumps(counts))
+{end}
+print(json.dumps(counts), flush=True)
+os.kill(os.getpid(), signal.{signal})
 """
+KILLED = "while not counts['written']: pass"
+
+
+def test_a_record_counted_as_written_survives_a_killed_process(tmp_path: Path) -> None:
+    code = FULL_DISK.format(limit="", end=KILLED, signal="SIGKILL")
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == -9, done.stderr
+    lines = [line for segment in tmp_path.iterdir() for line in segment.read_bytes().split(b"\n")]
+    written = json.loads(done.stdout)["written"]
+    assert [json.loads(line)["number"] for line in lines[:written]] == list(range(written))
 
 
 def full_disk(folder: Path, limit: str, *command: str) -> tuple[dict[str, int], list[int]]:
     """Outcomes of 300 records of 1 KB, and the numbers of those that are in the files."""
-    code = FULL_DISK.format(limit=limit)
+    code = FULL_DISK.format(limit=limit, end="log.close()", signal="SIGCONT")
     done = subprocess.run(
         [*command, sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=120
     )

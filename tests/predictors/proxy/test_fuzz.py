@@ -13,10 +13,9 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from predictors.proxy.engines import CLIENT_HINTS
+from predictors.proxy.engines import CLIENT_HEADERS
 from predictors.proxy.server import READING, UNQUEUED
 from tests.predictors.proxy.fake_engine import CHAT, FakeEngine, RunningProxy, running_engine, running_proxy
-from tests.predictors.proxy.raw import raw_answer
 
 #: The client's priority; no policy gives a request this one.
 MARK = -77777
@@ -38,14 +37,14 @@ class Bench:
         self.proxies: dict[str, RunningProxy] = {}
 
     async def open(self) -> None:
-        self.engine: FakeEngine = await self.stack.enter_async_context(running_engine(_answer))
+        self.engine: FakeEngine = await self.stack.enter_async_context(running_engine(_respond))
         for name, options in RULES.items():
             manager = running_proxy(self.engine.url, request_timeout_s=5.0, **options)
             self.proxies[name] = await self.stack.enter_async_context(manager)
 
     def check(self, rules: str, data: bytes) -> None:
         self.engine.requests.clear()
-        answer = self.runner.run(raw_answer(self.proxies[rules], data))
+        answer = self.runner.run(self.proxies[rules].raw(data))
         code = answer[9:12].decode()
         assert answer.startswith(b"HTTP/1."), data
         assert code[0] in "24" or code == "501", (code, data)
@@ -58,7 +57,7 @@ class Bench:
 
 def _check_headers(headers: dict[str, str], rules: str) -> None:
     for name, value in headers.items():
-        if name.lower().replace("_", "-").startswith(CLIENT_HINTS.headers):
+        if name.lower().replace("_", "-").startswith(CLIENT_HEADERS):
             assert rules == "llm-d"
             assert name == "x-llm-d-inference-fairness-id"
             assert value != str(MARK)
@@ -82,121 +81,74 @@ def _check_body(path: str, body: bytes, rules: str) -> None:
     extension = content.get("nvext")
     hints = extension.get("agent_hints") if isinstance(extension, dict) else None
     hints = hints if isinstance(hints, dict) else {}
-    found = [value for value in (content.get("priority"), hints.get("priority")) if value is not None]
-    assert all(type(value) is int for value in found)
+    priorities = [value for value in (content.get("priority"), hints.get("priority")) if value is not None]
+    assert all(type(value) is int for value in priorities)
     if rules == "bounds":
-        assert -1 not in found  # the policy's are below it by far
+        assert -1 not in priorities  # the policy's are below it by far
     if rules == "llm-d":
-        assert set(found) <= {-1, -2}
+        assert set(priorities) <= {-1, -2}
     if rules == "queue":
-        assert not found
-    assert MARK not in found
+        assert not priorities
+    assert MARK not in priorities
     assert sum(name == "priority" for name, _ in members) <= 1
     assert not {"strict_priority", "latency_sensitivity"} & set(hints)
 
 
-async def _answer(request: web.Request, body: bytes) -> web.Response:
+async def _respond(request: web.Request, body: bytes) -> web.Response:
     return web.Response()
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    found = Bench()
-    with found.runner:
-        found.runner.run(found.open())
-        yield found
-        found.runner.run(found.stack.aclose())
+    world = Bench()
+    with world.runner:
+        world.runner.run(world.open())
+        yield world
+        world.runner.run(world.stack.aclose())
 
 
 PATHS = st.sampled_from(
-    [
-        CHAT,
-        "/v1/completions",
-        "/v1/responses",
-        "/generate",
-        "/invocations",
-        "/api/chat",
-        CHAT + "/",
-        "/" + CHAT,
-        "/v1/./chat/completions",
-        "/v1%2Fchat/completions",
-        CHAT + "?a=%00",
-        "/tokenize",
-    ]
+    (
+        f"{CHAT} /v1/completions /v1/responses /generate /invocations /api/chat {CHAT}/ /{CHAT} /v1/./chat/completions "
+        f"/v1%2Fchat/completions {CHAT}?a=%00 /tokenize"
+    ).split()
 ) | st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20).map(lambda text: "/" + text)
 METHODS = st.sampled_from(["POST", "POST", "POST", "PUT", "PATCH", "GET", "DELETE", "OPTIONS"])
 VALUES = st.sampled_from([str(MARK), "-2", "0", "5", "now", "", "9" * 400, "\u00e9", "nan", "1,2"]) | st.text(
     st.characters(min_codepoint=32, max_codepoint=255, exclude_categories=["Cc"]), max_size=20
 )
-NAMES = st.sampled_from(
-    [
-        "x-llm-d-slo-ttft-ms",
-        "X-Llm-D-Inference-Objective",
-        "x_llm_d_slo_tpot_ms",
-        "x-gateway-inference-fairness-id",
-        "x-dynamo-request-priority",
-        "x-smg-priority",
-        "x-tailcast-tier",
-        "x-tailcast-tenant",
-        "Authorization",
-        "Connection",
-        "Content-Type",
-        "Content-Encoding",
-        "Expect",
-        "Upgrade",
-        "X-Own",
-        "Accept-Encoding",
-        "TE",
-    ]
-)
+NAMES = st.sampled_from([
+    "x-llm-d-slo-ttft-ms", "X-Llm-D-Inference-Objective", "x_llm_d_slo_tpot_ms",
+    "x-gateway-inference-fairness-id", "x-dynamo-request-priority", "x-smg-priority", "x-tailcast-tier",
+    "x-tailcast-tenant", "Authorization", "Connection", "Content-Type", "Content-Encoding", "Expect",
+    "Upgrade", "X-Own", "Accept-Encoding", "TE",
+])  # fmt: skip
 HEADERS = st.lists(st.tuples(NAMES, VALUES, st.sampled_from(["utf-8", "latin-1"])), max_size=4)
 # Texts of JSON values, so that they may be written as no encoder would.
 LEAVES = st.sampled_from(
     [
-        str(MARK),
-        f"{MARK}.0",
-        f"{MARK}e0",
-        f'"{MARK}"',
-        "true",
-        "null",
-        "-1",
-        "0",
-        "5",
-        "NaN",
-        "-Infinity",
-        "1e400",
-        "9" * 5000,
-        "1e2",
-        '"\\ud800"',
-        '"\\ud83d\\ude00"',
-        '"\u00e9"',
-        "[]",
-        "{}",
+        *(
+            str(MARK),
+            f"{MARK}.0",
+            f"{MARK}e0",
+            f'"{MARK}"',
+            "true",
+            "null",
+            "-1",
+            "0",
+            "5",
+            "NaN",
+            "-Infinity",
+        ),
+        *("1e400", "9" * 5000, "1e2", '"\\ud800"', '"\\ud83d\\ude00"', '"\u00e9"', "[]", "{}", "-0", "01"),
         "[" * 2000 + "]" * 2000,
-        "-0",
-        "01",
     ]
 )
-KEYS = st.sampled_from(
-    [
-        '"priority"',
-        '"prior\\u0069ty"',
-        '"Priority"',
-        '"nvext"',
-        '"agent_hints"',
-        '"parameters"',
-        '"strict_priority"',
-        '"max_tokens"',
-        '"messages"',
-        '"prompt"',
-        '"stream"',
-        '"n"',
-        '"model"',
-        '"stream_options"',
-        '"osl"',
-        '"input"',
-    ]
-)
+KEYS = st.sampled_from([
+    '"priority"', '"prior\\u0069ty"', '"Priority"', '"nvext"', '"agent_hints"', '"parameters"',
+    '"strict_priority"', '"max_tokens"', '"messages"', '"prompt"', '"stream"', '"n"', '"model"',
+    '"stream_options"', '"osl"', '"input"',
+])  # fmt: skip
 SPACES = st.sampled_from(["", " ", "\n\t", "/**/", "\ufeff", "\0", "", "", "", "", "", ""])
 
 

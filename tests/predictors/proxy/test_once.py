@@ -12,8 +12,7 @@ import aiohttp
 import pytest
 
 from predictors.proxy.relay import LiveConnector
-from tests.predictors.proxy.fake_engine import CHAT, running_proxy
-from tests.predictors.proxy.test_relay import until
+from tests.predictors.proxy.fake_engine import CHAT, running_proxy, until
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 #: When the engine closes the connection, and what a client gets.

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from predictors.edge_logging import redact_request_data
-from predictors.proxy.handling import Completions
+from predictors.edge import set_up_logs
+from predictors.proxy.completions import Completions
 from scheduler_core.errors import InputError
-from tests.predictors.proxy.fake_engine import CHAT, running_engine, running_proxy
-from tests.predictors.proxy.raw import raw_answer
+from tests.predictors.proxy.fake_engine import CHAT, break_off, running_engine, running_proxy, stalled
 
 CANARY = "canary4711"
 HEADERS = (
@@ -47,7 +46,7 @@ def no_canary(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str
     root = logging.getLogger()
     filters = {one: list(one.filters) for one in root.handlers}
     root.addHandler(handler)
-    redact_request_data()
+    set_up_logs("text")
     caplog.set_level(logging.DEBUG)
     yield
     root.removeHandler(handler)
@@ -97,7 +96,7 @@ MALFORMED = {
 async def test_a_bad_request(name: str) -> None:
     options = {"lowest_priority": 0, "max_body_mib": 1, "access_log": True, "request_timeout_s": 1.0}
     async with running_engine(_ok) as fake, running_proxy(fake.url, engine="vllm", **options) as proxy:
-        code = (await raw_answer(proxy, MALFORMED[name]))[9:12]
+        code = (await proxy.raw(MALFORMED[name]))[9:12]
         assert code == b"200" if name in ("query", "WebSocket") else code[:1] in (b"4", b"5")
         assert code not in (b"500", b"502", b"503", b"504")
         assert len(fake.requests) == (code == b"200")
@@ -123,7 +122,7 @@ async def test_a_predictor_that_quotes(
     monkeypatch.setattr(InProcessPredictor, "responses", responses, raising=False)
     options: dict[str, Any] = {"engine": engine, "predictor": str(artifact_folder)}
     async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
-        assert (await raw_answer(proxy, message()))[9:12] == b"200"
+        assert (await proxy.raw(message()))[9:12] == b"200"
 
 
 @pytest.mark.parametrize("predictor", ["artifact", "grpc"])
@@ -136,7 +135,7 @@ async def test_a_served_model_that_is_none_of_the_artifacts(predictor: str, arti
         async with running_proxy(fake.url, engine="vllm", predictor=place, served_model=None) as proxy:
             for prompt in ("x", "nan nan", "crash"):
                 body = BODY.replace(b'"content": "', b'"content": "%s ' % prompt.encode())
-                assert (await raw_answer(proxy, message(body)))[9:12] == b"200"
+                assert (await proxy.raw(message(body)))[9:12] == b"200"
 
 
 async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent() -> None:
@@ -144,25 +143,16 @@ async def test_an_engine_that_is_gone_or_breaks_off_or_is_silent() -> None:
         gone = f"http://127.0.0.1:{taken.getsockname()[1]}"
 
     async def breaks(request: web.Request, body: bytes) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Length": "99", "x-own": CANARY})
-        await response.prepare(request)
-        await response.write(CANARY.encode())
-        assert request.transport is not None
-        request.transport.close()
-        return response
-
-    async def silent(request: web.Request, body: bytes) -> web.StreamResponse:
-        await asyncio.Event().wait()
-        raise AssertionError
+        return await break_off(request, CANARY.encode(), {"Content-Length": "99", "x-own": CANARY})
 
     async with running_proxy(gone, engine="vllm") as proxy:
-        assert (await raw_answer(proxy, message()))[9:12] == b"502"
-    for script, code in ((breaks, b"200"), (silent, b"504")):
+        assert (await proxy.raw(message()))[9:12] == b"502"
+    for script, code in ((breaks, b"200"), (stalled, b"504")):
         async with (
             running_engine(script) as fake,
             running_proxy(fake.url, engine="vllm", idle_timeout_s=0.2, access_log=True) as proxy,
         ):
-            assert (await raw_answer(proxy, message()))[9:12] == code
+            assert (await proxy.raw(message()))[9:12] == code
 
 
 async def test_an_engine_that_speaks_no_http() -> None:
@@ -174,18 +164,18 @@ async def test_an_engine_that_speaks_no_http() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, running_proxy(url, engine="vllm") as proxy:
-        assert (await raw_answer(proxy, message()))[9:12] == b"502"
+        assert (await proxy.raw(message()))[9:12] == b"502"
 
 
 async def test_a_fault_of_the_proxy_itself(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def fails(self: Completions, request: web.Request, tenant: str) -> web.StreamResponse:
+    async def fails(self: Completions, request: web.Request) -> web.StreamResponse:
         raise RuntimeError(f"{await request.read()!r} {request.headers}")
 
     monkeypatch.setattr(Completions, "handle", fails)
     async with running_engine() as fake, running_proxy(fake.url, engine="vllm") as proxy:
-        assert (await raw_answer(proxy, message()))[9:12] == b"500"
+        assert (await proxy.raw(message()))[9:12] == b"500"
     assert "RuntimeError" in caplog.text
 
 
@@ -197,4 +187,4 @@ async def test_a_client_that_hangs_up() -> None:
             writer.write(data)
             await asyncio.sleep(0)
             writer.transport.abort()
-        assert (await raw_answer(proxy, message()))[9:12] == b"200"
+        assert (await proxy.raw(message()))[9:12] == b"200"

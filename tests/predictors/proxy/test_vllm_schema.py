@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.data_gen.conftest import vllm_environment, vllm_python
-from tests.predictors.proxy.fake_engine import CHAT, asks, running_engine, running_proxy
+from tests.predictors.proxy.fake_engine import CHAT, chat, running_engine, running_proxy
 
 READ = """
 import json, sys
@@ -37,7 +37,7 @@ async def test_vllm_reads_priority_and_the_wish_for_counts(
     }
     async with running_engine() as fake, running_proxy(fake.url, **options) as proxy:
         for path, body in (
-            (CHAT, asks("name sea", stream=True)),
+            (CHAT, chat("name sea", stream=True)),
             ("/v1/completions", {"model": "m", "prompt": "name sea", "stream": True, "max_tokens": 9}),
         ):
             assert (await proxy.post(body, path=path))[0] == 200

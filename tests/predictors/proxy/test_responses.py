@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictors.proxy.answers import StreamReader, WholeReader
-from predictors.proxy.members import json_body
-from tests.predictors.proxy.fake_engine import event, stream_events, whole_answer
+from predictors.proxy.parsing import json_body
+from predictors.proxy.responses import EventStreamReader, JsonReader
+from tests.predictors.proxy.fake_engine import completion, event, stream_events
 
 WORDS = st.lists(
     st.one_of(
@@ -31,13 +31,13 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[one:two] for one, two in itertools.pairwise(ends)]
 
 
-def passed(reader: StreamReader, pieces: list[bytes]) -> bytes:
+def passed(reader: EventStreamReader, pieces: list[bytes]) -> bytes:
     return b"".join([reader.feed(piece) for piece in pieces]) + reader.end()
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12), st.booleans())
 def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int], hides: bool) -> None:
-    reader = StreamReader(hides_usage=hides, keeps_text=True)
+    reader = EventStreamReader(hides_usage=hides, keeps_text=True)
     if not hides:
         for piece in cut(data, places):
             assert reader.feed(piece) == piece
@@ -52,37 +52,37 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
 ) -> None:
     wanted = b"".join(stream_events(words, None)).replace(b"\n\n", ends)
     told = b"".join(stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
-    reader = StreamReader(hides_usage=True, keeps_text=True)
+    reader = EventStreamReader(hides_usage=True, keeps_text=True)
     assert passed(reader, cut(told, places)) == wanted
-    seen = reader.seen
-    assert (seen.output_tokens, seen.prompt_tokens, seen.finish_reason) == (usage, 3, "stop")
-    assert "".join(seen.text or []) == "".join(words)
-    assert seen.num_deltas == sum(map(bool, words))
-    assert (seen.first_s is None) is (seen.num_deltas == 0)
+    stats = reader.stats
+    assert (stats.output_tokens, stats.prompt_tokens, stats.finish_reason) == (usage, 3, "stop")
+    assert "".join(stats.text or []) == "".join(words)
+    assert stats.num_deltas == sum(map(bool, words))
+    assert (stats.first_s is None) is (stats.num_deltas == 0)
 
 
 def test_a_null_usage_of_an_inner_object_stays() -> None:
     inner = event({"choices": [{"delta": {"x": 1, "usage": None}}]})
-    assert passed(StreamReader(hides_usage=True), [inner]) == inner
+    assert passed(EventStreamReader(hides_usage=True), [inner]) == inner
     both = event({"choices": [{"delta": {"x": 1, "usage": None}}], "usage": None})
-    assert passed(StreamReader(hides_usage=True), [both]) == inner
+    assert passed(EventStreamReader(hides_usage=True), [both]) == inner
 
 
 def test_an_error_event_is_not_hidden() -> None:
     told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
-    assert passed(StreamReader(hides_usage=True), [told]) == told
+    assert passed(EventStreamReader(hides_usage=True), [told]) == told
 
 
-def test_a_whole_answer_is_read() -> None:
-    reader = WholeReader()
-    data = json.dumps(whole_answer(9, "length")).encode()
+def test_a_completion_is_read() -> None:
+    reader = JsonReader()
+    data = json.dumps(completion(9, "length")).encode()
     assert b"".join(reader.feed(piece) for piece in cut(data, [3, 70])) + reader.end() == data
-    assert (reader.seen.output_tokens, reader.seen.finish_reason) == (9, "length")
+    assert (reader.stats.output_tokens, reader.stats.finish_reason) == (9, "length")
     for odd in (b"", b"[]", b'{"choices": 3}', b'{"choices":[{}],"usage":{"completion_tokens":true}}'):
-        reader = WholeReader()
+        reader = JsonReader()
         reader.feed(odd)
         assert reader.end() == b""
-        assert reader.seen.output_tokens is None
+        assert reader.stats.output_tokens is None
 
 
 JSON: Any = st.recursive(

@@ -1,0 +1,124 @@
+"""Rules for what clients may declare: tenant, tier, and hints to the engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from multidict import CIMultiDictProxy
+
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.engines import CLIENT_MEMBERS, CLIENT_PRIORITIES
+from scheduler_core.errors import InputError
+from scheduler_core.urgency import LEVELS
+
+#: Range of engines.
+MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
+
+
+class ClientRules:
+    """What clients may declare; `restricts` where hints are bounded or replaced, so that none may pass unread."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._has_bounds = config.lowest_priority is not None or config.highest_priority is not None
+        self._replaces = config.client_priority == "replace"
+        self.restricts = self._replaces or self._has_bounds or config.most_urgent_tier > 0
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The tenant's name: the header's value, else a hash of the API key, else empty.
+
+        Only twelve digits of the hash are kept: keys are in no log.
+        """
+        name = headers.get(self._config.tenant_header, "").strip()
+        if name:
+            return name
+        key = headers.get("Authorization", "") or headers.get("api-key", "")
+        return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
+
+    def tier(self, headers: Mapping[str, str]) -> int:
+        """The declared level of urgency, or the default.
+
+        Raises:
+            InputError: It is not a level, or one that clients may not declare.
+        """
+        config = self._config
+        text = headers.get(config.tier_header)
+        if text is None:
+            return config.default_tier
+        allowed = f"integers from {config.most_urgent_tier} to {len(LEVELS) - 1}"
+        if not (text.isascii() and text.isdigit() and len(text) < 4):
+            raise InputError(config.tier_header, text, allowed)
+        if not config.most_urgent_tier <= int(text) < len(LEVELS):
+            raise InputError(config.tier_header, int(text), allowed)
+        return int(text)
+
+    def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
+        """Refuses what could not be passed on as it came, or be read in two ways.
+
+        Raises:
+            InputError: A value is not UTF-8, or the tenant's or the tier's header is repeated.
+        """
+        for name, value in headers.items():
+            if not value.isascii():
+                try:
+                    value.encode()
+                except UnicodeEncodeError:
+                    raise InputError(name, "other bytes", "UTF-8") from None
+        for name in (self._config.tenant_header, self._config.tier_header):
+            values = headers.getall(name, ())
+            if len(values) > 1:
+                raise InputError(name, f"{len(values)} times", "once")
+
+    def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A body's members without the hints that a client may not send; `content` itself where there are none.
+
+        Integer priorities stay where they are kept. Other hints, which have no bound, are removed.
+
+        Raises:
+            InputError: A priority is outside the bounds.
+        """
+        allowed = content
+        for path in CLIENT_MEMBERS:
+            allowed = _without(allowed, path)
+        for path in CLIENT_PRIORITIES:
+            priority = _member(content, path)
+            if priority is None or (self._replaces and not self._has_bounds):
+                continue
+            self._check_priority(".".join(path), priority)
+            if not self._replaces:
+                allowed = _with(allowed, path, priority)
+        return content if allowed == content else allowed
+
+    def _check_priority(self, field: str, priority: object) -> None:
+        low, high = self._config.lowest_priority, self._config.highest_priority
+        lowest, highest = MIN_PRIORITY if low is None else low, MAX_PRIORITY if high is None else high
+        if type(priority) is int and lowest <= priority <= highest:
+            return
+        bounds = [] if low is None else [f"at least {low}"]
+        bounds += [] if high is None else [f"at most {high}"]
+        raise InputError(field, priority, f"integers of {' and '.join(bounds) or '64 bits'}")
+
+
+def _member(node: object, path: tuple[str, ...]) -> object:
+    for name in path:
+        node = node.get(name) if isinstance(node, dict) else None
+    return node
+
+
+def _with(node: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
+    name, *rest = path
+    return {**node, name: _with(node.get(name, {}), tuple(rest), value) if rest else value}
+
+
+def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The object without a member, whatever the case of its name; itself where it has none."""
+    others: dict[str, Any] = {}
+    for name, value in node.items():
+        if name.casefold() != path[0]:
+            others[name] = value
+        elif len(path) > 1:
+            others[name] = _without(value, path[1:]) if isinstance(value, dict) else value
+    unchanged = len(others) == len(node) and all(others[name] is node[name] for name in others)
+    return node if unchanged else others

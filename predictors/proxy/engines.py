@@ -1,0 +1,155 @@
+"""The order as each engine understands it: members of the body, or headers, that are added to a request.
+
+| engine | hint | sooner is | range |
+|---|---|---|---|
+| vllm | body: `priority` | the lower number, then arrival | 64 bits |
+| sglang | body: `priority` | the higher number | 64 bits |
+| dynamo | body: `nvext.agent_hints` (`osl`, expected output tokens, u32; `priority`) | the higher number | 32 bits |
+| llm-d | headers: SLOs, objective, fairness id | | |
+| none | nothing: the proxy holds the queue | | |
+
+vLLM refuses any priority but 0 unless it runs with `--scheduling-policy priority`. SGLang needs
+`--enable-priority-scheduling`, and `--schedule-low-priority-values-first` must be off, which is its default; it preempts
+running requests when a number is higher by `--priority-scheduling-preemption-threshold` (10), which the fine numbers here
+nearly always are: run it with `--disable-priority-preemption`. Dynamo's 32 bits last 24 days for `fcfs` (seconds since
+2026 in thousandths): a lower resolution lasts longer. None of the engines ages priorities: that is in the key.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from predictors.proxy.config import ProxyConfig
+from predictors.proxy.parsing import CHAT, TEXT
+from scheduler_core.errors import InputError
+from scheduler_core.lengths import expected_and_cvar
+from scheduler_core.request import RequestState
+
+#: Hints with which a client could set its own order, of all engines: behind a gateway of one kind there are engines of
+#: another. Members of the body by path, in lower case; those paths in or below them that are integer priorities;
+#: beginnings of header names, in lower case.
+CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
+    ("priority",),
+    ("parameters", "priority"),
+    ("nvext", "agent_hints"),
+)
+CLIENT_PRIORITIES: tuple[tuple[str, ...], ...] = (
+    ("priority",),
+    ("parameters", "priority"),
+    ("nvext", "agent_hints", "priority"),
+)
+CLIENT_HEADERS = (
+    *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
+    *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),
+    *("x-llm-d-", "x-gateway-inference-", "x-slo-"),  # llm-d's router, and its earlier names
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hint:
+    """Members of the body's outermost object and headers to add to a request."""
+
+    members: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class PriorityEngine:
+    """An engine with member `priority`: +-round(resolution * key).
+
+    Like every engine it has `endpoints`, the paths whose bodies may carry the hint's members (None: the hint has headers
+    only, for all paths), and `hint`.
+
+    The order of keys is kept but for differences below 1 / resolution, which become ties (engines serve those by
+    arrival). Keys of different times are on one scale: their origin never moves. A number outside the engine's range is
+    refused, not clipped: clipped numbers would be equal and silently turn the order into that of arrival.
+    """
+
+    def __init__(
+        self, endpoints: frozenset[str], *, bits: int = 64, lower_first: bool, resolution: float
+    ) -> None:
+        self.endpoints = endpoints
+        self._low, self._high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+        self._factor = resolution if lower_first else -resolution
+
+    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
+        """The hint of a request with a parsed body and the policy's key, smaller first.
+
+        Raises:
+            InputError: The key has no integer in the engine's range.
+        """
+        return Hint(members={"priority": self.priority(key)})
+
+    def priority(self, key: float) -> int:
+        """The priority of a key.
+
+        Raises:
+            InputError: It lies outside the engine's range, or the key is not finite.
+        """
+        scaled = key * self._factor
+        if not math.isfinite(scaled):
+            raise InputError("policy key", key, f"finite numbers (times resolution {abs(self._factor):g})")
+        number = round(scaled)
+        if not self._low <= number <= self._high:
+            allowed = f"integers from {self._low} to {self._high}; lower resolution"
+            raise InputError("priority", number, allowed)
+        return number
+
+
+class Dynamo(PriorityEngine):
+    """NVIDIA Dynamo: `osl` and `priority` in `nvext.agent_hints`; other members of the client's there stay."""
+
+    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
+        """See `PriorityEngine.hint`."""
+        extension = content.get("nvext")
+        own = extension.get("agent_hints") if isinstance(extension, dict) else None
+        if not isinstance(extension, dict | None) or not isinstance(own, dict | None):
+            return Hint()  # malformed: the engine's to report
+        hints: dict[str, Any] = {"priority": self.priority(key)}
+        length = state.prediction
+        if length is not None:
+            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens, 0.9)
+            if mean < 2**32 - 1:
+                hints["osl"] = max(1, round(mean))
+        return Hint(members={"nvext": {**(extension or {}), "agent_hints": hints | (own or {})}})
+
+
+class LlmD:
+    """llm-d: headers for its router, which orders by objective, fairness and SLOs and takes no priority number."""
+
+    endpoints = None
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._levels = {
+            "x-llm-d-slo-ttft-ms": [str(value) for value in config.slo_ttft_ms],
+            "x-llm-d-slo-tpot-ms": [str(value) for value in config.slo_tpot_ms],
+            "x-llm-d-inference-objective": config.objectives,
+        }
+
+    def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
+        """See `PriorityEngine.hint`."""
+        level = state.effective_level()
+        headers = {name: values[level] for name, values in self._levels.items() if values}
+        if state.request.tenant:
+            headers["x-llm-d-inference-fairness-id"] = state.request.tenant
+        return Hint(headers=headers)
+
+
+def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
+    """The engine of `config.engine`; None for `none`."""
+    common = {CHAT, TEXT, "/v1/responses"}
+    resolution = config.resolution
+    match config.engine:
+        case "vllm":
+            endpoints = frozenset(common | {"/v1/chat/completions/batch", "/inference/v1/generate"})
+            return PriorityEngine(endpoints, lower_first=True, resolution=resolution)
+        case "sglang":
+            return PriorityEngine(frozenset(common | {"/generate"}), lower_first=False, resolution=resolution)
+        case "dynamo":
+            return Dynamo(frozenset(common), bits=32, lower_first=False, resolution=resolution)
+        case "llm-d":
+            return LlmD(config)
+        case _:
+            return None

@@ -1,0 +1,189 @@
+"""Requests: bodies parsed strictly, and the fields that prediction and order need."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from predictors.proxy.config import PromptText
+from predictors.proxy.errors import bad_body
+from predictors.tokenizer import conversation_text
+from scheduler_core.json_text import RepeatedKeyError, parse_json
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+#: Rough number of characters per token: policies need a prompt length before anything has tokenized it.
+CHARS_PER_TOKEN = 4
+_OPEN = re.compile(rb"\s*\{\s*")
+# JSON in UTF-16 and UTF-32 has zero bytes around its first brace, and some parsers skip a byte order mark.
+_BEFORE_OBJECT = b" \t\r\n\v\f\0\xef\xbb\xbf\xff\xfe"
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """A JSON object that every parser reads alike.
+
+    Attributes:
+        data: Its bytes; None where they are written from `content`.
+        content: Its members.
+    """
+
+    data: bytes | None
+    content: Mapping[str, Any]
+
+    def with_members(self, added: Mapping[str, Any]) -> bytes:
+        """The bytes of the object with these members added or replaced.
+
+        New members are put right behind the opening brace and every other byte stays; to replace one the object is
+        written from its values.
+        """
+        if self.data is not None and not added:
+            return self.data
+        if self.data is None or any(name in self.content for name in added):
+            return _dump({**self.content, **added})
+        opening = _OPEN.match(self.data)
+        assert opening is not None
+        comma = b"," if self.content else b""
+        return self.data[: opening.end()] + _dump(dict(added))[1:-1] + comma + self.data[opening.end() :]
+
+
+def json_body(data: bytes) -> JsonBody:
+    """Parses a body; refuses what parsers read differently.
+
+    That is other encodings than UTF-8, byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of
+    members with the same name the last one counts, and only that one is sent on.
+
+    Raises:
+        Refusal: It is not a JSON object, or one of these.
+    """
+    sent: bytes | None = data
+    try:
+        try:
+            content = parse_json(data, finite=True, unique_keys=True, lone_surrogates="refuse")
+        except RepeatedKeyError:
+            sent, content = None, parse_json(data, finite=True, lone_surrogates="refuse")
+    except UnicodeDecodeError:
+        raise bad_body("not UTF-8") from None
+    except ValueError as error:
+        raise bad_body(f"not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise bad_body("no JSON object")
+    return JsonBody(sent, content)
+
+
+def may_be_json_object(data: bytes) -> bool:
+    """Whether any parser could read a JSON object from a body."""
+    return data.lstrip(_BEFORE_OBJECT)[:1] == b"{"
+
+
+def _dump(content: dict[str, Any]) -> bytes:
+    try:
+        return json.dumps(content, separators=(",", ":")).encode()
+    except RecursionError:
+        raise bad_body("nested too deeply") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """Fields of a request; None where a field is absent or malformed, which is the engine's to report.
+
+    Attributes:
+        content: The parsed body; empty where it is no JSON object.
+        prompt: Text the prediction is made from; None where there is none (token ids, several prompts).
+        messages: Role and text of each message; None for a text completion.
+        include_usage: Whether the client requests the last event with the token counts.
+        num_choices: Completions of the request; their token counts come as one sum.
+        priority: The client's own, if it is an integer of 64 bits.
+    """
+
+    path: str
+    content: Mapping[str, Any]
+    prompt: str | None
+    messages: list[tuple[str, str]] | None
+    model: str
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float | None
+    stream: bool
+    include_usage: bool
+    num_choices: int
+    priority: int | None
+
+    @property
+    def is_completion(self) -> bool:
+        """Whether it is a chat or text completion, whose response can be read."""
+        return self.path in (CHAT, TEXT)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """An estimate from the characters, at least 1."""
+        return 1 + len(self.prompt or "") // CHARS_PER_TOKEN
+
+
+def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText) -> ParsedRequest:
+    """The fields of a request."""
+    messages = _messages(content.get("messages")) if path == CHAT else None
+    prompt = content.get("prompt") if path == TEXT else _prompt(messages, prompt_text)
+    if isinstance(prompt, list) and len(prompt) == 1:
+        prompt = prompt[0]
+    num_choices = max(_count(content.get("n")) or 1, _count(content.get("best_of")) or 1)
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        num_choices *= len(prompt)
+    options = content.get("stream_options")
+    model = content.get("model")
+    priority = content.get("priority")
+    return ParsedRequest(
+        path=path,
+        content=content,
+        prompt=prompt if isinstance(prompt, str) and prompt else None,
+        messages=messages,
+        model=model if isinstance(model, str) else "",
+        max_tokens=_count(content.get("max_completion_tokens")) or _count(content.get("max_tokens")),
+        temperature=_number(content.get("temperature")),
+        top_p=_number(content.get("top_p")),
+        stream=content.get("stream") is True,
+        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        num_choices=num_choices,
+        priority=priority if type(priority) is int and -(2**63) <= priority < 2**63 else None,
+    )
+
+
+def _messages(value: object) -> list[tuple[str, str]] | None:
+    if not isinstance(value, list):
+        return None
+    return [(_text(item.get("role")), _text(item.get("content"))) for item in value if isinstance(item, dict)]
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    parts = [part.get("text") for part in content if isinstance(part, dict)]
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _prompt(messages: list[tuple[str, str]] | None, prompt_text: PromptText) -> str | None:
+    if not messages:
+        return None
+    if prompt_text == "conversation":
+        return conversation_text(messages)
+    return next((text for role, text in reversed(messages) if role == "user"), None)
+
+
+def _count(value: object) -> int | None:
+    return value if type(value) is int and 1 <= value < 2**31 else None
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and number >= 0 else None
