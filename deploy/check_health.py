@@ -1,4 +1,4 @@
-"""Exit code 0 when a prediction service says that it is serving: `python check_health.py HOST:PORT`."""
+"""Exit code 0 when a prediction service is serving: `python check_health.py HOST:PORT`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 
 def is_serving(address: str, timeout_s: float = 4.0) -> bool:
-    """Whether the standard health service answers SERVING."""
+    """Whether the standard health service reports SERVING."""
     with grpc.insecure_channel(address) as channel:
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(
+            response = health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest(), timeout=timeout_s
             )
         except grpc.RpcError:
             return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 if __name__ == "__main__":

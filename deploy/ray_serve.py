@@ -17,11 +17,11 @@ from starlette.responses import JSONResponse
 
 from predictors.client import LocalService
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.service.json_messages import as_json, from_json, json_object
-from predictors.service.statuses import Failure
+from predictors.service.errors import ErrorStatus
+from predictors.service.gateway import json_object, message_json, request_message
 
 LOAD_TARGET = 16
-"""Requests inside a replica that Ray Serve aims at."""
+"""Requests in flight per replica that Ray Serve aims at."""
 
 
 @serve.deployment(
@@ -29,12 +29,12 @@ LOAD_TARGET = 16
     autoscaling_config={"min_replicas": 1, "max_replicas": 16, "target_ongoing_requests": LOAD_TARGET},
     ray_actor_options={"num_cpus": 1},
 )
-class Predictor:
+class PredictorReplica:
     """One replica: the artifact, in this process.
 
     Args:
         artifact: Artifact folder, at the same path on every machine.
-        public_key: Public key of minisign, file or base64 line, with which it must be signed; None: it need not be.
+        public_key: PEM file of an Ed25519 key that it must be signed with; None: it need not be.
     """
 
     def __init__(self, artifact: str, public_key: str | None = None) -> None:
@@ -77,23 +77,23 @@ class Predictor:
         """HTTP: one prompt as JSON, as at /v1/predict of serve-predictor."""
         calls = await self._service.calls()
         try:
-            message = from_json(pb.PredictRequest, await json_object(await request.body()))
-            return JSONResponse(as_json(await calls.predict(message, None, method="HTTP Predict")))
+            message = request_message(await json_object(await request.body()))
+            return JSONResponse(message_json(await calls.predict(message, None, method="HTTP Predict")))
         except Exception as error:
-            failure = Failure.of(error)
-            return JSONResponse({"error": failure.message}, status_code=failure.http_status)
+            status = ErrorStatus.of(error)
+            return JSONResponse({"error": status.message}, status_code=status.http_status)
 
 
 def _fail(grpc_context: Any, error: Exception) -> None:
-    failure = Failure.of(error)
-    grpc_context.set_code(failure.code)
-    grpc_context.set_details(failure.message)
+    status = ErrorStatus.of(error)
+    grpc_context.set_code(status.code)
+    grpc_context.set_details(status.message)
 
 
 def application(arguments: dict[str, str]) -> serve.Application:
     """What `serve run` and `serve deploy` start; arguments `artifact` and `public_key`, or the environment variables
     ARTIFACT and PUBLIC_KEY."""
-    return Predictor.bind(
+    return PredictorReplica.bind(
         arguments.get("artifact") or os.environ["ARTIFACT"],
         arguments.get("public_key") or os.environ.get("PUBLIC_KEY"),
     )

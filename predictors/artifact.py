@@ -1,45 +1,40 @@
-"""The artifact folder: what export writes and every consumer verifies before use.
+"""The artifact folder, written by export and verified by every consumer before use; needs neither torch nor onnxruntime.
 
-An artifact holds `model.onnx` and `manifest.json`, and for an encoder `tokenizer.json` and `normalization.json`. The
-manifest names every file with its SHA-256, and its version is a hash of all of that, so that a folder is either exactly
-what was exported or is refused; a signature of the manifest, where there is one, says by whom. Nothing here needs torch
-or onnxruntime.
+An artifact holds `model.onnx`, `tokenizer.json`, `normalization.json` and `manifest.json`. The manifest names every file
+with its SHA-256, and its version is a hash of all of that, so that a folder is either exactly what was exported or is
+refused; a signature of the manifest authenticates the author.
 """
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from predictors.manifest import (
-    CAPPED_MODEL,
     CONFORMAL,
     FORMAT_VERSION,
+    MANIFEST,
     MODEL,
     NORMALIZATION,
+    SIGNATURE,
     TOKENIZER,
-    CappedLengths,
     Conditions,
     EncoderCard,
     Head,
-    Kind,
-    LexicalInput,
     Manifest,
     Precision,
     TensorSpec,
     TruncationSide,
+    content_version,
+    parse_manifest,
 )
-from predictors.manifest_reader import MANIFEST, SIGNATURE, content_version, parse_manifest
-from predictors.minisign import read_public_key, verify_file
 from predictors.onnx_header import check_opset, read_header
-from predictors.strict_json import read_json_object
 from scheduler_core.errors import InputError
 from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
+from scheduler_core.json_text import read_json_object
 
 __all__ = [
-    "CAPPED_MODEL",
     "CONFORMAL",
     "FORMAT_VERSION",
     "KIND",
@@ -49,12 +44,9 @@ __all__ = [
     "SIGNATURE",
     "TOKENIZER",
     "Artifact",
-    "CappedLengths",
     "Conditions",
     "EncoderCard",
     "Head",
-    "Kind",
-    "LexicalInput",
     "Manifest",
     "Precision",
     "TensorSpec",
@@ -65,7 +57,7 @@ __all__ = [
     "write_manifest",
 ]
 
-# What the manifest does not list: itself, its signature, and the record of the command that wrote the folder.
+# Not listed in the manifest: itself, its signature, and the record of the command that wrote the folder.
 _UNLISTED = frozenset({MANIFEST, SIGNATURE, RECORD})
 #: Of the folder's record, see `scheduler_core.files.atomic_directory`.
 KIND = "artifact"
@@ -85,13 +77,8 @@ class Artifact:
 
     @property
     def tokenizer_path(self) -> Path:
-        """The tokenizer in the format of the `tokenizers` package; a lexical artifact has none."""
+        """The tokenizer in the format of the `tokenizers` package."""
         return self.path / TOKENIZER
-
-    @property
-    def capped_model_path(self) -> Path:
-        """The graph of the capped length; there is one where the manifest's `capped` is set."""
-        return self.path / CAPPED_MODEL
 
 
 def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> Artifact:
@@ -99,8 +86,7 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
     Args:
         path: The folder.
-        public_key: A minisign public key, file or base64 line: the manifest must be signed with it. Unset: a signature
-            is not looked at.
+        public_key: PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
 
     Raises:
         InputError: The folder, its manifest or a file is missing, the format is of another version, a manifest field or
@@ -112,6 +98,8 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
         raise InputError("artifact", str(path), "an existing artifact folder, as export-onnx writes it")
     manifest_path = existing_file(folder / MANIFEST, "artifact")
     if public_key is not None:
+        from predictors.signing import read_public_key, verify_file
+
         verify_file(manifest_path, read_public_key(public_key))
     manifest = parse_manifest(read_json_object(manifest_path, "artifact manifest"))
     _check_entries(folder, manifest)
@@ -142,8 +130,10 @@ def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: st
             an opset that is not accepted.
     """
     folder = Path(folder)
-    complete = replace(manifest, files=hash_files(folder), opset=read_header(folder / MODEL).opset)
-    content = json.loads(json.dumps(complete.to_json(), allow_nan=False))
+    complete = manifest.model_copy(
+        update={"files": hash_files(folder), "opset": read_header(folder / MODEL).opset}
+    )
+    content = complete.to_json()
     version = content_version(content)
     content["artifact_version"] = version if version_prefix is None else f"{version_prefix}+{version}"
     written = parse_manifest(content)

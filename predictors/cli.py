@@ -1,4 +1,4 @@
-"""Command `serve-predictor`: artifacts behind a gRPC port, and an HTTP port where one is wanted, until SIGTERM."""
+"""Command `serve-predictor`: artifacts behind a gRPC port and, on request, an HTTP port, until SIGTERM."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from predictors.service.logs import set_up_logs
+from predictors.edge import run, set_up_logs
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import atomic_file, remove_output, writable_target
 from scheduler_core.threads import check_threads
 
 if TYPE_CHECKING:
-    from predictors.service.grouping import BatchingSettings
-    from predictors.service.places import ArtifactPlace
+    from predictors.service.artifacts import ArtifactSource
+    from predictors.service.batcher import BatchingSettings
     from predictors.service.server import PredictionServer
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ STOP_GRACE_S = 2.0  # for a worker to close its ports and end, after all it may 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    """Serves the predictions of artifacts over gRPC, and HTTP where wanted, until SIGTERM or Ctrl-C. SIGHUP looks for new versions of the artifacts."""
+    """Serves the predictions of artifacts over gRPC and, on request, HTTP, until SIGTERM or Ctrl-C. SIGHUP reloads changed artifacts."""
 
     INPUTS = (
         "artifact",
@@ -49,7 +49,7 @@ class ServeConfig:
     OUTPUTS = ("port_file",)
 
     artifact: str
-    """Artifact folder, as export-onnx writes it; what answers where a request names no artifact."""
+    """Artifact folder, as export-onnx writes it; the default of requests that name no artifact."""
     more_artifacts: list[str] = field(default_factory=list)
     """Further artifact folders to serve beside it; requests name them by their artifact_id."""
     port: int = 50051
@@ -59,11 +59,11 @@ class ServeConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
     port_file: str | None = None
-    """File that gets the port number once the service is ready; removed at the end, and before the start if it is there."""
+    """File for the port number, written once the service is ready; removed before the start and at the end."""
     provider: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; auto takes CUDA where it works, else the CPU; cuda fails where it does not work."""
     max_batch: int | None = None
-    """Most requests in one model call; default: 4 on a CPU, 32 on a GPU."""
+    """Maximum number of requests in one model call; default: 4 on a CPU, 32 on a GPU."""
     max_wait_s: float | None = None
     """Seconds the oldest request waits for a full batch while a worker is free; default: 0 on a CPU, 0.003 on a GPU."""
     max_padding: float | None = None
@@ -73,21 +73,19 @@ class ServeConfig:
     order: Literal["length", "arrival"] = "length"
     """Which requests share a batch: the oldest and its nearest neighbours in length, or simply the oldest ones."""
     max_queue: int = 512
-    """Most requests inside the service; further ones are refused at once with RESOURCE_EXHAUSTED."""
+    """Maximum number of requests in flight; further ones are refused at once with RESOURCE_EXHAUSTED."""
     num_workers: int | None = None
     """Model calls that run at the same time; default: one per core on a CPU, 1 on a GPU."""
     threads_per_worker: int = 1
     """Threads of one model call on a CPU."""
-    worker_niceness: int = 0
-    """By how much model calls have a lower priority than the event loop, 0 to 19 (Linux; a nice value). With 5 a full service refuses sooner; but then other busy processes of the same session or container come before the model calls too."""
     max_message_mib: int = 4
-    """Largest gRPC message or HTTP body in MiB; to parse one takes up to 10 ms per MiB, in which nothing else is answered."""
+    """Largest gRPC message or HTTP body in MiB; parsing takes up to 10 ms per MiB, in which nothing else runs."""
     max_prompt_chars: int | None = None
     """Longest prompt in characters; longer ones are refused; default: what fits into a message."""
     max_streams: int = 256
-    """Most streams open at the same time; further ones are refused with RESOURCE_EXHAUSTED."""
+    """Maximum number of streams at the same time; further ones are refused with RESOURCE_EXHAUSTED."""
     cache_entries: int = 0
-    """Predictions that each artifact remembers, by a hash of the prompt; 0: none."""
+    """Size of each artifact's cache of predictions, by a hash of the prompt; 0: no cache."""
     workers: int = 1
     """Processes that share the ports; one that dies is started again."""
     tls_cert: str | None = None
@@ -95,21 +93,21 @@ class ServeConfig:
     tls_key: str | None = None
     """PEM file with the certificate's private key."""
     tls_client_ca: str | None = None
-    """PEM file with the authority that signs the certificates clients must show; default: they show none."""
+    """PEM file with the authority that signs the clients' certificates; default: clients need none."""
     public_key: str | None = None
-    """Public key of minisign, file or base64 line: artifacts must be signed with it, at the start and at every reload; default: signatures are not looked at."""
+    """PEM file of an Ed25519 public key: artifacts must be signed with it, at the start and at every reload; default: signatures are ignored."""
     token_file: str | None = None
-    """File with the bearer tokens that are let in, one a line; default: everybody is let in."""
+    """File with the valid bearer tokens, one a line; default: no authentication."""
     reload_poll_s: float = 0.0
-    """Seconds between looks for a new version of an artifact at its place; 0: only at SIGHUP."""
+    """Seconds between checks for a new version of an artifact; 0: only at SIGHUP."""
     log_format: Literal["text", "json"] = "text"
     """Log lines for people, or one JSON object a line."""
     traces: bool = False
-    """Sends OpenTelemetry traces to where the OTEL_* environment variables say."""
+    """Exports OpenTelemetry traces, configured by the OTEL_* environment variables."""
     drain_delay_s: float = 0.0
-    """Seconds that SIGTERM goes on to serve while health says NOT_SERVING, so that load balancers look away first."""
+    """Seconds of service after SIGTERM, while health reports NOT_SERVING, so that load balancers look away first."""
     drain_timeout_s: float = 30.0
-    """Seconds that SIGTERM leaves to the requests inside; with workers > 1 a worker that still runs 2.5 s later is killed."""
+    """Seconds after that for the requests in flight; with workers > 1 a worker that still runs 2.5 s later is killed."""
 
     def __post_init__(self) -> None:
         if not self.artifact:
@@ -142,16 +140,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def serve(config: ServeConfig) -> int:
-    """Loads the artifacts and serves them until SIGTERM or SIGINT; requests inside are answered first."""
+    """Loads the artifacts and serves them until SIGTERM or SIGINT; requests in flight are answered first."""
     port_file = _PortFile(config.port_file)
     _check_packages()
-    from predictors.service.loop import run
-
     set_up_logs(config.log_format)
     if config.workers > 1:
         return asyncio.run(_supervise(config, port_file))
-    server, places = build_server(config)
-    run(_serve(server, config, places, port_file.write, port_file.remove))
+    server, sources = build_server(config)
+    run(_serve(server, config, sources, port_file.write, port_file.remove))
     logger.info("stopped")
     return 0
 
@@ -164,7 +160,6 @@ def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
         number: Of the worker, from 0.
         ready_fd: File descriptor that gets a byte when the worker is ready.
     """
-    from predictors.service.loop import run
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
@@ -174,15 +169,15 @@ def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
     set_up_logs(config.log_format)
     if config.http_port is not None:
         count_as_worker(number)
-    server, places = build_server(config, worker=number)
-    run(_serve(server, config, places, on_ready, until_eof=True))
+    server, sources = build_server(config, worker=number)
+    run(_serve(server, config, sources, on_ready, until_eof=True))
     return 0
 
 
 class _PortFile:
-    """The file that gets the port of a ready service, or none.
+    """The file for the port of a ready service, or none.
 
-    What a killed service left there is removed at once: whoever waits for the file must not take it for this one's.
+    The file of a killed service is removed at once: a program that waits for it must not take it for this one's.
     """
 
     def __init__(self, path: str | None) -> None:
@@ -205,20 +200,19 @@ class _PortFile:
 
 def build_server(
     config: ServeConfig, *, worker: int | None = None
-) -> tuple[PredictionServer, dict[str, ArtifactPlace]]:
-    """The server that `config` asks for, nothing bound yet; and the places of its artifacts by id.
+) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
+    """The server of `config`, nothing bound yet; and the sources of its artifacts by id.
 
     Args:
         config: What to serve, where.
         worker: Number of the worker process that it runs in; None: there is one process.
     """
     from predictors.runtime import CPU
-    from predictors.service.metrics import PrometheusMetrics, ServiceMetrics
-    from predictors.service.places import open_places
+    from predictors.service.artifacts import open_sources
+    from predictors.service.pipeline import worker_cores
     from predictors.service.security import BearerTokens, TlsFiles
     from predictors.service.server import PredictionServer, ServerSettings
-    from predictors.service.threads import worker_cores
-    from predictors.service.tracing import OpenTelemetryTracing, Tracing, set_up_exporting
+    from predictors.service.tracing import Tracing, set_up_exporting
 
     tls = None
     if config.tls_cert is not None and config.tls_key is not None:
@@ -237,11 +231,10 @@ def build_server(
         cache_entries=config.cache_entries,
         drain_delay_s=config.drain_delay_s,
         drain_timeout_s=config.drain_timeout_s,
-        worker_niceness=config.worker_niceness,
         tls=tls,
         tokens=None if config.token_file is None else BearerTokens.of_file(config.token_file),
     )
-    places, runtimes = open_places(
+    sources, runtimes = open_sources(
         [config.artifact, *config.more_artifacts],
         provider=config.provider,
         threads_per_run=config.threads_per_worker,
@@ -252,25 +245,22 @@ def build_server(
     if provider == CPU and config.threads_per_worker == 1:
         cores = worker_cores(batching.num_workers, worker or 0, config.workers)
         settings = dataclasses.replace(settings, worker_cores=tuple(cores))
-    tracing = Tracing()
     if config.traces:
         set_up_exporting()
-        tracing = OpenTelemetryTracing()
     server = PredictionServer(
         runtimes,
         batching,
         settings,
-        reopen=lambda name: places[name].open(),
-        metrics=ServiceMetrics() if config.http_port is None else PrometheusMetrics(),
-        tracing=tracing,
+        reopen=lambda name: sources[name].open(),
+        tracing=Tracing() if config.traces else None,
     )
-    return server, places
+    return server, sources
 
 
 def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
-    """The provider's defaults with what `config` sets."""
+    """The provider's defaults, overridden by `config`."""
     from predictors.runtime import CPU
-    from predictors.service.grouping import BatchingSettings
+    from predictors.service.batcher import BatchingSettings
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = (
@@ -278,26 +268,23 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
         if provider == CPU
         else BatchingSettings.gpu()
     )
-    chosen = {
-        name: getattr(config, name)
-        for name in (
-            "max_batch",
-            "max_wait_s",
-            "max_padding",
-            "max_padded_tokens",
-            "order",
-            "max_queue",
-            "num_workers",
-        )
-        if getattr(config, name) is not None
-    }
-    return dataclasses.replace(defaults, **chosen)
+    names = (
+        "max_batch",
+        "max_wait_s",
+        "max_padding",
+        "max_padded_tokens",
+        "order",
+        "max_queue",
+        "num_workers",
+    )
+    overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return dataclasses.replace(defaults, **overrides)
 
 
 async def _serve(
     server: PredictionServer,
     config: ServeConfig,
-    places: dict[str, ArtifactPlace],
+    sources: dict[str, ArtifactSource],
     on_ready: Callable[[int], None],
     on_stop: Callable[[], None] = lambda: None,
     *,
@@ -320,9 +307,9 @@ async def _serve(
         http = "" if server.http_port is None else f", http on {config.host}:{server.http_port}"
         logger.info("ready on %s:%d%s with %s", config.host, port, http, server.pipeline.settings)
         if config.reload_poll_s:
-            tasks.add(asyncio.create_task(_watch(server, places, config.reload_poll_s)))
+            tasks.add(asyncio.create_task(_watch(server, sources, config.reload_poll_s)))
         await stop.wait()
-        logger.info("draining %d requests", server.artifacts.num_inside)
+        logger.info("draining %d requests", server.artifacts.num_in_flight)
     finally:
         for task in tasks:
             task.cancel()
@@ -330,21 +317,21 @@ async def _serve(
         await server.stop()
 
 
-async def _watch(server: PredictionServer, places: dict[str, ArtifactPlace], every_s: float) -> None:
-    """Reloads when a manifest at one of the places is another one than before."""
-    seen = {name: place.stamp() for name, place in places.items()}
+async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], every_s: float) -> None:
+    """Reloads when a manifest at one of the sources has changed."""
+    previous = {name: source.state() for name, source in sources.items()}
     while True:
         await asyncio.sleep(every_s)
-        found = {name: place.stamp() for name, place in places.items()}
-        if found != seen:
-            seen = found
+        states = {name: source.state() for name, source in sources.items()}
+        if states != previous:
+            previous = states
             await server.reload()
 
 
 async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
     from predictors.service.metrics import WorkerMetricFiles
-    from predictors.service.server import LAST_WORDS_S
-    from predictors.service.supervisor import Supervisor, reserved_port, worker_command
+    from predictors.service.server import STREAM_GRACE_S
+    from predictors.service.workers import Supervisor, reserved_port, worker_command
 
     with ExitStack() as stack:
         port = reserved_port(stack, config.host, config.port)
@@ -358,13 +345,13 @@ async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
         supervisor = Supervisor(
             worker_command(json.dumps(dataclasses.asdict(shared))),
             config.workers,
-            stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + LAST_WORDS_S + STOP_GRACE_S,
+            stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
             environment={} if metric_files is None else metric_files.environment,
             on_end=None if metric_files is None else metric_files.reset_live,
         )
 
         def stop() -> None:
-            port_file.remove()  # who watches it, looks away before the workers drain
+            port_file.remove()  # programs that watch it look away before the workers drain
             supervisor.stop()
 
         def on_ready() -> None:

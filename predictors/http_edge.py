@@ -1,4 +1,4 @@
-"""The edge of an HTTP port: half-sent requests end, and what a client has sent reaches neither a log nor an error page."""
+"""HTTP server options against hostile clients: time limits, bounded bodies, no request data in logs and error pages."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from aiohttp import web
 
-from predictors.edge_logging import RequestDataFilter, redacted
+from predictors.edge import RequestDataFilter, redacted
 from scheduler_core.errors import InputError
 
 # A body of some MiB over a slow line takes seconds.
 REQUEST_TIMEOUT_S = 30.0
 # Decompressed in one go.
-PIECE_BYTES = 2**18
+CHUNK_BYTES = 2**18
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RequestDataFilter())
@@ -28,7 +28,7 @@ class HttpRunner(web.AppRunner):
     by then. Malformed requests get a fixed page and a line in the log without their bytes.
 
     Args:
-        application: What answers.
+        application: The application.
         request_timeout_s: For the head of a request.
         options: Further ones of `web.AppRunner`.
     """
@@ -96,7 +96,7 @@ async def _decompressed(body: bytes, max_bytes: int) -> bytes:
     size = 0
     try:
         while not unpacker.eof and (body or not parts):
-            parts.append(unpacker.decompress(body, PIECE_BYTES))
+            parts.append(unpacker.decompress(body, CHUNK_BYTES))
             if not parts[-1]:
                 break
             body, size = unpacker.unconsumed_tail, size + len(parts[-1])

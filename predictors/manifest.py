@@ -1,32 +1,42 @@
-"""The manifest of an artifact: what the graph takes and gives, and where it comes from.
+"""The manifest of an artifact: what the graph takes and gives, where it comes from, and the checks of `manifest.json`.
 
 Inputs and outputs of the graph follow from the other fields, so that a manifest cannot contradict itself.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
+from predictors.onnx_header import check_opset
 from scheduler_core.errors import InputError
 
-FORMAT_VERSION = 5
+FORMAT_VERSION: Literal[6] = 6
+MANIFEST = "manifest.json"
+SIGNATURE = "manifest.json.sig"
 MODEL = "model.onnx"
-CAPPED_MODEL = "length.onnx"
 TOKENIZER = "tokenizer.json"
 NORMALIZATION = "normalization.json"
 #: Conformal quantiles that `calibrate` made, where it did.
 CONFORMAL = "conformal.json"
-#: The optional input of an encoder's graph that takes lexical features.
-LEXICAL_INPUT = "lexical"
+
+# Fields of the file that follow from the others: compared, not read.
+_DERIVED = ("format_version", "tokenizer_files", "inputs", "outputs")
+# Not part of the version: an export that is repeated elsewhere, at another time, gives the same one.
+_UNVERSIONED = ("artifact_version", "created")
+_RUN = "run.json"
+_CALIBRATION = ("sigma_scale", "mu_shift")
 
 TruncationSide = Literal["left", "right", "middle"]
-Kind = Literal["encoder", "lexical"]
 Precision = Literal["fp32", "fp16", "int8"]
 Head = Literal["length", "urgency", "bucket", "regression", "rank"]
 TRUNCATION_SIDES: tuple[str, ...] = get_args(TruncationSide)
@@ -54,27 +64,24 @@ def _utc(value: str) -> str:
     return value
 
 
-# What a JSON value may be; `predictors.manifest_reader` checks it, a manifest under construction is a draft.
+# Ranges of JSON values.
 Name = Annotated[str, Field(min_length=1, max_length=500, pattern=r"^[^\x00-\x1f\x7f]*$")]
 Names = Annotated[
     tuple[Name, ...], AfterValidator(_different), Field(json_schema_extra={"uniqueItems": True})
 ]
 Count = Annotated[int, Field(ge=1, le=10**13)]
-Level = Annotated[float, Field(gt=0, lt=1)]
-Levels = Annotated[tuple[Level, ...], Field(min_length=1), AfterValidator(_ascending)]
 Edge = Annotated[float, Field(gt=0, le=1e9)]
 FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$", max_length=255)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 CalibrationTable = Annotated[tuple[Annotated[float, Field(ge=-1e6, le=1e6)], ...], Field(min_length=1)]
-_STRICT = ConfigDict(strict=True, extra="forbid", json_schema_serialization_defaults_required=True)
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", frozen=True, json_schema_serialization_defaults_required=True
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One input or output of the graph; a dimension is a size or the name of a free axis.
-
-    An optional input has a default inside the graph and may be left out.
-    """
+    """One input or output of the graph; a dimension is a size or the name of a free axis."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -82,35 +89,20 @@ class TensorSpec:
     dtype: str
     shape: tuple[int | str, ...]
     unit: str
-    optional: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LexicalInput:
-    """What is computed from a prompt's text before the graph runs (`predictors.lexical`).
-
-    Attributes:
-        feature_names: Columns of the input, in order.
-        feature_version: Version of their definition.
-        max_chars: Most characters of a prompt that are read.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    feature_names: Annotated[Names, Field(min_length=1)]
-    feature_version: Annotated[int, Field(ge=1, le=1000)]
-    max_chars: Annotated[int, Field(ge=1, le=10**9)]
+TensorSpecs = Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderCard:
-    """What the encoder of an artifact is.
+    """The encoder of an artifact.
 
     Attributes:
         architecture: Model type, as transformers names it.
         source: Where training took it from, as the user named it.
         num_parameters: Weights of the encoder, heads not counted.
-        num_layers: Its layers, where its configuration says.
+        num_layers: Number of layers, if its configuration has it.
         width: Width of its hidden states.
     """
 
@@ -124,46 +116,8 @@ class EncoderCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CappedLengths:
-    """A second graph, `length.onnx`: numbers of the capped length min(X, max_tokens), X log-t distributed.
-
-    It takes what the first graph gives and max_tokens, so that who does not need it does not pay for it.
-
-    Attributes:
-        cvar_level: alpha of CVaR_alpha, the mean of the worst 1 - alpha share.
-        quantile_levels: Levels of the quantiles, ascending.
-        has_nu: nu is an input too, because it is predicted.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    cvar_level: Level
-    quantile_levels: Levels
-    has_nu: bool
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        """Inputs of the graph, in order."""
-        named = [("mu", "log tokens"), ("sigma", "log tokens")]
-        named += [("nu", "degrees of freedom")] if self.has_nu else []
-        floats = [TensorSpec(name=name, dtype="float32", shape=("batch",), unit=unit) for name, unit in named]
-        cap = TensorSpec(name="max_tokens", dtype="int64", shape=("batch",), unit="tokens, >= 1")
-        return (*floats, cap)
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        """Outputs of the graph, in order; NaN in a row whose max_tokens is below 1."""
-        quantiles = ("batch", len(self.quantile_levels))
-        return (
-            TensorSpec(name="expected_tokens", dtype="float32", shape=("batch",), unit="tokens"),
-            TensorSpec(name="cvar_tokens", dtype="float32", shape=("batch",), unit="tokens"),
-            TensorSpec(name="quantile_tokens", dtype="float32", shape=quantiles, unit="tokens"),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Conditions:
-    """What the graph sees beside the prompt.
+    """Inputs of the graph beside the prompt.
 
     The input served_model is 1 + the model's position in the manifest's served_models, and 0 for any other model.
 
@@ -178,134 +132,128 @@ class Conditions:
     temperature: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(BaseModel):
     """Content of `manifest.json`.
 
     Attributes:
-        artifact_id: Name of what is predicted with, chosen at export.
+        artifact_id: Name chosen at export.
         artifact_version: Twelve hex digits that change with anything in this manifest but this field, `created` and
             run.json, behind "PREFIX+" where the export named one; `write_manifest` computes them.
         created: Time of export, ISO 8601 in UTC.
-        kind: "encoder" reads token ids (and features of the text, where `lexical` is set), "lexical" features alone.
-        heads: What is predicted, out of length, urgency, bucket, regression, rank.
+        heads: Predicted quantities.
         files: File name -> hex SHA-256 of every file but the manifest and its signature; `write_manifest` fills it in.
         opset: Operator set -> version that `model.onnx` is written in; `write_manifest` fills it in.
-        encoder: What the encoder is; None for a lexical artifact.
+        encoder: The encoder.
         precision: Of the weights and activations of `model.onnx`.
-        variant: How the graph was made faster, and what it costs in accuracy; empty: not at all.
-        capped: The second graph, of numbers of the capped length; None: there is none.
+        variant: How the graph was made faster, and its cost in accuracy; empty: it was not.
         nu: Degrees of freedom of the log-t length distribution; None: the graph gives them, or predicts no length.
-        within: The graph also gives sigma_within, how far answers to the same prompt lie from each other; sigma holds the
-            predictor's own error in mu as well.
-        max_length: Most tokens the model reads, special tokens included; None for a lexical artifact.
-        truncation_side: What of a longer prompt is dropped: its left or right end, or its middle (kept are the first
-            max_length - max_length // 2 tokens and the last max_length // 2); None for a lexical artifact.
-        pad_token_id: Token id of padding; None for a lexical artifact.
-        lexical: Features of the text that the graph takes; None: none.
-        conversations: A prompt is the text of a whole conversation (`predictors.conversation`), not its last user message.
+        within: The graph also gives sigma_within, the scale of lengths of the same prompt; sigma holds the predictor's
+            own error in mu as well.
+        max_length: Maximum number of tokens of a prompt, special tokens included.
+        truncation_side: Where a longer prompt is truncated: at its left or right end, or in the middle (the first
+            max_length - max_length // 2 tokens and the last max_length // 2 remain).
+        pad_token_id: Token id of padding.
+        conversations: A prompt is the `conversation_text` of all messages, not the last user message.
         served_models: LLMs whose lengths the artifact predicts; empty if not declared.
-        conditioning: What the graph sees beside the prompt; None: nothing.
+        conditioning: Inputs beside the prompt; None: none.
         urgency_levels: Names of the urgency levels, the most urgent first.
-        abstain_threshold: A highest urgency probability below this means that the artifact does not know; None: it
-            always answers; 1: it never does.
+        abstain_threshold: With a highest urgency probability below this the artifact abstains; None: never; 1: always.
         bucket_edges: Bounds of the length buckets in tokens; bucket k holds edges[k-1] <= tokens < edges[k].
-        calibration: What was done to mu and sigma after training (it is inside the graph); empty: nothing.
-        training_data: What it was trained on: file name and SHA-256.
+        calibration: Changes of mu and sigma after training (they are part of the graph); empty: none.
+        training_data: File name and SHA-256 of the training data.
         metrics: Metrics of the checkpoint, as training wrote them.
-        parity: How far torch and ONNX Runtime differ.
+        parity: Differences between torch and ONNX Runtime.
         versions: Package -> version at export.
         license: Licence of the artifact, if stated.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    model_config = _STRICT
 
     artifact_id: Name
     created: Annotated[str, AfterValidator(_utc)]
     heads: Annotated[tuple[Head, ...], Field(min_length=1), AfterValidator(_different)]
+    encoder: EncoderCard
+    max_length: Annotated[int, Field(ge=1, le=10**6)]
+    truncation_side: TruncationSide
+    pad_token_id: Annotated[int, Field(ge=0, lt=2**31)]
     artifact_version: Name = ""
-    files: Mapping[FileName, Sha256] = field(default_factory=dict)
-    opset: Mapping[str, int] = field(default_factory=dict)
-    kind: Kind = "encoder"
-    encoder: EncoderCard | None = None
+    files: Mapping[FileName, Sha256] = Field(default_factory=dict)
+    opset: Mapping[str, int] = Field(default_factory=dict)
     precision: Precision = "fp32"
-    variant: Mapping[str, Any] = field(default_factory=dict)
-    capped: CappedLengths | None = None
+    variant: Mapping[str, Any] = Field(default_factory=dict)
     nu: Annotated[float, Field(ge=0.1, le=1e9)] | None = None
     within: bool = False
-    max_length: Annotated[int, Field(ge=1, le=10**6)] | None = None
-    truncation_side: TruncationSide | None = None
-    pad_token_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    lexical: LexicalInput | None = None
     conversations: bool = False
     served_models: Names = ()
     conditioning: Conditions | None = None
     urgency_levels: Names = ()
     abstain_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     bucket_edges: Annotated[tuple[Edge, ...], AfterValidator(_ascending)] = ()
-    calibration: Mapping[str, CalibrationTable] = field(default_factory=dict)
-    training_data: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-    parity: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    calibration: Mapping[str, CalibrationTable] = Field(default_factory=dict)
+    training_data: Mapping[str, Any] = Field(default_factory=dict)
+    metrics: Mapping[str, Any] = Field(default_factory=dict)
+    parity: Mapping[str, Any] = Field(default_factory=dict)
+    versions: Mapping[str, str] = Field(default_factory=dict)
     license: Name | None = None
 
+    @classmethod
+    def draft(cls, **fields: Any) -> Manifest:
+        """A manifest under construction, not checked: `write_manifest` does that."""
+        return cls.model_construct(**fields)
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
+    def inputs(self) -> TensorSpecs:
         """Inputs of the graph, in order."""
-        width = 0 if self.lexical is None else len(self.lexical.feature_names)
-        if self.kind == "lexical":
-            specs = [TensorSpec(name="features", dtype="float32", shape=("batch", width), unit="see lexical")]
-        else:
-            tokens = ("batch", "seq")
-            specs = [
-                TensorSpec(name="input_ids", dtype="int64", shape=tokens, unit="token id"),
-                TensorSpec(name="attention_mask", dtype="int64", shape=tokens, unit="1 = token, 0 = padding"),
-            ]
+        tokens = ("batch", "seq")
+        specs = [
+            TensorSpec(name="input_ids", dtype="int64", shape=tokens, unit="token id"),
+            TensorSpec(name="attention_mask", dtype="int64", shape=tokens, unit="1 = token, 0 = padding"),
+        ]
         if self.conditioning is not None:
             unit = "1 + position in served_models, 0 = another"
             specs.append(TensorSpec(name="served_model", dtype="int64", shape=("batch",), unit=unit))
             if self.conditioning.temperature:
                 unit = "sampling temperature, NaN = unknown"
                 specs.append(TensorSpec(name="temperature", dtype="float32", shape=("batch",), unit=unit))
-        if self.kind == "encoder" and self.lexical is not None:
-            unit = "see lexical, a row of NaN = unknown"
-            specs.append(
-                TensorSpec(
-                    name=LEXICAL_INPUT, dtype="float32", shape=("batch", width), unit=unit, optional=True
-                )
-            )
         return tuple(specs)
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
+    def outputs(self) -> TensorSpecs:
         """Outputs of the graph, in order; all float32."""
-        found: list[tuple[str, str, int | None]] = []
-        if "length" in self.heads:
-            found += [("mu", "log tokens", None), ("sigma", "log tokens", None)]
-            if self.nu is None:
-                found.append(("nu", "degrees of freedom", None))
-            if self.within:
-                found.append(("sigma_within", "log tokens", None))
-        if "urgency" in self.heads:
-            found.append(("urgency", "probability", len(self.urgency_levels)))
-        if "bucket" in self.heads:
-            found.append(("bucket", "probability", len(self.bucket_edges) + 1))
-        if "regression" in self.heads:
-            found.append(("regression_tokens", "tokens", None))
-        if "rank" in self.heads:
-            found.append(("rank", "none; larger = longer", None))
-        return tuple(
-            TensorSpec(
-                name=name, dtype="float32", shape=("batch",) if width is None else ("batch", width), unit=unit
-            )
-            for name, unit, width in found
-        )
+        length = [("mu", "log tokens"), ("sigma", "log tokens")]
+        length += [("nu", "degrees of freedom")] if self.nu is None else []
+        length += [("sigma_within", "log tokens")] if self.within else []
+        scalars = {
+            "length": length,
+            "regression": [("regression_tokens", "tokens")],
+            "rank": [("rank", "none; larger = longer")],
+        }
+        widths = {"urgency": len(self.urgency_levels), "bucket": len(self.bucket_edges) + 1}
+        specs = []
+        for head in ("length", "urgency", "bucket", "regression", "rank"):
+            if head in self.heads and head in widths:
+                shape = ("batch", widths[head])
+                specs.append(TensorSpec(name=head, dtype="float32", shape=shape, unit="probability"))
+            elif head in self.heads:
+                specs += [
+                    TensorSpec(name=name, dtype="float32", shape=("batch",), unit=unit)
+                    for name, unit in scalars[head]
+                ]
+        return tuple(specs)
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def format_version(self) -> Literal[6]:
+        """`FORMAT_VERSION`."""
+        return FORMAT_VERSION
+
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def tokenizer_files(self) -> tuple[str, ...]:
-        """Files that turn text into token ids; none for a lexical artifact."""
-        return (TOKENIZER,) if self.kind == "encoder" else ()
+        """Files that turn text into token ids."""
+        return (TOKENIZER,)
 
     @property
     def accepts_unknown_models(self) -> bool:
@@ -313,13 +261,10 @@ class Manifest:
         return not self.served_models if self.conditioning is None else self.conditioning.unknown_models
 
     def served_model_number(self, name: str | None) -> int:
-        """What the graph's input served_model gets for a served model; 0 where there is no such input.
-
-        Args:
-            name: The LLM's name; None or empty: not told.
+        """Value of the graph's input served_model for a model (None or empty: unknown); 0 where there is no such input.
 
         Raises:
-            InputError: The artifact has not learnt lengths of such a model.
+            InputError: The artifact was not trained on such a model.
         """
         named = ", ".join(self.served_models)
         if name and name in self.served_models:
@@ -336,28 +281,138 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""
-        tensors = {
-            "inputs": [asdict(tensor) for tensor in self.inputs],
-            "outputs": [asdict(tensor) for tensor in self.outputs],
-        }
-        content = asdict(self)
-        if self.capped is not None:
-            content["capped"] |= {
-                "inputs": [asdict(tensor) for tensor in self.capped.inputs],
-                "outputs": [asdict(tensor) for tensor in self.capped.outputs],
-            }
-        derived = {"format_version": FORMAT_VERSION, "tokenizer_files": list(self.tokenizer_files)}
-        return {**derived, **content, **tensors}
+        return self.model_dump(mode="json", warnings=False)
 
 
 def checked_temperature(value: float | None) -> float:
-    """What the graph's input temperature gets: NaN for None.
-
-    Raises:
-        InputError: Below 0 or infinite.
-    """
+    """Value of the graph's input temperature: NaN for None; raises InputError if it is below 0 or infinite."""
     if value is None or math.isnan(value):
         return math.nan
     if not 0 <= value < math.inf:
         raise InputError("temperature", value, "a finite number >= 0, or unset")
     return value
+
+
+def content_version(content: Mapping[str, Any]) -> str:
+    """Twelve hex digits of the SHA-256 of a manifest's canonical JSON (keys sorted, no spaces, ASCII).
+
+    Args:
+        content: The parsed JSON; its fields artifact_version and created, and the hash of run.json, are left out.
+    """
+    versioned = {name: value for name, value in content.items() if name not in _UNVERSIONED}
+    if isinstance(versioned.get("files"), Mapping):
+        versioned["files"] = {name: digest for name, digest in versioned["files"].items() if name != _RUN}
+    return hashlib.sha256(_canonical(versioned).encode()).hexdigest()[:12]
+
+
+def parse_manifest(content: Mapping[str, Any]) -> Manifest:
+    """The manifest that `content`, the parsed JSON, describes.
+
+    Raises:
+        InputError: The format is of another version, a field is missing, unknown, wrong or contradicts another one, or
+            the artifact version is not that of the content.
+    """
+    _check_format(content.get("format_version"))
+    fields = {name: value for name, value in content.items() if name not in _DERIVED}
+    try:
+        # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
+        manifest = Manifest.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        raise _input_error(error) from error
+    for name, allowed in _contradictions(manifest):
+        raise _wrong(name, fields.get(name), allowed)
+    check_opset(manifest.opset, "artifact manifest")
+    _check_derived(content, manifest)
+    version = content_version(content)
+    if manifest.artifact_version.rpartition("+")[2] != version:
+        allowed = f"{version}, which follows from the rest of the manifest: it was changed after the export"
+        raise _wrong("artifact_version", manifest.artifact_version, allowed)
+    return manifest
+
+
+def manifest_schema() -> dict[str, Any]:
+    """JSON Schema of manifest.json, made from the types; rules between fields are not in it."""
+    schema = Manifest.model_json_schema(mode="serialization")
+    schema["properties"]["files"]["additionalProperties"] = False  # names of another pattern
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:tailcast:artifact-manifest:{FORMAT_VERSION}",
+        **schema,
+        "title": f"tailcast artifact manifest, format {FORMAT_VERSION}",
+    }
+
+
+def _check_format(version: object) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise _wrong("format_version", version, str(FORMAT_VERSION))
+    if version < FORMAT_VERSION:
+        raise _wrong("format_version", version, f"{FORMAT_VERSION}; the artifact is older: export it again")
+    if version > FORMAT_VERSION:
+        raise _wrong("format_version", version, f"{FORMAT_VERSION}; the artifact is newer: upgrade tailcast")
+
+
+def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Fields that others do not allow, and what they allow."""
+    heads = manifest.heads
+    for name in ("nu", "within"):
+        if "length" not in heads and getattr(manifest, name):
+            yield name, "null or false, because no length is predicted"
+    if "urgency" not in heads and manifest.abstain_threshold is not None:
+        yield "abstain_threshold", "null, because no urgency is predicted"
+    if len(manifest.urgency_levels) < 2 if "urgency" in heads else manifest.urgency_levels:
+        yield "urgency_levels", "two or more names with an urgency head, else none"
+    if bool(manifest.bucket_edges) is not ("bucket" in heads):
+        yield "bucket_edges", "one or more numbers of tokens with a bucket head, else none"
+    if manifest.conditioning is not None and not manifest.served_models:
+        yield "served_models", "one or more names, because of conditioning"
+    tables = manifest.calibration
+    rows = 1 if manifest.conditioning is None else len(manifest.served_models) + 1
+    if tables and (
+        {name: len(table) for name, table in tables.items()} != dict.fromkeys(_CALIBRATION, rows)
+        or min(tables["sigma_scale"]) <= 0
+    ):
+        yield "calibration", f"empty, or {rows} numbers each: sigma_scale, all above 0, and mu_shift"
+    for name in (MODEL, TOKENIZER, NORMALIZATION):
+        if name not in manifest.files:
+            yield "files", f"an object with {name}"
+    if {MANIFEST, SIGNATURE} & manifest.files.keys():
+        yield "files", "neither the manifest nor its signature"
+    if not manifest.opset:
+        yield "opset", "an object of operator set: version"
+
+
+def _check_derived(content: Mapping[str, Any], manifest: Manifest) -> None:
+    expected = manifest.to_json()
+    for name, value in expected.items():
+        if name not in content:
+            raise _wrong(name, "no such field", "a value: the field is required")
+        if name in _DERIVED and _canonical(content[name]) != _canonical(value):
+            raise _wrong(name, content[name], f"{_canonical(value)}, as the other fields imply")
+
+
+def _canonical(content: object) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _input_error(invalid: ValidationError) -> InputError:
+    """A pydantic error as the project's: the field by its path, and what is allowed there."""
+    error = invalid.errors(include_url=False)[0]
+    path = [str(step) for step in error["loc"] if step != "[key]"]
+    name, kind = ", ".join(path), error["type"]
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return _wrong(name, error["input"], f"no field of this name in format {FORMAT_VERSION}")
+    if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+        return _wrong(name, "no such field", "a value: the field is required")
+    if kind == "value_error":
+        return _wrong(name, error["input"], str(error["ctx"]["error"]))
+    if kind == "json_invalid":
+        return InputError("artifact manifest", "its JSON", f"JSON that pydantic reads ({error['msg']})")
+    return _wrong(name, error["input"], re.sub(r"^\w+ should (be|have|match) ", "", error["msg"]))
+
+
+def _wrong(name: str, value: object, allowed: str) -> InputError:
+    return InputError(f"artifact manifest, {name}", value, allowed)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(manifest_schema(), indent=2, sort_keys=True) + "\n")

@@ -1,4 +1,4 @@
-"""What an ONNX file says of itself before it is loaded: operator sets, and files that hold its weights.
+"""Header of an ONNX file, read without loading it: operator sets, and files that hold its weights.
 
 An ONNX file is a protobuf message `ModelProto`. Only the messages that can hold a tensor are entered; everything else,
 weights included, is skipped by its length, so that gigabytes cost nothing. The onnx package is not needed.
@@ -40,7 +40,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 @dataclass(frozen=True, slots=True)
 class OnnxHeader:
-    """What an ONNX file needs.
+    """Requirements of an ONNX file.
 
     Attributes:
         opset: Operator set -> version.

@@ -1,14 +1,11 @@
-"""An artifact ready to predict: tokenizer and ONNX Runtime session, nothing of the network.
-
-runtime = open_runtime("artifact")
-predicted = runtime.predict(["Name three rivers.", "Write an essay on tides."])
-print(predicted.mu, predicted.sigma)
-"""
+"""An artifact ready to predict (tokenizer and ONNX Runtime session, no network), and its predictions as arrays and rows."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,17 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.artifact import MANIFEST, MODEL, TOKENIZER, Artifact, LexicalInput, open_artifact
-from predictors.lexical_reader import LexicalReader
-from predictors.manifest import LEXICAL_INPUT, Manifest, TensorSpec, checked_temperature
-from predictors.predicted import Predicted, check_range
+from predictors.artifact import MANIFEST, MODEL, TOKENIZER, Artifact, open_artifact
+from predictors.manifest import Manifest, TensorSpec, checked_temperature
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.predictions import LengthPrediction
 
 if TYPE_CHECKING:
     import onnxruntime as ort
 
 logger = logging.getLogger(__name__)
+
+Array = NDArray[np.float64]
 
 ProviderChoice = Literal["auto", "cpu", "cuda"]
 CPU = "CPUExecutionProvider"
@@ -39,19 +37,103 @@ PROBE_BATCH = 16
 LONGEST_PROBE = 2048
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Predicted:
+    """Predictions for N prompts; None where the artifact has no such head.
+
+    Attributes:
+        mu, sigma, nu: Parameters of the log-t distribution of the length [N]; mu and sigma in log tokens.
+        sigma_within: Scale of lengths of the same prompt, log tokens [N]; sigma holds the predictor's own error in mu too.
+        urgency: Probabilities of the urgency levels [N, K], the most urgent first.
+        bucket: Probabilities of the length buckets [N, K].
+        regression_tokens: Length in tokens [N].
+        rank: Score [N], larger = longer; its scale has no meaning.
+    """
+
+    mu: Array | None = None
+    sigma: Array | None = None
+    nu: Array | None = None
+    sigma_within: Array | None = None
+    urgency: Array | None = None
+    bucket: Array | None = None
+    regression_tokens: Array | None = None
+    rank: Array | None = None
+
+    def __len__(self) -> int:
+        return next(len(values) for values in self.arrays().values())
+
+    def arrays(self) -> dict[str, Array]:
+        """The predicted arrays by name."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: values for name, values in arrays.items() if values is not None}
+
+    def rows(self) -> list[PredictedRow]:
+        """One prediction per prompt, as plain numbers."""
+        columns: dict[str, list[Any]] = {name: values.tolist() for name, values in self.arrays().items()}
+        rows = zip(*columns.values(), strict=True)
+        return [PredictedRow(**dict(zip(columns, numbers, strict=True))) for numbers in rows]
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, Array], *, nu: float | None) -> Predicted:
+        """From the outputs of a graph by name; `nu` is the fixed number of degrees of freedom, if it is fixed."""
+        if nu is not None and "mu" in arrays:
+            return cls(**arrays, nu=np.full(len(arrays["mu"]), nu))
+        return cls(**arrays)
+
+    @classmethod
+    def gathered(cls, parts: Sequence[Predicted], rows: Sequence[Sequence[int]]) -> Predicted:
+        """Joins one or more predictions of the same artifact; `rows` are the row numbers of each part."""
+        order = np.argsort(np.concatenate([np.asarray(numbers, dtype=np.int64) for numbers in rows]))
+        columns = [part.arrays() for part in parts]
+        return cls(**{name: np.concatenate([part[name] for part in columns])[order] for name in columns[0]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictedRow:
+    """The prediction for one prompt; fields as those of `Predicted`."""
+
+    mu: float | None = None
+    sigma: float | None = None
+    nu: float | None = None
+    sigma_within: float | None = None
+    urgency: Sequence[float] | None = None
+    bucket: Sequence[float] | None = None
+    regression_tokens: float | None = None
+    rank: float | None = None
+
+
+def check_range(row: PredictedRow) -> None:
+    """Raises TailcastError for numbers of a model that no scheduler can use."""
+    if row.mu is not None and row.sigma is not None and row.nu is not None:
+        try:
+            LengthPrediction(row.mu, row.sigma, row.nu)
+        except InputError as error:
+            raise TailcastError(
+                f"the model gave mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}: {error}"
+            ) from error
+    for name in ("sigma_within", "regression_tokens", "rank"):
+        value = getattr(row, name)
+        if value is not None and not math.isfinite(value):
+            raise TailcastError(f"the model gave {name} = {value}")
+    for name in ("urgency", "bucket"):
+        values = getattr(row, name)
+        if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
+            raise TailcastError(f"the model gave {name} = {values}")
+
+
 class ArtifactRuntime:
     """Runs one artifact. `run` may be called from several threads at a time.
 
     Attributes:
-        artifact: What is run.
-        tokenizer: Text to what the model reads: token ids, or features where the artifact is lexical.
-        provider: ONNX Runtime's execution provider in use, which can differ from the one asked for by "auto".
+        artifact: The artifact.
+        tokenizer: Text to token ids.
+        provider: ONNX Runtime's execution provider in use, "auto" resolved.
     """
 
     def __init__(
         self,
         artifact: Artifact,
-        tokenizer: PromptTokenizer | LexicalReader,
+        tokenizer: PromptTokenizer,
         session: ort.InferenceSession,
     ) -> None:
         self.artifact = artifact
@@ -65,49 +147,36 @@ class ArtifactRuntime:
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
         *,
-        lexical: Sequence[NDArray[np.float32] | None] | None = None,
         seq: int | None = None,
     ) -> Predicted:
         """Predicts one batch.
 
         Args:
-            prompts: Token ids of B prompts, each int64 [tokens], at least one token; of a lexical artifact features,
-                each float32 [F].
-            served_models: Names of the LLMs that will answer [B]; None: not told. What the artifact makes of names
-                it does not know: `Manifest.served_model_number`.
-            temperatures: Sampling temperatures [B], at least 0; None: not told. An artifact that is not conditioned
-                does not look at them.
-            lexical: Lexical features [B], each float32 [F], of an encoder that takes them too; None: unknown.
+            prompts: Token ids of B prompts, each int64 [tokens], at least one token.
+            served_models: Names of the requests' LLMs [B]; None: unknown. See `Manifest.served_model_number`.
+            temperatures: Sampling temperatures [B], at least 0; None: unknown. Ignored by an artifact without
+                conditioning.
             seq: Pad to so many columns instead of to the longest prompt; changes no number.
 
-        Returns:
-            Predictions for B prompts.
-
         Raises:
-            InputError: The artifact has not learnt a served model's lengths, a temperature is below 0, or a prompt has
-                more tokens than `seq`.
+            InputError: The artifact cannot predict for a served model, a temperature is below 0, or a prompt has more
+                tokens than `seq`.
             TailcastError: The session failed or gave something else than B rows.
         """
         manifest = self.artifact.manifest
-        if manifest.kind == "lexical":
-            feed: dict[str, NDArray[Any]] = {"features": np.stack(prompts).astype(np.float32, copy=False)}
-        else:
-            feed = self._tokens(prompts, seq)
-            if manifest.lexical is not None:
-                feed[LEXICAL_INPUT] = _lexical(manifest.lexical, lexical or [None] * len(prompts))
-        feed |= _conditions(manifest, len(prompts), served_models, temperatures)
+        feed = self._tokens(prompts, seq) | _conditions(manifest, len(prompts), served_models, temperatures)
         names = [tensor.name for tensor in manifest.outputs]
         try:
-            found = self._session.run(names, feed)
+            outputs = self._session.run(names, feed)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             shape = next(iter(feed.values())).shape
             reason = " ".join(str(error).split())
             raise TailcastError(f"the ONNX session failed on shape {shape}: {reason}") from error
-        for tensor, values in zip(manifest.outputs, found, strict=True):
-            wanted = (len(prompts), *tensor.shape[1:])
-            if values.shape != wanted:
-                raise TailcastError(f"the model gave {tensor.name} with shape {values.shape}, not {wanted}")
-        arrays = {name: values.astype(np.float64) for name, values in zip(names, found, strict=True)}
+        for tensor, values in zip(manifest.outputs, outputs, strict=True):
+            expected = (len(prompts), *tensor.shape[1:])
+            if values.shape != expected:
+                raise TailcastError(f"the model gave {tensor.name} with shape {values.shape}, not {expected}")
+        arrays = {name: values.astype(np.float64) for name, values in zip(names, outputs, strict=True)}
         return Predicted.of(arrays, nu=manifest.nu)
 
     def predict(
@@ -118,39 +187,35 @@ class ArtifactRuntime:
         *,
         batch_size: int = 4,
     ) -> Predicted:
-        """Predicts any number of prompts, in batches of similar length.
+        """Predicts any number of prompts, in batches of similar length; the predictions are in the prompts' order.
 
         Args:
             prompts: N texts.
             served_models, temperatures: As in `run`, [N].
             batch_size: Prompts per model call; on a CPU small batches are the fastest.
-
-        Returns:
-            Predictions in the order of the prompts.
         """
         if batch_size < 1:
             raise InputError("batch_size", batch_size, "an integer >= 1")
         for name, values in (("served_models", served_models), ("temperatures", temperatures)):
             if values is not None and len(values) != len(prompts):
                 raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one for each prompt")
-        read = self.tokenizer(prompts)
-        by_length = sorted(range(len(read)), key=lambda index: len(read[index].values))
-        batches = [by_length[start : start + batch_size] for start in range(0, len(read), batch_size)]
+        tokenized = self.tokenizer(prompts)
+        by_length = sorted(range(len(prompts)), key=lambda index: len(tokenized[index].ids))
+        batches = [by_length[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
         if not batches:
             return self._nothing()
         parts = [
             self.run(
-                [read[row].values for row in rows],
+                [tokenized[row].ids for row in rows],
                 None if served_models is None else [served_models[row] for row in rows],
                 None if temperatures is None else [temperatures[row] for row in rows],
-                lexical=[read[row].lexical for row in rows],
             )
             for rows in batches
         ]
         return Predicted.gathered(parts, batches)
 
     def warm_up(self, shapes: Sequence[tuple[int, int]] = ((1, 16), (4, 32))) -> None:
-        """Runs all that a request can ask for, so that the first one pays no start-up cost and none finds a broken model.
+        """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model.
 
         Batches of the given (batch, tokens), one prompt as long as the model reads (up to 2048 tokens) with the highest
         token id in it, and texts for every served model, with and without a temperature.
@@ -165,32 +230,24 @@ class ArtifactRuntime:
         elif manifest.conditioning.unknown_models:
             names.append(None)
         for batch, tokens in (*shapes, (1, LONGEST_PROBE)):
-            if manifest.kind == "encoder":
-                prompt: NDArray[Any] = np.zeros(min(tokens, manifest.max_length or 1), dtype=np.int64)
-                prompt[-1] = (self.tokenizer.vocabulary_size or 1) - 1
-            else:
-                assert manifest.lexical is not None
-                prompt = np.zeros(len(manifest.lexical.feature_names), dtype=np.float32)
+            prompt = np.zeros(min(tokens, manifest.max_length), dtype=np.int64)
+            prompt[-1] = self.tokenizer.vocabulary_size - 1
             _check(self.run([prompt] * batch, names[:1] * batch))
-        probes = [read for read in self.tokenizer(PROBES) if len(read.values) > 0]
-        asks = [
-            (read, name, temperature)
-            for read, temperature in zip(probes, (None, 1.0), strict=False)
+        rows = [
+            (probe.ids, name, temperature)
+            for probe, temperature in zip(self.tokenizer(PROBES), (None, 1.0), strict=True)
             for name in names
+            if len(probe.ids) > 0
         ]
-        for start in range(0, len(asks), PROBE_BATCH):
-            reads, served, temperatures = zip(*asks[start : start + PROBE_BATCH], strict=True)
-            lexical = [read.lexical for read in reads]
-            _check(self.run([read.values for read in reads], served, temperatures, lexical=lexical))
+        for start in range(0, len(rows), PROBE_BATCH):
+            _check(self.run(*zip(*rows[start : start + PROBE_BATCH], strict=True)))
 
     def _tokens(self, prompts: Sequence[NDArray[Any]], seq: int | None) -> dict[str, NDArray[Any]]:
         longest = max(len(ids) for ids in prompts)
         if seq is not None and seq < longest:
             raise InputError("seq", seq, f"at least the {longest} tokens of the longest prompt")
         longest = longest if seq is None else seq
-        pad = self.artifact.manifest.pad_token_id
-        assert pad is not None
-        input_ids = np.full((len(prompts), longest), pad, dtype=np.int64)
+        input_ids = np.full((len(prompts), longest), self.artifact.manifest.pad_token_id, dtype=np.int64)
         attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
         for row, ids in enumerate(prompts):
             input_ids[row, : len(ids)] = ids
@@ -211,11 +268,6 @@ def _check(predicted: Predicted) -> None:
         check_range(row)
 
 
-def _lexical(lexical: LexicalInput, features: Sequence[NDArray[np.float32] | None]) -> NDArray[np.float32]:
-    unknown = np.full(len(lexical.feature_names), np.nan, dtype=np.float32)
-    return np.stack([unknown if row is None else row for row in features]).astype(np.float32, copy=False)
-
-
 def _conditions(
     manifest: Manifest,
     num_prompts: int,
@@ -224,14 +276,13 @@ def _conditions(
 ) -> dict[str, NDArray[Any]]:
     names = served_models if served_models is not None else [None] * num_prompts
     numbers = [manifest.served_model_number(name) for name in names]
-    told = temperatures if temperatures is not None else [None] * num_prompts
-    checked = [checked_temperature(value) for value in told]
+    values = [checked_temperature(value) for value in temperatures or [None] * num_prompts]
     if manifest.conditioning is None:
         return {}
-    found: dict[str, NDArray[Any]] = {"served_model": np.array(numbers, dtype=np.int64)}
+    feed: dict[str, NDArray[Any]] = {"served_model": np.array(numbers, dtype=np.int64)}
     if manifest.conditioning.temperature:
-        found["temperature"] = np.array(checked, dtype=np.float32)
-    return found
+        feed["temperature"] = np.array(values, dtype=np.float32)
+    return feed
 
 
 def open_runtime(
@@ -247,7 +298,7 @@ def open_runtime(
         path: Artifact folder.
         provider: "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not work.
         threads_per_run: Threads of one model call on the CPU.
-        public_key: As in `open_artifact`: who must have signed it.
+        public_key: As in `open_artifact`.
 
     Raises:
         InputError: The artifact is refused, or the provider cannot be had.
@@ -258,21 +309,12 @@ def open_runtime(
     )
 
 
-def _open_tokenizer(artifact: Artifact) -> PromptTokenizer | LexicalReader:
+def _open_tokenizer(artifact: Artifact) -> PromptTokenizer:
     manifest = artifact.manifest
-    lexical = None if manifest.lexical is None else LexicalReader(manifest.lexical)
-    if manifest.kind == "lexical":
-        assert lexical is not None
-        return lexical
-    assert manifest.max_length is not None and manifest.truncation_side is not None  # noqa: PT018
     tokenizer = PromptTokenizer(
-        artifact.tokenizer_path,
-        max_length=manifest.max_length,
-        truncation_side=manifest.truncation_side,
-        lexical=lexical,
+        artifact.tokenizer_path, max_length=manifest.max_length, truncation_side=manifest.truncation_side
     )
     pad, size = manifest.pad_token_id, tokenizer.vocabulary_size
-    assert pad is not None and size is not None  # noqa: PT018
     if pad >= size:
         allowed = f"0 to {size - 1}, the token ids of {TOKENIZER}"
         raise InputError("artifact manifest, pad_token_id", pad, allowed)
@@ -291,8 +333,8 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     has_cuda = CUDA in ort.get_available_providers()
     if provider == "cuda" and not has_cuda:
         raise InputError("provider", provider, "cpu or auto: this onnxruntime was built without CUDA")
-    wanted = [CUDA, CPU] if has_cuda and provider != "cpu" else [CPU]
-    if CUDA in wanted and hasattr(ort, "preload_dlls"):
+    providers = [CUDA, CPU] if has_cuda and provider != "cpu" else [CPU]
+    if CUDA in providers and hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     options: Any = ort.SessionOptions()
     options.intra_op_num_threads = threads
@@ -302,7 +344,7 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
     try:
-        session = ort.InferenceSession(str(artifact.model_path), options, providers=wanted)
+        session = ort.InferenceSession(str(artifact.model_path), options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         reason = " ".join(str(error).split())
         raise InputError(
@@ -311,12 +353,7 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
     manifest = artifact.manifest
-    inputs = {
-        optional: [each for each in manifest.inputs if each.optional is optional]
-        for optional in (False, True)
-    }
-    _check_tensors("inputs", session.get_inputs(), inputs[False])
-    _check_tensors("optional inputs", session.get_overridable_initializers(), inputs[True])
+    _check_tensors("inputs", session.get_inputs(), manifest.inputs)
     _check_tensors("outputs", session.get_outputs(), manifest.outputs)
     return session
 

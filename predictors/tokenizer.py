@@ -1,9 +1,9 @@
-"""Prompt text to what the model reads, exactly as it was trained, in bounded time for texts of any length."""
+"""Prompt or conversation to token ids, exactly as in training, in bounded time for texts of any length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,41 +11,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.artifact import TruncationSide
-from predictors.lexical_reader import LexicalReader
 from scheduler_core.errors import InputError, MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-# A prompt is first cut to this many characters per token the model reads (English has about 4) ...
-FIRST_CUT_CHARS_PER_TOKEN = 16
-# ... and the cut is doubled while it yields too few tokens, up to this: what lies beyond is never looked at.
-LAST_CUT_CHARS_PER_TOKEN = 64
+# A prompt is first clipped to this many characters per token of the model's input (English has about 4) ...
+FIRST_CHARS_PER_TOKEN = 16
+# ... and the limit is doubled while it yields too few tokens, up to this: characters beyond are never looked at.
+MAX_CHARS_PER_TOKEN = 64
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as an encoder reads it.
+    """A prompt as input of an encoder.
 
     Attributes:
         ids: Token ids int64 [tokens], special tokens included.
         truncated: Whether the prompt had more of them.
-        lexical: Lexical features float32 [F] of its text; None where the artifact takes none.
     """
 
     ids: NDArray[np.int64]
     truncated: bool
-    lexical: NDArray[np.float32] | None = None
-
-    @property
-    def values(self) -> NDArray[np.int64]:
-        """What the model reads: the token ids."""
-        return self.ids
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read."""
+        """Number of tokens."""
         return len(self.ids)
+
+
+def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
+    """The messages one after another, each behind its role; a lone user message as it stands.
+
+    With truncation in the middle a long one keeps the system prompt and the end of the last message.
+
+    Args:
+        messages: Role ("system", "user", "assistant", ...) and content of each, in order.
+    """
+    turns = list(messages)
+    if len(turns) == 1 and turns[0][0] == "user":
+        return turns[0][1]
+    return "\n\n".join(f"{role}: {content}" for role, content in turns)
 
 
 def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
@@ -61,9 +67,8 @@ class PromptTokenizer:
 
     Args:
         path: `tokenizer.json`.
-        max_length: Most tokens of a prompt, special tokens included.
+        max_length: Maximum number of tokens of a prompt, special tokens included.
         truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
-        lexical: Computes the lexical features too; None: there are none.
 
     Attributes:
         vocabulary_size: All its token ids are below it.
@@ -78,7 +83,6 @@ class PromptTokenizer:
         *,
         max_length: int,
         truncation_side: TruncationSide,
-        lexical: LexicalReader | None = None,
     ) -> None:
         try:
             from tokenizers import Tokenizer
@@ -94,13 +98,12 @@ class PromptTokenizer:
                 f"artifact file {path.name}", str(path), f"a tokenizer of the package tokenizers ({reason})"
             ) from error
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocabulary_size: int | None = max(ids, default=-1) + 1
+        self.vocabulary_size: int = max(ids, default=-1) + 1
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False)
         if max_length <= special:
             raise InputError("max_length", max_length, f"more than the {special} special tokens")
         self.max_length = max_length
         self.truncation_side: TruncationSide = truncation_side
-        self._lexical = lexical
         self._tokenizer.no_padding()
         if truncation_side == "middle":
             self._tokenizer.no_truncation()
@@ -108,9 +111,9 @@ class PromptTokenizer:
             self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt, and its lexical features where they are wanted.
+        """Token ids of each prompt.
 
-        Equal to tokenising the whole text and truncating, as long as the tokenizer splits at white space; a text with
+        Equal to tokenizing the whole text and truncating, as long as the tokenizer splits at white space; a text with
         more than 64 characters per token over its whole length is read only that far.
 
         Raises:
@@ -118,40 +121,34 @@ class PromptTokenizer:
         """
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:
-            read = [encode(prompt) for prompt in prompts]
+            return [encode(prompt) for prompt in prompts]
         except Exception as error:  # the binding raises plain Exception
             raise TailcastError(f"the tokenizer failed: {' '.join(str(error).split())}") from error
-        if self._lexical is None:
-            return read
-        return [
-            replace(prompt, lexical=lexical.features)
-            for prompt, lexical in zip(read, self._lexical(prompts), strict=True)
-        ]
 
     def _encode(self, prompt: str) -> TokenizedPrompt:
-        limit = FIRST_CUT_CHARS_PER_TOKEN * self.max_length
-        last = LAST_CUT_CHARS_PER_TOKEN * self.max_length
+        limit = FIRST_CHARS_PER_TOKEN * self.max_length
+        last = MAX_CHARS_PER_TOKEN * self.max_length
         while True:
-            text = _cut(prompt, limit, self.truncation_side)
+            text = _clip(prompt, limit, self.truncation_side)
             # encode() holds the interpreter lock, the batch form releases it.
             [encoding] = self._tokenizer.encode_batch_fast([text])
-            is_cut = len(text) < len(prompt)
-            if not is_cut or len(encoding.ids) >= self.max_length or limit >= last:
-                truncated = is_cut or bool(encoding.overflowing)
+            is_clipped = len(text) < len(prompt)
+            if not is_clipped or len(encoding.ids) >= self.max_length or limit >= last:
+                truncated = is_clipped or bool(encoding.overflowing)
                 return TokenizedPrompt(np.asarray(encoding.ids, dtype=np.int64), truncated)
             limit *= 2
 
     def _encode_ends(self, prompt: str) -> TokenizedPrompt:
         first, last = self.max_length - self.max_length // 2, self.max_length // 2
-        limit = FIRST_CUT_CHARS_PER_TOKEN * first
+        limit = FIRST_CHARS_PER_TOKEN * first
         text = prompt
         while len(prompt) > 2 * limit:
-            ends = [_cut(prompt, limit, "right"), _cut(prompt, limit, "left")]
+            ends = [_clip(prompt, limit, "right"), _clip(prompt, limit, "left")]
             head, tail = (encoding.ids for encoding in self._tokenizer.encode_batch_fast(ends))
-            # Special tokens at the inner ends are not the prompt's, nor are pieces of a word that was cut.
+            # Special tokens at the inner ends are not the prompt's, nor are pieces of a split word.
             if min(len(head), len(tail)) > self.max_length and max(map(len, ends)) < limit:
                 return TokenizedPrompt(np.asarray([*head[:first], *tail[-last:]], dtype=np.int64), True)
-            if limit >= LAST_CUT_CHARS_PER_TOKEN * first:
+            if limit >= MAX_CHARS_PER_TOKEN * first:
                 text = "".join(ends)
                 break
             limit *= 2
@@ -161,8 +158,8 @@ class PromptTokenizer:
         return TokenizedPrompt(keep_ends(ids, self.max_length), truncated)
 
 
-def _cut(prompt: str, limit: int, dropped: TruncationSide) -> str:
-    """At most `limit` characters of the end that is not dropped, cut between words where there is a gap to cut at."""
+def _clip(prompt: str, limit: int, dropped: TruncationSide) -> str:
+    """At most `limit` characters of the end that is not dropped, split between words where there is a gap."""
     if len(prompt) <= limit:
         return prompt
     if dropped == "right":

@@ -1,8 +1,9 @@
 """Clients of the prediction service.
 
-`connect("host:port")` gives the asynchronous client that a scheduler or simulator uses (the `Predictor` protocol of
+`connect("host:port")` gives the asynchronous client of schedulers and simulators (the `Predictor` protocol of
 scheduler_core); `SyncPredictor` is the same for programs without an event loop. Both open their connections at the
-first call, give every call a deadline, and leave retries to gRPC's own retry policy. `InProcessPredictor` and `SyncInProcessPredictor` run the artifact in this process instead.
+first call, give every call a deadline, and leave retries to gRPC's own retry policy. `InProcessPredictor` runs the
+artifact in this process instead; without an event loop that is `predictors.runtime.open_runtime`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,10 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtraError(package, "client") from error
 
-from predictors.client.asynchronous import GrpcPredictor
-from predictors.client.blocking import SyncPredictor
-from predictors.client.in_process import InProcessPredictor, LocalService, SyncInProcessPredictor
+from predictors.client.channel import ClientSettings, TlsSettings
+from predictors.client.grpc_client import GrpcPredictor, SyncPredictor
+from predictors.client.in_process import InProcessPredictor, LocalService
 from predictors.client.messages import PredictorError
-from predictors.client.settings import ClientSettings, RetrySettings, TlsSettings
 
 __all__ = [
     "ClientSettings",
@@ -32,8 +32,6 @@ __all__ = [
     "InProcessPredictor",
     "LocalService",
     "PredictorError",
-    "RetrySettings",
-    "SyncInProcessPredictor",
     "SyncPredictor",
     "TlsSettings",
     "connect",

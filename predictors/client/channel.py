@@ -1,21 +1,137 @@
-"""gRPC channels of a client: address, options, credentials, and the choice among several of them."""
+"""Settings of a client, and the gRPC channels made from them."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import re
-import threading
-from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Literal
 
 import grpc
 
-from predictors.client.settings import ClientSettings, RetrySettings, TlsSettings
 from scheduler_core.errors import InputError
 
-C = TypeVar("C")
+# gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). Retried are calls that no server answered:
+# UNAVAILABLE, and CANCELLED, the status of a call that reaches a server in the moment of its shutdown. A prediction
+# changes nothing, so that a second attempt does no harm. RESOURCE_EXHAUSTED is not retried: more calls are the last thing
+# a full server needs. While the failed attempts of a channel (minus a fifth of its successes) are more than 50, nothing is
+# retried, so that retries never turn a fault into an overload.
+RETRY_POLICY = {
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+}
+RETRY_THROTTLING = {"maxTokens": 100, "tokenRatio": 0.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """Encryption. Paths of PEM files.
+
+    Attributes:
+        ca: Certificates that the server's is checked against; None: the system's.
+        certificate, key: The client's own, for mutual TLS; both or neither.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            raise InputError(
+                "certificate", self.certificate, "a certificate together with its key, or neither"
+            )
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files; raises InputError naming the one that cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=_pem("tls ca", self.ca),
+            private_key=_pem("tls key", self.key),
+            certificate_chain=_pem("tls certificate", self.certificate),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """Limits of a client.
+
+    Attributes:
+        timeout_s: Deadline of `predict`, retries included; a call may name a shorter or longer one.
+        max_batch_requests: Maximum number of requests in one call; more are sent in several calls at the same time.
+        max_message_bytes: Largest message.
+        transport: "calls" makes one call of a request or a small batch, which ends early when its caller gives up;
+            "stream" sends all requests of a connection through one call: cheaper for both sides, but a request is
+            worked on even if its caller is gone. A stream is not retried: requests in flight on it fail.
+        num_connections: Channels with a connection each, used in turn: several workers may listen on one address.
+        wait_for_ready: Whether a call waits, up to its deadline, for a service that cannot be reached; otherwise it fails
+            as soon as its attempts have.
+        max_attempts: Attempts of one call, the first included, 1 to 5 (gRPC's limit); 1: no retries.
+        tls: Encryption; None: none.
+        token: Bearer token that every call carries; None: none.
+    """
+
+    timeout_s: float = 10.0
+    max_batch_requests: int = 64
+    max_message_bytes: int = 16 * 2**20
+    transport: Literal["calls", "stream"] = "calls"
+    num_connections: int = 1
+    wait_for_ready: bool = False
+    max_attempts: int = 5
+    tls: TlsSettings | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        checked_timeout(self.timeout_s)
+        for name in ("max_batch_requests", "max_message_bytes", "num_connections"):
+            if getattr(self, name) < 1:
+                raise InputError(name, getattr(self, name), "an integer >= 1")
+        if not 1 <= self.max_attempts <= 5:
+            raise InputError("max_attempts", self.max_attempts, "1 to 5")
+        if self.transport not in ("calls", "stream"):
+            raise InputError("transport", self.transport, "calls or stream")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
+            raise InputError("token", "...", "printable ASCII characters, at least one")
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Metadata of every call."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def channel(self, package: Any, address: str) -> Any:
+        """A new channel of `grpc` or `grpc.aio`."""
+        if self.tls is None:
+            return package.insecure_channel(address, options=self._channel_options())
+        return package.secure_channel(address, self.tls.credentials(), options=self._channel_options())
+
+    def _channel_options(self) -> list[tuple[str, Any]]:
+        method: dict[str, Any] = {"name": [{}], "waitForReady": self.wait_for_ready}
+        # A name with several addresses (a headless Kubernetes service) is balanced over all of them.
+        config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": [method]}
+        if self.max_attempts > 1:
+            method["retryPolicy"] = RETRY_POLICY | {"maxAttempts": self.max_attempts}
+            config["retryThrottling"] = RETRY_THROTTLING
+        return [
+            ("grpc.service_config", json.dumps(config)),
+            # A call is only retried while its request is buffered; the default is 256 KiB.
+            ("grpc.per_rpc_retry_buffer_size", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            # Reconnect quickly: a restarted server is back in about a second.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            # In spite of its name the limit of setting up a connection: a busy server, or a far one with TLS, needs some.
+            ("grpc.min_reconnect_backoff_ms", 10_000),
+            # A connection that died without a close is detected within half a minute; servers allow such pings.
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            # Otherwise channels to the same address share one connection.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
 
 
 def checked_address(address: str) -> str:
@@ -28,92 +144,11 @@ def checked_address(address: str) -> str:
     return address
 
 
-def channel_options(settings: ClientSettings) -> list[tuple[str, Any]]:
-    """Options of a gRPC channel."""
-    return [
-        ("grpc.service_config", json.dumps(_service_config(settings.retries, settings.wait_for_ready))),
-        # A call is only retried while its request is buffered; the default is 256 KiB.
-        ("grpc.per_rpc_retry_buffer_size", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
-        ("grpc.max_receive_message_length", settings.max_message_bytes),
-        # Reconnect quickly: a restarted server is back in about a second.
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        # In spite of its name the time a connection may take to be made: a busy server, or a far one with TLS, needs some.
-        ("grpc.min_reconnect_backoff_ms", 10_000),
-        # A connection that died without a close is detected within half a minute of a call; servers allow such pings.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.max_pings_without_data", 0),
-        # Otherwise channels to the same address share one connection.
-        ("grpc.use_local_subchannel_pool", 1),
-    ]
-
-
-def channel_credentials(tls: TlsSettings) -> grpc.ChannelCredentials:
-    """Reads the PEM files; raises InputError naming the one that cannot be read."""
-    return grpc.ssl_channel_credentials(
-        root_certificates=_pem("tls ca", tls.ca),
-        private_key=_pem("tls key", tls.key),
-        certificate_chain=_pem("tls certificate", tls.certificate),
-    )
-
-
-def call_metadata(settings: ClientSettings) -> tuple[tuple[str, str], ...]:
-    """Metadata of every call."""
-    return () if settings.token is None else (("authorization", f"Bearer {settings.token}"),)
-
-
-class LeastBusy(Generic[C]):
-    """Hands out the connection with the fewest calls in flight, among equals the least recently used. Thread-safe.
-
-    Args:
-        connections: At least one.
-    """
-
-    def __init__(self, connections: Sequence[C]) -> None:
-        self._connections = tuple(connections)
-        self._num_calls = [0] * len(self._connections)
-        self._last_used = [0] * len(self._connections)
-        self._count = 0
-        self._lock = threading.Lock()
-
-    @property
-    def num_calls(self) -> tuple[int, ...]:
-        """Calls in flight on each connection."""
-        return tuple(self._num_calls)
-
-    @contextlib.contextmanager
-    def lease(self) -> Iterator[C]:
-        """A connection for one call."""
-        with self._lock:
-            index = min(
-                range(len(self._connections)), key=lambda at: (self._num_calls[at], self._last_used[at])
-            )
-            self._num_calls[index] += 1
-            self._count += 1
-            self._last_used[index] = self._count
-        try:
-            yield self._connections[index]
-        finally:
-            with self._lock:
-                self._num_calls[index] -= 1
-
-
-def _service_config(retries: RetrySettings, wait_for_ready: bool) -> dict[str, Any]:
-    method: dict[str, Any] = {"name": [{}], "waitForReady": wait_for_ready}
-    # A name with several addresses (a headless Kubernetes service) is spread over all of them.
-    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": [method]}
-    if retries.max_attempts > 1:
-        method["retryPolicy"] = {
-            "maxAttempts": retries.max_attempts,
-            "initialBackoff": f"{retries.initial_backoff_s:.3f}s",
-            "maxBackoff": f"{retries.max_backoff_s:.3f}s",
-            "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
-        }
-        config["retryThrottling"] = {"maxTokens": retries.max_tokens, "tokenRatio": retries.token_ratio}
-    return config
+def checked_timeout(timeout_s: float) -> float:
+    """`timeout_s` itself, if it is one; otherwise raises InputError."""
+    if not 0 < timeout_s < math.inf:
+        raise InputError("timeout_s", timeout_s, "a finite number of seconds > 0")
+    return timeout_s
 
 
 def _pem(field: str, path: str | None) -> bytes | None:

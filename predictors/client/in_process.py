@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from predictors.client.channel import checked_timeout
 from predictors.client.messages import (
     Result,
     failure,
@@ -17,15 +17,14 @@ from predictors.client.messages import (
     request_message,
     succeeded,
 )
-from predictors.client.settings import checked_timeout
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.predictor import PredictionRequest
 
 if TYPE_CHECKING:
+    from predictors.service.batcher import BatchingSettings
     from predictors.service.calls import PredictorCalls
-    from predictors.service.grouping import BatchingSettings
 
 MAX_MESSAGE_BYTES = 2**31 - 1  # nothing is transported
 MAX_BATCH_REQUESTS = 256
@@ -37,8 +36,7 @@ class LocalService:
     Args:
         artifact: Artifact folder; loaded at the first call.
         batching: How requests are grouped; default: the service's for a CPU with one worker.
-        public_key: Public key of minisign, file or base64 line: the artifact must be signed with it. None: a signature
-            is not looked at.
+        public_key: PEM file of an Ed25519 key that the artifact has to be signed with; None: signatures are ignored.
     """
 
     def __init__(
@@ -54,7 +52,7 @@ class LocalService:
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None
 
     async def calls(self) -> PredictorCalls:
-        """The service's methods, of this event loop; loaded once however many ask.
+        """The service's methods, of this event loop; loaded once.
 
         Raises:
             InputError: The artifact is refused.
@@ -81,9 +79,9 @@ class LocalService:
 
     async def _start(self) -> PredictorCalls:
         from predictors.runtime import open_runtime
+        from predictors.service.artifacts import ArtifactTable
+        from predictors.service.batcher import BatchingSettings
         from predictors.service.calls import PredictorCalls
-        from predictors.service.grouping import BatchingSettings
-        from predictors.service.models import ArtifactTable
 
         runtime = await asyncio.to_thread(open_runtime, self._artifact, public_key=self._public_key)
         table = ArtifactTable([runtime], self._batching or BatchingSettings.cpu(1))
@@ -100,7 +98,7 @@ class LocalService:
 class InProcessPredictor:
     """Runs an artifact in threads of this process; implements `scheduler_core.predictor.Predictor`.
 
-    Requests are batched as in the service, and the event loop is never blocked: loading, tokenising and the model run
+    Requests are batched as in the service, and the event loop is never blocked: loading, tokenizing and the model run
     in threads. Needs extra `serve`.
 
     Args:
@@ -126,15 +124,19 @@ class InProcessPredictor:
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
     ) -> list[LengthPrediction]:
         """Predicted lengths in the order of `requests`; arguments and errors as of `GrpcPredictor.predict`."""
-        found = await self.responses(requests, timeout_s=timeout_s)
-        return [length_prediction(response, self.address) for response in found]
+        responses = await self.responses(requests, timeout_s=timeout_s)
+        return [length_prediction(response, self.address) for response in responses]
 
     async def responses(
-        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None, capped: bool = False
+        self,
+        requests: Sequence[PredictionRequest],
+        *,
+        timeout_s: float | None = None,
+        truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
-        """All that the artifact says, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
+        """All predictions of the artifact, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
         seconds = self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        messages = [request_message(request, capped=capped) for request in requests]
+        messages = [request_message(request, truncated_length) for request in requests]
         if not messages:
             return []
         calls = await self._service.calls()
@@ -146,7 +148,7 @@ class InProcessPredictor:
                 task.cancel()
 
     async def metadata(self) -> pb.GetMetadataResponse:
-        """What the artifact is."""
+        """Artifact and limits."""
         return (await self._service.calls()).metadata(pb.GetMetadataRequest())
 
     async def close(self) -> None:
@@ -166,74 +168,5 @@ class InProcessPredictor:
             async with asyncio.timeout(seconds):
                 outcome = await calls.outcome(message, seconds, method="InProcess")
         except TimeoutError:
-            return failure(message, "DEADLINE_EXCEEDED", "no answer in time", self.address)
+            return failure(message, "DEADLINE_EXCEEDED", "no response in time", self.address)
         return outcome_result(outcome, message, self.address)
-
-
-class SyncInProcessPredictor:
-    """`InProcessPredictor` for programs without an event loop; may be shared by threads.
-
-    Args:
-        artifact, batching, timeout_s, public_key: As of `InProcessPredictor`.
-    """
-
-    def __init__(
-        self,
-        artifact: str | Path,
-        batching: BatchingSettings | None = None,
-        *,
-        timeout_s: float = 10.0,
-        public_key: str | Path | None = None,
-    ) -> None:
-        self._predictor = InProcessPredictor(artifact, batching, timeout_s=timeout_s, public_key=public_key)
-        self.address = self._predictor.address
-        self._lock = threading.Lock()
-        self._thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None = None
-
-    def predict(
-        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
-    ) -> list[LengthPrediction]:
-        """Predicted lengths in the order of `requests`; arguments and errors as of `GrpcPredictor.predict`."""
-        found = self.responses(requests, timeout_s=timeout_s)
-        return [length_prediction(response, self.address) for response in found]
-
-    def responses(
-        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None, capped: bool = False
-    ) -> list[pb.PredictResponse]:
-        """All that the artifact says, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
-        asking = self._predictor.responses(requests, timeout_s=timeout_s, capped=capped)
-        return asyncio.run_coroutine_threadsafe(asking, self._loop()).result()
-
-    def metadata(self) -> pb.GetMetadataResponse:
-        """What the artifact is."""
-        return asyncio.run_coroutine_threadsafe(self._predictor.metadata(), self._loop()).result()
-
-    def close(self) -> None:
-        """Waits for the model calls under way and ends the threads; the client can be used again."""
-        with self._lock:
-            running, self._thread = self._thread, None
-        if running is None:
-            return
-        loop, thread = running
-        asyncio.run_coroutine_threadsafe(self._predictor.close(), loop).result()
-        asyncio.run_coroutine_threadsafe(loop.shutdown_default_executor(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-    def __enter__(self) -> SyncInProcessPredictor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _loop(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._thread is None:
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=loop.run_forever, name="tailcast-in-process", daemon=True)
-                thread.start()
-                self._thread = (loop, thread)
-            return self._thread[0]

@@ -7,7 +7,6 @@ from typing import Any, Self
 
 import grpc
 
-from predictors.client.settings import ClientSettings
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
@@ -33,17 +32,19 @@ class PredictorError(TailcastError):
 
 
 Result = pb.PredictResponse | PredictorError
+# Largest sum of prompt bytes in one call of more than one request.
+MAX_BATCH_BYTES = 2 * 2**20
 
 
-def request_message(request: PredictionRequest, *, capped: bool) -> pb.PredictRequest:
-    """The message of a request; with `capped` its max_tokens are sent too."""
+def request_message(request: PredictionRequest, truncated_length: bool) -> pb.PredictRequest:
+    """The message of a request; with `truncated_length` its max_tokens are sent too."""
     try:
         return pb.PredictRequest(
             request_id=request.request_id,
             prompt=request.prompt,
             served_model=request.served_model,
             temperature=request.temperature,
-            max_tokens=request.max_tokens if capped else None,
+            max_tokens=request.max_tokens if truncated_length else None,
         )
     except (TypeError, ValueError) as error:
         raise InputError(
@@ -51,17 +52,13 @@ def request_message(request: PredictionRequest, *, capped: bool) -> pb.PredictRe
         ) from error
 
 
-def chunks(
-    messages: Sequence[pb.PredictRequest], settings: ClientSettings
-) -> Iterator[list[pb.PredictRequest]]:
-    """Consecutive parts within the limits of one call; a prompt over the byte limit goes alone."""
+def chunks(messages: Sequence[pb.PredictRequest], max_requests: int) -> Iterator[list[pb.PredictRequest]]:
+    """Consecutive parts within the limits of one call; a prompt over the byte limit has its own."""
     chunk: list[pb.PredictRequest] = []
     num_bytes = 0
     for message in messages:
         size = len(message.prompt) * 4  # bytes of a character in UTF-8: at most 4
-        if chunk and (
-            len(chunk) >= settings.max_batch_requests or num_bytes + size > settings.max_batch_bytes
-        ):
+        if chunk and (len(chunk) >= max_requests or num_bytes + size > MAX_BATCH_BYTES):
             yield chunk
             chunk, num_bytes = [], 0
         chunk.append(message)
@@ -84,14 +81,14 @@ def batch_results(
 
 
 def outcome_result(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> Result:
-    """The answer to a message, or why there is none."""
+    """The response to a message, or its error."""
     if outcome.WhichOneof("outcome") == "prediction":
         return outcome.prediction
     return failure(message, _code_name(outcome.error.code), outcome.error.message, address)
 
 
 def call_failed(error: Any, messages: Sequence[pb.PredictRequest], address: str) -> list[Result]:
-    """What a gRPC error of the whole call means for each of its requests."""
+    """A gRPC error of the whole call as the result of each of its requests."""
     return [failure(message, error.code().name, error.details(), address) for message in messages]
 
 
@@ -103,29 +100,29 @@ def failure(message: pb.PredictRequest, code: str, details: str | None, address:
 
 def succeeded(results: Sequence[Result]) -> list[pb.PredictResponse]:
     """The responses; raises the first error there is."""
-    found = []
+    responses = []
     for result in results:
         if isinstance(result, PredictorError):
             raise result
-        found.append(result)
-    return found
+        responses.append(result)
+    return responses
 
 
-def length_prediction(found: pb.PredictResponse, address: str) -> LengthPrediction:
-    """What a scheduler needs of a response; raises PredictorError where there is no usable length in it."""
-    if not found.HasField("mu"):
-        text = f"predictor {address}: artifact {found.artifact_id!r} predicts no length distribution"
-        raise PredictorError(text, "FAILED_PRECONDITION", found.request_id)
+def length_prediction(response: pb.PredictResponse, address: str) -> LengthPrediction:
+    """The length distribution of a response; raises PredictorError where there is no usable one."""
+    if not response.HasField("mu"):
+        text = f"predictor {address}: artifact {response.artifact_id!r} predicts no length distribution"
+        raise PredictorError(text, "FAILED_PRECONDITION", response.request_id)
     try:
         return LengthPrediction(
-            mu=found.mu,
-            sigma=found.sigma,
-            nu=found.nu,
-            artifact_id=found.artifact_id,
-            artifact_version=found.artifact_version,
+            mu=response.mu,
+            sigma=response.sigma,
+            nu=response.nu,
+            artifact_id=response.artifact_id,
+            artifact_version=response.artifact_version,
         )
     except InputError as error:
-        raise PredictorError(f"predictor {address}: {error}", "INTERNAL", found.request_id) from error
+        raise PredictorError(f"predictor {address}: {error}", "INTERNAL", response.request_id) from error
 
 
 def _code_name(number: int) -> str:

@@ -1,28 +1,28 @@
-"""The torch side of a predictor: encoder, pooling, heads, conditioning, calibration, checkpoint folder.
+"""The torch side of a predictor: encoder, heads, calibration, checkpoint folder.
 
-This is the only place of `predictors` that needs torch; serving runs the exported graph.
+This is the only part of `predictors` that needs torch; serving runs the exported graph.
 """
 
 from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
-from predictors.modules.config import (
+from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.encoder import load_encoder, load_tokenizer, resolve_encoder, tokenize
+from predictors.modules.heads import (
+    HEADS,
     URGENCY_LEVELS,
     BucketHead,
-    Conditioning,
     Heads,
     LengthHead,
-    PredictorConfig,
     RankHead,
     RegressionHead,
-    Tower,
     UrgencyHead,
 )
-from predictors.modules.encoder import load_encoder, load_tokenizer, resolve_encoder
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
-from predictors.modules.reading import read_lexical, read_tokens
+from predictors.modules.towers import Tower
 
 __all__ = [
+    "HEADS",
     "URGENCY_LEVELS",
     "BucketHead",
     "Calibration",
@@ -40,8 +40,7 @@ __all__ = [
     "load_checkpoint",
     "load_encoder",
     "load_tokenizer",
-    "read_lexical",
-    "read_tokens",
     "resolve_encoder",
     "save_checkpoint",
+    "tokenize",
 ]

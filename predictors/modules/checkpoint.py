@@ -1,4 +1,4 @@
-"""The checkpoint folder: what `train` writes, and `export-onnx` and `evaluate` read.
+"""The checkpoint folder: written by `train`, input of `export-onnx`, `evaluate` and `calibrate`.
 
 | file | content |
 |---|---|
@@ -6,7 +6,7 @@
 | model.safetensors | all weights, encoder included |
 | normalization.json | means and standard deviations of the targets |
 | tokenizer.json, tokenizer_config.json | tokenizer, without truncation or padding |
-| training.json | how it was trained: split, data, metrics, versions |
+| training.json | record of the training: split, data, metrics, versions |
 
 Loading needs neither the network nor the folder the encoder came from, and runs no code out of the folder.
 """
@@ -24,14 +24,14 @@ from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
-from predictors.strict_json import read_json_object
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, atomic_file, existing_file, write_json
+from scheduler_core.json_text import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 #: Of the folder's record, see `scheduler_core.files.atomic_directory`.
 KIND = "checkpoint"
 CONFIG = "config.json"
@@ -62,7 +62,7 @@ def save_checkpoint(
     extra_files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder in one step.
+    """Writes a checkpoint folder atomically.
 
     Args:
         path: The folder.
@@ -113,7 +113,7 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise InputError("checkpoint", str(path), "an existing checkpoint folder, as train writes it")
+        raise InputError("checkpoint", str(path), "an existing checkpoint folder of train")
     content = read_json_object(folder / CONFIG, "checkpoint")
     _check_format(content.get("format_version"))
     config = PredictorConfig.from_json(content.get("predictor"), f"checkpoint {CONFIG}, predictor")
@@ -150,7 +150,7 @@ def _load_weights(model: PromptPredictor, path: Path) -> None:
     try:
         model.load_state_dict(load_file(str(path)), strict=True)
     except SafetensorError as error:
-        raise InputError("checkpoint", str(path), f"a whole safetensors file ({error})") from error
+        raise InputError("checkpoint", str(path), f"a complete safetensors file ({error})") from error
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         raise InputError(

@@ -1,14 +1,17 @@
-"""Text encoders: where they come from and how they are loaded, the same for every architecture."""
+"""Text encoders of every architecture: loading, tokenizing, pooling of their states."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
+from predictors.tokenizer import keep_ends
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
@@ -96,7 +99,7 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source,
-            # A tokenizer knows no middle; `read_tokens` cuts it out.
+            # A tokenizer has no side "middle"; `tokenize` drops it.
             truncation_side="right" if truncation_side == "middle" else truncation_side,
             padding_side="right",
         )
@@ -107,6 +110,36 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         raise InputError("encoder", encoder, "an encoder with a tokenizer.json and a padding token")
     return tokenizer  # type: ignore[no-any-return]
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[str],
+    *,
+    max_length: int,
+    truncation_side: str = "right",
+) -> list[NDArray[np.int32]]:
+    """Token ids of each prompt, special tokens included.
+
+    Args:
+        tokenizer: From `load_tokenizer` with the same truncation side.
+        prompts: N texts.
+        max_length: Maximum number of tokens of each.
+        truncation_side: left, right or middle: which part of a longer prompt is dropped.
+    """
+    if not prompts:
+        return []
+    is_middle = truncation_side == "middle"
+    encoded = tokenizer(
+        list(prompts),
+        truncation=not is_middle,
+        max_length=None if is_middle else max_length,
+        padding=False,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    token_ids = [np.asarray(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+    return [keep_ends(ids, max_length) for ids in token_ids] if is_middle else token_ids
 
 
 def config_of(encoder: nn.Module) -> dict[str, Any]:
@@ -131,6 +164,59 @@ def num_positions(encoder: nn.Module) -> int | None:
     if positions is not None and config.model_type in OFFSET_POSITIONS:
         positions -= config.pad_token_id + 1
     return positions
+
+
+def cls_pool(states: Tensor, mask: Tensor) -> Tensor:
+    """State of the first position; [B, S, H], bool [B, S] -> [B, H]."""
+    return states[:, 0]
+
+
+def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the positions in the mask; [B, S, H], bool [B, S] -> [B, H]."""
+    # masked_fill and not a product: what stands at padding may be anything, infinities included.
+    total = states.masked_fill(~mask.unsqueeze(-1), 0.0).sum(dim=1)
+    return total / mask.sum(dim=1, keepdim=True).to(states.dtype)
+
+
+def max_pool(states: Tensor, mask: Tensor) -> Tensor:
+    """Largest value over the positions in the mask; [B, S, H], bool [B, S] -> [B, H]."""
+    return states.masked_fill(~mask.unsqueeze(-1), torch.finfo(states.dtype).min).amax(dim=1)
+
+
+def last_pool(states: Tensor, mask: Tensor) -> Tensor:
+    """State of the last position in the mask, where a decoder has seen all of the text; [B, S, H], bool [B, S] -> [B, H]."""
+    last = mask.sum(dim=1, keepdim=True).to(torch.int64) - 1  # padding stands on the right
+    return states.gather(1, last.unsqueeze(-1).expand(-1, -1, states.shape[-1])).squeeze(1)
+
+
+POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": cls_pool,
+    "mean": mean_pool,
+    "max": max_pool,
+    "last": last_pool,
+}
+
+
+def pool(states: Tensor, attention_mask: Tensor, poolings: Sequence[str]) -> Tensor:
+    """Concatenation of the named poolings.
+
+    Args:
+        states: Last hidden states [B, S, H].
+        attention_mask: 1 at tokens, 0 at padding [B, S]; at least one token in each row, padding on the right.
+        poolings: Names out of `POOLINGS`, in order.
+
+    Returns:
+        Features [B, len(poolings) * H].
+    """
+    mask = attention_mask.to(torch.bool)
+    return torch.cat([POOLINGS[name](states, mask) for name in poolings], dim=-1)
+
+
+def check_poolings(poolings: Sequence[str]) -> None:
+    """Raises InputError unless `poolings` is a list of known, different names that is not empty."""
+    known = ", ".join(POOLINGS)
+    if not poolings or len(set(poolings)) < len(poolings) or not set(poolings) <= set(POOLINGS):
+        raise InputError("pooling", list(poolings), f"one or more of {known}, each once")
 
 
 def _as_text_encoder(model: Any) -> nn.Module:

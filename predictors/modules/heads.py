@@ -1,148 +1,183 @@
-"""Heads: features in, scores out; and scores in the natural units that a scheduler uses.
+"""Prediction heads: the options, network and outputs of each, and their registry `HEADS`.
 
-Scores are what training compares with its targets; `PromptPredictor.outputs` turns them into outputs.
+A head maps the prompt's features to scores, which training compares with its targets, and scores to outputs in the
+natural units that a scheduler uses.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from predictors.modules.config import NU_RANGE, Heads, LengthHead, Tower, UrgencyHead
+from predictors.modules.normalization import Normalization
+from predictors.modules.towers import ConditionedTower, Tower, build_tower
 from scheduler_core.errors import InputError
 
-XAVIER_GAIN = 0.5
+URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
+URGENCY_ODDS = ("proportional", "free")
+# A learned number of degrees of freedom stays between these: below 1 not even the median is well determined, above 100
+# the distribution is a log-normal.
+NU_RANGE = (1.0, 100.0)
+# Minimum sigma, log tokens: the inverse of log(1 + sigma) may be negative.
+SIGMA_FLOOR = 1e-6
 
 
-def build_tower(
-    num_features: int, tower: Tower, num_outputs: int = 1, generator: torch.Generator | None = None
-) -> nn.Sequential:
-    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0.
+class Head(Protocol):
+    """Options of a head, what they build, and what its scores mean.
 
-    Each hidden layer is Linear, LayerNorm (not in the last, and only if wanted), activation, dropout; then Linear.
+    Attributes:
+        is_conditioned: Also sees the served model and the temperature, one row per (prompt, served model, temperature).
     """
-    layers: list[nn.Module] = []
-    width = num_features
-    for index, (size, rate) in enumerate(zip(tower.hidden_sizes, tower.dropouts, strict=True)):
-        layers.append(nn.Linear(width, size))
-        if tower.layer_norm and index < len(tower.hidden_sizes) - 1:
-            layers.append(nn.LayerNorm(size))
-        layers += [nn.GELU() if tower.activation == "gelu" else nn.ReLU(), nn.Dropout(rate)]
-        width = size
-    layers.append(nn.Linear(width, num_outputs))
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.xavier_uniform_(layer.weight, gain=XAVIER_GAIN, generator=generator)
-            nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
+
+    is_conditioned: ClassVar[bool]
+
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
+        """The network: features [B, F] and, if conditioned, conditions [B, C] or None, to scores [B, ...]."""
+        ...
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        """Scores [B, ...] in natural units, by name of the output."""
+        ...
 
 
-class ConditionedTower(nn.Module):
-    """A tower whose first hidden layer is scaled, and whose outputs are shifted, by linear functions of the conditions.
+@dataclass(frozen=True, slots=True)
+class LengthHead:
+    """Parameters of the log-t distribution of the length; a tower each for mu, sigma (nu, sigma_within). Source: TIE.
 
-    What a served model makes of a prompt differs by kind of prompt: a product says that with fewer examples than layers
-    that see features and conditions side by side (FiLM: Perez et al. 2018). Both functions start at 0. Without conditions
-    it is a plain tower.
+    sigma is the scale of the length given all that is known before decoding, the predictor's own error in mu included;
+    sigma_within that of samples of one prompt. For a predictor without error in mu they would be equal.
 
-    Args:
-        num_features: Width F of the prompt's features.
-        num_conditions: Width C of the conditions; 0: none.
+    Attributes:
         tower: Layers.
-        num_outputs: Width of the result.
-        generator: Draws the initial weights; unset, torch's global generator does.
+        nu: Degrees of freedom; with `learn_nu` the output of an untrained head, inside (1, 100).
+        learn_nu: Predict nu, between 1 and 100, instead of keeping it fixed.
+        within: Also predict sigma_within.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_conditions: int,
-        tower: Tower,
-        num_outputs: int = 1,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        layers = build_tower(num_features + num_conditions, tower, num_outputs, generator)
-        num_first = 0
-        if num_conditions and tower.hidden_sizes:
-            num_first = [isinstance(layer, nn.Dropout) for layer in layers].index(True) + 1
-        self.first, self.rest = layers[:num_first], layers[num_first:]
-        self.scale = _zero_linear(num_conditions, tower.hidden_sizes[0]) if num_first else None
-        self.shift = _zero_linear(num_conditions, num_outputs) if num_conditions else None
+    is_conditioned: ClassVar[bool] = True
+    tower: Tower = field(default_factory=Tower)
+    nu: float = 3.5
+    learn_nu: bool = False
+    within: bool = False
 
-    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
-        """Features [B, F] and conditions [B, C], None where there are none -> [B, num_outputs]."""
-        if conditions is None or self.shift is None:
-            plain: Tensor = self.rest(features)
-            return plain
-        hidden = self.first(torch.cat([features, conditions], dim=-1))
-        if self.scale is not None:
-            hidden = hidden * (1 + self.scale(conditions))
-        scores: Tensor = self.rest(hidden) + self.shift(conditions)
-        return scores
+    def __post_init__(self) -> None:
+        low, high = NU_RANGE
+        if self.learn_nu and not low < self.nu < high:
+            raise InputError("nu", self.nu, f"numbers between {low:g} and {high:g} where nu is learned")
+        if not 0 < self.nu < math.inf:
+            raise InputError("nu", self.nu, "finite numbers > 0")
 
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
+        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4]."""
+        return LengthTowers(num_features, num_conditions, self, generator)
 
-def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
-    linear = nn.Linear(num_inputs, num_outputs)
-    nn.init.zeros_(linear.weight)
-    nn.init.zeros_(linear.bias)
-    return linear
+    def parameters(
+        self, scores: Tensor, statistics: Normalization, *, differentiable_floor: bool = False
+    ) -> dict[str, Tensor]:
+        """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] where it is predicted.
+
+        Args:
+            scores: [B, 2 to 4].
+            statistics: Of the training targets.
+            differentiable_floor: Let the gradient of sigma pass its floor, so that training can leave it again.
+        """
+        scores = scores.float()  # expm1 of a half-precision number has no digits to spare
+        sigma = torch.expm1(scores[:, 1] * statistics.sigma_log_std + statistics.sigma_log_mean)
+        floored = sigma.clamp_min(SIGMA_FLOOR)
+        if differentiable_floor:
+            floored = sigma + (floored - sigma).detach()
+        parameters = {"mu": scores[:, 0] * statistics.mu_std + statistics.mu_mean, "sigma": floored}
+        if self.learn_nu:
+            parameters["nu"] = self._nu(scores[:, 2])
+        if self.within:
+            within = torch.expm1(scores[:, -1] * statistics.within_log_std + statistics.within_log_mean)
+            parameters["sigma_within"] = within.clamp_min(SIGMA_FLOOR)
+        return parameters
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        return self.parameters(scores, statistics)
+
+    def _nu(self, raw: Tensor) -> Tensor:
+        """ln nu = ln 100 * sigmoid(raw + offset): smooth, so that training can come back from either end."""
+        low, high = (math.log(bound) for bound in NU_RANGE)
+        initial = (math.log(self.nu) - low) / (high - low)
+        offset = math.log(initial / (1 - initial))
+        return torch.exp(low + (high - low) * torch.sigmoid(raw + offset))
 
 
 class LengthTowers(nn.Module):
-    """Separate towers for mu, sigma and, where they are wanted, nu and sigma_within."""
+    """Separate towers for mu, sigma and optionally nu and sigma_within."""
 
     def __init__(
         self, num_features: int, num_conditions: int, head: LengthHead, generator: torch.Generator | None
     ) -> None:
         super().__init__()
-        widths = (num_features, num_conditions, head.tower, 1, generator)
-        self.mu = ConditionedTower(*widths)
-        self.sigma = ConditionedTower(*widths)
-        self.nu = ConditionedTower(*widths) if head.learn_nu else None
-        self.within = ConditionedTower(*widths) if head.within else None
+        options = (num_features, num_conditions, head.tower, 1, generator)
+        self.mu = ConditionedTower(*options)
+        self.sigma = ConditionedTower(*options)
+        self.nu = ConditionedTower(*options) if head.learn_nu else None
+        self.within = ConditionedTower(*options) if head.within else None
 
     def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
-        """z-scores of mu and log(1 + sigma)(, raw nu)(, z-score of log(1 + sigma_within)) [B, 2 to 4].
-
-        Args:
-            features: [B, F].
-            conditions: [B, C]; None where there are none.
-        """
-        towers = [self.mu, self.sigma, *(tower for tower in (self.nu, self.within) if tower is not None)]
+        """Features [B, F] and conditions [B, C] -> [B, 2 to 4]."""
+        towers = [tower for tower in (self.mu, self.sigma, self.nu, self.within) if tower is not None]
         return torch.cat([tower(features, conditions) for tower in towers], dim=-1)
 
 
-def nu_of(raw: Tensor, initial: float) -> Tensor:
-    """Degrees of freedom between 1 and 100 from raw scores [B]; a raw score of 0 gives `initial`.
+@dataclass(frozen=True, slots=True)
+class UrgencyHead:
+    """Probabilities of ordered urgency levels, level 0 the most urgent; sees the prompt alone.
 
-    ln nu = ln 100 * sigmoid(raw + offset): smooth, so that training can come back from either end.
+    Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
+    "free": a score for each level, P(level) their softmax; levels that are different kinds of text do not lie on a line.
+
+    Attributes:
+        tower: Layers of f, or of the scores.
+        levels: Names, the most urgent first.
+        odds: proportional or free.
     """
-    low, high = (math.log(bound) for bound in NU_RANGE)
-    share = (math.log(initial) - low) / (high - low)
-    offset = math.log(share / (1 - share))
-    return torch.exp(low + (high - low) * torch.sigmoid(raw + offset))
+
+    is_conditioned: ClassVar[bool] = False
+    tower: Tower = field(default_factory=Tower)
+    levels: tuple[str, ...] = URGENCY_LEVELS
+    odds: str = "proportional"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if self.odds not in URGENCY_ODDS:
+            raise InputError("urgency.odds", self.odds, ", ".join(URGENCY_ODDS))
+        if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
+            raise InputError("levels", self.levels, "two or more different names, the most urgent first")
+
+    def build(
+        self, num_features: int, num_conditions: int, generator: torch.Generator | None
+    ) -> ProportionalOdds | FreeOdds:
+        """Logits of P(level > k) [B, K-1], descending in k."""
+        module = ProportionalOdds if self.odds == "proportional" else FreeOdds
+        return module(num_features, self, generator)
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        return {"urgency": level_probabilities(scores.float())}
 
 
-class OrdinalTower(nn.Module):
-    """Proportional odds: one number per prompt against K - 1 ascending thresholds. Source: McCullagh 1980.
-
-    The thresholds start where all levels are equally likely at f = 0.
-    """
+class ProportionalOdds(nn.Module):
+    """One number per prompt against K - 1 ascending thresholds, at first with all levels equally likely at f = 0."""
 
     def __init__(self, num_features: int, head: UrgencyHead, generator: torch.Generator | None) -> None:
         super().__init__()
         self.tower = build_tower(num_features, head.tower, 1, generator)
-        num_levels = len(head.levels)
-        shares = [(level + 1) / num_levels for level in range(num_levels - 1)]
-        start = torch.tensor([math.log(share / (1 - share)) for share in shares])
-        self.first = nn.Parameter(start[:1].clone())
+        cumulative = torch.arange(1, len(head.levels)) / len(head.levels)
+        thresholds = torch.logit(cumulative)
+        self.first = nn.Parameter(thresholds[:1].clone())
         # softplus of these are the gaps: ascending whatever training does.
-        self.gaps = nn.Parameter(torch.log(torch.expm1(start.diff())))
+        self.gaps = nn.Parameter(torch.log(torch.expm1(thresholds.diff())))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Puts the thresholds [K-1] in place, such as the logits of the levels' cumulative shares.
+        """Sets the thresholds [K-1], such as the logits of the levels' cumulative frequencies.
 
         Raises:
             InputError: They are not finite and ascending, or not K - 1.
@@ -170,7 +205,7 @@ class OrdinalTower(nn.Module):
 
 
 class FreeOdds(nn.Module):
-    """A score for each of K levels; P(level) is their softmax, given as cumulative logits as `OrdinalTower` gives them."""
+    """A score for each of K levels; P(level) is their softmax, as the cumulative logits of `ProportionalOdds`."""
 
     def __init__(self, num_features: int, head: UrgencyHead, generator: torch.Generator | None) -> None:
         super().__init__()
@@ -179,86 +214,124 @@ class FreeOdds(nn.Module):
         self.bias = nn.Parameter(torch.zeros(self.num_levels))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Lets the levels start with the cumulative shares whose logits these are [K-1], ascending."""
-        below = torch.sigmoid(thresholds.double())
-        shares = torch.cat([below, below.new_ones(1)]) - torch.cat([below.new_zeros(1), below])
+        """Sets the levels' frequencies by the logits of their cumulative sums [K-1], ascending."""
+        cumulative = torch.sigmoid(thresholds.double())
+        frequencies = torch.cat([cumulative, cumulative.new_ones(1)]).diff(prepend=cumulative.new_zeros(1))
         with torch.no_grad():
-            self.bias.copy_(torch.log(shares))
+            self.bias.copy_(torch.log(frequencies))
 
     def forward(self, features: Tensor) -> Tensor:
         """Features [B, F] -> logits of P(level > k) [B, K-1], descending in k."""
         scores = self.tower(features) + self.bias.to(features.dtype)
-        return torch.stack(
-            [
-                torch.logsumexp(scores[:, level + 1 :], dim=-1)
-                - torch.logsumexp(scores[:, : level + 1], dim=-1)
-                for level in range(self.num_levels - 1)
-            ],
-            dim=-1,
-        )
-
-
-def urgency_tower(
-    num_features: int, head: UrgencyHead, generator: torch.Generator | None
-) -> OrdinalTower | FreeOdds:
-    """The module of an urgency head."""
-    kind = OrdinalTower if head.odds == "proportional" else FreeOdds
-    return kind(num_features, head, generator)
+        above = [torch.logsumexp(scores[:, level:], dim=-1) for level in range(1, self.num_levels)]
+        below = [torch.logsumexp(scores[:, :level], dim=-1) for level in range(1, self.num_levels)]
+        return torch.stack(above, dim=-1) - torch.stack(below, dim=-1)
 
 
 def level_probabilities(logits: Tensor) -> Tensor:
     """Logits of P(level > k) [B, K-1], descending in k -> probabilities of the levels [B, K]."""
     above = torch.sigmoid(logits)
     first, last = 1 - above[:, :1], above[:, -1:]
-    # Differences of what descends; a rounding error must not make one negative.
+    # Differences of a descending sequence; a rounding error must not make one negative.
     between = (above[:, :-1] - above[:, 1:]).clamp_min(0.0)
     return torch.cat([first, between, last], dim=-1)
 
 
-class HeadModules(nn.ModuleDict):
-    """The modules of `heads`, by name.
+@dataclass(frozen=True, slots=True)
+class BucketHead:
+    """Probabilities of length buckets. Source: S3 (equal buckets over the maximum length).
 
-    Args:
-        heads: Which ones, and their layers.
-        num_text_features: Width of the features that the urgency head sees.
-        num_features: Width F of those that the other heads see.
-        num_conditions: Width C of the conditions; 0: none.
-        generator: Draws the initial weights; unset, torch's global generator does.
+    Attributes:
+        tower: Layers.
+        edges: Bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
     """
 
-    def __init__(
-        self,
-        heads: Heads,
-        num_text_features: int,
-        num_features: int,
-        num_conditions: int = 0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__()
-        widths = (num_features, num_conditions)
-        if heads.length is not None:
-            self["length"] = LengthTowers(*widths, heads.length, generator)
-        if heads.urgency is not None:
-            self["urgency"] = urgency_tower(num_text_features, heads.urgency, generator)
-        if heads.bucket is not None:
-            self["bucket"] = ConditionedTower(
-                *widths, heads.bucket.tower, heads.bucket.num_buckets, generator
-            )
-        if heads.regression is not None:
-            self["regression"] = ConditionedTower(*widths, heads.regression.tower, 1, generator)
-        if heads.rank is not None:
-            self["rank"] = ConditionedTower(*widths, heads.rank.tower, 1, generator)
+    is_conditioned: ClassVar[bool] = True
+    tower: Tower = field(default_factory=Tower)
+    edges: tuple[float, ...] = ()
 
-    def forward(self, prompts: Tensor, rows: Tensor, conditions: Tensor | None) -> dict[str, Tensor]:
-        """Scores by head; see `PromptPredictor.scores`.
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "edges", tuple(self.edges))
+        if not self.edges or not all(0 < edge < math.inf for edge in self.edges):
+            raise InputError("edges", self.edges, "one or more finite numbers of tokens > 0")
+        if sorted(set(self.edges)) != list(self.edges):
+            raise InputError("edges", self.edges, "ascending numbers of tokens")
 
-        Args:
-            prompts: Features of prompts [P, num_text_features], which urgency sees.
-            rows: Features of the rows that the other heads see [B, F].
-            conditions: Those rows' conditions [B, C]; None where there are none.
-        """
-        scores: dict[str, Tensor] = {}
-        for name, module in self.items():
-            score = module(prompts) if name == "urgency" else module(rows, conditions)
-            scores[name] = score.squeeze(-1) if name in ("regression", "rank") else score
-        return scores
+    @property
+    def num_buckets(self) -> int:
+        """K."""
+        return len(self.edges) + 1
+
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
+        """Logits [B, K]."""
+        return ConditionedTower(num_features, num_conditions, self.tower, self.num_buckets, generator)
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        return {"bucket": torch.softmax(scores.float(), dim=-1)}
+
+
+@dataclass(frozen=True, slots=True)
+class RegressionHead:
+    """One number of tokens: z-score of ln(1 + tokens). Source: SSJF."""
+
+    is_conditioned: ClassVar[bool] = True
+    tower: Tower = field(default_factory=Tower)
+
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
+        """z-score of ln(1 + tokens) [B]."""
+        return ConditionedTower(num_features, num_conditions, self.tower, None, generator)
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        logs = scores.float() * statistics.regression_std + statistics.regression_mean
+        return {"regression_tokens": torch.expm1(logs).clamp_min(0.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class RankHead:
+    """A score that orders requests, larger = longer; its scale has no meaning. Source: LTR (learning to rank)."""
+
+    is_conditioned: ClassVar[bool] = True
+    tower: Tower = field(default_factory=Tower)
+
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
+        """Score [B]."""
+        return ConditionedTower(num_features, num_conditions, self.tower, None, generator)
+
+    def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
+        return {"rank": scores.float()}
+
+
+#: Every head by name, in the order of the outputs. How each is trained: `training.losses.LOSSES`.
+HEADS: dict[str, type[Any]] = {
+    "length": LengthHead,
+    "urgency": UrgencyHead,
+    "bucket": BucketHead,
+    "regression": RegressionHead,
+    "rank": RankHead,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads on one encoder; at least one."""
+
+    length: LengthHead | None = None
+    urgency: UrgencyHead | None = None
+    bucket: BucketHead | None = None
+    regression: RegressionHead | None = None
+    rank: RankHead | None = None
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            raise InputError("heads", None, f"one or more of {', '.join(HEADS)}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the heads that are set, in the order of `HEADS`."""
+        return tuple(name for name in HEADS if getattr(self, name) is not None)
+
+    def items(self) -> list[tuple[str, Head]]:
+        """Name and options of the heads that are set."""
+        return [
+            (entry.name, head) for entry in fields(self) if (head := getattr(self, entry.name)) is not None
+        ]

@@ -1,4 +1,4 @@
-"""How targets are scaled for training, and back.
+"""Scaling of training targets, and back.
 
 Source: TIE, predictor targets: z-score of mu and z-score of log(1 + sigma); SSJF: z-score of ln(1 + tokens); all from
 the training split only.
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from scheduler_core.errors import InputError
 
-# Below this spread a target carries no signal and a z-score would only amplify rounding.
+# Below this standard deviation a target carries no signal and a z-score would only amplify rounding.
 MIN_STD = 1e-6
 
 
@@ -23,7 +23,7 @@ MIN_STD = 1e-6
 class Normalization:
     """Means and standard deviations of mu (log tokens), log(1 + sigma), log(1 + sigma_within) and ln(1 + tokens).
 
-    What no head of a predictor needs stays at 0 and 1.
+    Those that no head of a predictor needs stay at 0 and 1.
     """
 
     mu_mean: float = 0.0
@@ -36,12 +36,11 @@ class Normalization:
     regression_std: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in _NAMES:
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InputError(f"normalization, {name}", value, "a finite number")
+                raise InputError(f"normalization, {name}", value, "finite numbers")
             if name.endswith("_std") and value <= 0:
-                raise InputError(f"normalization, {name}", value, "a number above 0")
+                raise InputError(f"normalization, {name}", value, "numbers > 0")
 
     @classmethod
     def of(
@@ -62,16 +61,25 @@ class Normalization:
         Raises:
             InputError: Fewer than two targets, or all of them alike, so that there is nothing to learn.
         """
+        targets = {
+            "mu": mu,
+            "sigma_log": None if sigma is None else np.log1p(sigma),
+            "regression": None if tokens is None else np.log1p(tokens),
+            "within_log": None if within is None else np.log1p(within),
+        }
         statistics: dict[str, float] = {}
-        for name, prefix, targets in (
-            ("mu", "mu", mu),
-            ("sigma", "sigma_log", None if sigma is None else _log1p(sigma)),
-            ("tokens", "regression", None if tokens is None else _log1p(tokens)),
-            ("sigma", "within_log", None if within is None else _log1p(within)),
-        ):
-            if targets is not None:
-                values = np.asarray(targets, dtype=np.float64)
-                _check_spread(name, values)
+        for prefix, target in targets.items():
+            if target is not None:
+                values = np.asarray(target, dtype=np.float64)
+                name = {"regression": "output_tokens"}.get(prefix, prefix.partition("_")[0])
+                if len(values) < 2:
+                    raise InputError(f"values of {name} in the training split", len(values), "at least 2")
+                if values.std() < MIN_STD:
+                    raise InputError(
+                        f"{name} in the training split",
+                        float(values[0]),
+                        "values that differ between prompts",
+                    )
                 statistics |= {f"{prefix}_mean": float(values.mean()), f"{prefix}_std": float(values.std())}
         return cls(**statistics)
 
@@ -82,10 +90,11 @@ class Normalization:
         Raises:
             InputError: A statistic is missing or not a finite number.
         """
-        missing = [name for name in _NAMES if name not in content]
+        names = [field.name for field in fields(cls)]
+        missing = [name for name in names if name not in content]
         if missing:
             raise InputError("normalization", sorted(content), f"also {', '.join(missing)}")
-        return cls(*(content[name] for name in _NAMES))  # type: ignore[arg-type]
+        return cls(*(content[name] for name in names))  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, float]:
         """The content of `normalization.json`."""
@@ -100,23 +109,6 @@ class Normalization:
         """Training targets of sigma_within: z-scores of log(1 + sigma) [N]."""
         return (_log1p(sigma) - self.within_log_mean) / self.within_log_std
 
-    def normalize_tokens(self, tokens: ArrayLike) -> NDArray[np.float64]:
-        """Training targets of the regression head: z-scores of ln(1 + tokens) [N]."""
-        return (_log1p(tokens) - self.regression_mean) / self.regression_std
-
-
-_NAMES = tuple(field.name for field in fields(Normalization))
-
 
 def _log1p(values: ArrayLike) -> NDArray[np.float64]:
     return np.asarray(np.log1p(np.asarray(values, dtype=np.float64)))
-
-
-def _check_spread(name: str, values: NDArray[np.float64]) -> None:
-    if len(values) < 2:
-        what = "answers" if name == "tokens" else "fits"
-        raise InputError(f"{what} in the training split", len(values), "at least 2")
-    if values.std() < MIN_STD:
-        raise InputError(
-            f"column {name} in the training split", float(values[0]), "values that differ between prompts"
-        )

@@ -55,14 +55,14 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "capped", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
     NU_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
-    CAPPED_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_LENGTH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     DURATIONS_FIELD_NUMBER: _ClassVar[int]
@@ -80,7 +80,7 @@ class PredictResponse(_message.Message):
     nu: float
     artifact_id: str
     artifact_version: str
-    capped: CappedLength
+    truncated_length: TruncatedLength
     prompt_tokens: int
     truncated: bool
     durations: Durations
@@ -92,7 +92,7 @@ class PredictResponse(_message.Message):
     sigma_within: float
     bucket: int
     cached: bool
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., capped: _Optional[_Union[CappedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ...) -> None: ...
 
 class Urgency(_message.Message):
     __slots__ = ("probabilities", "level", "abstain", "effective_level")
@@ -106,7 +106,7 @@ class Urgency(_message.Message):
     effective_level: int
     def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ..., effective_level: _Optional[int] = ...) -> None: ...
 
-class CappedLength(_message.Message):
+class TruncatedLength(_message.Message):
     __slots__ = ("max_tokens", "expected_tokens", "cvar_level", "cvar_tokens", "quantiles")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -129,16 +129,16 @@ class Quantile(_message.Message):
     def __init__(self, level: _Optional[float] = ..., tokens: _Optional[float] = ...) -> None: ...
 
 class Durations(_message.Message):
-    __slots__ = ("tokenise_ns", "queue_ns", "inference_ns", "batch_size")
-    TOKENISE_NS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("tokenize_ns", "queue_ns", "inference_ns", "batch_size")
+    TOKENIZE_NS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_NS_FIELD_NUMBER: _ClassVar[int]
     INFERENCE_NS_FIELD_NUMBER: _ClassVar[int]
     BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
-    tokenise_ns: int
+    tokenize_ns: int
     queue_ns: int
     inference_ns: int
     batch_size: int
-    def __init__(self, tokenise_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., inference_ns: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+    def __init__(self, tokenize_ns: _Optional[int] = ..., queue_ns: _Optional[int] = ..., inference_ns: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
 
 class PredictBatchRequest(_message.Message):
     __slots__ = ("requests",)
@@ -179,7 +179,7 @@ class GetMetadataRequest(_message.Message):
     def __init__(self, artifact_id: _Optional[str] = ...) -> None: ...
 
 class GetMetadataResponse(_message.Message):
-    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "kind", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars")
+    __slots__ = ("artifact_id", "artifact_version", "format_version", "served_models", "nu", "max_length_tokens", "truncation_side", "provider", "server_version", "max_batch_requests", "max_message_bytes", "heads", "conditioned_on_served_model", "conditioned_on_temperature", "accepts_unknown_models", "urgency_levels", "abstain_threshold", "bucket_edges", "artifact_ids", "max_prompt_chars")
     ARTIFACT_ID_FIELD_NUMBER: _ClassVar[int]
     ARTIFACT_VERSION_FIELD_NUMBER: _ClassVar[int]
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -191,7 +191,6 @@ class GetMetadataResponse(_message.Message):
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_BATCH_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
     HEADS_FIELD_NUMBER: _ClassVar[int]
     CONDITIONED_ON_SERVED_MODEL_FIELD_NUMBER: _ClassVar[int]
     CONDITIONED_ON_TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
@@ -212,7 +211,6 @@ class GetMetadataResponse(_message.Message):
     server_version: str
     max_batch_requests: int
     max_message_bytes: int
-    kind: str
     heads: _containers.RepeatedScalarFieldContainer[str]
     conditioned_on_served_model: bool
     conditioned_on_temperature: bool
@@ -222,4 +220,4 @@ class GetMetadataResponse(_message.Message):
     bucket_edges: _containers.RepeatedScalarFieldContainer[float]
     artifact_ids: _containers.RepeatedScalarFieldContainer[str]
     max_prompt_chars: int
-    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., kind: _Optional[str] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ...) -> None: ...
+    def __init__(self, artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., format_version: _Optional[int] = ..., served_models: _Optional[_Iterable[str]] = ..., nu: _Optional[float] = ..., max_length_tokens: _Optional[int] = ..., truncation_side: _Optional[str] = ..., provider: _Optional[str] = ..., server_version: _Optional[str] = ..., max_batch_requests: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., heads: _Optional[_Iterable[str]] = ..., conditioned_on_served_model: _Optional[bool] = ..., conditioned_on_temperature: _Optional[bool] = ..., accepts_unknown_models: _Optional[bool] = ..., urgency_levels: _Optional[_Iterable[str]] = ..., abstain_threshold: _Optional[float] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., artifact_ids: _Optional[_Iterable[str]] = ..., max_prompt_chars: _Optional[int] = ...) -> None: ...

@@ -1,8 +1,26 @@
-"""What can go wrong with one request inside the service; `statuses.py` maps each to a status."""
+"""What can go wrong with one request, and its status: one table from error to gRPC and HTTP status.
+
+Statuses carry the details of google.rpc (AIP-193) that clients can act on: ErrorInfo always, BadRequest where a field is
+wrong, RetryInfo where a retry helps.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
+import re
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+
+from predictors.edge import RequestDataFilter
+from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
+
+logger = logging.getLogger(__name__)
+logger.addFilter(RequestDataFilter())
 
 
 class QueueFullError(TailcastError):
@@ -13,7 +31,7 @@ class QueueFullError(TailcastError):
 
 
 class ExpiredError(TailcastError):
-    """The request's deadline passed before its turn came; no work was done for it."""
+    """The request's deadline passed in the queue; no work was done for it."""
 
     def __init__(self) -> None:
         super().__init__("the deadline passed while the request was waiting in the queue")
@@ -27,9 +45,9 @@ class ClosedError(TailcastError):
 
 
 class BatchError(TailcastError):
-    """The batch that the request was in failed; `__cause__` is the reason. Every request of the batch gets its own.
+    """The batch of the request failed; `__cause__` is the reason. Every request of the batch gets its own.
 
-    The message has not the text of the cause: that can quote the prompt of another request.
+    The message leaves out the text of the cause, which can quote the prompt of another request.
     """
 
     def __init__(self, cause: BaseException) -> None:
@@ -42,24 +60,128 @@ class UnknownArtifactError(InputError):
 
 
 class UnauthenticatedError(TailcastError):
-    """The request has no bearer token, or one that is not known."""
+    """The request has no valid bearer token."""
 
     def __init__(self) -> None:
-        super().__init__("authorization: a known bearer token is needed")
+        super().__init__("authorization: a valid bearer token is needed")
 
 
 class UnparsableError(InputError):
-    """Bytes that are no message of the kind that is expected."""
+    """Bytes that are not a message of the expected kind."""
 
     def __init__(self, kind: str, reason: object) -> None:
-        super().__init__("request", f"bytes that cannot be read ({reason})", f"a serialised {kind}")
-
-
-def renamed(error: InputError, field: str) -> InputError:
-    """The same error about a field of another name."""
-    kind = UnknownArtifactError if isinstance(error, UnknownArtifactError) else InputError
-    return kind(field, error.value, error.allowed)
+        super().__init__("request", f"bytes that cannot be read ({reason})", f"a serialized {kind}")
 
 
 class ReloadError(TailcastError):
     """A new artifact was refused; the one before stays in service."""
+
+
+def renamed(error: InputError, field: str) -> InputError:
+    """The same error about a field of another name; a plain sentence stays as it is."""
+    if error.allowed is None:
+        return error
+    kind = UnknownArtifactError if isinstance(error, UnknownArtifactError) else InputError
+    return kind(field, error.value, error.allowed)
+
+
+STATUS: dict[type[Exception], tuple[grpc.StatusCode, int]] = {
+    InputError: (grpc.StatusCode.INVALID_ARGUMENT, 400),
+    UnknownArtifactError: (grpc.StatusCode.NOT_FOUND, 404),
+    UnauthenticatedError: (grpc.StatusCode.UNAUTHENTICATED, 401),
+    QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    ExpiredError: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    ClosedError: (grpc.StatusCode.UNAVAILABLE, 503),
+    TailcastError: (grpc.StatusCode.INTERNAL, 500),
+    Exception: (grpc.StatusCode.INTERNAL, 500),
+}
+DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "tailcast"
+MAX_MESSAGE_BYTES = 1000
+# A full queue drains in well under a second; a restarted server is back in about two.
+RETRY_AFTER_S = {grpc.StatusCode.RESOURCE_EXHAUSTED: 0.1, grpc.StatusCode.UNAVAILABLE: 1.0}
+
+
+def status_code(error: Exception) -> grpc.StatusCode:
+    """The gRPC status of an error."""
+    return next(STATUS[kind][0] for kind in type(error).__mro__ if kind in STATUS)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorStatus:
+    """Status and message of a failed request, and the field that is wrong or empty."""
+
+    code: grpc.StatusCode
+    message: str
+    field: str
+    reason: str
+
+    @classmethod
+    def of(cls, error: Exception) -> ErrorStatus:
+        """The status of an error; the text of one that is not tailcast's goes only to the log."""
+        if not isinstance(error, TailcastError):
+            logger.error("a request failed", exc_info=error)
+            message = "internal error; the server's log has the details"
+            return cls(grpc.StatusCode.INTERNAL, message, "", "INTERNAL")
+        field = error.field if isinstance(error, InputError) and error.allowed is not None else ""
+        name = type(error).__name__.removesuffix("Error")
+        reason = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()  # QueueFullError -> QUEUE_FULL
+        return cls(status_code(error), _shortened(str(error)), field, reason)
+
+    @property
+    def number(self) -> int:
+        """The gRPC status code's number."""
+        number: int = self.code.value[0]
+        return number
+
+    @property
+    def http_status(self) -> int:
+        """The HTTP status of the same meaning."""
+        return next(http for code, http in STATUS.values() if code is self.code)
+
+    def message_with_details(self) -> status_pb2.Status:
+        """The google.rpc.Status."""
+        status = status_pb2.Status(code=self.number, message=self.message)
+        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN))
+        if self.field:
+            violation = error_details_pb2.BadRequest.FieldViolation(
+                field=self.field, description=self.message
+            )
+            status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+        if self.code in RETRY_AFTER_S:
+            delay = Duration()
+            delay.FromMilliseconds(round(RETRY_AFTER_S[self.code] * 1000))
+            status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        return status
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        """The details for gRPC clients."""
+        # Those of a full server repeat; others each hold what their caller has sent.
+        is_full = self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return ((DETAILS_KEY, _cached_details(self) if is_full else _serialized(self)),)
+
+    def outcome(self, request_id: str) -> pb.Outcome:
+        """The outcome of one of several requests."""
+        return pb.Outcome(
+            error=pb.PredictionError(
+                request_id=request_id, code=self.number, message=self.message, field=self.field
+            )
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_details(status: ErrorStatus) -> bytes:
+    return _serialized(status)
+
+
+def _serialized(status: ErrorStatus) -> bytes:
+    data: bytes = status.message_with_details().SerializeToString()
+    return data
+
+
+def _shortened(message: str) -> str:
+    """A message that UTF-8 can encode, and of which gRPC can send three copies in its trailing metadata."""
+    data = message.encode("utf-8", "replace")
+    if len(data) <= MAX_MESSAGE_BYTES:
+        return data.decode()
+    return data[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."

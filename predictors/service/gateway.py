@@ -1,4 +1,4 @@
-"""The HTTP side: JSON for curl, OpenAPI, metrics, probes, and the Open Inference Protocol over REST."""
+"""The HTTP side: the messages as protobuf's JSON, OpenAPI, metrics, probes, and the Open Inference Protocol over REST."""
 
 from __future__ import annotations
 
@@ -6,37 +6,49 @@ import asyncio
 import json
 import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 from aiohttp import web
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message
 
 from predictors.http_edge import HttpRunner, read_body
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls
-from predictors.service.json_messages import as_json, from_json, json_object
+from predictors.service.errors import ErrorStatus, UnparsableError
+from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
 from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
-from predictors.service.oip_http import OpenInferenceRoutes
 from predictors.service.openapi import openapi
 from predictors.service.security import BearerTokens
-from predictors.service.statuses import Failure
 from predictors.service.tracing import TRACE_KEYS
 from scheduler_core.errors import InputError
 
+M = TypeVar("M", bound=Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-# Probes ask these without a token.
+
+# Probes need no token.
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
+MAX_JSON_VALUES = 100_000
+"""Maximum number of brackets, commas and colons of a JSON body: parsing as many takes some 20 ms, in which nothing else runs."""
+MAX_INTEGER_CHARS = 20
+# Counted in one go.
+CHUNK_BYTES = 2**17
+# Smaller bodies cannot have too many values.
+UNCOUNTED_BYTES = MAX_JSON_VALUES
+SYMBOLS = np.zeros(256, dtype=np.bool_)
+SYMBOLS[list(b"[{,:")] = True
+TEXT_FIELDS = {
+    key: field.name
+    for field in pb.PredictRequest.DESCRIPTOR.fields
+    if field.type == field.TYPE_STRING
+    for key in (field.name, field.json_name)
+}
+"""Names of text fields in JSON -> in the message."""
 
 
 class HttpGateway:
-    """The HTTP port of a server, in the same event loop.
-
-    Args:
-        calls: What the service does.
-        metrics: What is shown at /metrics.
-        max_message_bytes: Largest body; a larger one gets 413.
-        tokens: Who may ask; None: anybody.
-    """
+    """The HTTP port of a server, in the same event loop. A body over `max_message_bytes` gets 413."""
 
     def __init__(
         self,
@@ -80,6 +92,8 @@ class HttpGateway:
 
     def application(self) -> web.Application:
         """The routes."""
+        from predictors.service.oip_http import OpenInferenceRoutes
+
         application = web.Application(
             client_max_size=self._max_message_bytes, middlewares=[_middleware(self._tokens)]
         )
@@ -87,39 +101,43 @@ class HttpGateway:
         application.router.add_post("/v1/predict-batch", self._predict_batch)
         application.router.add_get("/v1/metadata", self._metadata)
         application.router.add_get("/openapi.json", self._openapi)
-        application.router.add_get("/metrics", self._show_metrics)
+        application.router.add_get("/metrics", self._expose_metrics)
         application.router.add_get("/healthz", self._live)
         application.router.add_get("/readyz", self._ready)
         OpenInferenceRoutes(self._calls).add_to(application.router)
         return application
 
     async def _predict(self, request: web.Request) -> web.Response:
-        message = from_json(pb.PredictRequest, await json_object(await read_body(request)))
+        message = request_message(await json_object(await read_body(request)))
         response = await self._calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
-        return _json(as_json(response))
+        return web.json_response(message_json(response))
 
     async def _predict_batch(self, request: web.Request) -> web.Response:
         content = await json_object(await read_body(request))
-        requests = content.get("requests")
-        if isinstance(requests, list):
-            self._calls.check_batch(len(requests))
-        message = from_json(pb.PredictBatchRequest, content)
-        response = await self._calls.predict_batch(message, None, _trace(request))
-        parts = []
+        requests = content.pop("requests", [])
+        if content or not isinstance(requests, list):
+            raise UnparsableError("PredictBatchRequest", "it is an object with a list of requests")
+        self._calls.check_batch(len(requests))
+        batch = pb.PredictBatchRequest()
+        for one in requests:
+            batch.requests.append(request_message(one))
+            await asyncio.sleep(0)
+        response = await self._calls.predict_batch(batch, None, _trace(request))
+        outcomes = []
         for outcome in response.outcomes:
-            parts.append(json.dumps(as_json(outcome), allow_nan=False))
-            if len(parts) % 16 == 0:
+            outcomes.append(json.dumps(message_json(outcome)))
+            if len(outcomes) % 16 == 0:
                 await asyncio.sleep(0)  # those of many quantiles take a millisecond each
-        return web.json_response(text=f'{{"outcomes": [{", ".join(parts)}]}}')
+        return web.json_response(text=f'{{"outcomes": [{", ".join(outcomes)}]}}')
 
     async def _metadata(self, request: web.Request) -> web.Response:
         message = pb.GetMetadataRequest(artifact_id=request.query.get("artifact_id", ""))
-        return _json(as_json(self._calls.metadata(message)))
+        return web.json_response(message_json(self._calls.metadata(message)))
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(openapi())
+        return web.json_response(openapi())
 
-    async def _show_metrics(self, request: web.Request) -> web.Response:
+    async def _expose_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _live(self, request: web.Request) -> web.Response:
@@ -132,8 +150,8 @@ class HttpGateway:
 
 def _middleware(tokens: BearerTokens | None) -> Any:
     @web.middleware
-    async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Lets known callers in, and makes every error a response."""
+    async def handle(request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Checks the caller's token, and makes every error a response."""
         try:
             if tokens is not None and request.path not in OPEN_PATHS:
                 tokens.check(request.headers.get("Authorization"))
@@ -141,21 +159,143 @@ def _middleware(tokens: BearerTokens | None) -> Any:
         except web.HTTPException:
             raise
         except Exception as error:
-            failure = Failure.of(error)
-            content: dict[str, Any] = (
-                {"error": failure.message}
+            status = ErrorStatus.of(error)
+            content = (
+                {"error": status.message}
                 if request.path.startswith("/v2")
-                else MessageToDict(failure.status())
+                else MessageToDict(status.message_with_details())
             )
-            return _json(content, status=failure.http_status)
+            return web.json_response(content, status=status.http_status)
 
-    return answer
-
-
-def _json(content: dict[str, Any], status: int = 200) -> web.Response:
-    return web.json_response(content, status=status, dumps=lambda found: json.dumps(found, allow_nan=False))
+    return handle
 
 
 def _trace(request: web.Request) -> dict[str, str]:
-    """The caller's trace context; a value that is not ASCII is none."""
+    """The caller's trace context, without values that are not ASCII."""
     return {key: request.headers[key] for key in TRACE_KEYS if request.headers.get(key, "é").isascii()}
+
+
+async def json_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in a body, in UTF-8; other tasks get their turns meanwhile.
+
+    Raises:
+        UnparsableError: There is none, or it has more than `MAX_JSON_VALUES` values.
+    """
+    if await _num_symbols(body) > MAX_JSON_VALUES:
+        reason = f"more than {MAX_JSON_VALUES} values; larger requests go over gRPC or as binary tensors"
+        raise UnparsableError("JSON object", reason)
+    try:  # not `parse_json`, whose second pass over escaped surrogates would hold the loop
+        text = body.decode("utf-8-sig")
+        content = json.loads(text, parse_int=_json_integer, object_pairs_hook=_unique_members)
+    except (ValueError, RecursionError) as error:
+        raise UnparsableError("JSON object", error) from error
+    if not isinstance(content, dict):
+        raise UnparsableError("JSON object", type(content).__name__)
+    await asyncio.sleep(0)
+    return content
+
+
+async def _num_symbols(body: bytes) -> int:
+    """Number of brackets, commas and colons outside strings, not all counted once they are too many.
+
+    They bound the time of parsing, which cannot be interrupted; counting can.
+    """
+    if len(body) <= UNCOUNTED_BYTES:
+        return 0
+    count, at, in_string = 0, 0, False
+    while at < len(body) and count <= MAX_JSON_VALUES:
+        chunk = body[at : at + CHUNK_BYTES]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # ends in the middle of an escape
+            chunk = body[at : at + CHUNK_BYTES + 1]
+        at += len(chunk)
+        codes = np.frombuffer(chunk.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+        if len(codes):
+            inside = np.logical_xor.accumulate(codes == ord('"')) ^ in_string
+            count += int(np.count_nonzero(SYMBOLS[codes] & ~inside))
+            in_string = bool(inside[-1])
+        await asyncio.sleep(0)
+    return count
+
+
+def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        raise ValueError("a name that comes twice in one object")
+    return members
+
+
+def _json_integer(text: str) -> int:
+    if len(text) > MAX_INTEGER_CHARS:  # the time of conversion grows with the square of the digits
+        raise ValueError(f"an integer of {len(text)} characters")
+    return int(text)
+
+
+def request_message(content: Any) -> pb.PredictRequest:
+    """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists.
+
+    The content of a message may be a list of OpenAI's text parts.
+
+    Raises:
+        UnparsableError: A field is unknown or of another type, or a list is too long.
+    """
+    if not isinstance(content, dict):
+        raise UnparsableError("PredictRequest", f"an object, not {type(content).__name__}")
+    fields = dict(content)
+    try:
+        # json_format takes 25 ms for a MiB of text and a microsecond for a value: texts go around it, counts are bounded.
+        texts = {
+            name: fields.pop(key) for key, name in TEXT_FIELDS.items() if isinstance(fields.get(key), str)
+        }
+        message = pb.PredictRequest(messages=_chat_messages(fields.pop("messages", None)), **texts)
+        if isinstance(fields.get("token_ids"), list):
+            fields["token_ids"] = {"ids": fields["token_ids"]}
+        if max(map(_num_values, fields.values()), default=0) > MAX_ELEMENTS:
+            raise ValueError(f"a list of more than {MAX_ELEMENTS} values")
+        inputs = {"prompt", "messages", "token_ids", "tokenIds"} & {
+            key for key, value in content.items() if value is not None
+        }
+        if len(inputs) > 1:
+            raise ValueError(f"{' and '.join(sorted(inputs))} exclude each other")
+        ParseDict(fields, message, max_recursion_depth=10)
+    except Exception as error:  # a key that is half of a surrogate pair is even a SystemError
+        raise UnparsableError("PredictRequest", error) from error
+    return message
+
+
+def _num_values(value: object) -> int:
+    if isinstance(value, dict):
+        return max(map(_num_values, value.values()), default=0)
+    return len(value) if isinstance(value, list) else 1
+
+
+def _chat_messages(messages: object) -> pb.ChatMessages | None:
+    if messages is None:
+        return None
+    if not isinstance(messages, list):
+        raise TypeError(f"messages is a list, not {type(messages).__name__}")
+    if len(messages) > MAX_MESSAGES:
+        raise ValueError(f"{len(messages)} messages; at most {MAX_MESSAGES}")
+    chat = pb.ChatMessages()
+    for message in messages:
+        if not isinstance(message, dict) or not message.keys() <= {"role", "content"}:
+            raise TypeError("a message is an object with role and content")
+        chat.messages.add(role=message.get("role"), content=_message_text(message.get("content")))
+    return chat
+
+
+def _message_text(content: object) -> object:
+    """The text of a message's content; what is neither text nor a list of text parts is left to protobuf's check."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise TypeError('a part of a message\'s content is {"type": "text", "text": TEXT}')
+    return "".join(part["text"] for part in content)
+
+
+def message_json(message: Message) -> dict[str, Any]:
+    """A message in protobuf's JSON mapping, with the names of the .proto file."""
+    content: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -11,24 +12,23 @@ from aiohttp import web
 from predictors.http_edge import read_body
 from predictors.service.calls import PredictorCalls
 from predictors.service.errors import UnparsableError
-from predictors.service.json_messages import json_object
+from predictors.service.gateway import json_object
 from predictors.service.oip import (
+    INPUTS,
     PLATFORM,
+    SERVER_NAME,
     InputTensors,
-    Tensor,
     find,
     infer,
-    input_types,
     output_types,
 )
-from predictors.service.oip_grpc import SERVER_NAME
 from scheduler_core.errors import InputError
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
 class OpenInferenceRoutes:
-    """The handlers."""
+    """The handlers of the paths under /v2."""
 
     def __init__(self, calls: PredictorCalls) -> None:
         self._calls = calls
@@ -57,45 +57,41 @@ class OpenInferenceRoutes:
 
     async def _model(self, request: web.Request) -> web.Response:
         served = self._find(request)
-        described = {
-            kind: [
-                {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
-                for tensor in tensors
-            ]
-            for kind, tensors in (("inputs", input_types(served)), ("outputs", output_types(served)))
-        }
-        known = {"name": served.name, "versions": [served.version], "platform": PLATFORM}
-        return web.json_response(known | described)
+        tensors = {"inputs": INPUTS, "outputs": output_types(served)}
+        content = {"name": served.name, "versions": [served.version], "platform": PLATFORM}
+        return web.json_response(
+            content | {kind: [asdict(tensor) for tensor in types] for kind, types in tensors.items()}
+        )
 
     async def _model_ready(self, request: web.Request) -> web.Response:
         served = self._find(request)
-        ready = self._calls.artifacts.says_ready(served)
+        ready = self._calls.artifacts.is_artifact_ready(served)
         return web.json_response({"name": served.name, "ready": ready}, status=200 if ready else 503)
 
     async def _infer(self, request: web.Request) -> web.Response:
         served = self._find(request)
         content, binary = await _split(await read_body(request), request.headers.get(HEADER_LENGTH))
-        inputs = _inputs(content, binary, InputTensors(self._calls, served))
-        wanted = _listed(content, "outputs")
-        names = [str(output.get("name", "")) for output in wanted]
+        inputs = _inputs(content, binary, InputTensors(self._calls.max_batch_requests))
+        options = _listed(content, "outputs")
+        names = [str(output.get("name", "")) for output in options]
         outputs = await infer(self._calls, served, inputs, dict.fromkeys(names), None)
         all_binary = bool(_parameters(content).get("binary_data_output", False))
         is_binary = {
             name: bool(_parameters(output).get("binary_data", all_binary))
-            for name, output in zip(names, wanted, strict=True)
+            for name, output in zip(names, options, strict=True)
         }
         datatypes = {tensor.name: tensor.datatype for tensor in output_types(served)}
-        answered: list[dict[str, Any]] = []
+        described: list[dict[str, Any]] = []
         raw = []
         for name, values in outputs.items():
-            shown: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": list(values.shape)}
+            output: dict[str, Any] = {"name": name, "datatype": datatypes[name], "shape": list(values.shape)}
             if is_binary.get(name, all_binary):
-                raw.append(values.astype(values.dtype.newbyteorder("<")).tobytes())
-                shown["parameters"] = {"binary_data_size": len(raw[-1])}
+                raw.append(values.tobytes())
+                output["parameters"] = {"binary_data_size": len(raw[-1])}
             else:
-                shown["data"] = values.reshape(-1).tolist()
-            answered.append(shown)
-        response = {"model_name": served.name, "model_version": served.version, "outputs": answered}
+                output["data"] = values.reshape(-1).tolist()
+            described.append(output)
+        response = {"model_name": served.name, "model_version": served.version, "outputs": described}
         if isinstance(content.get("id"), str):
             response["id"] = content["id"]
         if not raw:
@@ -121,7 +117,7 @@ async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any]
     return await json_object(body[:length]), memoryview(body)[length:]
 
 
-def _inputs(content: dict[str, Any], binary: memoryview, tensors: InputTensors) -> dict[str, Tensor]:
+def _inputs(content: dict[str, Any], binary: memoryview, tensors: InputTensors) -> dict[str, list[Any]]:
     at = 0
     for tensor in _listed(content, "inputs"):
         name, datatype = str(tensor.get("name", "")), str(tensor.get("datatype", ""))
@@ -131,7 +127,7 @@ def _inputs(content: dict[str, Any], binary: memoryview, tensors: InputTensors) 
         count = tensors.expect(name, datatype, shape)
         size = _parameters(tensor).get("binary_data_size")
         if size is None:
-            tensors.add(name, datatype, shape, _flat(tensor.get("data"), count))
+            tensors.add(name, datatype, count, _flat(tensor.get("data"), count))
             continue
         if type(size) is not int or not 0 <= size <= len(binary) - at:
             raise InputError(f"inputs.{name}.parameters.binary_data_size", size, f"0 to {len(binary) - at}")
@@ -139,31 +135,31 @@ def _inputs(content: dict[str, Any], binary: memoryview, tensors: InputTensors) 
         at += size
     if at != len(binary):
         raise InputError("inputs", f"{len(binary)} bytes after the JSON part", f"{at}, as the inputs say")
-    return tensors.tensors
+    return tensors.values
 
 
 def _flat(values: Any, count: int) -> list[Any]:
     """The first leaves of nested lists, in order: `count`, or one more if there are more."""
-    found: list[Any] = []
+    leaves: list[Any] = []
     rest = [values]
-    while rest and len(found) <= count:
+    while rest and len(leaves) <= count:
         value = rest.pop()
         if isinstance(value, list):
             rest.extend(reversed(value))
         else:
-            found.append(value)
-    return found
+            leaves.append(value)
+    return leaves
 
 
 def _listed(content: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    found = content.get(name, [])
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise UnparsableError("inference request", f"{name} is no list of objects")
-    return found
+    members = content.get(name, [])
+    if not isinstance(members, list) or not all(isinstance(member, dict) for member in members):
+        raise UnparsableError("inference request", f"{name} is not a list of objects")
+    return members
 
 
 def _parameters(content: dict[str, Any]) -> dict[str, Any]:
-    found = content.get("parameters", {})
-    if not isinstance(found, dict):
-        raise UnparsableError("inference request", "parameters is no object")
-    return found
+    parameters = content.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise UnparsableError("inference request", "parameters is not an object")
+    return parameters

@@ -1,74 +1,56 @@
-"""Text in, prediction out: tokenize, queue, run. Model calls and the tokenizing of long texts happen in threads."""
+"""Prompt in, prediction out: tokenize, queue, run. Model calls and the tokenizing of long texts happen in threads."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import itertools
 import logging
+import os
+import struct
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
+from cachetools import LRUCache
 from numpy.typing import NDArray
 
 from predictors.artifact import Artifact
 from predictors.manifest import checked_temperature
-from predictors.predicted import Predicted, PredictedRow, check_range
-from predictors.service.batcher import Answer, Batcher, Done
-from predictors.service.cache import LruCache, cache_key
-from predictors.service.clock import Clock, LoopClock
+from predictors.runtime import Predicted, PredictedRow, check_range
+from predictors.service.batcher import BatchedResult, Batcher, BatchingSettings, Callback, Clock, LoopClock
 from predictors.service.errors import BatchError, ClosedError, QueueFullError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.metrics import ArtifactMetrics
-from predictors.service.threads import ServiceThreads, submit
+from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
+from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
+A = TypeVarTuple("A")
+R = TypeVar("R")
+
 # Up to so many characters a prompt is tokenized in the event loop: in less than a quarter of a millisecond, which is
 # less than what a thread on a busy machine waits for its turn.
 MAX_INLINE_CHARS = 1000
-TOKENISE_BATCH = 32  # longer texts per hop to the tokenizing thread
-
-
-class ReadPrompt(Protocol):
-    """A prompt as the model reads it."""
-
-    @property
-    def values(self) -> NDArray[Any]:
-        """Token ids or features."""
-        ...
-
-    @property
-    def lexical(self) -> NDArray[np.float32] | None:
-        """Lexical features that an encoder reads beside the tokens; None: unknown, or not read."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are read; 0 where features are."""
-        ...
-
-    @property
-    def truncated(self) -> bool:
-        """Whether the prompt was longer than what is read."""
-        ...
+TOKENIZE_BATCH = 32  # longer texts per hop to the tokenizing thread
 
 
 class Tokenizer(Protocol):
-    """Text to what the model reads, callable from a thread."""
+    """Text to token ids, callable from a thread."""
 
     @property
-    def vocabulary_size(self) -> int | None:
-        """Token ids are below it; None where the model reads none."""
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
         ...
 
-    def __call__(self, prompts: Sequence[str]) -> Sequence[ReadPrompt]: ...
+    def __call__(self, prompts: Sequence[str]) -> Sequence[TokenizedPrompt]: ...
 
 
 class Runtime(Protocol):
-    """What the pipeline needs of `predictors.runtime.ArtifactRuntime`."""
+    """The part of `predictors.runtime.ArtifactRuntime` that the pipeline uses."""
 
     artifact: Artifact
     provider: str
@@ -81,23 +63,21 @@ class Runtime(Protocol):
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
-        *,
-        lexical: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> Predicted: ...
 
     def warm_up(self) -> None: ...
 
 
-class Prediction(NamedTuple):
-    """One prompt's prediction and what it cost; found in the cache it cost nothing.
+class PipelineResult(NamedTuple):
+    """One prompt's prediction and its cost; 0 for one from the cache.
 
-    A tuple, as all that is made anew for each request: a frozen dataclass takes three times as long to make.
+    A tuple, as everything created per request: a frozen dataclass takes three times as long to make.
     """
 
-    found: PredictedRow
+    prediction: PredictedRow
     prompt_tokens: int
     truncated: bool
-    tokenise_s: float
+    tokenize_s: float
     queue_s: float
     inference_s: float
     batch_size: int
@@ -107,7 +87,7 @@ class Prediction(NamedTuple):
 class _Row(NamedTuple):
     """One row of a batch; rows of different served models and temperatures share batches."""
 
-    prompt: ReadPrompt
+    prompt: TokenizedPrompt
     served_model: str | None
     temperature: float | None
 
@@ -119,26 +99,53 @@ class _RowResult(NamedTuple):
     inference_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenIds:
-    """A prompt that comes as token ids, int64 [tokens]."""
+class ServiceThreads:
+    """The threads of one server, shared by its artifacts: one that tokenizes, and those of the model calls.
 
-    values: NDArray[Any]
+    Args:
+        num_workers: Model calls at the same time, >= 1.
+        cores: Cores of the model threads, one each; empty: the system places them. See `worker_cores`.
+    """
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are read."""
-        return len(self.values)
+    def __init__(self, num_workers: int, cores: Sequence[int] = ()) -> None:
+        numbers = itertools.count()
 
-    @property
-    def truncated(self) -> bool:
-        """Never: too many ids are refused."""
-        return False
+        def pin() -> None:
+            if cores:
+                with contextlib.suppress(OSError):  # the core has been taken from the process since
+                    os.sched_setaffinity(0, {cores[next(numbers) % len(cores)]})
 
-    @property
-    def lexical(self) -> None:
-        """Unknown: there is no text."""
-        return None
+        self.tokenize = ThreadPoolExecutor(1, "tailcast-tokenize")
+        self.run = ThreadPoolExecutor(num_workers, "tailcast-run", initializer=pin)
+
+    def close(self) -> None:
+        """Ends them after the calls that wait, without waiting for that."""
+        self.tokenize.shutdown(wait=False)
+        self.run.shutdown(wait=False)
+
+
+def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> list[int]:
+    """Cores for the single-threaded model calls of one process, one core each.
+
+    Linux often lets two busy threads share a core for tens of milliseconds while the event loop is all that another
+    core has to do; at 70 % load this doubled the latency. With as many model threads as cores, threads that are bound
+    to one core each cannot meet. With fewer there are idle cores to go to, and binding could put the threads of
+    several services on the same ones.
+
+    Args:
+        num_workers: Model threads of each process.
+        process: Number of the process, from 0.
+        num_processes: Processes that share the machine's cores with this one.
+
+    Returns:
+        `num_workers` cores; none where cores and threads are not equal in number, or threads cannot be bound.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return []
+    cores = sorted(os.sched_getaffinity(0))
+    if num_workers * num_processes != len(cores):
+        return []
+    return cores[process * num_workers : (process + 1) * num_workers]
 
 
 class PredictionPipeline:
@@ -146,11 +153,11 @@ class PredictionPipeline:
 
     Args:
         runtime: Artifact to predict with.
-        settings: Batching; `max_queue` bounds all requests inside, tokenising ones included.
+        settings: Batching; `max_queue` bounds all requests in the pipeline, tokenizing ones included.
         clock: Source of time; default: the event loop's.
-        threads: Threads to work in; default: own ones.
-        cache_entries: Predictions that are remembered; 0: none.
-        metrics: Who counts; default: nobody.
+        threads: Default: its own.
+        cache_entries: Size of the cache of predictions; 0: no cache.
+        metrics: Default: not exposed.
     """
 
     def __init__(
@@ -166,29 +173,30 @@ class PredictionPipeline:
         self.runtime = runtime
         self.settings = settings
         self.clock: Clock = clock or LoopClock()
-        self._known_models = frozenset(runtime.artifact.manifest.served_models)
-        self._knows_untold: bool | None = None  # `knows(None)`, once it was asked
-        self._inside = 0
+        self._trained_models = frozenset(runtime.artifact.manifest.served_models)
+        self._in_flight = 0
         self._empty = asyncio.Event()
         self._empty.set()
         self._state = "starting"
-        self._own_threads = threads is None
+        self._owns_threads = threads is None
         self._threads = threads or ServiceThreads(settings.num_workers)
-        self._cache: LruCache[Prediction] | None = LruCache(cache_entries) if cache_entries else None
-        self._metrics = metrics or ArtifactMetrics()
-        self._tokeniser: Batcher[str, ReadPrompt] = Batcher(
-            self._tokenise,
+        self._cache: LRUCache[bytes, PipelineResult] | None = (
+            LRUCache(cache_entries) if cache_entries else None
+        )
+        self._metrics = metrics or ServiceMetrics().artifact(runtime.artifact.manifest.artifact_id)
+        self._tokenize_batcher: Batcher[str, TokenizedPrompt] = Batcher(
+            self._tokenize,
             settings=BatchingSettings(
-                max_batch=TOKENISE_BATCH, max_wait_s=0.0, order="arrival", max_queue=settings.max_queue
+                max_batch=TOKENIZE_BATCH, max_wait_s=0.0, order="arrival", max_queue=settings.max_queue
             ),
             clock=self.clock,
         )
         self._batcher: Batcher[_Row, _RowResult] = Batcher(self._run, settings=settings, clock=self.clock)
 
     @property
-    def num_inside(self) -> int:
+    def num_in_flight(self) -> int:
         """Requests accepted and not yet answered."""
-        return self._inside
+        return self._in_flight
 
     @property
     def state(self) -> str:
@@ -197,8 +205,8 @@ class PredictionPipeline:
 
     @property
     def is_full(self) -> bool:
-        """Whether a request is refused whatever it asks: nothing is remembered, and no place is left."""
-        return self._cache is None and self._state == "ready" and self._inside >= self.settings.max_queue
+        """Whether any request is refused now: there is no cache, and the queue is full."""
+        return self._cache is None and self._state == "ready" and self._in_flight >= self.settings.max_queue
 
     async def start(self) -> None:
         """Warms the session up and verifies it; requests are accepted from then on.
@@ -209,102 +217,92 @@ class PredictionPipeline:
         await asyncio.get_running_loop().run_in_executor(self._threads.run, self.runtime.warm_up)
         self._state = "ready"
 
-    def knows(self, served_model: str | None) -> bool:
-        """Whether the artifact was trained on answers of that model.
+    def is_trained_on(self, served_model: str | None) -> bool:
+        """Whether the artifact was trained on outputs of that model.
 
         Raises:
             InputError: It cannot predict for it.
         """
-        if served_model in self._known_models:
+        if served_model in self._trained_models:
             return True
-        if served_model is None and self._knows_untold is not None:
-            return self._knows_untold
-        known = self.runtime.artifact.manifest.served_model_number(served_model) > 0
-        if served_model is None:
-            self._knows_untold = known
-        return known
+        return self.runtime.artifact.manifest.served_model_number(served_model) > 0
 
     async def predict(
         self,
-        prompt: str | TokenIds,
+        prompt: str | TokenizedPrompt,
         *,
         served_model: str | None = None,
         temperature: float | None = None,
         deadline: float | None = None,
-    ) -> Prediction:
+    ) -> PipelineResult:
         """Predicts one prompt.
 
         Args:
-            prompt: The text, truncated to what the model reads; or token ids, at most max_length of them, each of
-                the artifact's vocabulary (who asks has to check that).
-            served_model: Name of the LLM that will answer; None: not told.
-            temperature: Its sampling temperature, at least 0; None: not told.
+            prompt: The text; or token ids, at most max_length of them, each of the artifact's vocabulary (checked by
+                the caller).
+            served_model: Name of the LLM of the request; None: unknown.
+            temperature: Its sampling temperature, at least 0; None: unknown.
             deadline: Time of the clock after which no more work is done for it.
 
         Raises:
-            ClosedError: Not started yet, or closing.
-            QueueFullError: Too many requests inside; raised at once.
-            ExpiredError: The deadline passed in the queue.
-            BatchError: The model or tokenizer failed.
-            InputError: The text has no tokens, or the served model or the temperature cannot be had.
+            ClosedError, QueueFullError, ExpiredError, BatchError: See `errors`.
+            InputError: The text has no tokens, or the served model or the temperature is not allowed.
             TailcastError: The model gave numbers that no scheduler can use.
         """
         if self._state != "ready":
             raise ClosedError(self._state)
-        # Checked here: in a batch it would fail its neighbours too.
-        self.knows(served_model)
+        # Checked here: in a batch it would fail its neighbors too.
+        self.is_trained_on(served_model)
         checked_temperature(temperature)
-        key = None
+        key = b""
         if self._cache is not None:
-            values = prompt if isinstance(prompt, str) else prompt.values
-            key = cache_key(values, served_model, temperature)
-            found = self._cache.get(key)
-            self._metrics.cache(found is not None)
-            if found is not None:
-                return found
-        if self._inside >= self.settings.max_queue:
+            key = cache_key(prompt, served_model, temperature)
+            result = self._cache.get(key)
+            self._metrics.cache(result is not None)
+            if result is not None:
+                return result
+        if self._in_flight >= self.settings.max_queue:
             raise QueueFullError(self.settings.max_queue)
-        self._inside += 1
-        self._metrics.entered()
+        self._in_flight += 1
+        self._metrics.queue_length.inc()
         self._empty.clear()
         try:
-            prediction = await self._predict(prompt, served_model, temperature, deadline)
+            result = await self._predict(prompt, served_model, temperature, deadline)
         finally:
-            self._inside -= 1
-            self._metrics.left()
-            if self._inside == 0:
+            self._in_flight -= 1
+            self._metrics.queue_length.dec()
+            if self._in_flight == 0:
                 self._empty.set()
-        if self._cache is not None and key is not None:
-            remembered = prediction._replace(
-                tokenise_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
+        if self._cache is not None:
+            self._cache[key] = result._replace(
+                tokenize_s=0.0, queue_s=0.0, inference_s=0.0, batch_size=0, cached=True
             )
-            self._cache.put(key, remembered)
-        return prediction
+        return result
 
     def refuse_new(self) -> None:
-        """Lets what is inside finish; new requests get `ClosedError`."""
+        """Refuses new requests with `ClosedError`; those in flight finish."""
         self._state = "shutting down"
 
     async def close(self, *, drain: bool = True) -> None:
-        """Ends the pipeline; what is inside is answered first, or failed without `drain`."""
+        """Ends the pipeline; requests in flight are answered first, or failed without `drain`."""
         self.refuse_new()
         if drain:
             await self._empty.wait()
-        await self._tokeniser.close(drain=False)
+        await self._tokenize_batcher.close(drain=False)
         await self._batcher.close(drain=False)
-        if self._own_threads:
+        if self._owns_threads:
             self._threads.close()
 
     async def _predict(
         self,
-        prompt: str | TokenIds,
+        prompt: str | TokenizedPrompt,
         served_model: str | None,
         temperature: float | None,
         deadline: float | None,
-    ) -> Prediction:
-        tokenise_s = 0.0
-        if isinstance(prompt, TokenIds):
-            tokens: ReadPrompt = prompt
+    ) -> PipelineResult:
+        tokenize_s = 0.0
+        if isinstance(prompt, TokenizedPrompt):
+            tokens: TokenizedPrompt = prompt
         elif len(prompt) <= MAX_INLINE_CHARS:
             begin = time.perf_counter()
             try:
@@ -312,49 +310,84 @@ class PredictionPipeline:
             except Exception as error:
                 logger.exception("a prompt could not be tokenized")
                 raise BatchError(error) from error
-            tokenise_s = time.perf_counter() - begin
+            tokenize_s = time.perf_counter() - begin
         else:
-            tokenised: Answer[ReadPrompt] = await self._tokeniser.submit(prompt, length=1, deadline=deadline)
-            tokenise_s = tokenised.queue_s + tokenised.work_s
-            tokens = tokenised.result
-        if len(tokens.values) == 0:
+            tokenized: BatchedResult[TokenizedPrompt] = await self._tokenize_batcher.submit(
+                prompt, length=1, deadline=deadline
+            )
+            tokenize_s = tokenized.queue_s + tokenized.work_s
+            tokens = tokenized.result
+        if len(tokens.ids) == 0:
             raise InputError("prompt", "a text without tokens", "a text with at least one token")
-        answer = await self._batcher.submit(
+        batched = await self._batcher.submit(
             _Row(tokens, served_model, temperature), length=max(1, tokens.num_tokens), deadline=deadline
         )
-        result = answer.result
-        check_range(result.prediction)
-        return Prediction(
-            found=result.prediction,
+        prediction, inference_s = batched.result
+        check_range(prediction)
+        return PipelineResult(
+            prediction=prediction,
             prompt_tokens=tokens.num_tokens,
             truncated=tokens.truncated,
-            tokenise_s=tokenise_s,
+            tokenize_s=tokenize_s,
             # A batch that was handed over still waits until a worker is free.
-            queue_s=answer.queue_s + max(0.0, answer.work_s - result.inference_s),
-            inference_s=result.inference_s,
-            batch_size=answer.batch_size,
+            queue_s=batched.queue_s + max(0.0, batched.work_s - inference_s),
+            inference_s=inference_s,
+            batch_size=batched.batch_size,
         )
 
-    def _tokenise(self, prompts: Sequence[str], done: Done[ReadPrompt]) -> None:
-        submit(self._threads.tokenise, done, self.runtime.tokenizer, prompts)
+    def _tokenize(self, prompts: Sequence[str], callback: Callback[TokenizedPrompt]) -> None:
+        _submit(self._threads.tokenize, callback, self.runtime.tokenizer, prompts)
 
-    def _run(self, rows: Sequence[_Row], done: Done[_RowResult]) -> None:
-        submit(self._threads.run, done, self._run_rows, rows)
+    def _run(self, rows: Sequence[_Row], callback: Callback[_RowResult]) -> None:
+        _submit(self._threads.run, callback, self._run_rows, rows)
 
     def _run_rows(self, rows: Sequence[_Row]) -> list[_RowResult]:
         """Runs in a thread."""
         begin = time.perf_counter()
         try:
             predictions = self.runtime.run(
-                [row.prompt.values for row in rows],
+                [row.prompt.ids for row in rows],
                 [row.served_model for row in rows],
                 [row.temperature for row in rows],
-                lexical=[row.prompt.lexical for row in rows],
             ).rows()
         except Exception:
-            self._metrics.failed_batch()
+            self._metrics.failed_batches.inc()
             logger.exception("a batch of %d prompts failed", len(rows))
             raise
         inference_s = time.perf_counter() - begin
         self._metrics.batch([max(1, row.prompt.num_tokens) for row in rows], inference_s)
         return [_RowResult(prediction, inference_s) for prediction in predictions]
+
+
+def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperature: float | None) -> bytes:
+    """128 bits that two requests share only if they get the same prediction of the same artifact."""
+    name = (served_model or "").encode()
+    condition = b"" if temperature is None else struct.pack("<d", temperature)
+    if isinstance(prompt, str):
+        kind, content = b"text", prompt.encode("utf-8", "surrogatepass")
+    else:
+        kind, content = b"ids", np.ascontiguousarray(prompt.ids, dtype=np.int64).tobytes()
+    # With the lengths of all parts but the last in front, no two sets of parts give the same bytes.
+    lengths = struct.pack("<BBQ", len(kind), len(condition), len(name))
+    return hashlib.blake2b(lengths + kind + condition + name + content, digest_size=16).digest()
+
+
+def _submit(
+    executor: ThreadPoolExecutor,
+    callback: Callable[[R | None, BaseException | None], None],
+    function: Callable[[Unpack[A]], R],
+    *args: *A,
+) -> None:
+    """Calls `function` in a thread, then `callback` in the running event loop.
+
+    `loop.run_in_executor` would make a second future and two more turns of the event loop for each call.
+    """
+    loop = asyncio.get_running_loop()
+
+    def on_done(future: Future[R]) -> None:
+        error = future.exception()
+        result = None if error is not None else future.result()
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
+            loop.call_soon_threadsafe(callback, result, error)
+
+    executor.submit(function, *args).add_done_callback(on_done)

@@ -1,4 +1,4 @@
-"""Who may ask: TLS, mutual TLS, bearer tokens."""
+"""Access: TLS, mutual TLS, bearer tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from predictors.service.errors import UnauthenticatedError
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
-# Probes ask these without a token.
+# Probes need no token.
 OPEN_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -34,7 +34,7 @@ class TlsFiles:
     Attributes:
         certificate: The server's certificate, with its chain.
         key: Its private key.
-        client_authority: Who signs the certificates that clients must show; None: clients show none.
+        client_authority: Signs the certificates that clients must present; None: clients need none.
     """
 
     certificate: Path
@@ -47,7 +47,7 @@ class TlsFiles:
         Raises:
             InputError: A file is missing, or not what it should be.
         """
-        self.http_context()  # gRPC itself tells of bad files only in its log
+        self.http_context()  # gRPC itself reports bad files only in its log
         authority = None if self.client_authority is None else self.client_authority.read_bytes()
         pair = (self.key.read_bytes(), self.certificate.read_bytes())
         return grpc.ssl_server_credentials(
@@ -81,7 +81,7 @@ class TlsFiles:
 
 
 class BearerTokens:
-    """The tokens that are let in, kept as hashes.
+    """The valid tokens, stored as hashes.
 
     Args:
         tokens: At least one, none of them empty.
@@ -104,15 +104,15 @@ class BearerTokens:
         if isinstance(authorization, bytes):
             authorization = authorization.decode("utf-8", "surrogateescape")
         scheme, _, token = (authorization or "").partition(" ")
-        found = _digest(token.strip())
-        # All are compared, so that the time tells nothing.
-        matches = [hmac.compare_digest(found, digest) for digest in self._digests]
+        presented = _digest(token.strip())
+        # All are compared, so that the time does not depend on the token.
+        matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if scheme.lower() != "bearer" or not any(matches):
             raise UnauthenticatedError
 
 
 class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # not generic when it runs
-    """Lets only calls with a known token through, probes excepted."""
+    """Lets only calls with a valid token through, probes excepted."""
 
     def __init__(self, tokens: BearerTokens) -> None:
         self._tokens = tokens
@@ -126,11 +126,9 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in OPEN_METHODS:
             return handler
-        told = next(
-            (value for key, value in handler_call_details.invocation_metadata if key == "authorization"), None
-        )
+        metadata = handler_call_details.invocation_metadata
         try:
-            self._tokens.check(told)
+            self._tokens.check(next((value for key, value in metadata if key == "authorization"), None))
         except UnauthenticatedError as error:
             return _refusal(handler, error)
         return handler
@@ -139,7 +137,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
 def _refusal(
     handler: grpc.RpcMethodHandler[Any, Any], error: UnauthenticatedError
 ) -> grpc.RpcMethodHandler[Any, Any]:
-    from predictors.service.servicer import abort
+    from predictors.service.grpc_methods import abort
 
     async def refuse(request: object, context: Any) -> None:
         await abort(context, error)
@@ -151,8 +149,8 @@ def _refusal(
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    made: grpc.RpcMethodHandler[Any, Any] = make(refuse)
-    return made
+    refusing: grpc.RpcMethodHandler[Any, Any] = make(refuse)
+    return refusing
 
 
 def _digest(token: str) -> bytes:

@@ -1,4 +1,4 @@
-"""The server's life: bind, warm up, serve, replace artifacts, drain."""
+"""The server: bind, warm up, serve, replace artifacts, drain."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from predictors.proto import open_inference_pb2, predictor_v1_pb2
+from predictors.service.artifacts import ArtifactTable, Reopen
+from predictors.service.batcher import BatchingSettings, Clock
 from predictors.service.calls import PredictorCalls
-from predictors.service.clock import Clock
 from predictors.service.errors import ReloadError
-from predictors.service.grouping import BatchingSettings
+from predictors.service.grpc_methods import SERVICE, PredictorMethods
 from predictors.service.metrics import ServiceMetrics
-from predictors.service.models import ArtifactTable, Reopen
-from predictors.service.oip_grpc import OIP_SERVICE, OpenInferenceMethods
+from predictors.service.oip import OIP_SERVICE, OpenInferenceMethods
 from predictors.service.pipeline import PredictionPipeline, Runtime
 from predictors.service.security import BearerInterceptor, BearerTokens, TlsFiles
-from predictors.service.servicer import SERVICE, PredictorMethods
 from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError, MissingExtraError
 
@@ -36,35 +35,34 @@ __all__ = ["OIP_SERVICE", "SERVICE", "PredictionServer", "ServerSettings"]
 logger = logging.getLogger(__name__)
 
 # For streams that never end by themselves (health watchers) once all predictions are answered.
-LAST_WORDS_S = 0.5
+STREAM_GRACE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """Where and within what limits the server answers.
+    """Addresses and limits.
 
     Attributes:
         host: Address to listen on.
         port: gRPC port to listen on; 0 takes a free one.
         http_port: HTTP port to listen on; 0 takes a free one; None: no HTTP.
         reuse_port: Other processes may listen on the same ports and share their connections.
-        max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED. To parse one takes
-            up to 10 ms per MiB, in which nothing else is answered (`benchmarks/hostile_bodies.py`).
-        max_batch_requests: Most requests in one PredictBatch or ModelInfer.
+        max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED. Parsing takes up
+            to 10 ms per MiB, in which nothing else runs (`benchmarks/hostile_bodies.py`).
+        max_batch_requests: Maximum number of requests in one PredictBatch or ModelInfer.
         max_prompt_chars: Longest prompt; None: any that fits into a message.
-        max_streams: Most PredictStream calls at the same time.
-        max_stream_requests: Requests of one stream under way at the same time.
-        cache_entries: Predictions that are remembered for each artifact; 0: none.
-        drain_delay_s: How long `stop` goes on to take requests while health says NOT_SERVING, so that load balancers
+        max_streams: Maximum number of PredictStream calls at the same time.
+        max_stream_requests: Requests of one stream in flight.
+        cache_entries: Size of each artifact's cache of predictions; 0: no cache.
+        drain_delay_s: How long `stop` goes on to take requests while health reports NOT_SERVING, so that load balancers
             look away first.
-        drain_timeout_s: How long `stop` then waits for requests that are inside.
+        drain_timeout_s: How long `stop` then waits for requests in flight.
         tls: Certificates; None: no TLS.
-        tokens: Bearer tokens that are let in; None: anybody.
-        worker_niceness: By how much the threads of model calls have a lower priority than the event loop, 0 to 19.
+        tokens: Valid bearer tokens; None: no authentication.
         worker_cores: Cores of the model threads, one each; empty: the system places them.
         num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
-            two changes of thread for each, so that on a busy machine calls wait in the library before anybody can refuse
-            them (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
+            two changes of thread for each, so that on a busy machine calls wait in the library before they can be refused
+            (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
     """
 
     host: str = "127.0.0.1"
@@ -81,7 +79,6 @@ class ServerSettings:
     drain_timeout_s: float = 30.0
     tls: TlsFiles | None = None
     tokens: BearerTokens | None = None
-    worker_niceness: int = 0
     worker_cores: tuple[int, ...] = ()
     num_listeners: int = 4
 
@@ -104,8 +101,6 @@ class ServerSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "an integer >= 1")
-        if not 0 <= self.worker_niceness <= 19:
-            raise InputError("worker_niceness", self.worker_niceness, "0 to 19")
         if self.cache_entries < 0:
             raise InputError("cache_entries", self.cache_entries, "an integer >= 0")
         for name in ("drain_delay_s", "drain_timeout_s"):
@@ -114,16 +109,16 @@ class ServerSettings:
 
 
 class PredictionServer:
-    """Artifacts behind one gRPC port, and where it is wanted one HTTP port.
+    """Artifacts behind one gRPC port and, on request, one HTTP port.
 
     Args:
         runtimes: The loaded artifact, or several of different ids, the default first.
         batching: How requests are grouped.
-        settings: Where to listen, and limits.
+        settings: Addresses and limits.
         clock: Source of time of the batchers; default: the event loop's.
         reopen: Loads the artifact of an id again, for `reload`; called in a thread.
-        metrics: Who counts; default: nobody.
-        tracing: Who records spans; default: nobody.
+        metrics: Counters, exposed on the HTTP port.
+        tracing: Records spans; None: no spans.
     """
 
     def __init__(
@@ -146,7 +141,6 @@ class PredictionServer:
             clock=clock,
             cache_entries=settings.cache_entries,
             max_prompt_chars=settings.max_prompt_chars,
-            worker_niceness=settings.worker_niceness,
             worker_cores=settings.worker_cores,
             metrics=self._metrics,
             reopen=reopen,
@@ -171,7 +165,7 @@ class PredictionServer:
         return self.artifacts.default.pipeline
 
     async def start(self) -> int:
-        """Binds, starts to answer, warms up, then reports SERVING; returns the gRPC port.
+        """Binds, answers, warms up, then reports SERVING; returns the gRPC port.
 
         Raises:
             InputError: A port is in use or may not be bound, or a certificate cannot be read.
@@ -180,9 +174,9 @@ class PredictionServer:
         if not settings.reuse_port:
             probe_port(settings.host, settings.port)
         if settings.http_port is not None:
-            self._gateway = self._made_gateway()
+            self._gateway = self._new_gateway()
         # From here on clients can connect; until `server.start` they wait for the first bytes.
-        servers = [self._made() for _ in range(self._num_listeners)]
+        servers = [self._new_server() for _ in range(self._num_listeners)]
         port = settings.port
         for server in servers:
             port = self._bind(server, port)
@@ -200,7 +194,7 @@ class PredictionServer:
         return port
 
     async def reload(self) -> None:
-        """Replaces every artifact whose files have changed; one that is refused stays as it is, and the log says why."""
+        """Replaces every artifact whose files have changed; a refused one stays as it is, with its reason in the log."""
         for name in self.artifacts.names:
             try:
                 if not await self.artifacts.reload(name):
@@ -209,7 +203,7 @@ class PredictionServer:
                 logger.error("%s", error)
 
     async def stop(self) -> None:
-        """Refuses new requests, answers those inside (for `drain_timeout_s`), then closes."""
+        """Refuses new requests, answers those in flight (for `drain_timeout_s`), then closes."""
         if not self._servers:
             if self._gateway is not None:
                 await self._gateway.stop()
@@ -221,12 +215,12 @@ class PredictionServer:
         self.artifacts.refuse_new()
         self._methods.end_streams()
         draining = asyncio.create_task(self.artifacts.close())
-        # gRPC's own grace period would answer newcomers with CANCELLED; until all predictions are made (or the time
-        # is up) the pipeline answers them with UNAVAILABLE, which clients know how to take.
+        # gRPC's own grace period would answer new calls with CANCELLED; until all predictions are made (or the time is up)
+        # the pipeline answers them with UNAVAILABLE, which clients retry.
         await asyncio.wait({draining}, timeout=self.settings.drain_timeout_s)
         if self._gateway is not None:
             await self._gateway.stop()
-        await asyncio.gather(*(server.stop(LAST_WORDS_S) for server in self._servers))
+        await asyncio.gather(*(server.stop(STREAM_GRACE_S) for server in self._servers))
         await draining
         self._servers = []
 
@@ -234,7 +228,7 @@ class PredictionServer:
     def _num_listeners(self) -> int:
         return self.settings.num_listeners if hasattr(socket, "SO_REUSEPORT") else 1
 
-    def _made(self) -> grpc.aio.Server:
+    def _new_server(self) -> grpc.aio.Server:
         """A server with all methods, not bound."""
         settings = self.settings
         shares_port = settings.reuse_port or self._num_listeners > 1
@@ -244,7 +238,7 @@ class PredictionServer:
                 ("grpc.so_reuseport", int(shares_port)),
                 ("grpc.max_receive_message_length", settings.max_message_bytes),
                 ("grpc.max_send_message_length", settings.max_message_bytes),
-                # Clients may look every ten seconds whether their connection still lives.
+                # Clients may ping their connection every ten seconds.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
@@ -257,18 +251,13 @@ class PredictionServer:
         reflection.enable_server_reflection(names, server, _descriptions())
         return server
 
-    def _made_gateway(self) -> HttpGateway:
+    def _new_gateway(self) -> HttpGateway:
         try:
             from predictors.service.gateway import HttpGateway
         except ModuleNotFoundError as error:
             raise MissingExtraError(error.name or "aiohttp", "serve") from error
-        settings = self.settings
-        return HttpGateway(
-            self._calls,
-            self._metrics,
-            max_message_bytes=settings.max_message_bytes,
-            tokens=settings.tokens,
-        )
+        limit = self.settings.max_message_bytes
+        return HttpGateway(self._calls, self._metrics, max_message_bytes=limit, tokens=self.settings.tokens)
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE, OIP_SERVICE, *self.artifacts.names):
@@ -287,7 +276,7 @@ class PredictionServer:
 
 
 def _descriptions() -> DescriptorPool:
-    """What reflection tells: the messages of all services, in one pool."""
+    """The messages of all services in one pool, for reflection."""
     pool = DescriptorPool()
     for file in (predictor_v1_pb2, open_inference_pb2, health_pb2, reflection_pb2):
         pool.AddSerializedFile(file.DESCRIPTOR.serialized_pb)
@@ -295,7 +284,7 @@ def _descriptions() -> DescriptorPool:
 
 
 def probe_port(host: str, port: int, field: str = "port") -> None:
-    """Binds and lets go again: gRPC would hide the reason of a failure and write to stderr by itself.
+    """Binds and releases a port: gRPC would hide the reason of a failure and write to stderr by itself.
 
     Raises:
         InputError: It cannot be bound.

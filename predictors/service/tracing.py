@@ -1,7 +1,6 @@
-"""Traces with OpenTelemetry, where they are wanted: one span a prediction, a child of the caller's.
+"""Traces with OpenTelemetry: one span a prediction, a child of the caller's.
 
-`Tracing` itself records nothing. `OpenTelemetryTracing` uses the tracer provider that the process has set up; with
-`serve-predictor --traces` that is one configured by the usual OTEL_* environment variables.
+Own, because opentelemetry-instrumentation-grpc is beta, makes one span of a whole stream, and covers gRPC alone.
 """
 
 from __future__ import annotations
@@ -11,37 +10,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from predictors.service.pipeline import Prediction
+from predictors.service.pipeline import PipelineResult
 from scheduler_core.errors import InputError, MissingExtraError
 
 TRACE_KEYS = ("traceparent", "tracestate")
 PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
-class Span:
-    """Records nothing."""
-
-    def end(self, artifact: str, version: str, code: str, prediction: Prediction | None) -> None:
-        """The prediction is made, or has failed."""
-
-
 class Tracing:
-    """Records nothing."""
-
-    is_on = False
-
-    def start(self, method: str, trace: Mapping[str, str] | None) -> Span:
-        """Starts a prediction's span, as a child of the one that `trace` (W3C trace context) tells."""
-        return _NOTHING
-
-
-_NOTHING = Span()
-
-
-class OpenTelemetryTracing(Tracing):
-    """Spans named as the method, with the artifact, the status code, and the times of the parts as attributes."""
-
-    is_on = True
+    """Spans of the process's tracer provider, named as the method."""
 
     def __init__(self) -> None:
         try:
@@ -49,47 +26,33 @@ class OpenTelemetryTracing(Tracing):
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ImportError as error:
             raise MissingExtraError("opentelemetry-api", "traces") from error
+        self._trace: Any = trace
         self._tracer = trace.get_tracer("tailcast")
         self._propagator = TraceContextTextMapPropagator()
 
-    def start(self, method: str, trace: Mapping[str, str] | None) -> Span:
-        """Starts a prediction's span."""
-        from opentelemetry.trace import SpanKind
+    def start(self, method: str, carrier: Mapping[str, str] | None) -> Any:
+        """Starts a span, as a child of the one in `carrier` (W3C trace context)."""
+        context = self._propagator.extract(carrier) if carrier else None
+        return self._tracer.start_span(method, context=context, kind=self._trace.SpanKind.SERVER)
 
-        context = self._propagator.extract(trace) if trace else None
-        return _OpenTelemetrySpan(self._tracer.start_span(method, context=context, kind=SpanKind.SERVER))
-
-
-class _OpenTelemetrySpan(Span):
-    def __init__(self, span: Any) -> None:
-        self._span = span
-
-    def end(self, artifact: str, version: str, code: str, prediction: Prediction | None) -> None:
-        from opentelemetry.trace import Status, StatusCode
-
-        self._span.set_attributes(
+    def end(self, span: Any, artifact: str, version: str, code: str, result: PipelineResult | None) -> None:
+        """Ends a span, with artifact, status code and the times of the parts as attributes."""
+        span.set_attributes(
             {"tailcast.artifact_id": artifact, "tailcast.artifact_version": version, "rpc.status": code}
         )
-        if prediction is not None:
-            self._span.set_attributes(
-                {
-                    "tailcast.tokenise_s": prediction.tokenise_s,
-                    "tailcast.queue_s": prediction.queue_s,
-                    "tailcast.inference_s": prediction.inference_s,
-                    "tailcast.batch_size": prediction.batch_size,
-                    "tailcast.cached": prediction.cached,
-                }
-            )
+        if result is not None:
+            for name in ("tokenize_s", "queue_s", "inference_s", "batch_size", "cached"):
+                span.set_attribute(f"tailcast.{name}", getattr(result, name))
         if code != "OK":
-            self._span.set_status(Status(StatusCode.ERROR, code))
-        self._span.end()
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, code))
+        span.end()
 
 
 def set_up_exporting() -> None:
-    """Makes the process's tracer provider export spans over OTLP as the OTEL_* environment variables say.
+    """Makes the process's tracer provider export spans over OTLP, configured by the OTEL_* environment variables.
 
     Raises:
-        InputError: The protocol that they name is none of OTLP's binary ones.
+        InputError: The protocol is not one of OTLP's binary ones.
         MissingExtraError: The SDK or the protocol's exporter is not installed.
     """
     exporter = _exporter()
@@ -105,7 +68,7 @@ def set_up_exporting() -> None:
 
 
 def _exporter() -> Any:
-    name = next(name for name in PROTOCOL_VARIABLES if name in os.environ or name == PROTOCOL_VARIABLES[-1])
+    name = next((name for name in PROTOCOL_VARIABLES if name in os.environ), PROTOCOL_VARIABLES[-1])
     protocol = os.environ.get(name, "http/protobuf")
     packages = {"http/protobuf": "http", "grpc": "grpc"}
     if protocol not in packages:

@@ -16,7 +16,7 @@ import yaml
 
 from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig
-from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
+from predictors.client import ClientSettings, PredictorError, SyncPredictor
 from scheduler_core.command import run_command
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, running_server, write_artifact
@@ -92,11 +92,11 @@ def test_a_pod_is_given_the_time_it_needs_to_drain() -> None:
 
 def test_the_metric_that_is_scaled_on_exists() -> None:
     pytest.importorskip("prometheus_client")
-    from predictors.service.metrics import PrometheusMetrics
+    from predictors.service.metrics import ServiceMetrics
 
     [metric] = manifest("HorizontalPodAutoscaler")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
-    metrics = PrometheusMetrics()
+    metrics = ServiceMetrics()
     metrics.artifact("tiny")
     assert name.encode() in metrics.exposition()
     assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
@@ -191,7 +191,7 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
         {"host": "127.0.0.1", "port": http_port},
     )
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    one_try = ClientSettings(retries=RetrySettings(max_attempts=1), timeout_s=30)
+    one_try = ClientSettings(max_attempts=1, timeout_s=30)
     wanted = [
         PredictionRequest(f"r{number}", prompt, 100) for number, prompt in enumerate(["sea", "a long essay"])
     ]

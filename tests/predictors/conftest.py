@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.predictors.fakes import write_artifact, write_lexical_artifact, write_rich_artifact
+from tests.predictors.fakes import write_artifact, write_rich_artifact
 
 
 @pytest.fixture(scope="session")
@@ -17,9 +17,3 @@ def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rich_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact with all heads, conditioned; tests must not write into it."""
     return write_rich_artifact(tmp_path_factory.mktemp("artifacts") / "rich")
-
-
-@pytest.fixture(scope="session")
-def lexical_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact that reads lexical features; tests must not write into it."""
-    return write_lexical_artifact(tmp_path_factory.mktemp("artifacts") / "lexical")

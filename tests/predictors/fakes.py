@@ -12,26 +12,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from predictors.artifact import (
-    Conditions,
-    EncoderCard,
-    LexicalInput,
-    Manifest,
-    open_artifact,
-    write_manifest,
-)
-from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
-from predictors.predicted import Predicted
-from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
+from predictors.artifact import Conditions, EncoderCard, Manifest, open_artifact, write_manifest
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from predictors.runtime import Predicted, open_runtime
+from predictors.service.artifacts import Reopen
+from predictors.service.batcher import BatchingSettings
 from predictors.service.metrics import ServiceMetrics
-from predictors.service.models import Reopen
 from predictors.service.pipeline import Runtime
 from predictors.service.server import PredictionServer, ServerSettings
 from predictors.service.tracing import Tracing
@@ -139,36 +132,10 @@ def expected_rich(prompt: str, number: int = 0, temperature: float = 0.0) -> dic
     }
 
 
-def write_lexical_artifact(folder: Path, **changes: Any) -> Path:
-    """Writes an artifact that reads lexical features: mu is ln(1 + characters), sigma is 0.5."""
-    folder.mkdir(parents=True, exist_ok=True)
-    column = FEATURE_NAMES.index("log_chars")
-    nodes = [
-        helper.make_node("Gather", ["features", "column"], ["mu"], axis=1),
-        helper.make_node("Mul", ["mu", "zero"], ["nothing"]),
-        helper.make_node("Add", ["nothing", "half"], ["sigma"]),
-    ]
-    constants = {"column": np.array(column), "zero": np.float32(0), "half": np.float32(0.5)}
-    shape: list[str | int | None] = ["batch", len(FEATURE_NAMES)]
-    inputs = [helper.make_tensor_value_info("features", TensorProto.FLOAT, shape)]
-    onnx.save(_model(nodes, constants, inputs, {"mu": None, "sigma": None}), folder / "model.onnx")
-    fields: dict[str, Any] = {
-        "artifact_id": "lexical",
-        "created": "2026-01-02T03:04:05+00:00",
-        "kind": "lexical",
-        "heads": ("length",),
-        "nu": NU,
-        "lexical": LexicalInput(
-            feature_names=tuple(FEATURE_NAMES), feature_version=FEATURE_VERSION, max_chars=1000
-        ),
-    }
-    return _finish(folder, fields | changes)
-
-
 def _finish(folder: Path, fields: dict[str, Any]) -> Path:
     """`artifact_version` among the fields is put before the version."""
     prefix = fields.pop("artifact_version", None)
-    write_manifest(folder, Manifest(**fields), version_prefix=prefix)
+    write_manifest(folder, Manifest.draft(**fields), version_prefix=prefix)
     return folder
 
 
@@ -362,8 +329,6 @@ class GatedRuntime:
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
-        *,
-        lexical: Sequence[NDArray[Any] | None] | None = None,
     ) -> Predicted:
         if not self.gate.wait(timeout=30):
             raise TimeoutError("the test never opened the gate")
@@ -371,7 +336,7 @@ class GatedRuntime:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("injected failure")
-        return self._runtime.run(prompts, served_models, temperatures, lexical=lexical)
+        return self._runtime.run(prompts, served_models, temperatures)
 
 
 @contextlib.asynccontextmanager
@@ -398,6 +363,18 @@ async def running_server(
         yield server, f"127.0.0.1:{port}"
     finally:
         await server.stop()
+
+
+@contextlib.asynccontextmanager
+async def server_and_stub(
+    runtime: Runtime | Sequence[Runtime], **options: Any
+) -> AsyncIterator[tuple[PredictionServer, Any]]:
+    """A running server, and a stub of the predictor over a channel of its own."""
+    async with (
+        running_server(runtime, **options) as (server, address),
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield server, PredictorStub(channel)  # type: ignore[no-untyped-call]
 
 
 async def until(condition: Callable[[], bool]) -> None:

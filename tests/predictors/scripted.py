@@ -40,10 +40,7 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
     """
 
     def __init__(
-        self,
-        code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE,
-        num_failures: int = 0,
-        num_silent: int = 0,
+        self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0, num_silent: int = 0
     ) -> None:
         self.code = code
         self.num_failures = num_failures
@@ -51,6 +48,7 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
         self.calls: list[list[str]] = []
         self.metadata: list[dict[str, str]] = []
         self.num_under_way = 0
+        self.num_calls_by_peer: dict[str, int] = {}
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -67,6 +65,8 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
     async def _begin(self, requests: list[pb.PredictRequest], context: Any) -> None:
         self.calls.append([request.prompt for request in requests])
         self.metadata.append({str(key): str(value) for key, value in context.invocation_metadata()})
+        peer = context.peer()
+        self.num_calls_by_peer[peer] = self.num_calls_by_peer.get(peer, 0) + 1
         number = len(self.calls)
         if number <= self.num_failures:
             await context.abort(self.code, "not now")

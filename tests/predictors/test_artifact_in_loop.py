@@ -12,8 +12,8 @@ import pytest
 from predictors.client import InProcessPredictor
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.fetch import Predictions, fetch_predictions
 from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.predictions import Predictions, fetch_predictions
 from scheduler_core.simulator.step_time import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -48,7 +48,7 @@ def test_an_artifact_orders_the_requests_of_a_simulation(artifact_folder: Path) 
 
 def test_answers_come_as_late_as_they_did(artifact_folder: Path) -> None:
     predictions = fetch_predictions(trace(), InProcessPredictor(artifact_folder), served_model="tiny-llm")
-    late = dict.fromkeys(predictions.answers, 1e6)
+    late = dict.fromkeys(predictions.by_id, 1e6)
     core = Scheduler(SchedulerConfig(max_num_seqs=1), make_policy("ssjf"))
     out = Simulation(trace(), core, LinearStepTime(), predictions, delays_s=late).run()
     assert core.counters.num_late_predictions == len(out.records) == 12

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -9,9 +10,17 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictors.service.batcher import Answer, Batcher, Done, Work
+from predictors.service.batcher import (
+    BatchedResult,
+    Batcher,
+    BatchingSettings,
+    Callback,
+    Work,
+    nearest_in_length,
+    oldest_first,
+)
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
-from predictors.service.grouping import BatchingSettings
+from scheduler_core.errors import InputError
 from tests.predictors.fakes import ManualClock, settle
 
 
@@ -38,7 +47,7 @@ class GatedWork:
 def called_back(work: Callable[[Sequence[int]], Awaitable[Sequence[str]]]) -> Work[int, str]:
     """What a batcher takes, of a coroutine function."""
 
-    def start(items: Sequence[int], done: Done[str]) -> None:
+    def start(items: Sequence[int], done: Callback[str]) -> None:
         def finish(running: asyncio.Future[Sequence[str]]) -> None:
             error = asyncio.CancelledError() if running.cancelled() else running.exception()
             done(None if error else running.result(), error)
@@ -76,7 +85,7 @@ async def test_idle_worker_takes_a_request_at_once() -> None:
     assert bench.work.batches == [[7]]
     await bench.clock.advance(0.5)
     await bench.work.release(0)
-    assert await caller == Answer("r7", queue_s=0.0, work_s=0.5, batch_size=1)
+    assert await caller == BatchedResult("r7", queue_s=0.0, work_s=0.5, batch_size=1)
 
 
 async def test_waiting_requests_are_joined_by_length_starting_from_the_oldest() -> None:
@@ -249,7 +258,7 @@ async def test_idle_session_is_flushed_at_once_and_a_busy_one_waits_for_company(
 
 
 async def test_work_that_cannot_even_start_fails_its_batch() -> None:
-    def work(items: Sequence[int], done: Done[str]) -> None:
+    def work(items: Sequence[int], done: Callback[str]) -> None:
         raise RuntimeError("no thread")
 
     batcher = Batcher(work, settings=BatchingSettings(max_batch=2, max_wait_s=0.0), clock=ManualClock())
@@ -270,7 +279,7 @@ async def test_failure_reaches_every_caller_of_that_batch_and_only_them() -> Non
     assert "RuntimeError" in str(failures[0])
     assert "session died" not in str(failures[0]), "it may quote the prompt of another caller"
     assert str(failures[0].__cause__) == "session died"
-    assert sum(isinstance(outcome, Answer) for outcome in outcomes) == 2
+    assert sum(isinstance(outcome, BatchedResult) for outcome in outcomes) == 2
 
 
 @pytest.mark.parametrize("results", [[], ["one", "two", "three"]])
@@ -367,7 +376,7 @@ async def _play(
         max_queue=max_queue,
         max_padding=1.5,
     )
-    callers: list[asyncio.Task[Answer[str]]] = []
+    callers: list[asyncio.Task[BatchedResult[str]]] = []
     open_batches: list[int] = []
     seen = 0
     for name, number, extra in operations:
@@ -398,9 +407,102 @@ async def _play(
     assert len(worked_on) == len(set(worked_on))
     assert all(1 <= len(batch) <= max_batch for batch in bench.work.batches)
     for item, outcome in enumerate(await asyncio.gather(*callers, return_exceptions=True)):
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, BatchedResult):
             assert outcome.result == f"r{item}"
         elif isinstance(outcome, QueueFullError | ExpiredError):
             assert item not in worked_on
         else:
             assert isinstance(outcome, BatchError | asyncio.CancelledError)
+
+
+LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
+SETTINGS = st.builds(
+    BatchingSettings,
+    max_batch=st.integers(1, 40),
+    max_wait_s=st.just(0.0),
+    max_padding=st.one_of(st.floats(1, 4), st.just(math.inf)),
+    max_padded_tokens=st.integers(1, 20_000),
+)
+
+
+def settings(**changes: Any) -> BatchingSettings:
+    return BatchingSettings(**({"max_batch": 4, "max_wait_s": 0.0} | changes))
+
+
+@given(lengths=LENGTHS, settings=SETTINGS, data=st.data())
+def test_group_holds_the_start_and_keeps_every_limit(
+    lengths: list[int], settings: BatchingSettings, data: st.DataObject
+) -> None:
+    lengths.sort()
+    start = data.draw(st.integers(0, len(lengths) - 1))
+    group = nearest_in_length(lengths, start, settings)
+    assert start in group
+    assert 0 <= group.start < group.stop <= len(lengths)
+    assert len(group) <= settings.max_batch
+    chosen = [lengths[position] for position in group]
+    if len(chosen) > 1:
+        assert len(chosen) * max(chosen) <= settings.max_padding * sum(chosen)
+        assert len(chosen) * max(chosen) <= settings.max_padded_tokens
+
+
+@given(lengths=LENGTHS, settings=SETTINGS, data=st.data())
+def test_group_cannot_be_grown_by_either_neighbour(
+    lengths: list[int], settings: BatchingSettings, data: st.DataObject
+) -> None:
+    lengths.sort()
+    group = nearest_in_length(lengths, data.draw(st.integers(0, len(lengths) - 1)), settings)
+    if len(group) == settings.max_batch:
+        return
+    for low, high in ((group.start - 1, group.stop), (group.start, group.stop + 1)):
+        if low >= 0 and high <= len(lengths):
+            grown = lengths[low:high]
+            padded = len(grown) * max(grown)
+            assert padded > settings.max_padding * sum(grown) or padded > settings.max_padded_tokens
+
+
+def test_nearer_neighbours_come_first() -> None:
+    lengths = [5, 9, 10, 12, 40]
+    assert [lengths[at] for at in nearest_in_length(lengths, 2, settings(max_batch=3))] == [9, 10, 12]
+    assert [lengths[at] for at in nearest_in_length(lengths, 4, settings(max_batch=2))] == [12, 40]
+
+
+def test_padding_limit_leaves_an_outlier_alone() -> None:
+    assert list(nearest_in_length([5, 9, 10, 12, 400], 4, settings(max_padding=1.1))) == [4]
+
+
+@given(lengths=LENGTHS, settings=SETTINGS)
+def test_oldest_first_takes_a_prefix_within_the_limits(
+    lengths: list[int], settings: BatchingSettings
+) -> None:
+    count = oldest_first(lengths, settings)
+    assert 1 <= count <= min(len(lengths), settings.max_batch)
+    assert count == 1 or count * max(lengths[:count]) <= settings.max_padded_tokens
+    if count < min(len(lengths), settings.max_batch):
+        assert (count + 1) * max(lengths[: count + 1]) > settings.max_padded_tokens
+
+
+def test_defaults_of_the_two_kinds_of_device() -> None:
+    cpu, gpu = BatchingSettings.cpu(num_workers=2), BatchingSettings.gpu()
+    assert (cpu.max_batch, cpu.max_wait_s, cpu.num_workers, cpu.order) == (4, 0.0, 2, "length")
+    assert (gpu.max_batch, gpu.max_wait_s) == (32, 0.003)
+    assert (cpu.max_running, gpu.max_running) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_batch", 0),
+        ("max_wait_s", -1.0),
+        ("max_wait_s", math.nan),
+        ("max_padding", 0.9),
+        ("max_padding", math.nan),
+        ("max_padded_tokens", 0),
+        ("max_queue", 0),
+        ("num_workers", 0),
+        ("num_ahead", -1),
+        ("order", "random"),
+    ],
+)
+def test_bad_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(InputError, match=field):
+        settings(**{field: value})

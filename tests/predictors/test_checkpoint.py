@@ -85,16 +85,19 @@ def widen(folder: Path) -> None:
     ("break_it", "message"),
     [
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"12345678910"), "whole safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"12345678910"),
+            "complete safetensors file",
+        ),
         (lambda folder: (folder / "config.json").write_text("{"), "valid JSON"),
         (
-            lambda folder: edit(folder / "config.json", format_version=3),
-            "format_version: got 3; allowed: 4; an older tailcast wrote this checkpoint: train it again",
+            lambda folder: edit(folder / "config.json", format_version=4),
+            "format_version: got 4; allowed: 5; an older tailcast wrote this checkpoint: train it again",
         ),
-        (lambda folder: edit(folder / "config.json", format_version=5), "format_version: got 5.*upgrade"),
+        (lambda folder: edit(folder / "config.json", format_version=6), "format_version: got 6.*upgrade"),
         (
-            lambda folder: edit(folder / "config.json", format_version="4"),
-            "format_version: got '4'; allowed: 4$",
+            lambda folder: edit(folder / "config.json", format_version="5"),
+            "format_version: got '5'; allowed: 5$",
         ),
         (lambda folder: edit(folder / "config.json", predictor={"nope": 1}), "predictor"),
         (lambda folder: edit(folder / "config.json", calibration=None), "calibration"),

@@ -81,7 +81,7 @@ def test_served_process_answers_then_drains_on_sigterm_and_exits_0(server: Serve
     assert prediction.mu == pytest.approx(expected("name three rivers")[0], rel=1e-6)
     assert server.stop() == 0, server.log
     log = server.log
-    assert "execution provider CPUExecutionProvider (asked for: auto)" in log
+    assert "execution provider CPUExecutionProvider (requested: auto)" in log
     assert f"ready on 127.0.0.1:{port}" in log
     assert "draining 0 requests" in log
     assert "Traceback" not in log
@@ -141,7 +141,7 @@ def test_broken_artifact_is_one_line(
         (["{artifact}", "--max_batch", "0"], "max_batch"),
         (["{artifact}", "--max_padding", "0.5"], "max_padding"),
         (["{artifact}", "--drain_timeout_s", "-1"], "drain_timeout_s"),
-        (["{artifact}", "--threads_per_worker", "0"], "threads_per_run"),
+        (["{artifact}", "--threads_per_worker", "0"], "threads_per_worker"),
         (["{artifact}", "--port_file", "{artifact}"], "port_file"),
     ],
 )

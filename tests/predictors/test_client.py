@@ -15,23 +15,24 @@ from predictors.client import (
     ClientSettings,
     GrpcPredictor,
     PredictorError,
-    RetrySettings,
     SyncPredictor,
     TlsSettings,
+    channel,
     connect,
+    messages,
 )
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
+from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import AsyncPredictor, PredictionRequest, Predictor, open_predictor
 from tests.predictors.fakes import NU, GatedRuntime, expected, running_server, until
 from tests.predictors.scripted import NOBODY, Scripted, serving
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
-ONE_TRY = ClientSettings(retries=RetrySettings(max_attempts=1))
-QUICK = RetrySettings(max_attempts=3, initial_backoff_s=0.01)
+ONE_TRY = ClientSettings(max_attempts=1)
+QUICK: dict[str, Any] = {"max_attempts": 3}
 
 
 def requests(prompts: list[str] = PROMPTS, **options: Any) -> list[PredictionRequest]:
@@ -61,8 +62,11 @@ async def test_no_requests_need_no_server() -> None:
         assert await predictor.predict([]) == []
 
 
-async def test_many_requests_are_split_and_put_together_again(address: str) -> None:
-    settings = ClientSettings(max_batch_requests=7, max_batch_bytes=300)
+async def test_many_requests_are_split_and_put_together_again(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
+    settings = ClientSettings(max_batch_requests=7)
     prompts = ["sea" + " a" * (i % 9) for i in range(50)] + ["the " * 500]
     async with GrpcPredictor(address, settings) as predictor:
         predictions = await predictor.predict(requests(prompts))
@@ -112,7 +116,7 @@ async def test_unknown_served_model_is_refused(address: str) -> None:
 
 
 async def test_unreachable_server_is_named() -> None:
-    async with GrpcPredictor(NOBODY, ClientSettings(retries=QUICK)) as predictor:
+    async with GrpcPredictor(NOBODY, ClientSettings(**QUICK)) as predictor:
         with pytest.raises(PredictorError, match=rf"predictor {NOBODY}:.* UNAVAILABLE") as caught:
             await predictor.predict(requests())
         with pytest.raises(PredictorError, match="UNAVAILABLE"):
@@ -148,9 +152,9 @@ async def test_cancelling_the_caller_frees_the_service(artifact_folder: Path) ->
     async with running_server(runtime, batching=batching) as (server, address):
         async with connect(address) as predictor:
             call = asyncio.ensure_future(predictor.predict(requests()))
-            await until(lambda: server.pipeline.num_inside == 4)
+            await until(lambda: server.pipeline.num_in_flight == 4)
             call.cancel()
-            await until(lambda: server.pipeline.num_inside == 0)
+            await until(lambda: server.pipeline.num_in_flight == 0)
         runtime.gate.set()
     assert len(runtime.batches) <= 1
 
@@ -170,7 +174,7 @@ async def test_only_what_no_server_took_is_retried_and_not_for_ever(
     client: str, code: grpc.StatusCode, num_failures: int, num_calls: int
 ) -> None:
     servicer = Scripted(code, num_failures)
-    settings = ClientSettings(retries=QUICK)
+    settings = ClientSettings(**QUICK)
     async with serving(servicer) as address:
         if client == "blocking":
             asking = asyncio.to_thread(SyncPredictor(address, settings).predict, requests())
@@ -223,14 +227,16 @@ async def test_capped_numbers_come_when_asked_for(address: str, client: str) -> 
     async def ask(capped: bool) -> pb.PredictResponse:
         wanted = requests(["sea"])
         if client == "blocking":
-            [found] = await asyncio.to_thread(SyncPredictor(address).responses, wanted, capped=capped)
+            [found] = await asyncio.to_thread(
+                SyncPredictor(address).responses, wanted, truncated_length=capped
+            )
         else:
             async with connect(address) as predictor:
-                [found] = await predictor.responses(wanted, capped=capped)
+                [found] = await predictor.responses(wanted, truncated_length=capped)
         return found
 
-    assert (await ask(True)).capped.max_tokens == 100
-    assert not (await ask(False)).HasField("capped")
+    assert (await ask(True)).truncated_length.max_tokens == 100
+    assert not (await ask(False)).HasField("truncated_length")
 
 
 async def test_concurrent_callers_get_their_own_predictions(address: str) -> None:
@@ -255,10 +261,9 @@ async def test_several_connections_are_used_and_answer_alike() -> None:
     async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
         calls = [asyncio.ensure_future(predictor.predict(requests(["sea"]))) for _ in range(6)]
         await until(lambda: servicer.num_under_way == 6)
-        assert predictor.num_calls == (2, 2, 2)
+        assert sorted(servicer.num_calls_by_peer.values()) == [2, 2, 2]
         servicer.gate.set()
         assert [one.mu for [one] in await asyncio.gather(*calls)] == [3.0] * 6
-        assert predictor.num_calls == (0, 0, 0)
 
 
 @pytest.mark.parametrize("target", ["nobody", "silent"])
@@ -361,10 +366,11 @@ def test_good_address_is_accepted(address: str) -> None:
         ("timeout_s", 0.0),
         ("timeout_s", float("nan")),
         ("max_batch_requests", 0),
-        ("max_batch_bytes", 0),
         ("max_message_bytes", 0),
         ("num_connections", 0),
         ("transport", "pigeon"),
+        ("max_attempts", 0),
+        ("max_attempts", 6),
         ("token", ""),
         ("token", "two\nlines"),
     ],
@@ -374,26 +380,11 @@ def test_bad_client_setting_is_named(field: str, value: Any) -> None:
         ClientSettings(**{field: value})
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_attempts", 0),
-        ("max_attempts", 6),
-        ("initial_backoff_s", 0.0),
-        ("initial_backoff_s", 3.0),
-        ("max_tokens", 0),
-        ("token_ratio", float("nan")),
-    ],
-)
-def test_bad_retry_setting_is_named(field: str, value: Any) -> None:
-    with pytest.raises(InputError, match=field):
-        RetrySettings(**{field: value})
-
-
-async def test_retries_stop_while_most_calls_fail() -> None:
+async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
+    monkeypatch.setattr(channel, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
     servicer = Scripted(num_failures=100)
-    settings = ClientSettings(retries=RetrySettings(max_attempts=5, initial_backoff_s=0.01, max_tokens=4))
+    settings = ClientSettings()
     async with serving(servicer) as address, GrpcPredictor(address, settings) as predictor:
         for _ in range(10):
             with pytest.raises(PredictorError, match="UNAVAILABLE"):
@@ -407,7 +398,7 @@ async def test_a_call_may_wait_for_a_service_that_is_not_there_yet() -> None:
     settings = ClientSettings(timeout_s=60.0, wait_for_ready=True)
     async with GrpcPredictor(f"127.0.0.1:{port}", settings) as predictor:
         call = asyncio.ensure_future(predictor.predict(requests(["sea"])))
-        await until(lambda: predictor.num_calls == (1,))
+        await asyncio.sleep(0)
         async with serving(Scripted(), port):
             [prediction] = await call
     assert prediction.mu == 3.0

@@ -6,17 +6,16 @@ import asyncio
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from predictors.client import InProcessPredictor, PredictorError, SyncInProcessPredictor, connect, load
+from predictors.client import InProcessPredictor, PredictorError, connect, load
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
+from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictor import PredictionRequest, Predictor
-from tests.predictors.fakes import expected, running_server, without_numbers, write_artifact
+from tests.predictors.fakes import expected, running_server, until, without_numbers, write_artifact
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
 
@@ -28,11 +27,11 @@ def requests(prompts: list[str] = PROMPTS, served_model: str = "") -> list[Predi
 async def test_same_answers_as_over_the_network(rich_folder: Path) -> None:
     wanted = requests(served_model="huge-llm")
     async with running_server(open_runtime(rich_folder)) as (_, address), connect(address) as remote:
-        theirs = await remote.responses(wanted, capped=True)
+        theirs = await remote.responses(wanted, truncated_length=True)
         lengths = await remote.predict(wanted)
     async with load(str(rich_folder)) as predictor:
         assert isinstance(predictor, Predictor)
-        ours = await predictor.responses(wanted, capped=True)
+        ours = await predictor.responses(wanted, truncated_length=True)
         assert [one.mu for one in await predictor.predict(wanted)] == pytest.approx(
             [one.mu for one in lengths]
         )
@@ -43,7 +42,9 @@ async def test_same_answers_as_over_the_network(rich_folder: Path) -> None:
         for name in ("mu", "sigma", "nu", "regression_tokens", "rank"):
             assert getattr(mine, name) == pytest.approx(getattr(other, name), rel=1e-6)
         assert list(mine.urgency.probabilities) == pytest.approx(list(other.urgency.probabilities), rel=1e-6)
-        assert mine.capped.cvar_tokens == pytest.approx(other.capped.cvar_tokens, rel=1e-5)
+        assert mine.truncated_length.cvar_tokens == pytest.approx(
+            other.truncated_length.cvar_tokens, rel=1e-5
+        )
         assert (mine.request_id, mine.artifact_version, mine.served_model_known) == (
             other.request_id,
             other.artifact_version,
@@ -99,27 +100,23 @@ def test_one_client_serves_one_loop_after_the_other(artifact_folder: Path) -> No
     assert asyncio.run(use()) == asyncio.run(use()) == pytest.approx(expected("sea")[0], rel=1e-6)
 
 
-def test_blocking_client_is_shared_by_threads_and_leaves_none_behind(artifact_folder: Path) -> None:
-    before = set(threading.enumerate())
-    with SyncInProcessPredictor(artifact_folder) as predictor, ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda prompt: predictor.predict(requests([prompt]))[0].mu, PROMPTS * 5))
-        with pytest.raises(PredictorError, match="prompt"):
-            predictor.predict(requests([" "]))
-    assert found == pytest.approx([expected(prompt)[0] for prompt in PROMPTS * 5], rel=1e-5)
-    assert set(threading.enumerate()) <= before
-
-
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(
+async def test_an_artifact_that_cannot_predict_is_refused_and_leaves_no_thread(
     tmp_path: Path, attempts: int
 ) -> None:
     folder = without_numbers(write_artifact(tmp_path / "a"))
     before = set(threading.enumerate())
-    with SyncInProcessPredictor(folder) as predictor:
+    async with InProcessPredictor(folder) as predictor:
         for _ in range(attempts):
             with pytest.raises(TailcastError, match="the model gave mu = nan"):
-                predictor.predict(requests(["sea"]))
-    assert set(threading.enumerate()) <= before
+                await predictor.predict(requests(["sea"]))
+
+    def threads() -> list[threading.Thread]:
+        running = set(threading.enumerate()) - before
+        return [thread for thread in running if thread.name.startswith("tailcast")]
+
+    await until(lambda: not threads())
+    assert threads() == []
 
 
 def test_client_imports_without_what_only_the_service_needs() -> None:

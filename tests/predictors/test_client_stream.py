@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from predictors.client import ClientSettings, GrpcPredictor, PredictorError, RetrySettings
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
@@ -18,7 +18,7 @@ from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import GatedRuntime, expected, running_server, until
 from tests.predictors.scripted import NOBODY, answer, serving
 
-ONE_TRY = RetrySettings(max_attempts=1)
+ONE_TRY: dict[str, Any] = {"max_attempts": 1}
 SETTINGS = ClientSettings(transport="stream")
 
 
@@ -113,17 +113,18 @@ async def test_a_refused_stream_is_an_error_with_its_code() -> None:
 
 
 async def test_unreachable_server_is_named_over_a_stream_too() -> None:
-    settings = ClientSettings(transport="stream", retries=ONE_TRY)
+    settings = ClientSettings(transport="stream", **ONE_TRY)
     async with GrpcPredictor(NOBODY, settings) as predictor:
         with pytest.raises(PredictorError, match="UNAVAILABLE"):
             await predictor.predict(requests(["sea"]))
 
 
 async def test_close_ends_requests_on_their_way() -> None:
-    async with serving(Streaming(1, 0, None, silent=True)) as address:
+    servicer = Streaming(1, 0, None, silent=True)
+    async with serving(servicer) as address:
         predictor = GrpcPredictor(address, SETTINGS)
         calls = [asyncio.ensure_future(predictor.predict(requests([prompt]))) for prompt in ("sea", "river")]
-        await until(lambda: predictor.num_calls == (2,))
+        await until(lambda: servicer.num_streams == 1)
         await predictor.close()
         for call in calls:
             with pytest.raises(PredictorError, match="the client was closed"):

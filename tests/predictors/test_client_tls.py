@@ -10,14 +10,7 @@ from typing import Any
 
 import pytest
 
-from predictors.client import (
-    ClientSettings,
-    GrpcPredictor,
-    PredictorError,
-    RetrySettings,
-    SyncPredictor,
-    TlsSettings,
-)
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor, TlsSettings
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, write_artifact
@@ -26,7 +19,7 @@ from tests.predictors.test_workers import running
 trustme = pytest.importorskip("trustme")
 
 REQUEST = PredictionRequest("r", "name three rivers", 1)
-ONE_TRY = RetrySettings(max_attempts=1)
+ONE_TRY: dict[str, Any] = {"max_attempts": 1}
 
 
 @dataclass(frozen=True)
@@ -125,7 +118,7 @@ async def test_who_is_let_in(
 ) -> None:
     address, mutual = server
     tls = None if authority is None else authorities.client(authority, certificate)
-    settings = ClientSettings(tls=tls, transport=transport, retries=ONE_TRY, timeout_s=60.0)
+    settings = ClientSettings(tls=tls, transport=transport, **ONE_TRY, timeout_s=60.0)
     if accepted == "always" or (accepted == "unless mutual" and not mutual):
         assert await ask(address, settings) == pytest.approx(expected(REQUEST.prompt)[0], rel=1e-6)
     else:
@@ -143,7 +136,7 @@ async def test_a_certificate_of_another_host_is_refused(authorities: Authorities
     ]
     with running(tmp_path, write_artifact(tmp_path / "tiny"), *options) as process:
         address = f"localhost:{process.ports()[0]}"
-        settings = ClientSettings(tls=authorities.client("ours", None), retries=ONE_TRY, timeout_s=60.0)
+        settings = ClientSettings(tls=authorities.client("ours", None), **ONE_TRY, timeout_s=60.0)
         with pytest.raises(PredictorError) as caught:
             await asynchronous(address, settings)
         assert caught.value.code == "UNAVAILABLE"
@@ -155,4 +148,4 @@ async def test_files_that_cannot_be_read_are_named(authorities: Authorities) -> 
         (TlsSettings(certificate="nowhere.pem", key=authorities.file("ours-client-key")), "tls certificate"),
     ):
         with pytest.raises(InputError, match=name):
-            await asynchronous("localhost:1", ClientSettings(tls=tls, retries=ONE_TRY))
+            await asynchronous("localhost:1", ClientSettings(tls=tls, **ONE_TRY))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from typing import get_args
 
 import pytest
+import torch
 
+from predictors.manifest import Head, Manifest
 from predictors.modules import (
-    URGENCY_LEVELS,
+    HEADS,
     BucketHead,
     Conditioning,
     Heads,
@@ -17,8 +21,13 @@ from predictors.modules import (
     Tower,
     UrgencyHead,
 )
+from predictors.runtime import Predicted
 from scheduler_core.errors import InputError
-from tests.predictors.predictors import ALL_HEADS, CONDITIONING
+from tests.predictors.predictors import ALL_HEADS, CONDITIONING, predictor
+from tests.training.tiny import tiny_bert
+from training.config import HEADS as TRAINED_HEADS
+from training.config import TrainConfig
+from training.losses import LOSSES
 
 RANK = Heads(rank=RankHead())
 
@@ -46,13 +55,12 @@ def test_it_reads_back_from_json(config):
     ("path", "value", "message"),
     [
         ((), [], "predictor: got"),
-        (("nope",), 1, "predictor: got"),
+        (("nope",), 1, r"predictor\.nope: got 1"),
         (("encoder",), None, "predictor"),
         (("heads",), None, r"predictor\.heads"),
         (("heads",), {}, "heads: got None; allowed: one or more of length, urgency"),
         (("heads", "nope"), {}, r"predictor\.heads"),
         (("heads", "rank"), {"nope": 1, "tower": {}}, r"predictor\.heads\.rank"),
-        (("heads", "rank"), {}, r"predictor\.heads\.rank\.tower"),
         (("heads", "rank", "tower", "hidden_sizes"), [4, 0], "hidden_sizes"),
         (("heads", "rank", "tower", "hidden_sizes"), ["4"], r"predictor\.heads\.rank\.tower"),
         (("heads", "bucket", "edges"), [2.0, 1.0], "edges"),
@@ -124,8 +132,22 @@ def test_numbers_of_served_models():
     assert PredictorConfig(encoder="x", heads=RANK, served_models=("m",)).known_models == ("m",)
 
 
-def test_heads_have_a_fixed_order():
-    assert ALL_HEADS.names == ("length", "urgency", "bucket", "regression", "rank")
-    assert RANK.names == ("rank",)
-    assert UrgencyHead().levels == URGENCY_LEVELS
-    assert BucketHead(edges=(10, 20)).num_buckets == 3
+def test_every_head_is_in_all_registries(tmp_path):
+    names = ("length", "urgency", "bucket", "regression", "rank")
+    assert tuple(HEADS) == tuple(LOSSES) == get_args(Head) == TRAINED_HEADS == ALL_HEADS.names == names
+    assert tuple(field.name for field in fields(Heads)) == names
+    assert {field.name for field in fields(TrainConfig)} >= set(names)
+    model = predictor(tiny_bert(tmp_path))
+    with torch.no_grad():
+        outputs = model(torch.tensor([[2, 5, 3]]), torch.ones(1, 3, dtype=torch.int64))
+    manifest = Manifest.draft(
+        heads=names,
+        nu=None,
+        within=True,
+        urgency_levels=ALL_HEADS.urgency.levels,
+        bucket_edges=ALL_HEADS.bucket.edges,
+    )
+    assert {tensor.name: tensor.shape[1:] for tensor in manifest.outputs} == {
+        name: tuple(values.shape[1:]) for name, values in outputs.items()
+    }
+    assert outputs.keys() == {field.name for field in fields(Predicted)}

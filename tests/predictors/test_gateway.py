@@ -11,16 +11,17 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from google.protobuf.json_format import MessageToDict
 from hypothesis import given
 from hypothesis import strategies as st
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
+from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import UnparsableError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.json_messages import as_json, from_json, json_object
-from predictors.service.metrics import PrometheusMetrics
-from predictors.service.tracing import Span, Tracing
+from predictors.service.gateway import json_object, request_message
+from predictors.service.metrics import ServiceMetrics
+from predictors.service.tracing import Tracing
 from scheduler_core.lengths import LogT
 from tests.predictors.fakes import GatedRuntime, expected_rich, running_server, until
 from tests.properties import examples
@@ -29,7 +30,7 @@ from tests.properties import examples
 @pytest.fixture
 async def http(rich_folder: Path) -> AsyncIterator[aiohttp.ClientSession]:
     async with (
-        running_server(open_runtime(rich_folder), http_port=0, metrics=PrometheusMetrics()) as (server, _),
+        running_server(open_runtime(rich_folder), http_port=0, metrics=ServiceMetrics()) as (server, _),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
         yield session
@@ -58,9 +59,9 @@ async def test_predict_over_http_gives_the_artifacts_numbers(http: aiohttp.Clien
     assert found["bucket"] == int(np.argmax(wanted["bucket"]))
     assert "effective_level" not in found["urgency"]
     lengths = LogT(found["mu"], found["sigma"], found["nu"])
-    assert found["capped"]["expected_tokens"] == pytest.approx(float(lengths.expected(300)))
-    assert found["capped"]["max_tokens"] == 300
-    assert found["durations"]["inference_ns"] > 0
+    assert found["truncated_length"]["expected_tokens"] == pytest.approx(float(lengths.expected(300)))
+    assert found["truncated_length"]["max_tokens"] == "300"
+    assert int(found["durations"]["inference_ns"]) > 0
     assert found["truncated"] is False
 
 
@@ -71,6 +72,13 @@ async def test_chat_and_token_ids_are_plain_lists(http: aiohttp.ClientSession) -
     _, by_text = await post(http, "/v1/predict", prompt="sea")
     assert by_chat["mu"] == by_text["mu"] == pytest.approx(expected_rich("sea")["mu"], rel=1e-6)
     assert by_ids["prompt_tokens"] == by_text["prompt_tokens"] == 3
+
+
+async def test_a_message_may_be_a_list_of_text_parts(http: aiohttp.ClientSession) -> None:
+    parts = [{"type": "text", "text": "name three "}, {"type": "text", "text": "rivers"}]
+    _, by_parts = await post(http, "/v1/predict", messages=[{"role": "user", "content": parts}])
+    _, by_text = await post(http, "/v1/predict", prompt="name three rivers")
+    assert by_parts["mu"] == by_text["mu"]
 
 
 async def test_batch_over_http(http: aiohttp.ClientSession) -> None:
@@ -117,29 +125,29 @@ async def test_full_queue_and_time_out_over_http(rich_folder: Path) -> None:
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
         first = asyncio.create_task(post(session, "/v1/predict", prompt="sea"))
-        await until(lambda: server.pipeline.num_inside == 1)
+        await until(lambda: server.pipeline.num_in_flight == 1)
         assert (await post(session, "/v1/predict", prompt="sea", timeout_s=0.01))[0] == 504
         second = asyncio.create_task(post(session, "/v1/predict", prompt="sea"))
-        await until(lambda: server.pipeline.num_inside == 2)
+        await until(lambda: server.pipeline.num_in_flight == 2)
         assert (await post(session, "/v1/predict", prompt="sea"))[0] == 429
         second.cancel()  # hangs up, and so leaves the queue
-        await until(lambda: server.pipeline.num_inside == 1)
+        await until(lambda: server.pipeline.num_in_flight == 1)
         runtime.gate.set()
         assert (await first)[0] == 200
     assert runtime.batches == [1]
 
 
 class TraceHeaders(Tracing):
-    """Keeps the trace contexts that callers have sent."""
-
-    is_on = True
+    """Records the trace contexts of callers."""
 
     def __init__(self) -> None:
         self.contexts: list[Mapping[str, str] | None] = []
 
-    def start(self, method: str, trace: Mapping[str, str] | None) -> Span:
-        self.contexts.append(trace)
-        return Span()
+    def start(self, method: str, carrier: Mapping[str, str] | None) -> None:
+        self.contexts.append(carrier)
+
+    def end(self, *args: Any) -> None:
+        pass
 
 
 async def test_a_trace_context_that_is_not_ascii_is_none(rich_folder: Path) -> None:
@@ -285,7 +293,7 @@ JSON = st.recursive(
 @examples(40)
 async def test_any_json_is_a_request_or_unparsable(content: dict[str, Any]) -> None:
     try:
-        message = from_json(pb.PredictRequest, await json_object(json.dumps(content).encode()))
+        message = request_message(await json_object(json.dumps(content).encode()))
     except UnparsableError:
         return
-    assert from_json(pb.PredictRequest, as_json(message)).SerializeToString() == message.SerializeToString()
+    assert request_message(MessageToDict(message)).SerializeToString() == message.SerializeToString()

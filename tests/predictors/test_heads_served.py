@@ -16,8 +16,8 @@ from predictors.client import PredictorError, SyncPredictor, connect
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
-from predictors.service.response import scheduling_threshold, urgency
+from predictors.service.batcher import BatchingSettings
+from predictors.service.messages import urgency
 from scheduler_core.errors import TailcastError
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.urgency import effective_level
@@ -27,6 +27,7 @@ from tests.predictors.fakes import (
     GatedRuntime,
     expected_rich,
     running_server,
+    server_and_stub,
     write_rich_artifact,
 )
 
@@ -75,7 +76,7 @@ async def test_capped_length_uses_the_prompts_own_nu(stub: Any) -> None:
     assert response.nu == 4.0
     # The 0.9 quantile of Student-t with 4 degrees of freedom is 1.5332.
     wanted = np.exp(response.mu + 1.5332062741 * response.sigma)
-    assert response.capped.quantiles[0].tokens == pytest.approx(wanted, rel=1e-6)
+    assert response.truncated_length.quantiles[0].tokens == pytest.approx(wanted, rel=1e-6)
 
 
 def test_abstaining_is_a_highest_probability_below_the_threshold() -> None:
@@ -100,9 +101,6 @@ def test_effective_level_is_the_schedulers_and_null_means_always_to_answer() -> 
     assert urgency(rows, 0.7, 2).effective_level == 1
     assert urgency([1.0, 0.0, 0.0], 1.0, 2).effective_level == 2
     assert not urgency(rows, None).HasField("effective_level")
-    assert scheduling_threshold(None) == 0.0
-    assert scheduling_threshold(0.0) == 0.0
-    assert scheduling_threshold(1.0) is None
     with pytest.raises(TailcastError, match="the model gave urgency"):
         urgency([0.7, 0.7, 0.1], None, 0)
 
@@ -149,11 +147,7 @@ async def test_one_batch_holds_rows_of_different_served_models(rich_folder: Path
     runtime = GatedRuntime(rich_folder)
     batching = BatchingSettings(max_batch=4, max_wait_s=60.0)
     names, temperatures = ["tiny-llm", "huge-llm", "", "other"], [0.5, None, 1.0, 0.0]
-    async with (
-        running_server(runtime, batching=batching) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(runtime, batching=batching) as (_, stub):
         responses = await asyncio.gather(
             *(
                 stub.Predict(pb.PredictRequest(prompt=prompt, served_model=name, temperature=temperature))
@@ -173,11 +167,7 @@ async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: 
     folder = write_rich_artifact(
         tmp_path / "a", conditioning=Conditions(unknown_models=False, temperature=True)
     )
-    async with (
-        running_server(open_runtime(folder)) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(open_runtime(folder)) as (_, stub):
         for name in ("other", ""):
             message = await refusal(stub.Predict(pb.PredictRequest(prompt="sea", served_model=name)))
             assert message == f"served_model: got {name!r}; allowed: one of tiny-llm, huge-llm"
@@ -215,7 +205,9 @@ async def test_artifact_without_a_length_gives_none(tmp_path: Path) -> None:
         with pytest.raises(PredictorError, match="'tiny' predicts no length distribution") as caught:
             await predictor.predict([PredictionRequest("r", "sea", 100)])
     assert caught.value.code == "FAILED_PRECONDITION"
-    assert not any(response.HasField(name) for name in ("mu", "sigma", "nu", "capped", "regression_tokens"))
+    assert not any(
+        response.HasField(name) for name in ("mu", "sigma", "nu", "truncated_length", "regression_tokens")
+    )
     assert response.HasField("rank")
     assert len(response.urgency.probabilities) == 3
     assert not response.bucket_probabilities
@@ -227,16 +219,3 @@ async def test_numbers_of_other_heads_are_checked_too(tmp_path: Path) -> None:
         with pytest.raises(PredictorError, match="the model gave rank = nan") as caught:
             await predictor.predict([PredictionRequest("r", "nan", 100)])
     assert caught.value.code == "INTERNAL"
-
-
-async def test_lexical_artifact_is_served_like_any_other(lexical_folder: Path) -> None:
-    async with running_server(open_runtime(lexical_folder)) as (_, address), connect(address) as predictor:
-        responses = await predictor.responses(
-            [PredictionRequest(str(i), prompt, 100) for i, prompt in enumerate(["sea", "x" * 5000])]
-        )
-        metadata = await predictor.metadata()
-    assert [response.mu for response in responses] == pytest.approx(list(np.log1p([3, 5000])), rel=1e-5)
-    assert [response.truncated for response in responses] == [False, True]
-    assert [response.prompt_tokens for response in responses] == [0, 0]
-    assert not responses[0].HasField("served_model_known")
-    assert (metadata.kind, metadata.max_length_tokens, metadata.truncation_side) == ("lexical", 0, "")

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over gRPC: our own reading of it, and tritonclient unchanged."""
+"""The Open Inference Protocol over gRPC: our methods, and tritonclient unchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from predictors.proto import open_inference_pb2 as oip
 from predictors.proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from predictors.runtime import open_runtime
 from scheduler_core.lengths import LogT
-from tests.predictors.fakes import VOCAB, expected_rich, running_server
+from tests.predictors.fakes import expected_rich, running_server
 
 PROMPTS = ["sea", "name three rivers", "write a long essay"]
 MODELS = ["tiny-llm", "", "huge-llm"]
@@ -75,7 +75,7 @@ async def test_infer_gives_the_artifacts_own_numbers(stub: Any) -> None:
         np.testing.assert_allclose(output(response, name), [row[name] for row in wanted], rtol=1e-5)
 
 
-async def test_capped_numbers_come_with_max_tokens(stub: Any) -> None:
+async def test_truncated_length_comes_with_max_tokens(stub: Any) -> None:
     request = infer_request()
     tokens = request.inputs.add(name="max_tokens", datatype="INT64", shape=[3])
     tokens.contents.int64_contents.extend([10, 500, 100_000])
@@ -89,15 +89,6 @@ async def test_capped_numbers_come_with_max_tokens(stub: Any) -> None:
     np.testing.assert_allclose(
         output(response, "quantile_tokens")[1], np.minimum(lengths.ppf([0.5, 0.9, 0.99]), 500), rtol=1e-4
     )
-
-
-async def test_token_ids_in_place_of_prompts(stub: Any) -> None:
-    ids = [VOCAB["[CLS]"], VOCAB["sea"], VOCAB["[SEP]"], VOCAB["[PAD]"]]
-    request = oip.ModelInferRequest(model_name="tiny")
-    for name, values in (("input_ids", ids), ("attention_mask", [1, 1, 1, 0])):
-        request.inputs.add(name=name, datatype="INT64", shape=[1, 4]).contents.int64_contents.extend(values)
-    response = await stub.ModelInfer(request)
-    np.testing.assert_allclose(output(response, "mu"), [expected_rich("sea")["mu"]], rtol=1e-6)
 
 
 async def test_metadata_and_health(stub: Any) -> None:
@@ -146,6 +137,7 @@ def bad_requests() -> dict[str, tuple[oip.ModelInferRequest, str]]:
     return {
         "no inputs": (none, "inputs: got []"),
         "shape": (changed("prompt", shape=[4]), "inputs.prompt: got"),
+        "other input": (changed("temperature", name="input_ids"), "inputs: got 'input_ids'"),
         "negative shape": (changed("prompt", shape=[-3]), "inputs.prompt.shape"),
         "huge shape": (changed("prompt", shape=[2**40, 2**40]), "inputs.prompt.shape"),
         "no rows": (changed("prompt", shape=[0]), "inputs.prompt"),

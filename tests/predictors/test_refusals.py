@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
-import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,11 @@ from google.rpc import error_details_pb2, status_pb2
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
-from predictors.service.metrics import PrometheusMetrics
+from predictors.service.batcher import BatchingSettings
+from predictors.service.metrics import ServiceMetrics
 from predictors.service.server import PredictionServer, ServerSettings
-from predictors.service.threads import ServiceThreads
 from scheduler_core.errors import InputError
-from tests.predictors.fakes import GatedRuntime, expected, running_server, until, write_lexical_artifact
+from tests.predictors.fakes import GatedRuntime, expected, running_server, until, write_artifact
 
 METHOD = "/tailcast.predictor.v1.Predictor/Predict"
 GARBAGE = b"\xff\xff\xff"
@@ -50,14 +46,14 @@ async def full(runtime: GatedRuntime, others: Any = (), **settings: Any) -> Asyn
     ):
         send = channel.unary_unary(METHOD)
         inside = [asyncio.ensure_future(send(message("sea"))) for _ in range(2)]
-        await until(lambda: server.pipeline.num_inside == 2)
+        await until(lambda: server.pipeline.num_in_flight == 2)
         yield server, send
         runtime.gate.set()
         await asyncio.gather(*inside)
 
 
 async def test_what_is_refused_is_not_even_parsed(artifact_folder: Path) -> None:
-    metrics = PrometheusMetrics()
+    metrics = ServiceMetrics()
     runtime = GatedRuntime(artifact_folder, is_open=False)
     async with full(runtime, metrics=metrics) as (server, send):
         for data in (GARBAGE, message("sea"), message("sea", "unknown artifact")):
@@ -70,11 +66,11 @@ async def test_what_is_refused_is_not_even_parsed(artifact_folder: Path) -> None
             assert status.details[0].Unpack(info)
             assert status.details[1].Unpack(retry)
             assert (info.reason, retry.retry_delay.nanos) == ("QUEUE_FULL", 100_000_000)
-        assert server.pipeline.num_inside == 2
+        assert server.pipeline.num_in_flight == 2
         text = metrics.exposition().decode()
         assert 'code="RESOURCE_EXHAUSTED",method="Predict"} 3.0' in text
         runtime.gate.set()
-        await until(lambda: server.pipeline.num_inside == 0)
+        await until(lambda: server.pipeline.num_in_flight == 0)
         assert (await refusal(send(GARBAGE))).code() == INVALID
 
 
@@ -88,7 +84,7 @@ async def test_what_is_remembered_is_answered_by_a_full_service(artifact_folder:
         await send(message("a long essay"))
         runtime.gate.clear()
         inside = [asyncio.ensure_future(send(message(text))) for text in ("sea", "name")]
-        await until(lambda: server.pipeline.num_inside == 2)
+        await until(lambda: server.pipeline.num_in_flight == 2)
         found = pb.PredictResponse.FromString(await send(message("a long essay")))
         assert found.cached
         assert found.mu == pytest.approx(expected("a long essay")[0], rel=1e-6)
@@ -98,33 +94,16 @@ async def test_what_is_remembered_is_answered_by_a_full_service(artifact_folder:
 
 
 async def test_a_full_artifact_does_not_close_the_others(tmp_path: Path, artifact_folder: Path) -> None:
-    other = open_runtime(write_lexical_artifact(tmp_path / "lexical"))
+    other = open_runtime(write_artifact(tmp_path / "second", artifact_id="second"))
     runtime = GatedRuntime(artifact_folder, is_open=False)
     async with full(runtime, [other]) as (_, send):
         # The first artifact keeps the only thread busy, so the second takes what its queue holds, and no more.
-        inside = [asyncio.ensure_future(send(message("sea", "lexical"))) for _ in range(2)]
+        inside = [asyncio.ensure_future(send(message("sea", "second"))) for _ in range(2)]
         assert (await refusal(send(message("sea")))).code() == EXHAUSTED
         assert (await refusal(send(GARBAGE))).code() in (INVALID, EXHAUSTED)
         runtime.gate.set()
         answers = [pb.PredictResponse.FromString(data) for data in await asyncio.gather(*inside)]
-    assert {answer.artifact_id for answer in answers} == {"lexical"}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux alone")
-@pytest.mark.parametrize("niceness", [0, 5, 19])
-async def test_worker_threads_stand_back_and_nobody_else_does(niceness: int) -> None:
-    threads = ServiceThreads(2, niceness)
-
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before = priority()
-    loop = asyncio.get_running_loop()
-    found = await asyncio.gather(*(loop.run_in_executor(threads.run, priority) for _ in range(8)))
-    assert await loop.run_in_executor(threads.tokenise, priority) == before
-    threads.close()
-    assert set(found) == {min(19, before + niceness)}
-    assert priority() == before
+    assert {answer.artifact_id for answer in answers} == {"second"}
 
 
 @pytest.mark.parametrize("listeners", [1, 3])
@@ -159,9 +138,7 @@ async def test_listeners_share_a_port_and_end_together(artifact_folder: Path, li
     assert num_listening() == 0
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("worker_niceness", 20), ("worker_niceness", -1), ("num_listeners", 0)]
-)
+@pytest.mark.parametrize(("field", "value"), [("num_listeners", 0)])
 def test_bad_setting_is_named(field: str, value: int) -> None:
     with pytest.raises(InputError, match=field):
         ServerSettings(**{field: value})  # type: ignore[arg-type]

@@ -14,45 +14,45 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
+from predictors.service.artifacts import ArtifactSource
+from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import ReloadError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.metrics import PrometheusMetrics
+from predictors.service.metrics import ServiceMetrics
 from predictors.service.pipeline import Runtime
-from predictors.service.places import ArtifactPlace
 from scheduler_core.errors import InputError, TailcastError
 from tests.predictors.fakes import (
     VOCAB,
     GatedRuntime,
     expected,
     running_server,
+    server_and_stub,
     until,
     version_prefix,
     without_numbers,
     write_artifact,
-    write_lexical_artifact,
     write_rich_artifact,
 )
 
 
-def place(path: Path) -> ArtifactPlace:
-    return ArtifactPlace(str(path), "cpu", 1)
+def place(path: Path) -> ArtifactSource:
+    return ArtifactSource(str(path), "cpu", 1)
 
 
 async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_folder: Path) -> None:
-    lexical = open_runtime(write_lexical_artifact(tmp_path / "lexical"))
+    second = open_runtime(write_artifact(tmp_path / "second", artifact_id="second"))
     async with (
-        running_server([open_runtime(artifact_folder), lexical]) as (_, address),
+        running_server([open_runtime(artifact_folder), second]) as (_, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
         metadata = await stub.GetMetadata(pb.GetMetadataRequest())
-        assert list(metadata.artifact_ids) == ["tiny", "lexical"]
-        assert (await stub.GetMetadata(pb.GetMetadataRequest(artifact_id="lexical"))).kind == "lexical"
+        assert list(metadata.artifact_ids) == ["tiny", "second"]
+        other_metadata = await stub.GetMetadata(pb.GetMetadataRequest(artifact_id="second"))
+        assert other_metadata.artifact_id == "second"
         default, other = [
-            await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id=name)) for name in ("", "lexical")
+            await stub.Predict(pb.PredictRequest(prompt="sea", artifact_id=name)) for name in ("", "second")
         ]
-        assert (default.artifact_id, other.artifact_id) == ("tiny", "lexical")
-        assert (default.prompt_tokens, other.prompt_tokens) == (3, 0)
+        assert (default.artifact_id, other.artifact_id) == ("tiny", "second")
         for call in (
             stub.Predict(pb.PredictRequest(prompt="sea", artifact_id="none")),
             stub.GetMetadata(pb.GetMetadataRequest(artifact_id="none")),
@@ -60,13 +60,9 @@ async def test_requests_choose_among_several_artifacts(tmp_path: Path, artifact_
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call
             assert caught.value.code() == grpc.StatusCode.NOT_FOUND
-            assert "one of tiny, lexical" in (caught.value.details() or "")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            ids = pb.TokenIds(ids=[1, 2])
-            await stub.Predict(pb.PredictRequest(token_ids=ids, artifact_id="lexical"))
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "one of tiny, second" in (caught.value.details() or "")
         health: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("tiny", "lexical"):
+        for name in ("tiny", "second"):
             answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
@@ -83,7 +79,7 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
     link.symlink_to(write_artifact(tmp_path / "one", artifact_version="one"))
     old = GatedRuntime(link, is_open=False)
     batching = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50, num_workers=2)
-    metrics = PrometheusMetrics()
+    metrics = ServiceMetrics()
     async with (
         running_server(old, batching=batching, reopen=lambda name: place(link).open(), metrics=metrics) as (
             server,
@@ -94,7 +90,7 @@ async def test_a_new_version_takes_over_and_no_request_is_lost(tmp_path: Path) -
         stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
         # One stays inside the old version, behind its gate; the second worker is free.
         inside = asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt="sea")))
-        await until(lambda: server.pipeline.num_inside == 1)
+        await until(lambda: server.pipeline.num_in_flight == 1)
         assert not await server.artifacts.reload("tiny")
         write_artifact(tmp_path / "two", artifact_version="two")
         (tmp_path / "next").symlink_to(tmp_path / "two")
@@ -120,11 +116,7 @@ async def test_many_reloads_under_load_lose_nothing(tmp_path: Path) -> None:
     def reopen(name: str) -> Runtime:
         return open_runtime(folders[next(turn) % 2])
 
-    async with (
-        running_server(open_runtime(folders[0]), reopen=reopen) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(open_runtime(folders[0]), reopen=reopen) as (server, stub):
         done = asyncio.Event()
         versions = []
 
@@ -165,7 +157,7 @@ def damaged(folder: Path) -> Path:
             lambda path: place(write_artifact(path / "a", artifact_id="other")).open(),
             "artifact_id: got 'other'",
         ),
-        (lambda path: place(write_lexical_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
+        (lambda path: place(write_artifact(path / "a", artifact_id="tiny")).open(), "heads"),
         (lambda path: Broken(write_rich_artifact(path / "a", artifact_version="new")), "no memory"),
         (
             lambda path: place(without_numbers(write_rich_artifact(path / "a"))).open(),
@@ -179,7 +171,7 @@ async def test_a_bad_new_version_is_refused_and_the_old_one_stays(
 ) -> None:
     runtime = open_runtime(rich_folder)
     version = runtime.artifact.manifest.artifact_version
-    metrics = PrometheusMetrics()
+    metrics = ServiceMetrics()
     async with (
         running_server(runtime, reopen=lambda name: successor(tmp_path), metrics=metrics) as (
             server,
@@ -213,20 +205,20 @@ async def test_what_is_loaded_needs_its_folder_no_more(tmp_path: Path) -> None:
     assert by_ids.mu == pytest.approx(expected("sea")[0], rel=1e-6)
 
 
-async def test_without_a_place_nothing_can_be_reloaded(artifact_folder: Path) -> None:
+async def test_without_a_source_nothing_can_be_reloaded(artifact_folder: Path) -> None:
     async with running_server(open_runtime(artifact_folder)) as (server, _):
-        with pytest.raises(ReloadError, match="no place"):
+        with pytest.raises(ReloadError, match="no source"):
             await server.artifacts.reload("tiny")
 
 
-def test_stamp_changes_with_the_manifest(tmp_path: Path) -> None:
+def test_state_changes_with_the_manifest(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a")
-    first = place(folder).stamp()
-    assert first == place(folder).stamp()
-    (folder / "manifest.json.minisig").write_text("a signature that comes later")
-    second = place(folder).stamp()
+    first = place(folder).state()
+    assert first == place(folder).state()
+    (folder / "manifest.json.sig").write_text("a signature that comes later")
+    second = place(folder).state()
     assert second != first
     shutil.rmtree(folder)
-    assert place(folder).stamp() == (None, None)
+    assert place(folder).state() == (None, None)
     write_artifact(folder, artifact_version="another one")
-    assert place(folder).stamp() not in (first, second, (None, None))
+    assert place(folder).state() not in (first, second, (None, None))

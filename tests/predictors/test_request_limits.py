@@ -16,15 +16,12 @@ from hypothesis import strategies as st
 from predictors.proto import open_inference_pb2 as oip
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
-from predictors.service import json_messages
-from predictors.service.calls import MAX_ELEMENTS, PART_BYTES, PredictorCalls, at_once, parsed
-from predictors.service.errors import UnparsableError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.inputs import MAX_MESSAGES
-from predictors.service.json_messages import MAX_JSON_VALUES, from_json, json_object
-from predictors.service.models import ArtifactTable
+from predictors.service import gateway
+from predictors.service.calls import CHUNK_BYTES, gather_in_chunks
+from predictors.service.errors import MAX_MESSAGE_BYTES, ErrorStatus, UnparsableError
+from predictors.service.gateway import MAX_JSON_VALUES, json_object, request_message
+from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES, parse
 from predictors.service.oip import InputTensors
-from predictors.service.statuses import MAX_MESSAGE_BYTES, Failure
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import running_server
 from tests.properties import examples
@@ -48,8 +45,8 @@ async def turns_during(call: Callable[[], Any]) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize("unit", ["{}", "1", '""', "[", '{"a":', "[1]"])
-async def test_json_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
-    monkeypatch.delattr(json_messages.json, "loads")
+async def test_json_of_too_many_values_is_not_parse(monkeypatch: pytest.MonkeyPatch, unit: str) -> None:
+    monkeypatch.delattr(gateway.json, "loads")
     separator = "" if unit.endswith(("[", ":")) else ","
     body = ("[" + separator.join([unit] * (MAX_JSON_VALUES + 1)) + "]").encode()
     with pytest.raises(UnparsableError, match="more than 100000 values"):
@@ -85,9 +82,9 @@ async def test_values_are_counted_over_the_ends_of_pieces(
 ) -> None:
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_messages, "PIECE_BYTES", piece_bytes)
-        patch.setattr(json_messages, "UNCOUNTED_BYTES", 0)
-        assert await json_messages._num_symbols(body) == num_symbols(value)
+        patch.setattr(gateway, "CHUNK_BYTES", piece_bytes)
+        patch.setattr(gateway, "UNCOUNTED_BYTES", 0)
+        assert await gateway._num_symbols(body) == num_symbols(value)
 
 
 @pytest.mark.parametrize("number", ["7" * 21, "-" + "7" * 5000])
@@ -107,27 +104,34 @@ async def test_integers_of_many_digits_are_not_converted(number: str) -> None:
     ],
 )
 def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.PredictRequest) -> None:
-    assert from_json(pb.PredictRequest, content) == expected
+    assert request_message(content) == expected
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         ({"prompt": "sea", "token_ids": [1]}, "prompt and token_ids exclude each other"),
-        ({"max_tokens": 5, "maxTokens": 5}, "max_tokens and maxTokens exclude each other"),
-        ({"max_tokens": 2**63}, "max_tokens is an integer of 64 bits, not 9223372036854775808"),
-        ({"declared_tier": -(2**31) - 1}, "declared_tier is an integer of 32 bits"),
-        ({"max_tokens": 1.5}, "max_tokens is an integer, not float"),
-        ({"max_tokens": True}, "max_tokens is a number, not bool"),
-        ({"prompt": ["sea"]}, "prompt is a text, not list"),
-        ({"quantile_levels": 0.5}, "quantile_levels is a list, not float"),
-        ({"messages": [3]}, "ChatMessage is an object, not int"),
-        ({"promt": "sea"}, "PredictRequest has no field 'promt'"),
+        ({"prompt": "sea", "messages": []}, "messages and prompt exclude each other"),
+        ({"max_tokens": 2**63}, "out of range: 9223372036854775808"),
+        ({"declared_tier": -(2**31) - 1}, "out of range: -2147483649"),
+        ({"max_tokens": 1.5}, "parse integer: 1.5"),
+        ({"max_tokens": True}, "Bool value True"),
+        ({"prompt": ["sea"]}, "prompt.*list"),
+        ({"quantile_levels": 0.5}, "quantile_levels must be in \\[\\]"),
+        ({"quantile_levels": [0.5] * 20_001}, "a list of more than 20000 values"),
+        ({"token_ids": [1] * 20_001}, "a list of more than 20000 values"),
+        ({"messages": [{"role": "user"}] * 4097}, "4097 messages; at most 4096"),
+        ({"messages": {}}, "messages is a list, not dict"),
+        ({"messages": [{"role": "user", "name": "x"}]}, "an object with role and content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message"),
+        ({"messages": [{"role": "user", "content": ["sea"]}]}, "a part of a message"),
+        ({"messages": [3]}, "an object with role and content"),
+        ({"promt": "sea"}, 'has no field named "promt"'),
     ],
 )
 def test_wrong_json_is_named(content: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnparsableError, match=reason):
-        from_json(pb.PredictRequest, content)
+        request_message(content)
 
 
 class Unparsed:
@@ -149,58 +153,47 @@ class Unparsed:
     ],
     ids=["requests", "messages", "behind a group", "inputs", "raw contents", "texts"],
 )
-def test_messages_of_too_many_elements_are_not_parsed(kind: Any, data: bytes) -> None:
+def test_messages_of_too_many_elements_are_not_parse(kind: Any, data: bytes) -> None:
     if len(data) < 10:
         data *= 40_000
     kind.FromString(data)  # it is one, and too large just for us
     with pytest.raises(UnparsableError, match=f"more than {MAX_ELEMENTS} elements"):
-        parsed(Unparsed(kind), data)
+        parse(Unparsed(kind), data)
 
 
-def test_large_messages_of_few_elements_are_parsed() -> None:
+def test_large_messages_of_few_elements_are_parse() -> None:
     chat = pb.ChatMessages(messages=[pb.ChatMessage(role="user", content="sea" * 20)] * 50)
     batch = pb.PredictBatchRequest(requests=[pb.PredictRequest(messages=chat)] * 256)
-    assert parsed(pb.PredictBatchRequest, batch.SerializeToString()) == batch
+    assert parse(pb.PredictBatchRequest, batch.SerializeToString()) == batch
     ids = pb.PredictRequest(token_ids=pb.TokenIds(ids=range(100_000)))
-    assert parsed(pb.PredictRequest, ids.SerializeToString()) == ids
+    assert parse(pb.PredictRequest, ids.SerializeToString()) == ids
 
 
 @pytest.mark.parametrize("end", [b"", b"\xff" * 30, b"\x0b", b"\x12\xff\xff\xff\x7f"])
 def test_bytes_that_are_no_message_are_left_to_the_parser(end: bytes) -> None:
     data = pb.PredictRequest(prompt="sea " * 20_000).SerializeToString() + end
     if end:
-        with pytest.raises(UnparsableError, match="a serialised PredictRequest"):
-            parsed(pb.PredictRequest, data)
+        with pytest.raises(UnparsableError, match="a serialized PredictRequest"):
+            parse(pb.PredictRequest, data)
     else:
-        assert parsed(pb.PredictRequest, data).prompt == "sea " * 20_000
-
-
-@pytest.fixture
-async def tensors(rich_folder: Any) -> InputTensors:
-    table = ArtifactTable([open_runtime(rich_folder)], BatchingSettings.cpu(1))
-    calls = PredictorCalls(table, max_batch_requests=256, max_message_bytes=4 * 2**20)
-    return InputTensors(calls, table.default)
+        assert parse(pb.PredictRequest, data).prompt == "sea " * 20_000
 
 
 @pytest.mark.parametrize(
     ("name", "datatype", "shape", "field"),
     [
-        ("input_ids", "INT8", [10**6, 1], "inputs.input_ids"),
-        ("input_ids", "INT8", [1, 10**6], "inputs.input_ids.shape"),
-        ("input_ids", "INT8", [10**6], "inputs.input_ids.shape"),
-        ("input_ids", "INT8", [1] * 10**5, "inputs.input_ids.shape"),
-        ("input_ids", "FP32", [1, 1], "inputs.input_ids.datatype"),
-        ("max_tokens", "INT8", [10**6], "inputs.max_tokens"),
+        ("max_tokens", "INT64", [10**6], "inputs.max_tokens"),
+        ("max_tokens", "INT64", [1] * 10**5, "inputs.max_tokens.shape"),
         ("prompt", "BYTES", [250_000], "inputs.prompt"),
         ("prompt", "BYTES", [-1], "inputs.prompt.shape"),
         ("prompt", "BYTES", [2], "inputs.prompt"),
-        ("other", "INT8", [10**6, 1], "inputs"),
+        ("other", "INT64", [10**6, 1], "inputs"),
     ],
 )
-async def test_tensors_of_too_many_rows_are_not_made(
-    tensors: InputTensors, name: str, datatype: str, shape: list[int], field: str
+def test_tensors_of_too_many_rows_are_not_made(
+    name: str, datatype: str, shape: list[int], field: str
 ) -> None:
-    raw = bytes(10**6)
+    tensors, raw = InputTensors(max_rows=256), bytes(10**6)
     tracemalloc.start()
     try:
         with pytest.raises(InputError) as caught:
@@ -211,7 +204,7 @@ async def test_tensors_of_too_many_rows_are_not_made(
     assert caught.value.field == field
     assert peak < 100_000
     assert len(str(caught.value)) < 300
-    assert not tensors.tensors
+    assert not tensors.values
 
 
 async def test_coroutines_of_large_requests_start_part_by_part() -> None:
@@ -221,10 +214,12 @@ async def test_coroutines_of_large_requests_start_part_by_part() -> None:
         started.append(number)
         return number
 
-    results, num_turns = await turns_during(lambda: at_once((PART_BYTES, call(n)) for n in range(64)))
+    results, num_turns = await turns_during(
+        lambda: gather_in_chunks((CHUNK_BYTES, call(n)) for n in range(64))
+    )
     assert results == started == list(range(64))
     assert num_turns > 20
-    _, num_turns = await turns_during(lambda: at_once((1, call(n)) for n in range(64)))
+    _, num_turns = await turns_during(lambda: gather_in_chunks((1, call(n)) for n in range(64)))
     assert num_turns < 5  # small ones start together, so that they share batches
 
 
@@ -245,9 +240,9 @@ async def test_too_many_messages_are_refused(rich_folder: Any) -> None:
 
 @pytest.mark.parametrize("text", ["x" * 10**6, "\U0001f600" * 10**5, "\ud800" * 10**5])
 def test_messages_of_errors_are_short_and_can_be_encoded(text: str) -> None:
-    failure = Failure.of(InputError("served_model", "other", f"one of {text}"))
-    assert failure.message.startswith("served_model: got ")
-    assert failure.message.endswith("...")
-    assert len(failure.message.encode()) <= MAX_MESSAGE_BYTES + 3
+    status = ErrorStatus.of(InputError("served_model", "other", f"one of {text}"))
+    assert status.message.startswith("served_model: got ")
+    assert status.message.endswith("...")
+    assert len(status.message.encode()) <= MAX_MESSAGE_BYTES + 3
     # Of a header, gRPC takes 8 KiB without complaint: percent-encoded, and twice in base64.
-    assert 3 * MAX_MESSAGE_BYTES + len(failure.trailing_metadata()[0][1]) * 4 / 3 < 8192
+    assert 3 * MAX_MESSAGE_BYTES + len(status.trailing_metadata()[0][1]) * 4 / 3 < 8192

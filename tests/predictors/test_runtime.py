@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 
-from predictors.artifact import Conditions, LexicalInput, Manifest, open_artifact, write_manifest
-from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION
+from predictors.artifact import Conditions, Manifest, open_artifact, write_manifest
 from predictors.runtime import CPU, open_runtime
 from scheduler_core.errors import InputError, TailcastError
-from tests.predictors.fakes import (
-    NU,
-    VOCAB,
-    expected,
-    expected_rich,
-    write_artifact,
-    write_lexical_artifact,
-    write_rich_artifact,
-)
+from tests.predictors.fakes import NU, VOCAB, expected, expected_rich, write_artifact, write_rich_artifact
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a a", "unknown words", "sea"]
 
@@ -82,37 +72,6 @@ def test_no_prompts_give_empty_arrays(artifact_folder: Path, rich_folder: Path) 
     assert rich.rows() == []
 
 
-def test_lexical_artifact_reads_features_of_the_text(lexical_folder: Path) -> None:
-    runtime = open_runtime(lexical_folder)
-    runtime.warm_up()
-    found = runtime.predict(["sea", "name three rivers", "x" * 3000], batch_size=2)
-    np.testing.assert_allclose(found.mu, np.log1p([3, 17, 3000]), rtol=1e-5)
-    np.testing.assert_allclose(found.sigma, 0.5, rtol=1e-6)
-    assert [prompt.truncated for prompt in runtime.tokenizer(["sea", "x" * 3000])] == [False, True]
-    assert len(runtime.predict([])) == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"feature_version": FEATURE_VERSION + 1}, "feature_version"),
-        ({"feature_names": ("a",)}, "feature_names"),
-    ],
-)
-def test_lexical_artifact_of_other_features_is_refused(
-    tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    lexical = LexicalInput(
-        **(
-            {"feature_names": tuple(FEATURE_NAMES), "feature_version": FEATURE_VERSION, "max_chars": 9}
-            | changes
-        )
-    )
-    folder = write_lexical_artifact(tmp_path / "a", lexical=lexical)
-    with pytest.raises(InputError, match=f"artifact manifest, lexical, {message}"):
-        open_runtime(folder)
-
-
 def test_graph_that_is_not_what_the_manifest_says_is_refused(tmp_path: Path) -> None:
     folder = write_artifact(tmp_path / "a", conditioning=Conditions(unknown_models=True, temperature=True))
     with pytest.raises(InputError, match=r"model\.onnx, inputs: got \['attention_mask', 'input_ids'\]"):
@@ -169,7 +128,7 @@ def test_tensor_of_another_type_or_shape_is_refused(
 
 def with_nodes(folder: Path, nodes: list[onnx.NodeProto], constants: dict[str, Any], **changes: Any) -> Path:
     """The tiny artifact with `nodes` that make mu of plain_mu."""
-    manifest = replace(open_manifest_of(write_artifact(folder)), **changes)
+    manifest = open_manifest_of(write_artifact(folder)).model_copy(update=changes)
     model = onnx.load(folder / "model.onnx")
     [identity] = [node for node in model.graph.node if list(node.output) == ["mu"]]
     identity.output[0] = "plain_mu"

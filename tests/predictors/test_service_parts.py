@@ -19,35 +19,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from predictors.edge import _json_formatter
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
-from predictors.runtime import open_runtime
-from predictors.service.cache import LruCache, cache_key
-from predictors.service.calls import parsed
+from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import BatchError, UnparsableError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.logs import JsonFormatter
-from predictors.service.metrics import PrometheusMetrics, WorkerMetricFiles
-from predictors.service.pipeline import MAX_INLINE_CHARS, PredictionPipeline
-from predictors.service.threads import ServiceThreads, submit, worker_cores
-from predictors.service.tracing import OpenTelemetryTracing
-from scheduler_core.errors import InputError, TailcastError
-from tests.predictors.fakes import GatedRuntime, running_server, until
+from predictors.service.messages import parse
+from predictors.service.metrics import ServiceMetrics, WorkerMetricFiles
+from predictors.service.pipeline import (
+    MAX_INLINE_CHARS,
+    PredictionPipeline,
+    ServiceThreads,
+    _submit,
+    cache_key,
+    worker_cores,
+)
+from predictors.tokenizer import TokenizedPrompt
+from scheduler_core.errors import TailcastError
+from tests.predictors.fakes import GatedRuntime, server_and_stub, until
 
-
-def test_cache_forgets_the_least_recently_used() -> None:
-    cache: LruCache[int] = LruCache(2)
-    cache.put(b"a", 1)
-    cache.put(b"b", 2)
-    assert cache.get(b"a") == 1
-    cache.put(b"c", 3)
-    assert [cache.get(key) for key in (b"a", b"b", b"c")] == [1, None, 3]
-    assert len(cache) == 2
-    with pytest.raises(InputError, match="cache_entries"):
-        LruCache(0)
-
-
-PROMPTS = st.text(max_size=12) | st.lists(st.integers(0, 2**31), max_size=5).map(np.array)
+PROMPTS = st.text(max_size=12) | st.lists(st.integers(0, 2**31), max_size=5).map(
+    lambda ids: TokenizedPrompt(np.array(ids), False)
+)
 REQUESTS = st.tuples(PROMPTS, st.none() | st.text(max_size=6), st.none() | st.sampled_from([0.0, 0.7, 1.0]))
 
 
@@ -55,7 +47,7 @@ REQUESTS = st.tuples(PROMPTS, st.none() | st.text(max_size=6), st.none() | st.sa
 def test_different_requests_have_different_keys(first: Any, second: Any) -> None:
     def plain(request: Any) -> Any:
         prompt, name, temperature = request
-        values = prompt if isinstance(prompt, str) else prompt.tolist()
+        values = prompt if isinstance(prompt, str) else prompt.ids.tolist()
         return type(values).__name__, values, name or "", temperature
 
     assert (cache_key(*first) == cache_key(*second)) == (plain(first) == plain(second))
@@ -63,17 +55,13 @@ def test_different_requests_have_different_keys(first: Any, second: Any) -> None
 
 async def test_cached_predictions_cost_no_model_call(rich_folder: Path) -> None:
     runtime = GatedRuntime(rich_folder)
-    metrics = PrometheusMetrics()
-    async with (
-        running_server(runtime, cache_entries=10, metrics=metrics) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    metrics = ServiceMetrics()
+    async with server_and_stub(runtime, cache_entries=10, metrics=metrics) as (_, stub):
         first = await stub.Predict(pb.PredictRequest(request_id="1", prompt="sea"))
         second = await stub.Predict(pb.PredictRequest(request_id="2", prompt="sea", max_tokens=5))
         third = await stub.Predict(pb.PredictRequest(prompt="sea", served_model="huge-llm"))
     assert [response.cached for response in (first, second, third)] == [False, True, False]
-    assert (second.request_id, second.mu, second.capped.max_tokens) == ("2", first.mu, 5)
+    assert (second.request_id, second.mu, second.truncated_length.max_tokens) == ("2", first.mu, 5)
     assert second.durations == pb.Durations()
     assert third.mu != first.mu
     assert len(runtime.batches) == 2
@@ -84,11 +72,7 @@ async def test_cached_predictions_cost_no_model_call(rich_folder: Path) -> None:
 
 async def test_failures_are_not_cached(rich_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime = GatedRuntime(rich_folder, num_failures=1)
-    async with (
-        running_server(runtime, cache_entries=10) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(runtime, cache_entries=10) as (_, stub):
         with (
             caplog.at_level(logging.CRITICAL, logger="predictors.service.pipeline"),
             pytest.raises(grpc.aio.AioRpcError),
@@ -106,10 +90,10 @@ async def test_results_and_errors_of_threads_come_back_in_the_event_loop() -> No
         outcomes.put_nowait((result, error, threading.current_thread().name))
 
     for _ in range(2):  # neither ends before the other one has begun
-        submit(threads.run, done, _meet, barrier)
+        _submit(threads.run, done, _meet, barrier)
     names = [await outcomes.get() for _ in range(2)]
     assert sorted(str(name) for name, _, _ in names) == ["tailcast-run_0", "tailcast-run_1"]
-    submit(threads.run, done, next, iter(()))
+    _submit(threads.run, done, next, iter(()))
     _, error, thread = await outcomes.get()
     assert isinstance(error, StopIteration)
     assert thread == threading.main_thread().name
@@ -120,10 +104,10 @@ async def test_threads_make_the_calls_that_wait_even_after_the_end() -> None:
     threads = ServiceThreads(num_workers=1)
     gate, numbers = threading.Event(), list[int]()
     ended = asyncio.Event()
-    submit(threads.run, lambda result, error: None, gate.wait)
+    _submit(threads.run, lambda result, error: None, gate.wait)
     for number in range(20):
-        submit(threads.run, lambda result, error: None, numbers.append, number)
-    submit(threads.run, lambda result, error: ended.set(), len, numbers)
+        _submit(threads.run, lambda result, error: None, numbers.append, number)
+    _submit(threads.run, lambda result, error: ended.set(), len, numbers)
     threads.close()
     assert numbers == []
     gate.set()
@@ -145,7 +129,7 @@ async def test_model_threads_are_bound_to_a_core_each_and_no_other_thread_is() -
     loop = asyncio.get_running_loop()
     found = await asyncio.gather(*(loop.run_in_executor(threads.run, affinity) for _ in cores))
     assert sorted(found, key=min) == [frozenset({core}) for core in cores]
-    assert await loop.run_in_executor(threads.tokenise, os.sched_getaffinity, 0) == before
+    assert await loop.run_in_executor(threads.tokenize, os.sched_getaffinity, 0) == before
     assert os.sched_getaffinity(0) == before
     threads.close()
 
@@ -191,7 +175,7 @@ async def test_a_tokenizer_that_fails_fails_its_request_alone(artifact_folder: P
     with pytest.raises(BatchError, match="the batch failed") as caught:
         await pipeline.predict(prompt)
     assert str(caught.value.__cause__) == "injected failure"
-    assert (await pipeline.predict(prompt)).found.mu is not None
+    assert (await pipeline.predict(prompt)).prediction.mu is not None
     await pipeline.close()
     is_inline = len(prompt) <= MAX_INLINE_CHARS
     assert all((name == threading.main_thread().name) is is_inline for name in threads)
@@ -205,7 +189,7 @@ async def test_waiting_for_a_busy_worker_is_queue_time_though_the_batch_was_hand
     await pipeline.start()
     start = time.perf_counter()
     calls = [asyncio.ensure_future(pipeline.predict(prompt)) for prompt in ("sea", "name three rivers")]
-    await until(lambda: pipeline.num_inside == 2)
+    await until(lambda: pipeline.num_in_flight == 2)
     before = time.perf_counter()
     await asyncio.sleep(0)
     waited_s = time.perf_counter() - before
@@ -219,18 +203,14 @@ async def test_waiting_for_a_busy_worker_is_queue_time_though_the_batch_was_hand
 
 async def test_metrics_tell_queue_batches_and_padding(artifact_folder: Path) -> None:
     runtime = GatedRuntime(artifact_folder, is_open=False)
-    metrics = PrometheusMetrics()
+    metrics = ServiceMetrics()
     batching = BatchingSettings(max_batch=2, max_wait_s=60.0, max_queue=2)
-    async with (
-        running_server(runtime, batching=batching, metrics=metrics) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(runtime, batching=batching, metrics=metrics) as (server, stub):
         calls = [
             asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt=prompt)))
             for prompt in ("sea", "name three rivers")
         ]
-        await until(lambda: server.pipeline.num_inside == 2)
+        await until(lambda: server.pipeline.num_in_flight == 2)
         assert 'tailcast_queue_length{artifact="tiny"} 2.0' in metrics.exposition().decode()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Predict(pb.PredictRequest(prompt="sea"))
@@ -254,18 +234,18 @@ async def test_metrics_tell_queue_batches_and_padding(artifact_folder: Path) -> 
 
 WORKER = """
 import sys, grpc
-from predictors.service.metrics import PrometheusMetrics, count_as_worker
+from predictors.service.metrics import ServiceMetrics, count_as_worker
 count_as_worker(int(sys.argv[1]))
-server = PrometheusMetrics()
+server = ServiceMetrics()
 for name in sys.argv[2:]:
     metrics = server.artifact(name)
     metrics.loaded("v1", "CPUExecutionProvider", None)
-    metrics.entered()
+    metrics.queue_length.inc()
     for method in ("Predict", "PredictBatch", "PredictStream", "HTTP Predict", "ModelInfer"):
         for code in grpc.StatusCode:
-            metrics.answered(method, code.name, 0.1, 0.1, 0.1)
+            metrics.request(method, code.name, 0.1, 0.1, 0.1)
     metrics.batch([3], 0.1)
-    metrics.failed_batch()
+    metrics.failed_batches.inc()
     metrics.cache(True), metrics.cache(False)
     metrics.reload(True), metrics.reload(False)
 print(server.exposition().decode())
@@ -304,43 +284,15 @@ def test_no_space_for_the_metrics_of_workers_is_an_error_at_the_start(tmp_path: 
 def test_log_lines_are_json_objects() -> None:
     record = logging.makeLogRecord({"name": "a", "levelname": "INFO", "msg": "two\n%s", "args": ("lines",)})
     record.artifact = "tiny"
-    found = json.loads(JsonFormatter().format(record))
+    found = json.loads(_json_formatter().format(record))
     assert (found["message"], found["artifact"], found["level"]) == ("two\nlines", "tiny", "INFO")
     try:
         raise ValueError("broken")
     except ValueError as error:
         record.exc_info = (type(error), error, error.__traceback__)
-    line = JsonFormatter().format(record)
+    line = _json_formatter().format(record)
     assert len(line.splitlines()) == 1
     assert "ValueError: broken" in json.loads(line)["traceback"]
-
-
-async def test_a_prediction_is_a_span_of_the_callers_trace(artifact_folder: Path) -> None:
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with (
-        running_server(open_runtime(artifact_folder), tracing=OpenTelemetryTracing()) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
-        await stub.Predict(pb.PredictRequest(prompt="sea"), metadata=(("traceparent", parent),))
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Predict(pb.PredictRequest(prompt=""))
-    good, bad = exporter.get_finished_spans()
-    assert f"{good.context.trace_id:032x}" == parent.split("-")[1]
-    assert good.attributes["tailcast.artifact_id"] == "tiny"
-    assert good.attributes["tailcast.batch_size"] == 1
-    assert bad.attributes["rpc.status"] == "INVALID_ARGUMENT"
-    assert not bad.status.is_ok
 
 
 def test_what_another_protobuf_raises_is_the_callers_fault_too() -> None:
@@ -352,5 +304,5 @@ def test_what_another_protobuf_raises_is_the_callers_fault_too() -> None:
             return data.decode()
 
     with pytest.raises(UnparsableError, match="PurePython"):
-        parsed(PurePython, b"\xff")
-    assert parsed(pb.PredictRequest, b"\n\x01r").request_id == "r"
+        parse(PurePython, b"\xff")
+    assert parse(pb.PredictRequest, b"\n\x01r").request_id == "r"

@@ -13,9 +13,9 @@ import pytest
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
+from predictors.service.batcher import BatchingSettings
 from predictors.service.server import SERVICE
-from tests.predictors.fakes import GatedRuntime, expected, running_server, until
+from tests.predictors.fakes import GatedRuntime, expected, running_server, server_and_stub, until
 
 ONE_WORKER = BatchingSettings(max_batch=1, max_wait_s=0.0, max_queue=50)
 EOF: Any = grpc.aio.EOF
@@ -32,11 +32,7 @@ async def test_every_request_is_answered_with_its_id(artifact_folder: Path) -> N
         for number, prompt in enumerate(prompts):
             yield request(number, prompt)
 
-    async with (
-        running_server(open_runtime(artifact_folder), max_stream_requests=16) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(open_runtime(artifact_folder), max_stream_requests=16) as (_, stub):
         found = {outcome.prediction.request_id: outcome async for outcome in stub.PredictStream(ask())}
     assert len(found) == 300
     for number, prompt in enumerate(prompts):
@@ -52,7 +48,7 @@ async def test_a_wrong_or_refused_request_is_an_outcome_and_the_stream_goes_on(a
     ):
         stream = PredictorStub(channel).PredictStream()
         await stream.write(request(0))
-        await until(lambda: server.pipeline.num_inside == 1)
+        await until(lambda: server.pipeline.num_in_flight == 1)
         await stream.write(request(1, ""))
         await stream.write(request(2))
         refused = [await stream.read(), await stream.read()]
@@ -81,7 +77,7 @@ async def test_answers_come_as_they_are_ready(artifact_folder: Path) -> None:
         runtime.gate.clear()
         stream = stub.PredictStream()
         await stream.write(request(0, "slow"))
-        await until(lambda: server.pipeline.num_inside == 1)
+        await until(lambda: server.pipeline.num_in_flight == 1)
         await stream.write(request(1, "known"))
         first = await stream.read()
         runtime.gate.set()
@@ -100,9 +96,9 @@ async def test_no_more_is_read_than_may_be_under_way(artifact_folder: Path) -> N
         stream = PredictorStub(channel).PredictStream()
         for number in range(8):
             await stream.write(request(number))
-        await until(lambda: server.pipeline.num_inside == 3)
+        await until(lambda: server.pipeline.num_in_flight == 3)
         await asyncio.sleep(0.05)
-        assert server.pipeline.num_inside == 3
+        assert server.pipeline.num_in_flight == 3
         runtime.gate.set()
         await stream.done_writing()
         found = {outcome.prediction.request_id async for outcome in stream}
@@ -133,20 +129,16 @@ async def test_client_that_hangs_up_leaves_nothing_behind(artifact_folder: Path)
         stream = PredictorStub(channel).PredictStream()
         for number in range(5):
             await stream.write(request(number))
-        await until(lambda: server.pipeline.num_inside == 5)
+        await until(lambda: server.pipeline.num_in_flight == 5)
         stream.cancel()
-        await until(lambda: server.pipeline.num_inside == 0)
+        await until(lambda: server.pipeline.num_in_flight == 0)
         runtime.gate.set()
         assert (await PredictorStub(channel).Predict(request(0))).mu > 0
     assert len(runtime.batches) == 2  # the one that ran, and the last
 
 
 async def test_too_many_streams_are_refused(artifact_folder: Path) -> None:
-    async with (
-        running_server(open_runtime(artifact_folder), max_streams=1) as (_, address),
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
+    async with server_and_stub(open_runtime(artifact_folder), max_streams=1) as (_, stub):
         first = stub.PredictStream()
         await first.write(request(0))
         await first.read()
@@ -171,7 +163,7 @@ async def test_draining_answers_what_was_read_and_ends_the_stream(artifact_folde
         stream = PredictorStub(channel).PredictStream()
         for number in range(3):
             await stream.write(request(number))
-        await until(lambda: server.pipeline.num_inside == 3)
+        await until(lambda: server.pipeline.num_in_flight == 3)
         stopping = asyncio.create_task(server.stop())
         await until(lambda: server.pipeline.state == "shutting down")
         runtime.gate.set()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from predictors.service import supervisor as module
-from predictors.service.supervisor import Supervisor
+from predictors.service import workers as module
+from predictors.service.workers import Supervisor
 
 WORKER = """
 import os, signal, sys, time

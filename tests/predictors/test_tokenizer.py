@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from predictors.tokenizer import LAST_CUT_CHARS_PER_TOKEN, PromptTokenizer
+from predictors.tokenizer import MAX_CHARS_PER_TOKEN, PromptTokenizer
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import VOCAB, WORDS
 
@@ -32,7 +32,7 @@ def test_cutting_before_tokenising_changes_nothing(
     artifact_folder: Path, side: str, words: list[str], gap: str
 ) -> None:
     text = gap.join(words)
-    if len(text) > LAST_CUT_CHARS_PER_TOKEN * MAX_LENGTH:
+    if len(text) > MAX_CHARS_PER_TOKEN * MAX_LENGTH:
         words = words[:10]
         text = gap.join(words)
     tokenize = PromptTokenizer(
@@ -80,7 +80,7 @@ def test_work_on_a_huge_prompt_is_bounded(artifact_folder: Path, text: str, side
     tokenize._tokenizer = counting  # type: ignore[assignment]
     [prompt] = tokenize([text])
     # Cuts are doubled, and ends that share no gap with the rest are read once more together.
-    assert counting.num_chars <= 3 * LAST_CUT_CHARS_PER_TOKEN * MAX_LENGTH
+    assert counting.num_chars <= 3 * MAX_CHARS_PER_TOKEN * MAX_LENGTH
     assert prompt.truncated
     assert len(prompt.ids) <= MAX_LENGTH
 

@@ -22,7 +22,7 @@ import pytest
 from predictors.cli import main
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
-from predictors.service.supervisor import Supervisor
+from predictors.service.workers import Supervisor
 from tests.predictors.fakes import version_prefix, write_artifact
 
 PATIENCE_S = 150.0

@@ -19,13 +19,13 @@ from onnx import helper, numpy_helper
 
 from benchmarks.serving.processes import ROOT, Process, free_port, running
 from predictors.artifact import MODEL, open_artifact, write_manifest
-from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
+from predictors.client import ClientSettings, PredictorError, SyncPredictor
 from predictors.manifest import Manifest
-from predictors.service.clock import LoopClock, Timer
+from predictors.service.batcher import LoopClock, TimerHandle
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import write_artifact
 
-ONE_TRY = ClientSettings(timeout_s=5.0, retries=RetrySettings(max_attempts=1))
+ONE_TRY = ClientSettings(timeout_s=5.0, max_attempts=1)
 
 
 def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -> Path:
@@ -154,5 +154,5 @@ class JumpingClock(LoopClock):
     def now(self) -> float:
         return super().now() + self.offset
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         return super().call_at(when - self.offset, callback)

@@ -8,8 +8,8 @@ import pytest
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
-from predictors.service.grouping import BatchingSettings
-from predictors.service.inputs import RequestReader
+from predictors.service.batcher import BatchingSettings
+from predictors.service.messages import RequestReader
 from predictors.service.pipeline import PredictionPipeline
 from tests.predictors.fakes import write_artifact
 

@@ -18,19 +18,17 @@ from numpy.typing import NDArray
 
 from benchmarks.serving.processes import ROOT, free_port, running
 from predictors.artifact import open_artifact
-from predictors.client import ClientSettings, GrpcPredictor, PredictorError, RetrySettings
-from predictors.predicted import Predicted
-from predictors.service.grouping import BatchingSettings
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError
+from predictors.runtime import Predicted
+from predictors.service.batcher import BatchingSettings
 from predictors.service.server import PredictionServer, ServerSettings
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import GatedRuntime, expected, running_server, until, write_artifact
 from tests.service.harness import JumpingClock, one_answer, rewritten, served
 
 PROMPTS = ["sea" + " a" * (number % 12) for number in range(60)]
-ONE_ATTEMPT = ClientSettings(retries=RetrySettings(max_attempts=1))
-PATIENT = ClientSettings(
-    timeout_s=300.0, num_connections=2, wait_for_ready=True, retries=RetrySettings(max_tokens=1000)
-)
+ONE_ATTEMPT = ClientSettings(max_attempts=1)
+PATIENT = ClientSettings(timeout_s=300.0, num_connections=2, wait_for_ready=True)
 
 
 def request(number: int) -> PredictionRequest:
@@ -53,13 +51,11 @@ class FailingRuntime(GatedRuntime):
         prompts: Sequence[NDArray[Any]],
         served_models: Sequence[str | None] | None = None,
         temperatures: Sequence[float | None] | None = None,
-        *,
-        lexical: Sequence[NDArray[Any] | None] | None = None,
     ) -> Predicted:
         if len(self.batches) + 1 in self.failing:
             self.batches.append(len(prompts))
             raise RuntimeError("the session broke")
-        return super().run(prompts, served_models, temperatures, lexical=lexical)
+        return super().run(prompts, served_models, temperatures)
 
 
 @pytest.mark.parametrize("failing", [{1}, {3}, {2, 3, 4}], ids=["first", "third", "three in a row"])
@@ -94,7 +90,7 @@ async def test_the_clock_jumps(artifact_folder: Path, jump_s: float, batching: B
     try:
         async with GrpcPredictor(address, ONE_ATTEMPT) as predictor:
             inside = [asyncio.ensure_future(predictor.predict([request(number)])) for number in range(40)]
-            await until(lambda: server.pipeline.num_inside == 40)
+            await until(lambda: server.pipeline.num_in_flight == 40)
             clock.offset += jump_s
             runtime.gate.set()
             for number, one in enumerate(await asyncio.gather(*inside, return_exceptions=True)):

@@ -13,7 +13,7 @@ import aiohttp
 import grpc
 import pytest
 
-from predictors.edge_logging import RequestDataFilter
+from predictors.edge import RequestDataFilter
 from predictors.proto import predictor_v1_pb2 as pb
 from tests.predictors.fakes import GatedRuntime, running_server
 from tests.predictors.test_workers import PATIENCE_S, running
@@ -177,9 +177,7 @@ async def test_a_failed_batch_quotes_no_prompt_to_other_callers_or_the_log(
 
 
 async def test_an_unexpected_error_in_a_handler(
-    artifact_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    records: Callable[[], list[logging.LogRecord]],
+    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch, records: Callable[[], list[logging.LogRecord]]
 ) -> None:
     async with (
         running_server(GatedRuntime(artifact_folder), http_port=0) as (server, address),

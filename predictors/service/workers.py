@@ -1,11 +1,13 @@
 """Several worker processes behind the same ports: started together, replaced when they die, drained together.
 
-The kernel spreads new connections over the workers (SO_REUSEPORT). A worker ends by itself when its supervisor does.
+The kernel distributes new connections over the workers (SO_REUSEPORT). A worker ends when its supervisor does.
+`python -m predictors.service.workers CONFIG NUMBER READY_FD` is a worker of `serve-predictor --workers N`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -24,7 +26,7 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 STEADY_S = 30.0  # a worker that lived this long is restarted without further delay
-# Workers killed before any was ever ready; then what kills them is taken to be their own fault.
+# Workers killed before any was ever ready; after so many they are taken to be the cause themselves.
 MAX_EARLY_ENDS = 5
 
 
@@ -32,7 +34,7 @@ MAX_EARLY_ENDS = 5
 class _Worker:
     number: int
     process: asyncio.subprocess.Process | None = None
-    is_ready: bool = False  # the process that runs now
+    is_ready: bool = False  # the current process
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # it, or one before it
 
 
@@ -40,7 +42,7 @@ def reserved_port(stack: ExitStack, host: str, port: int, name: str = "port") ->
     """Holds a port for the workers without listening on it; 0 takes a free one.
 
     Raises:
-        InputError: Somebody listens on it, or it may not be bound.
+        InputError: It is in use, or may not be bound.
     """
     probe_port(host, port, name)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -82,7 +84,7 @@ class Supervisor:
         self._num_early_ends = 0
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Starts the workers, calls `on_ready` when all of them answer, and keeps them alive until `stop`.
+        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`.
 
         Returns:
             0 if every worker drained; else the exit code of one that could not start, or 1.
@@ -127,8 +129,8 @@ class Supervisor:
         """Starts a worker again whenever it ends.
 
         Returns:
-            The exit code of the one that was there when all were stopped; 0 where it was not ready yet, or still to be
-            started: nothing was left to drain.
+            The exit code of the last process; 0 where it was not ready yet, or still to be started when all were
+            stopped: there was nothing to drain.
         """
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
@@ -188,8 +190,7 @@ class Supervisor:
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether another start is useless: no worker was ever ready, and this one ended by itself, as it does where
-        the artifact or an option is wrong. One that was killed (by the kernel for its memory, by a person) tells nothing
-        about the others."""
+        the artifact or an option is wrong. A killed one (by the kernel for its memory, by a person) may be an exception."""
         if any(worker.was_ready.is_set() for worker in self._workers):
             return False
         self._num_early_ends += 1
@@ -204,5 +205,22 @@ async def _all_ready(workers: Sequence[_Worker]) -> None:
 def worker_command(config: str) -> list[str]:
     """Command line of a worker; `config` is a JSON object with the fields of ServeConfig."""
     if not sys.executable:
-        raise TailcastError("workers: this Python does not know its own executable")
-    return [sys.executable, "-m", "predictors.service.worker", config]
+        raise TailcastError("workers: sys.executable of this Python is empty")
+    return [sys.executable, "-m", "predictors.service.workers", config]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code."""
+    from predictors.cli import ServeConfig, serve_worker
+
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    config, number, ready_fd = arguments
+    try:
+        return serve_worker(ServeConfig(**json.loads(config)), int(number), int(ready_fd))
+    except (TailcastError, OSError) as error:
+        sys.stderr.write(f"serve-predictor: error: {error}\n")
+        return 2
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""The artifacts in service: several at once, each replaceable while requests run."""
+"""The artifacts in service: where they lie, and several at once, each replaceable while requests run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,86 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from predictors.service.clock import Clock
+from predictors.artifact import MANIFEST, SIGNATURE
+from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
+from predictors.service.batcher import BatchingSettings, Clock
 from predictors.service.errors import ClosedError, ReloadError, UnknownArtifactError
-from predictors.service.grouping import BatchingSettings
-from predictors.service.inputs import RequestReader
+from predictors.service.messages import RequestReader
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
-from predictors.service.pipeline import PredictionPipeline, Runtime
-from predictors.service.threads import ServiceThreads
+from predictors.service.pipeline import PredictionPipeline, Runtime, ServiceThreads
 from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
 Reopen = Callable[[str], Runtime]
+FileState = tuple[int, int, int] | None
+"""Inode, time of the last change in ns, and size of a file; None while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ArtifactSource:
+    """A folder, or a link to one, whose content may be replaced.
+
+    Attributes are the arguments of `open_runtime`; the file of the public key is read at every load.
+    """
+
+    path: str
+    provider: ProviderChoice
+    threads_per_run: int
+    public_key: str | None = None
+
+    def open(self) -> ArtifactRuntime:
+        """Verifies and loads the current content; raises as `open_runtime`."""
+        # Of a link that is moved meanwhile, all files come from the same folder.
+        folder = Path(self.path).resolve() if Path(self.path).exists() else Path(self.path)
+        return open_runtime(
+            folder,
+            provider=self.provider,
+            threads_per_run=self.threads_per_run,
+            public_key=self.public_key,
+        )
+
+    def state(self) -> tuple[FileState, FileState]:
+        """Changes when the manifest or its signature is replaced: a signature may come after its manifest."""
+        folder = Path(self.path)
+        return _file_state(folder / MANIFEST), _file_state(folder / SIGNATURE)
+
+
+def _file_state(file: Path) -> FileState:
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+def open_sources(
+    paths: Sequence[str],
+    *,
+    provider: ProviderChoice,
+    threads_per_run: int,
+    public_key: str | None = None,
+) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:
+    """Loads the artifacts at `paths`: their sources by artifact id, and the runtimes in the same order."""
+    if public_key is not None:
+        logger.info("artifacts must be signed with the key %s", public_key)
+    sources: dict[str, ArtifactSource] = {}
+    runtimes = []
+    for path in paths:
+        source = ArtifactSource(path, provider, threads_per_run, public_key)
+        runtime = source.open()
+        manifest = runtime.artifact.manifest
+        logger.info("artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path)
+        logger.info("execution provider %s (requested: %s)", runtime.provider, provider)
+        sources[manifest.artifact_id] = source
+        runtimes.append(runtime)
+    return sources, runtimes
+
+
+@dataclass(frozen=True, slots=True)
+class ServedArtifact:
     """One artifact in service, at one version."""
 
     name: str
@@ -41,13 +104,9 @@ class ArtifactTable:
 
     Args:
         runtimes: One or more loaded artifacts of different ids.
-        batching: Batching of each.
-        clock: Source of time; None: the event loop's.
-        cache_entries: Predictions that each remembers; 0: none.
-        max_prompt_chars: Longest prompt; None: any.
-        worker_niceness, worker_cores: `niceness` and `cores` of `ServiceThreads`.
-        metrics: Who counts.
         reopen: Loads the artifact of a name again, called in a thread; None: nothing can be replaced.
+        batching, clock, cache_entries, max_prompt_chars, worker_cores, metrics: As of `PredictionPipeline`,
+            `RequestReader` and `ServiceThreads`.
     """
 
     def __init__(
@@ -58,7 +117,6 @@ class ArtifactTable:
         clock: Clock | None = None,
         cache_entries: int = 0,
         max_prompt_chars: int | None = None,
-        worker_niceness: int = 0,
         worker_cores: Sequence[int] = (),
         metrics: ServiceMetrics | None = None,
         reopen: Reopen | None = None,
@@ -67,19 +125,19 @@ class ArtifactTable:
         self._clock = clock
         self._cache_entries = cache_entries
         self._max_prompt_chars = max_prompt_chars
-        self._metrics = metrics or ServiceMetrics()
         self._reopen = reopen
-        self._threads = ServiceThreads(batching.num_workers, worker_niceness, worker_cores)
+        self._threads = ServiceThreads(batching.num_workers, worker_cores)
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
         self._ending = False
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedArtifact] = {}
+        metrics = metrics or ServiceMetrics()
         for runtime in runtimes:
             name = runtime.artifact.manifest.artifact_id
             if name in self._served:
                 raise InputError("artifact", name, "artifacts of different ids")
-            self._served[name] = self._made(runtime, self._metrics.artifact(name))
+            self._served[name] = self._serve(runtime, metrics.artifact(name))
 
     @property
     def names(self) -> list[str]:
@@ -87,41 +145,41 @@ class ArtifactTable:
         return list(self._served)
 
     @property
-    def default(self) -> Served:
+    def default(self) -> ServedArtifact:
         """The first artifact."""
         return next(iter(self._served.values()))
 
     @property
-    def num_inside(self) -> int:
+    def num_in_flight(self) -> int:
         """Requests accepted and not yet answered, of all artifacts."""
-        return sum(served.pipeline.num_inside for served in self._served.values())
+        return sum(served.pipeline.num_in_flight for served in self._served.values())
 
     @property
     def is_full(self) -> bool:
-        """Whether every artifact refuses whatever is asked now, because its queue is full."""
+        """Whether every artifact refuses any request now, because its queue is full."""
         return all(served.pipeline.is_full for served in self._served.values())
 
     @property
     def is_ready(self) -> bool:
         """Whether all artifacts take requests, and will go on to."""
-        return all(self.says_ready(served) for served in self._served.values())
+        return all(self.is_artifact_ready(served) for served in self._served.values())
 
-    def says_ready(self, served: Served) -> bool:
+    def is_artifact_ready(self, served: ServedArtifact) -> bool:
         """Whether one artifact takes requests, and will go on to."""
         return not self._ending and served.pipeline.state == "ready"
 
-    def get(self, name: str) -> Served:
+    def get(self, name: str) -> ServedArtifact:
         """The artifact of that id; the default if it is empty.
 
         Raises:
-            UnknownArtifactError: None has it.
+            UnknownArtifactError: There is none.
         """
         if not name:
             return self.default
-        found = self._served.get(name)
-        if found is None:
+        served = self._served.get(name)
+        if served is None:
             raise UnknownArtifactError("artifact_id", name, f"one of {', '.join(self._served)}")
-        return found
+        return served
 
     async def start(self) -> None:
         """Warms up and verifies; requests are accepted from then on.
@@ -134,25 +192,25 @@ class ArtifactTable:
             served.metrics.loaded(served.version, served.pipeline.runtime.provider, None)
 
     async def reload(self, name: str) -> bool:
-        """Replaces an artifact by what lies at its place now; True if it has changed.
+        """Replaces an artifact by the current content of its source; True if it has changed.
 
         The new one is verified (files, session, some predictions) and warmed up before a single request meets it;
-        requests inside the old one are answered by it. If anything is wrong with the new one, nothing changes.
+        requests in flight in the old one are answered by it. If anything is wrong with the new one, nothing changes.
 
         Raises:
             ReloadError: The new artifact was refused.
         """
         served = self.get(name)
         if self._reopen is None:
-            raise ReloadError(f"artifact {served.name}: this server was given no place to load it from")
+            raise ReloadError(f"artifact {served.name}: this server has no source to load it from")
         async with self._reloading:
             served = self.get(name)  # as the last reload left it
             try:
                 runtime = await asyncio.to_thread(self._reopen, served.name)
-                if _is_same(served, runtime):
+                if runtime.artifact.manifest == served.pipeline.runtime.artifact.manifest:
                     return False
                 _check_successor(served, runtime)
-                successor = self._made(runtime, served.metrics)
+                successor = self._serve(runtime, served.metrics)
                 await successor.pipeline.start()
                 if self._closing:
                     raise ClosedError
@@ -171,11 +229,11 @@ class ArtifactTable:
             return True
 
     def announce_end(self) -> None:
-        """Says that it is not ready, so that load balancers look away; requests are still taken."""
+        """Reports not ready, so that load balancers look away; requests are still taken."""
         self._ending = True
 
     def refuse_new(self) -> None:
-        """Lets what is inside finish."""
+        """Lets the requests in flight finish."""
         self._closing = True
         for served in self._served.values():
             served.pipeline.refuse_new()
@@ -185,7 +243,7 @@ class ArtifactTable:
         await asyncio.gather(*(served.pipeline.close() for served in self._served.values()), *self._leaving)
         self._threads.close()
 
-    def _made(self, runtime: Runtime, metrics: ArtifactMetrics) -> Served:
+    def _serve(self, runtime: Runtime, metrics: ArtifactMetrics) -> ServedArtifact:
         pipeline = PredictionPipeline(
             runtime,
             self._batching,
@@ -195,18 +253,12 @@ class ArtifactTable:
             metrics=metrics,
         )
         name = runtime.artifact.manifest.artifact_id
-        return Served(name, pipeline, RequestReader(pipeline, self._max_prompt_chars), metrics)
+        return ServedArtifact(name, pipeline, RequestReader(pipeline, self._max_prompt_chars), metrics)
 
 
-def _is_same(served: Served, runtime: Runtime) -> bool:
-    old, new = served.pipeline.runtime.artifact.manifest, runtime.artifact.manifest
-    return old == new
-
-
-def _check_successor(served: Served, runtime: Runtime) -> None:
+def _check_successor(served: ServedArtifact, runtime: Runtime) -> None:
     old, new = served.pipeline.runtime.artifact.manifest, runtime.artifact.manifest
     if new.artifact_id != old.artifact_id:
         raise InputError("artifact_id", new.artifact_id, f"{old.artifact_id}, as before")
-    missing = [head for head in old.heads if head not in new.heads]
-    if missing:
+    if set(old.heads) - set(new.heads):
         raise InputError("heads", list(new.heads), f"all that are in service: {', '.join(old.heads)}")

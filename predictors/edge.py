@@ -1,18 +1,33 @@
-"""Logs of the servers without request data: a logged exception keeps its type and stack, not its text.
+"""Common parts of the servers: event loop, and logs without request data.
 
-The text of an exception can quote what a client has sent: aiohttp quotes a malformed line, which can be the Authorization
-header; a tokenizer or a model can quote the prompt. Where the exception was raised is in its stack.
+A logged exception keeps its type and stack, not its text, which can quote what a client has sent: aiohttp quotes a
+malformed line, which can be the Authorization header; a tokenizer or a model can quote the prompt.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import traceback
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from scheduler_core.errors import TailcastError
 
+R = TypeVar("R")
+
 # The model runtime's errors name nodes, shapes and devices, which an operator needs, and never a prompt.
 SAFE_MODULES = ("onnxruntime.",)
+
+
+def run(main: Coroutine[Any, Any, R]) -> R:
+    """Runs `main` on uvloop where it is installed, which saves a tenth of the CPU time per request; else on asyncio."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 class RequestDataFilter(logging.Filter):
@@ -34,10 +49,25 @@ class RequestDataFilter(logging.Filter):
         return True
 
 
-def redact_request_data() -> None:
-    """Adds the filter to all handlers of the root logger: call it once they are set up."""
+def set_up_logs(log_format: str) -> None:
+    """Makes the handlers of the root logger write `text` or `json`, without request data."""
     for handler in logging.getLogger().handlers:
+        if log_format == "json":
+            handler.setFormatter(_json_formatter())
         handler.addFilter(RequestDataFilter())
+
+
+def _json_formatter() -> logging.Formatter:
+    """One JSON object a line: time, level, logger, message, pid, the traceback where there is one, and `extra` fields."""
+    from pythonjsonlogger.json import JsonFormatter
+
+    return JsonFormatter(
+        "{levelname}{name}{message}{process}",
+        style="{",
+        rename_fields={"levelname": "level", "name": "logger", "process": "pid", "exc_info": "traceback"},
+        timestamp="time",
+        json_ensure_ascii=False,
+    )
 
 
 def _without_text(value: object) -> object:
@@ -45,7 +75,7 @@ def _without_text(value: object) -> object:
 
 
 def redacted(error: BaseException) -> str:
-    """The type of an exception, with what is safe of its text: the model runtime's, and an operating system error's."""
+    """The type of an exception, with its text where that is safe: the model runtime's, an operating system's error."""
     kind = type(error)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith(SAFE_MODULES):
@@ -58,14 +88,14 @@ def redacted(error: BaseException) -> str:
 def redacted_traceback(error: BaseException) -> str:
     """The tracebacks of an exception and of those that led to it, the first one first, without their texts."""
     parts: list[str] = []
-    rest, visited = [error], {id(error)}
-    while rest:
-        one = rest.pop()
+    stack_of_errors, visited = [error], {id(error)}
+    while stack_of_errors:
+        one = stack_of_errors.pop()
         stack = "".join(traceback.format_tb(one.__traceback__))
         parts.append(f"Traceback (most recent call last):\n{stack}{redacted(one)}")
         members = one.exceptions if isinstance(one, BaseExceptionGroup) else ()
         for other in (*members, one.__cause__, None if one.__suppress_context__ else one.__context__):
             if other is not None and id(other) not in visited:
                 visited.add(id(other))
-                rest.append(other)
+                stack_of_errors.append(other)
     return "\n\nwhich led to:\n\n".join(reversed(parts))

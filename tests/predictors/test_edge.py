@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from predictors.edge_logging import redact_request_data, redacted_traceback
-from predictors.service.logs import JsonFormatter
+from predictors.edge import _json_formatter, redacted_traceback, set_up_logs
 from scheduler_core.errors import TailcastError
 
 CANARY = "canary-4711"
@@ -26,7 +25,7 @@ def log() -> Iterator[io.StringIO]:
     root.addHandler(handler)
     own = [one for one in root.handlers if one is not handler]
     filters = [list(one.filters) for one in own]
-    redact_request_data()
+    set_up_logs("text")
     yield stream
     root.removeHandler(handler)
     for one, before in zip(own, filters, strict=True):
@@ -54,7 +53,7 @@ def test_a_traceback_keeps_types_and_lines_of_the_whole_chain() -> None:
     for name in ("KeyError", "ExceptionGroup", "SyntaxError", "OSError", "RuntimeError"):
         assert f"\n{name}" in text
     assert text.endswith("RuntimeError")
-    assert 'test_edge_logging.py", line' in text
+    assert 'test_edge.py", line' in text
 
 
 def test_an_exception_that_causes_itself_ends() -> None:
@@ -101,7 +100,7 @@ async def test_a_task_whose_exception_was_never_retrieved(log: io.StringIO) -> N
 
 def test_json_lines_have_the_redacted_traceback(log: io.StringIO) -> None:
     [handler] = [one for one in logging.getLogger().handlers if getattr(one, "stream", None) is log]
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(_json_formatter())
     logging.getLogger("any").error("it broke", exc_info=chained())
     found = json.loads(log.getvalue())
     assert found["message"] == "it broke"

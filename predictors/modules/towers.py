@@ -1,0 +1,115 @@
+"""Towers: the small networks on the pooled features that heads are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from scheduler_core.errors import InputError
+
+XAVIER_GAIN = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """Layers of a tower. Defaults: TIE's.
+
+    Attributes:
+        hidden_sizes: Widths of the hidden layers; empty: one linear layer.
+        dropouts: Dropout after each hidden layer.
+        activation: gelu or relu.
+        layer_norm: A LayerNorm after all hidden layers but the last.
+    """
+
+    hidden_sizes: tuple[int, ...] = (256, 256, 128)
+    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
+    activation: str = "gelu"
+    layer_norm: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_sizes", "dropouts"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if any(size < 1 for size in self.hidden_sizes):
+            raise InputError("hidden_sizes", self.hidden_sizes, "integers > 0")
+        if len(self.dropouts) != len(self.hidden_sizes) or not all(0 <= rate < 1 for rate in self.dropouts):
+            raise InputError("dropouts", self.dropouts, f"{len(self.hidden_sizes)} numbers >= 0 and < 1")
+        if self.activation not in ("gelu", "relu"):
+            raise InputError("activation", self.activation, "gelu or relu")
+
+
+def build_tower(
+    num_features: int, tower: Tower, num_outputs: int = 1, generator: torch.Generator | None = None
+) -> nn.Sequential:
+    """Features [B, num_features] -> [B, num_outputs], Xavier-uniform with gain 0.5, bias 0.
+
+    Each hidden layer is Linear, LayerNorm (optional, not in the last), activation, dropout; then Linear.
+    """
+    layers: list[nn.Module] = []
+    width = num_features
+    for index, (size, rate) in enumerate(zip(tower.hidden_sizes, tower.dropouts, strict=True)):
+        layers.append(nn.Linear(width, size))
+        if tower.layer_norm and index < len(tower.hidden_sizes) - 1:
+            layers.append(nn.LayerNorm(size))
+        layers += [nn.GELU() if tower.activation == "gelu" else nn.ReLU(), nn.Dropout(rate)]
+        width = size
+    layers.append(nn.Linear(width, num_outputs))
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight, gain=XAVIER_GAIN, generator=generator)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
+
+
+class ConditionedTower(nn.Module):
+    """A tower whose first hidden layer is scaled, and whose outputs are shifted, by linear functions of the conditions.
+
+    The effect of a served model differs by kind of prompt: a product learns that from fewer examples than layers on the
+    concatenation of features and conditions (FiLM: Perez et al. 2018). Both functions start at 0. Without conditions it
+    is a plain tower.
+
+    Args:
+        num_features: Width F of the prompt's features.
+        num_conditions: Width C of the conditions; 0: none.
+        tower: Layers.
+        num_outputs: Width of the result; None: one number without an axis of its own.
+        generator: Draws the initial weights; unset, torch's global generator does.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        num_conditions: int,
+        tower: Tower,
+        num_outputs: int | None = 1,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.is_scalar = num_outputs is None
+        width = num_outputs or 1
+        layers = build_tower(num_features + num_conditions, tower, width, generator)
+        num_first = 0
+        if num_conditions and tower.hidden_sizes:
+            num_first = [isinstance(layer, nn.Dropout) for layer in layers].index(True) + 1
+        self.first, self.rest = layers[:num_first], layers[num_first:]
+        self.scale = _zero_linear(num_conditions, tower.hidden_sizes[0]) if num_first else None
+        self.shift = _zero_linear(num_conditions, width) if num_conditions else None
+
+    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
+        """Features [B, F] and conditions [B, C], None where there are none -> [B, num_outputs] or [B]."""
+        if conditions is None or self.shift is None:
+            scores: Tensor = self.rest(features)
+        else:
+            hidden = self.first(torch.cat([features, conditions], dim=-1))
+            if self.scale is not None:
+                hidden = hidden * (1 + self.scale(conditions))
+            scores = self.rest(hidden) + self.shift(conditions)
+        return scores.squeeze(-1) if self.is_scalar else scores
+
+
+def _zero_linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    linear = nn.Linear(num_inputs, num_outputs)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
