@@ -1,10 +1,14 @@
-"""What a sampling engine looks like to a run: it is given missing answers and yields finished ones, in any order."""
+"""The interface of a sampling engine: it gets missing samples and yields finished ones, in any order."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from data_gen.prompts import Prompt
 
@@ -13,7 +17,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """How answers are drawn; the units are the served model's own tokens."""
+    """How outputs are drawn; the units are the served model's own tokens."""
 
     num_samples: int
     max_tokens: int
@@ -31,14 +35,14 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One finished answer.
+class SampledOutput:
+    """One finished output.
 
     Attributes:
         sample_index: Which of the prompt's repeats it is, from 0.
         output_tokens: Its length with the end marker, at least 1.
-        finish_reason: "stop", or "length" if it was cut at max_tokens.
-        text: The decoded answer.
+        finish_reason: "stop", or "length" if it was truncated at max_tokens.
+        text: The decoded output.
         queue_s: Seconds from the request's being ready until the engine took it; None if unknown.
         ttft_s: Seconds from sending the request to the first token; None if unknown.
         total_s: Seconds from sending the request to the last token; None if unknown.
@@ -54,8 +58,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
-    """An answer that the engine did not give, after its own retries.
+class SampleFailure:
+    """A sample that the engine did not return, after its own retries.
 
     Attributes:
         sample_index: Which of the prompt's repeats it is, from 0.
@@ -71,16 +75,16 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """What came of some or all indices of a `Work`; `prompt_tokens` is None if the engine does not say."""
+    """What came of some or all indices of a `Work`; `prompt_tokens` is None if the engine does not report it."""
 
     prompt: Prompt
     prompt_tokens: int | None
-    answers: tuple[Answer, ...] = ()
-    failures: tuple[Failure, ...] = ()
+    outputs: tuple[SampledOutput, ...] = ()
+    failures: tuple[SampleFailure, ...] = ()
 
 
 class Backend(Protocol):
-    """A sampling engine; its name, version and served model are recorded with every answer."""
+    """A sampling engine; its name, version and served model are recorded with every sample."""
 
     @property
     def name(self) -> str:
@@ -94,26 +98,50 @@ class Backend(Protocol):
 
     @property
     def served_model(self) -> str:
-        """Name of the model that answers."""
+        """Name of the served model."""
         ...
 
     @property
     def seeded(self) -> bool:
-        """Whether the same (settings, prompt id, sample index) gives the same answer.
+        """Whether the same (settings, prompt id, sample index) gives the same output.
 
         Up to floating-point differences between batch shapes, where the engine computes in batches.
         """
         ...
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
-        """Answers `work`, in any order; every index of every `Work` comes back exactly once.
+        """Samples `work`, in any order; every index of every `Work` comes back exactly once.
 
         The indices of one `Work` may be spread over several results. `work` is consumed lazily, with a look-ahead
         that does not grow with its length. Closing the iterator stops everything that is in flight; a second
-        iterator may be asked for afterwards.
+        iterator may be requested afterwards.
         """
         ...
 
     def close(self) -> None:
         """Frees what the engine holds; it is not used afterwards."""
         ...
+
+
+def failed(work: Work, prompt_tokens: int | None, kind: str, reason: str) -> WorkResult:
+    """The result of a prompt none of whose samples can be drawn."""
+    failures = tuple(SampleFailure(index, reason, kind) for index in work.indices)
+    return WorkResult(work.prompt, prompt_tokens, (), failures)
+
+
+def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> NDArray[np.float64]:
+    """The uniform numbers in [0, 1) that draw one output, token by token; shape [count].
+
+    They depend on the arguments alone, so an output does not depend on its batch and a run can be resumed.
+    """
+    key = np.frombuffer(_digest(seed, prompt_id, sample_index)[:16], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def sample_seed(seed: int, prompt_id: str, sample_index: int) -> int:
+    """A seed for an engine that draws one output by itself, from 0 to 2**31 - 1."""
+    return int.from_bytes(_digest(seed, prompt_id, sample_index)[:4], "big") >> 1
+
+
+def _digest(seed: int, prompt_id: str, sample_index: int) -> bytes:
+    return hashlib.sha256(f"{seed}\x00{prompt_id}\x00{sample_index}".encode()).digest()

@@ -120,7 +120,7 @@ def _left_padded(states: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class DecodingBatch:
-    """Rows that decode together, right-aligned; rows join by prompt and leave when the caller says so.
+    """Rows that decode together, right-aligned; rows join by prompt and leave when the caller removes them.
 
     Not tied to any sampling rule: `logits` holds the next-token scores of every row, and `advance` takes the
     tokens chosen for them.

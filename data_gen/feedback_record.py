@@ -99,8 +99,8 @@ class FeedbackRecord(Strict):
         )
 
     @property
-    def cap(self) -> int | None:
-        """max_tokens, but never below output_tokens: servers may count a token more than the cap they were given."""
+    def max_output_tokens(self) -> int | None:
+        """max_tokens, but never below output_tokens: servers may count a token more than their limit."""
         return None if self.max_tokens is None else max(self.max_tokens, self.output_tokens)
 
 

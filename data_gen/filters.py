@@ -1,4 +1,4 @@
-"""What is left out of a stream of prompts, and samples drawn from it; every step streams but the sampling."""
+"""Filters of a stream of prompts, and samples drawn from it; every step streams but the sampling."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ import heapq
 import itertools
 import math
 import unicodedata
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from data_gen.near_duplicates import NearDuplicates, check_threshold
 from data_gen.prompts import Prompt
-from data_gen.sources.digests import DigestSet
-from data_gen.splits import SPLITS, Split, split_of, unit_hash
+from data_gen.splits import SPLITS, Split, digest64, split_of, unit_hash
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import existing_file
 
 _TOKENIZER_BATCH = 256
+#: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
+PIECE = 5
+_MISSED = 1e-6
+_MAX_PERMUTATIONS = 256
+_MAX_ROWS = 16
+_MINHASH_SEED = 1
+_PIECES_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptFilters:
-    """What is kept; applied in the order of the fields. Lengths are of the whole conversation."""
+    """Conditions for prompts, applied in the order of the fields. Lengths are of the entire conversation."""
 
     deduplicate: bool = False
-    """Drop prompts whose normalised text was seen: Unicode NFKC, case folded, white space collapsed."""
+    """Drop prompts whose normalized text is a repetition: Unicode NFKC, case folded, white space collapsed."""
     near_duplicates: float | None = None
-    """Drop prompts that are at least so similar to one kept before: five-character pieces of the normalised text in common, over pieces in either (Jaccard); from 0.5 to 1, e.g. 0.9; unset: keep them."""
+    """Drop prompts that are at least so similar to an earlier one: five-character pieces of the normalized text in common, over pieces in either (Jaccard); from 0.5 to 1, e.g. 0.9; unset: keep them."""
     min_characters: int | None = None
     """Shortest length to keep, in characters."""
     max_characters: int | None = None
@@ -52,18 +58,12 @@ class PromptFilters:
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
-        for name in (
-            "min_characters",
-            "max_characters",
-            "min_prompt_tokens",
-            "max_prompt_tokens",
-            "sample",
-        ):
+        for name in ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(name, value, "a whole number of at least 1, or unset")
+                raise InputError(name, value, "integers > 0, or unset")
         if self.near_duplicates is not None:
-            check_threshold(self.near_duplicates)
+            _check_threshold(self.near_duplicates)
         if self.split is not None and self.split not in SPLITS:
             raise InputError("split", self.split, ", ".join(SPLITS))
         if self.stratify_by not in (None, "category", "dataset", "length"):
@@ -80,31 +80,31 @@ def filtered(
 ) -> Iterator[Prompt]:
     """The prompts that pass, in their order.
 
-    Memory: eight bytes for each prompt that `deduplicate` has seen, about a kilobyte for each that `near_duplicates` has
-    kept, `sample` prompts for each stratum.
+    Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
+    `near_duplicates` passes, `sample` prompts for each stratum.
 
     Args:
         prompts: The stream.
-        filters: What is kept.
-        dropped: Counts what was left out, by reason.
+        filters: The conditions.
+        dropped: Counts dropped prompts, by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
-    kept = iter(prompts)
+    passed = iter(prompts)
     if filters.deduplicate:
-        kept = _once(kept, counts)
+        passed = _once(passed, counts)
     if filters.near_duplicates is not None:
-        kept = _unlike(kept, filters.near_duplicates, counts)
-    kept = _within(kept, filters.min_characters, filters.max_characters, counts)
+        passed = _unlike(passed, filters.near_duplicates, counts)
+    passed = _within(passed, filters.min_characters, filters.max_characters, counts)
     if filters.tokenizer is not None:
-        kept = _within_tokens(kept, filters, filters.tokenizer, counts)
+        passed = _within_tokens(passed, filters, filters.tokenizer, counts)
     if filters.split is not None:
-        kept = _in_split(kept, filters.split, filters.split_seed, counts)
+        passed = _in_split(passed, filters.split, filters.split_seed, counts)
     if filters.sample is not None:
-        kept = iter(stratified(kept, filters.sample, filters.stratify_by, filters.sample_seed, counts))
-    return kept
+        passed = iter(stratified(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts))
+    return passed
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """A text as deduplication compares it."""
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
@@ -114,22 +114,100 @@ def whole_text(prompt: Prompt) -> str:
     return "\n".join(message.content for message in prompt.chat)
 
 
+class NearDuplicates:
+    """Texts of which no two are alike: datasketch's MinHashLSH finds candidates, the texts themselves decide.
+
+    Two texts are alike by the Jaccard similarity of their sets of five-character pieces. What passes depends on the
+    texts and their order alone.
+
+    Args:
+        threshold: Similarity from which two texts are alike.
+
+    Raises:
+        InputError: The threshold is out of range.
+        MissingExtraError: datasketch is not installed.
+    """
+
+    def __init__(self, threshold: float) -> None:
+        _check_threshold(threshold)
+        try:
+            from datasketch import MinHash, MinHashLSH
+        except ImportError as error:
+            raise MissingExtraError("datasketch", "gen") from error
+        self._threshold = threshold
+        params = lsh_bands(threshold)
+        num_permutations = params[0] * params[1]
+        self._empty: Any = MinHash(num_permutations, seed=_MINHASH_SEED, hashfunc=zlib.crc32)
+        self._index: Any = MinHashLSH(num_perm=num_permutations, params=params)
+        self._texts: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def add(self, text: str) -> bool:
+        """Adds a text; False, and it is not added, if it is alike to one that was added before."""
+        own = pieces(text)
+        sketch, encoded = self._empty.copy(), [piece.encode("utf-8", "surrogatepass") for piece in own]
+        for start in range(0, len(encoded), _PIECES_AT_ONCE):
+            sketch.update_batch(encoded[start : start + _PIECES_AT_ONCE])
+        for number in self._index.query(sketch):
+            if similarity(own, pieces(self._texts[number])) >= self._threshold:
+                return False
+        self._index.insert(len(self._texts), sketch)
+        self._texts.append(text)
+        return True
+
+
+def lsh_bands(threshold: float) -> tuple[int, int]:
+    """(bands, rows in each) of the MinHash index.
+
+    Of two texts at the threshold s, a band of r rows agrees with probability s^r, so that all b bands miss them with
+    (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). The most rows, and so the fewest candidates, that
+    miss at most one pair in a million.
+    """
+    for rows in range(_MAX_ROWS, 0, -1):
+        agrees = threshold**rows
+        num_bands = 1 if agrees >= 1 else math.ceil(math.log(_MISSED) / math.log1p(-agrees))
+        if num_bands * rows <= _MAX_PERMUTATIONS:
+            # datasketch wants two bands at least.
+            return max(2, num_bands), rows
+    raise AssertionError(f"no bands for a threshold of {threshold}")
+
+
+def pieces(text: str) -> frozenset[str]:
+    """All runs of five characters of a text; a shorter text is its only piece."""
+    return frozenset(text[start : start + PIECE] for start in range(max(1, len(text) - PIECE + 1)))
+
+
+def similarity(one: frozenset[str], other: frozenset[str]) -> float:
+    """Jaccard similarity of two sets that are not empty: 0 to 1."""
+    common = len(one & other)
+    return common / (len(one) + len(other) - common)
+
+
+def _check_threshold(threshold: float) -> None:
+    if not 0.5 <= threshold <= 1:
+        raise InputError("near_duplicates", threshold, "a number from 0.5 to 1, or unset")
+
+
 def _once(prompts: Iterator[Prompt], counts: Counter[str]) -> Iterator[Prompt]:
-    seen = DigestSet()
+    digests: set[int] = set()
     for prompt in prompts:
-        if seen.add("\x00".join(f"{m.role}\x01{normalised(m.content)}" for m in prompt.chat)):
-            yield prompt
-        else:
+        digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
+        if digest in digests:
             counts["duplicate text"] += 1
+        else:
+            digests.add(digest)
+            yield prompt
 
 
 def _unlike(prompts: Iterator[Prompt], threshold: float, counts: Counter[str]) -> Iterator[Prompt]:
-    with NearDuplicates(threshold) as kept:
-        for prompt in prompts:
-            if kept.add("\n".join(normalised(message.content) for message in prompt.chat)):
-                yield prompt
-            else:
-                counts["near-duplicate text"] += 1
+    index = NearDuplicates(threshold)
+    for prompt in prompts:
+        if index.add("\n".join(normalized(message.content) for message in prompt.chat)):
+            yield prompt
+        else:
+            counts["near-duplicate text"] += 1
 
 
 def _within(
@@ -190,38 +268,33 @@ def _in_split(prompts: Iterator[Prompt], split: Split, seed: int, counts: Counte
 
 
 def stratified(
-    prompts: Iterable[Prompt],
-    count: int,
-    by: str | None,
-    seed: int,
-    dropped: Counter[str] | None = None,
+    prompts: Iterable[Prompt], count: int, by: str | None, seed: int, dropped: Counter[str] | None = None
 ) -> list[Prompt]:
     """`count` prompts, spread over the strata as evenly as these allow, in the order of the stream.
 
-    Each prompt's luck is a hash of (seed, its id): a prompt that is drawn from a part of the stream is drawn again
-    whenever the competition is no stronger, whatever the order. Strata with fewer prompts than their share give all,
-    and the others share the rest.
+    A prompt's rank is a hash of (seed, its id), so the draw does not depend on the order of the stream. Strata with
+    fewer prompts than their quota give all, and the others fill the rest.
 
     Args:
         prompts: The stream; `count` prompts of each stratum are held.
         count: How many to draw; fewer come back if there are fewer.
         by: "category", "dataset", "length" or None.
         seed: Another seed draws others.
-        dropped: Counts what was not drawn.
+        dropped: Counts prompts that were not drawn.
     """
     heaps: dict[str, list[tuple[float, int, Prompt]]] = {}
     total = 0
     for position, prompt in enumerate(prompts):
         total += 1
         heap = heaps.setdefault(_stratum(prompt, by), [])
-        # The worst luck is on top of the heap, to be replaced.
+        # The worst rank is on top of the heap, to be replaced.
         entry = (-unit_hash(f"{seed}\x00{prompt.prompt_id}"), position, prompt)
         if len(heap) < count:
             heapq.heappush(heap, entry)
         elif entry > heap[0]:
             heapq.heapreplace(heap, entry)
     chosen = [
-        entry for name, share in _shares(heaps, count).items() for entry in heapq.nlargest(share, heaps[name])
+        entry for name, quota in _quotas(heaps, count).items() for entry in heapq.nlargest(quota, heaps[name])
     ]
     if dropped is not None and total > len(chosen):
         dropped["not drawn"] += total - len(chosen)
@@ -236,11 +309,11 @@ def _stratum(prompt: Prompt, by: str | None) -> str:
     return prompt.category if by == "category" else prompt.dataset
 
 
-def _shares(heaps: dict[str, list[tuple[float, int, Prompt]]], count: int) -> dict[str, int]:
-    """How many each stratum gives: the smallest first, each an even share of what is left."""
-    shares: dict[str, int] = {}
-    left = count
+def _quotas(heaps: dict[str, list[tuple[float, int, Prompt]]], count: int) -> dict[str, int]:
+    """How many each stratum gives: the smallest first, each an even part of the rest."""
+    quotas: dict[str, int] = {}
+    rest = count
     for number, name in enumerate(sorted(heaps, key=lambda name: (len(heaps[name]), name))):
-        shares[name] = min(len(heaps[name]), -(-left // (len(heaps) - number)))
-        left -= shares[name]
-    return shares
+        quotas[name] = min(len(heaps[name]), -(-rest // (len(heaps) - number)))
+        rest -= quotas[name]
+    return quotas

@@ -1,4 +1,4 @@
-"""What a prompt is: one user message, or a whole conversation that ends with one."""
+"""A prompt: one user message, or a conversation that ends with one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from scheduler_core.errors import InputError
-
-if TYPE_CHECKING:
-    from data_gen.sources.options import SourceOptions
 
 ROLES = ("system", "user", "assistant")
 
@@ -26,7 +20,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is sent to a model.
+    """One input of a model.
 
     Attributes:
         prompt_id: Unique in a source. Prompts made of the turns of one conversation end in `#turn-N`
@@ -60,17 +54,3 @@ def conversation_id_of(messages: Sequence[Message]) -> str:
     if len(messages) == 1 and messages[0].role == "user":
         return prompt_id_of(messages[0].content)
     return prompt_id_of(json.dumps([[m.role, m.content] for m in messages], ensure_ascii=False))
-
-
-def read_prompts(source: str, options: SourceOptions | None = None) -> list[Prompt]:
-    """All prompts of a source, in its order; `data_gen.sources.open_prompts` streams them and lists the sources.
-
-    Raises:
-        InputError: Naming the row for an empty or repeated prompt, a wrong type or invalid UTF-8.
-    """
-    from data_gen.sources import open_prompts
-
-    prompts = list(open_prompts(source, options))
-    if not prompts:
-        raise InputError("prompts", source, "at least one prompt")
-    return prompts

@@ -1,27 +1,27 @@
-"""The sample schema `samples/2`: one row per sampled answer, and how its Parquet files are read and written.
+"""The sample schema `samples/2`: one row per sample, and how its Parquet files are read and written.
 
 | column | type | meaning |
 |---|---|---|
 | prompt_id | string | identifier of the prompt; (prompt_id, model, sample_index) is unique |
-| prompt | string or null | the user's text, of a conversation its last user message; null where only its hash is kept |
+| prompt | string or null | the user's text, of a conversation its last user message; null location only its hash is kept |
 | prompt_sha256 | string or null | hex SHA-256 of what was sent (`prompt_sha256`); null if the text was never known |
 | messages | list of (role, content) or null | the whole conversation; null if it is one user message, or only hashed |
 | category | string | kind of prompt, may be empty |
 | dataset | string | public set the prompt comes from, may be empty |
-| model | string | the served model that answered |
+| model | string | the served model |
 | temperature, top_p | double or null | sampling settings; null if unknown (imported sets) |
 | seed | int64 or null | seed of the run; null if unknown |
-| sample_index | int32 | 0-based index of the answer among the prompt's repeats |
-| max_tokens | int32 or null | cap on the answer, in the model's tokens; null if unknown |
+| sample_index | int32 | 0-based index of the sample among the prompt's repeats |
+| max_tokens | int32 or null | maximum number of output tokens, in the model's tokens; null if unknown |
 | prompt_tokens | int32 or null | prompt length with the chat template, in the model's tokens; null if unknown |
-| output_tokens | int32 | answer length, end marker included; 0 only when finish_reason is "error" |
-| finish_reason | string | "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets that do not say whether the answer was cut; a run never writes it) |
-| error | string or null | why there is no answer, "KIND: reason"; null unless finish_reason is "error" |
+| output_tokens | int32 | output length, end marker included; 0 only when finish_reason is "error" |
+| finish_reason | string | "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets without it; a run never writes it) |
+| error | string or null | why there is no output, "KIND: reason"; null unless finish_reason is "error" |
 | queue_s | double or null | seconds the request waited before the engine took it; null if unknown |
 | ttft_s | double or null | seconds from sending the request to its first token; null if unknown |
 | total_s | double or null | seconds from sending the request to its last token; null if unknown |
-| text | string or null | the answer; null unless it was asked for |
-| engine, engine_version | string | what generated it; engine "synthetic" is no language model |
+| text | string or null | the output; null unless it is kept |
+| engine, engine_version | string | the engine; engine "synthetic" is no language model |
 | run_id | string | identifier of the run that wrote the row |
 
 `samples/1` had no prompt_sha256, messages, dataset, error, timings and text, and no nulls; such files stay readable and
@@ -32,8 +32,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -83,35 +83,6 @@ SCHEMA_1_NAMES = [name for name in SCHEMA.names if name not in _ADDED_IN_2]
 BATCH_ROWS = 1 << 15
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One sampled answer; fields as in the table above."""
-
-    prompt_id: str
-    prompt: str | None
-    prompt_sha256: str | None = None
-    messages: tuple[dict[str, str], ...] | None = None
-    category: str
-    dataset: str = ""
-    model: str
-    temperature: float | None
-    top_p: float | None
-    seed: int | None
-    sample_index: int
-    max_tokens: int | None
-    prompt_tokens: int | None
-    output_tokens: int
-    finish_reason: str
-    error: str | None = None
-    queue_s: float | None = None
-    ttft_s: float | None = None
-    total_s: float | None = None
-    text: str | None = None
-    engine: str
-    engine_version: str
-    run_id: str
-
-
 def prompt_sha256(prompt: Prompt) -> str:
     """Hex SHA-256 of what a prompt sends.
 
@@ -124,11 +95,6 @@ def prompt_sha256(prompt: Prompt) -> str:
 def _sha256_of(text: str, messages: Sequence[Sequence[str]] = ()) -> str:
     sent = json.dumps(messages, ensure_ascii=False) if messages else text
     return hashlib.sha256(sent.encode(errors="surrogatepass")).hexdigest()
-
-
-def to_table(samples: Sequence[Sample]) -> pa.Table:
-    """Samples as an Arrow table with the documented schema."""
-    return pa.Table.from_pylist([asdict(sample) for sample in samples], schema=SCHEMA)
 
 
 def write_samples(path: str | Path, table: pa.Table) -> None:
@@ -155,26 +121,26 @@ def iter_samples(path: str | Path, *, batch_rows: int = BATCH_ROWS) -> Iterator[
         InputError: As `read_samples`; a bad column only when its rows are reached.
     """
     file = open_parquet(path, "samples")
-    where = Path(path).name
-    wanted = _columns_of(file.schema_arrow, where)
+    location = Path(path).name
+    columns = _columns_of(file.schema_arrow, location)
     # Both schemas hold their rows in order, so batches of whole columns stay small.
     with file, readable(path, "samples", "Parquet"):
-        for batch in file.iter_batches(batch_size=batch_rows, columns=wanted):
-            yield _upgraded(pa.Table.from_batches([batch]), wanted, where)
+        for batch in file.iter_batches(batch_size=batch_rows, columns=columns):
+            yield _upgraded(pa.Table.from_batches([batch]), columns, location)
 
 
-def _columns_of(schema: pa.Schema, where: str) -> list[str]:
-    """The columns to read: those of the schema that the file says it has, or seems to have."""
+def _columns_of(schema: pa.Schema, location: str) -> list[str]:
+    """The columns to read: those of the file's schema, by its label or by its columns."""
     label = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode()
     if label not in ("", "samples/1", SCHEMA_NAME):
-        raise InputError(f"{where}: schema", label, f"{SCHEMA_NAME} or samples/1")
+        raise InputError(f"{location}: schema", label, f"{SCHEMA_NAME} or samples/1")
     first = label == "samples/1" or (not label and "prompt_sha256" not in schema.names)
-    wanted = SCHEMA_1_NAMES if first else SCHEMA.names
-    require_columns(schema.empty_table(), wanted, f"{where}: columns")
-    return wanted
+    columns = SCHEMA_1_NAMES if first else SCHEMA.names
+    require_columns(schema.empty_table(), columns, f"{location}: columns")
+    return columns
 
 
-def _upgraded(table: pa.Table, names: list[str], where: str) -> pa.Table:
+def _upgraded(table: pa.Table, names: list[str], location: str) -> pa.Table:
     table = table.select(names)
     if names is SCHEMA_1_NAMES:
         hashes = {text: _sha256_of(text) for text in set(table.column("prompt").to_pylist())}
@@ -186,14 +152,14 @@ def _upgraded(table: pa.Table, names: list[str], where: str) -> pa.Table:
     try:
         return table.select(SCHEMA.names).cast(SCHEMA)
     except (pa.ArrowException, ValueError) as error:
-        raise InputError(f"{where}: columns", str(error), "columns of the documented types") from error
+        raise InputError(f"{location}: columns", str(error), "columns of the documented types") from error
 
 
 def join_samples(paths: Sequence[str | Path]) -> pa.Table:
     """All rows of several sample files, in order.
 
     Raises:
-        InputError: If two rows share (prompt_id, model, sample_index): the same answer must not count twice.
+        InputError: If two rows share (prompt_id, model, sample_index): the same sample must not count twice.
     """
     tables = [read_samples(path) for path in paths]
     table = pa.concat_tables(tables)
@@ -201,7 +167,6 @@ def join_samples(paths: Sequence[str | Path]) -> pa.Table:
         zip(*(table.column(name).to_pylist() for name in ("prompt_id", "model", "sample_index")), strict=True)
     )
     if len(set(keys)) < len(keys):
-        seen: set[tuple[str, str, int]] = set()
-        repeated = next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        [(repeated, _)] = Counter(keys).most_common(1)
         raise InputError("samples", repeated, "each (prompt_id, model, sample_index) once over all files")
     return table

@@ -1,4 +1,4 @@
-"""Which split a prompt belongs to: decided by its id alone, so it never changes and never leaks samples.
+"""Stable hashes of texts, and the split of a prompt: decided by its id alone, so it never changes or leaks samples.
 
 All samples of a prompt share its id and so its split. The turns of one conversation share their beginning, so they
 are one family: their ids end in `#turn-N` (see `turn_id`) and the part before it decides.
@@ -55,4 +55,9 @@ def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = 
 
 def unit_hash(text: str) -> float:
     """A number from 0 to 1 that depends on the text alone, uniform over texts."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+    return digest64(text) / 2**64
+
+
+def digest64(text: str) -> int:
+    """First eight bytes of the SHA-256 of a text; among ten million texts two share them with probability 3e-6."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")

@@ -1,6 +1,6 @@
 """Lengths without a language model: the termination-rate mixture of TIE's theorem 3.2, for tests and demos.
 
-Each answer has a rate p of ending after every token, drawn from the density alpha p^(alpha-1) / p_max^alpha on
+Each output has a rate p of ending after every token, drawn from the density alpha p^(alpha-1) / p_max^alpha on
 (0, p_max] (assumption 3.1: c p^(alpha-1) near 0); its length N is geometric given p. So, with the incomplete beta
 function B,
 
@@ -17,8 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from data_gen.backend import Answer, SamplingSettings, Work, WorkResult
-from data_gen.draws import uniforms
+from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
 from scheduler_core.errors import InputError
 
 VERSION = "1"
@@ -26,7 +25,7 @@ VERSION = "1"
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticOptions:
-    """No language model: answer lengths of a power-law mixture, whose parameters follow from the prompt id."""
+    """No language model: output lengths of a power-law mixture, whose parameters follow from the prompt id."""
 
     min_alpha: float = 1.5
     """Smallest tail index of a prompt; the mean length is finite above 1, the variance above 2."""
@@ -36,7 +35,7 @@ class SyntheticOptions:
     """Smallest typical length of a prompt: 1 over its largest rate of ending, at least 1."""
     max_typical_tokens: float = 300.0
     """Largest typical length of a prompt."""
-    answers_per_s: float | None = None
+    samples_per_s: float | None = None
     """Pace to keep, for demos; unset: as fast as possible."""
 
     def __post_init__(self) -> None:
@@ -48,8 +47,8 @@ class SyntheticOptions:
                 self.min_typical_tokens,
                 "a number of at least 1, at most max_typical_tokens",
             )
-        if self.answers_per_s is not None and not 0 < self.answers_per_s < math.inf:
-            raise InputError("answers_per_s", self.answers_per_s, "a number above 0, or unset")
+        if self.samples_per_s is not None and not 0 < self.samples_per_s < math.inf:
+            raise InputError("samples_per_s", self.samples_per_s, "a number above 0, or unset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +70,18 @@ class TerminationMixture:
         return cls(alpha, 1 / tokens)
 
     def length(self, first: float, second: float) -> float:
-        """The length that two uniform numbers in [0, 1) draw: a whole number of at least 1, or infinity."""
+        """The length that two uniform numbers in [0, 1) draw: an integer > 0, or infinity."""
         rate = self.p_max * (1 - first) ** (1 / self.alpha)
         if rate >= 1:
             return 1.0
         tokens = math.log(1 - second) / math.log1p(-rate) if rate > 0 else math.inf
         return math.inf if math.isinf(tokens) else 1.0 + math.floor(tokens)
 
-    def survival(self, tokens: int) -> float:
-        """P(N > tokens), exactly; needs scipy."""
-        from scipy.special import beta, betainc
-
-        shape = (self.alpha, tokens + 1)
-        return float(self.alpha * self.p_max**-self.alpha * beta(*shape) * betainc(*shape, self.p_max))
-
 
 class SyntheticBackend:
-    """Answers with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
+    """Outputs with lengths of `TerminationMixture` and no text; recorded as engine and model "synthetic".
 
-    An answer depends on (options, seed, prompt id, sample index); temperature and top_p do nothing. The prompt's
+    An output depends on (options, seed, prompt id, sample index); temperature and top_p do nothing. The prompt's
     tokens are its words.
     """
 
@@ -102,20 +94,20 @@ class SyntheticBackend:
         self._options = options or SyntheticOptions()
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
-        """See `Backend.sample`; one result for each answer."""
-        pause = 1 / self._options.answers_per_s if self._options.answers_per_s else 0.0
+        """See `Backend.sample`; one result for each output."""
+        pause = 1 / self._options.samples_per_s if self._options.samples_per_s else 0.0
         for item in work:
             mixture = TerminationMixture.of(item.prompt.prompt_id, self._options)
             words = sum(len(message.content.split()) for message in item.prompt.chat)
             for index in item.indices:
                 length = mixture.length(*uniforms(settings.seed, item.prompt.prompt_id, index, 2))
-                cut = length > settings.max_tokens
-                answer = Answer(
-                    index, settings.max_tokens if cut else int(length), "length" if cut else "stop"
-                )
+                if length > settings.max_tokens:
+                    output = SampledOutput(index, settings.max_tokens, "length")
+                else:
+                    output = SampledOutput(index, int(length), "stop")
                 if pause:
                     time.sleep(pause)
-                yield WorkResult(item.prompt, words, (answer,))
+                yield WorkResult(item.prompt, words, (output,))
 
     def close(self) -> None:
         """Nothing is held."""

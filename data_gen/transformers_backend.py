@@ -12,10 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
-from data_gen.chat import TemplateError, prompt_token_ids
-from data_gen.draws import uniforms
-from data_gen.models import model_name, resolve_model
+from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
+from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.threads import check_threads
@@ -26,7 +24,7 @@ class TransformersOptions:
     """A model that runs in this process with transformers."""
 
     max_rows: int = 256
-    """Answers that decode together."""
+    """Outputs that decode together."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the weights."""
     device: str = "auto"
@@ -42,7 +40,7 @@ class TransformersOptions:
 
 @dataclass(slots=True)
 class _Row:
-    """One growing answer; `started` is when its prompt joined the batch, on the clock of `time.perf_counter`."""
+    """One growing output; `started` is when its prompt joined the batch, on the clock of `time.perf_counter`."""
 
     prompt: Prompt
     prompt_tokens: int
@@ -138,9 +136,9 @@ class TransformersBackend:
         return model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
-        """See `Backend.sample`; one result for each answer.
+        """See `Backend.sample`; one result for each output.
 
-        At most `max_rows` answers decode at a time (one prompt's repeats at the least).
+        At most `max_rows` outputs decode at a time (one prompt's repeats at the least).
         """
         model, tokenizer = self.load()
         sampler = _Sampler(model, tokenizer, settings)
@@ -150,9 +148,9 @@ class TransformersBackend:
             while upcoming is not None and (
                 not sampler.rows or len(sampler.rows) + len(upcoming.indices) <= self._options.max_rows
             ):
-                refused = sampler.start(upcoming)
-                if refused is not None:
-                    yield refused
+                failure = sampler.start(upcoming)
+                if failure is not None:
+                    yield failure
                 upcoming = next(waiting, None)
             if sampler.rows:
                 yield from sampler.step()
@@ -163,7 +161,7 @@ class TransformersBackend:
 
 
 class _Sampler:
-    """The answers in flight and the batch that decodes them."""
+    """The outputs in flight and the batch that decodes them."""
 
     def __init__(self, model: Any, tokenizer: Any, settings: SamplingSettings) -> None:
         from data_gen.decoding import DecodingBatch
@@ -178,15 +176,11 @@ class _Sampler:
         self.rows: list[_Row] = []
 
     def start(self, work: Work) -> WorkResult | None:
-        """Lets the missing answers of a prompt join the batch; a prompt that cannot be answered is refused."""
+        """Adds the missing samples of a prompt to the batch; returns the failures of a prompt that does not fit."""
         started = time.perf_counter()
-        try:
-            ids = prompt_token_ids(self._tokenizer, work.prompt)
-        except TemplateError as error:
-            return _refused(work, None, str(error), "template")
-        if len(ids) + self._settings.max_tokens > self._context:
-            reason = f"{len(ids)} prompt + {self._settings.max_tokens} answer tokens exceed the context of {self._context}"
-            return _refused(work, len(ids), reason, "too_long")
+        ids, failure = tokenize_within(self._tokenizer, work, self._settings, self._context)
+        if failure is not None:
+            return failure
         self._batch.join(ids, len(work.indices))
         for index in work.indices:
             drawn = uniforms(self._settings.seed, work.prompt.prompt_id, index, self._settings.max_tokens)
@@ -194,12 +188,12 @@ class _Sampler:
         return None
 
     def step(self) -> Iterator[WorkResult]:
-        """One token for every row; yields the answers that finished."""
+        """One token for every row; yields the outputs that finished."""
         import torch
 
         tokens = self._choose()
         now = time.perf_counter()
-        kept: list[int] = []
+        remaining: list[int] = []
         finished: list[WorkResult] = []
         for position, (row, token) in enumerate(zip(self.rows, tokens.tolist(), strict=True)):
             row.tokens.append(token)
@@ -207,10 +201,10 @@ class _Sampler:
                 row.ttft_s = now - row.started
             stopped = token in self._ends
             if not stopped and len(row.tokens) < self._settings.max_tokens:
-                kept.append(position)
+                remaining.append(position)
                 continue
             text = self._tokenizer.decode(row.tokens, skip_special_tokens=True)
-            answer = Answer(
+            output = SampledOutput(
                 row.sample_index,
                 len(row.tokens),
                 "stop" if stopped else "length",
@@ -218,14 +212,14 @@ class _Sampler:
                 ttft_s=row.ttft_s,
                 total_s=now - row.started,
             )
-            finished.append(WorkResult(row.prompt, row.prompt_tokens, (answer,)))
-        if len(kept) < len(self.rows):
-            rows = torch.tensor(kept, dtype=torch.long)
+            finished.append(WorkResult(row.prompt, row.prompt_tokens, (output,)))
+        if len(remaining) < len(self.rows):
+            rows = torch.tensor(remaining, dtype=torch.long)
             self._batch.keep(rows)
             tokens = tokens[rows]
-            self.rows = [self.rows[position] for position in kept]
+            self.rows = [self.rows[position] for position in remaining]
         yield from finished
-        if kept:
+        if remaining:
             self._batch.advance(tokens)
 
     def _choose(self) -> Any:
@@ -247,9 +241,3 @@ class _Sampler:
         # Rounding may put the target on the very end of the distribution; the last token with weight takes it.
         last = cumulative.shape[1] - 1 - (weights.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(torch.searchsorted(cumulative, target, right=True)[:, 0], last).cpu()
-
-
-def _refused(work: Work, prompt_tokens: int | None, reason: str, kind: str) -> WorkResult:
-    return WorkResult(
-        work.prompt, prompt_tokens, (), tuple(Failure(index, reason, kind) for index in work.indices)
-    )

@@ -1,4 +1,4 @@
-"""Sampling with a vLLM engine in this process: no server, all of the GPU for answers."""
+"""Sampling with a vLLM engine in this process: no server, all of the GPU for sampling."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
-from data_gen.chat import TemplateError, prompt_token_ids
-from data_gen.draws import answer_seed
-from data_gen.models import model_name, resolve_model
+from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
+from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
 
@@ -23,11 +21,11 @@ class VllmOptions:
     tensor_parallel_size: int = 1
     """GPUs that share the model."""
     gpu_memory_utilization: float = 0.9
-    """Share of the GPU's memory for weights and KV cache."""
+    """Fraction of the GPU's memory for weights and KV cache."""
     max_model_len: int | None = None
-    """Longest prompt and answer together; unset: the model's own limit."""
+    """Longest prompt and output together; unset: the model's own limit."""
     max_num_seqs: int = 256
-    """Answers that decode together; as many again wait in the engine."""
+    """Outputs that decode together; as many again wait in the engine."""
     enforce_eager: bool = False
     """Do not compile or capture graphs: starts faster, runs slower."""
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -36,7 +34,7 @@ class VllmOptions:
     def __post_init__(self) -> None:
         for name in ("tensor_parallel_size", "max_num_seqs"):
             if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "a whole number of at least 1")
+                raise InputError(name, getattr(self, name), "integers > 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InputError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0, at most 1"
@@ -44,8 +42,8 @@ class VllmOptions:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """One answer in the engine."""
+class _PendingRequest:
+    """One request in the engine."""
 
     prompt: Prompt
     sample_index: int
@@ -53,10 +51,10 @@ class _Asked:
 
 
 class VllmBackend:
-    """Answers from `vllm.LLM`.
+    """Samples from `vllm.LLM`.
 
-    Every answer is a request of its own with its own seed, because only then does it depend on (settings, prompt id,
-    sample index) alone: a resumed run asks for the missing ones of a prompt and gets what it would have got. vLLM makes
+    Every sample is a request of its own with its own seed, because only then does it depend on (settings, prompt id,
+    sample index) alone: a resumed run requests the missing ones of a prompt and gets what it would have got. vLLM makes
     n requests out of n=N too, and its prefix cache lets them share the prompt.
 
     Args:
@@ -99,7 +97,7 @@ class VllmBackend:
                 "gpu_memory_utilization": options.gpu_memory_utilization,
                 "max_num_seqs": options.max_num_seqs,
                 "enforce_eager": options.enforce_eager,
-                # The timings of an answer come with the engine's own statistics.
+                # The timings of an output come with the engine's own statistics.
                 "disable_log_stats": False,
                 **({} if options.max_model_len is None else {"max_model_len": options.max_model_len}),
                 **options.engine_args,
@@ -113,39 +111,39 @@ class VllmBackend:
         return self._llm
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
-        """See `Backend.sample`; one result for each answer. Closing the iterator aborts what the engine has."""
+        """See `Backend.sample`; one result for each output. Closing the iterator aborts what the engine has."""
         llm = self.load()
         engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
         limit = int(engine.model_config.max_model_len)
         look_ahead = 2 * self._options.max_num_seqs
-        asked: dict[str, _Asked] = {}
+        pending: dict[str, _PendingRequest] = {}
         waiting = iter(work)
         number = 0
         more = True
         try:
-            while more or asked:
-                while more and len(asked) < look_ahead:
+            while more or pending:
+                while more and len(pending) < look_ahead:
                     item = next(waiting, None)
                     if item is None:
                         more = False
                         break
-                    ids, refused = _checked_ids(tokenizer, item, settings, limit)
-                    if refused is not None:
-                        yield refused
+                    ids, failure = tokenize_within(tokenizer, item, settings, limit)
+                    if failure is not None:
+                        yield failure
                         continue
                     for index in item.indices:
                         number += 1
-                        asked[str(number)] = _Asked(item.prompt, index, len(ids))
+                        pending[str(number)] = _PendingRequest(item.prompt, index, len(ids))
                         engine.add_request(
                             str(number), {"prompt_token_ids": ids}, _parameters(settings, item.prompt, index)
                         )
-                if asked:
+                if pending:
                     for output in engine.step():
-                        if output.finished and output.request_id in asked:
-                            yield _result(asked.pop(output.request_id), output)
+                        if output.finished and output.request_id in pending:
+                            yield _result(pending.pop(output.request_id), output)
         finally:
-            if asked:
-                engine.abort_request(list(asked))
+            if pending:
+                engine.abort_request(list(pending))
 
     def close(self) -> None:
         """Stops the engine and frees its memory."""
@@ -164,40 +162,25 @@ def _vllm() -> Any:
     return vllm
 
 
-def _checked_ids(
-    tokenizer: Any, item: Work, settings: SamplingSettings, limit: int
-) -> tuple[list[int], WorkResult | None]:
-    try:
-        ids = prompt_token_ids(tokenizer, item.prompt)
-    except TemplateError as error:
-        failures = tuple(Failure(index, str(error), "template") for index in item.indices)
-        return [], WorkResult(item.prompt, None, (), failures)
-    if len(ids) + settings.max_tokens <= limit:
-        return ids, None
-    reason = f"{len(ids)} prompt + {settings.max_tokens} answer tokens exceed the context of {limit}"
-    failures = tuple(Failure(index, reason, "too_long") for index in item.indices)
-    return ids, WorkResult(item.prompt, len(ids), (), failures)
-
-
 def _parameters(settings: SamplingSettings, prompt: Prompt, sample_index: int) -> Any:
     return _vllm().SamplingParams(
         n=1,
         temperature=settings.temperature,
         top_p=settings.top_p,
         max_tokens=settings.max_tokens,
-        seed=answer_seed(settings.seed, prompt.prompt_id, sample_index),
+        seed=sample_seed(settings.seed, prompt.prompt_id, sample_index),
     )
 
 
-def _result(asked: _Asked, output: Any) -> WorkResult:
+def _result(pending: _PendingRequest, output: Any) -> WorkResult:
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason not in ("stop", "length"):
-        failure = Failure(asked.sample_index, f"the engine ended it with {reason!r}", "aborted")
-        return WorkResult(asked.prompt, asked.prompt_tokens, (), (failure,))
+        failure = SampleFailure(pending.sample_index, f"the engine ended it with {reason!r}", "aborted")
+        return WorkResult(pending.prompt, pending.prompt_tokens, (), (failure,))
     queue_s, ttft_s, total_s = _timings(output.metrics)
-    answer = Answer(
-        asked.sample_index,
+    sampled = SampledOutput(
+        pending.sample_index,
         len(completion.token_ids),
         reason,
         completion.text,
@@ -205,7 +188,7 @@ def _result(asked: _Asked, output: Any) -> WorkResult:
         ttft_s=ttft_s,
         total_s=total_s,
     )
-    return WorkResult(asked.prompt, asked.prompt_tokens, (answer,))
+    return WorkResult(pending.prompt, pending.prompt_tokens, (sampled,))
 
 
 def _timings(metrics: Any) -> tuple[float | None, float | None, float | None]:

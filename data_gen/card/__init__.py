@@ -1,5 +1,1 @@
-"""Data cards: what a set of sampled answers holds."""
-
-from data_gen.card.write import write_card
-
-__all__ = ["write_card"]
+"""Data cards: the content of a set of samples, as JSON, Markdown and figures."""

@@ -1,5 +1,5 @@
-"""Lengths that others measured: public sets, serving traces and production logs, into our two schemas."""
+"""Importers of lengths that others measured, into our two schemas: production logs, serving traces, public sets."""
 
-from data_gen.importers.run import ImportOptions, ImportReport, import_lengths
+from data_gen.importers.import_lengths import IMPORTERS, ImportOptions, ImportReport, import_lengths
 
-__all__ = ["ImportOptions", "ImportReport", "import_lengths"]
+__all__ = ["IMPORTERS", "ImportOptions", "ImportReport", "import_lengths"]

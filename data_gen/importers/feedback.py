@@ -1,12 +1,12 @@
-"""The log of finished requests that `tailcast-proxy --feedback FOLDER` writes: one answer to each request.
+"""The log of finished requests that `tailcast-proxy --feedback FOLDER` writes: one output of each request.
 
 A folder of segments (feedback-*.jsonl, in the order of their names) or one of them. Lines that are no record, torn by a
 crash or damaged, and copies of earlier lines are skipped and counted.
 
 | record | as sample |
 |---|---|
-| finish_reason stop, length, ... | as of the OpenAI API (`logs.ENDINGS`) |
-| the client hung up ("abort") | an error row: the length says when somebody lost patience, not how long the answer was to be |
+| finish_reason stop, length, ... | as of the OpenAI API (`logs.FINISH_REASONS`) |
+| the client hung up ("abort") | an error row: the client decided that length, not the model |
 | counted by events ("deltas") | an error row: a lower bound; a tokenizer or the engine's usage counts rightly |
 | prompts only hashed | its prompt id is the hash; it fits a trace, and samples whose prompts are known elsewhere |
 """
@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from data_gen.feedback_record import FeedbackRecord, parse_object, validated
-from data_gen.importers.batch import ERROR, UNKNOWN, Batch, batches_of
-from data_gen.importers.logs import ENDINGS
-from data_gen.prompts import conversation_id_of, prompt_id_of
-from data_gen.sources.digests import DigestSet
+from data_gen.importers.logs import FINISH_REASONS, prompt_columns
+from data_gen.importers.rows import ERROR, UNKNOWN, ImportedRows, in_batches
+from data_gen.prompts import prompt_id_of
 from data_gen.sources.layouts import messages_of
+from data_gen.splits import digest64
 from scheduler_core.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -58,27 +61,27 @@ def feedback_records(
     Raises:
         InputError: There is no segment, or no line of them is a record.
     """
-    place = Path(path)
-    segments = sorted(place.glob(SEGMENTS)) if place.is_dir() else [place]
+    location = Path(path)
+    segments = sorted(location.glob(SEGMENTS)) if location.is_dir() else [location]
     if not segments or not segments[0].is_file():
         raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
     counts = SkippedLines() if skipped is None else skipped
-    known = DigestSet()
+    digests: set[int] = set()
     for line in _lines(segments):
         counts.num_lines += 1
         try:
-            record = _record(line, known)
+            record = _record(line, digests)
         except InputError as error:
             counts.reasons[_reason(error)] += 1
             continue
         yield counts.num_lines, record
-    if counts.num_lines and not len(known):
+    if counts.num_lines and not digests:
         raise InputError("feedback log", str(path), f"at least one record ({counts})")
     if skipped is None and counts.reasons:
-        log.warning("%s: %s", place.name, counts)
+        log.warning("%s: %s", location.name, counts)
 
 
-def feedback_batches(path: str | Path) -> Iterator[Batch]:
+def feedback_rows(path: str | Path) -> Iterator[ImportedRows]:
     """Batches of a feedback log, arrivals counted from the earliest; the last one has the counts of skipped lines.
 
     Raises:
@@ -87,14 +90,15 @@ def feedback_batches(path: str | Path) -> Iterator[Batch]:
     first_pass = feedback_records(path, SkippedLines())
     start_s = min((record.time for _, record in first_pass), default=0.0)
     skipped = SkippedLines()
-    yield from batches_of(_rows(path, start_s, skipped))
+    yield from in_batches(_rows(path, start_s, skipped))
     if skipped.reasons:
         log.warning("%s: %s", Path(path).name, skipped)
-        yield Batch.of_left_out(skipped.reasons)
+        columns = {"output_tokens": pa.array([], pa.int64())}
+        yield ImportedRows(columns, np.empty(0, dtype=np.int64), skipped.reasons)
 
 
 def _lines(segments: list[Path]) -> Iterator[bytes]:
-    """Lines that are not empty; of one that is too long the part that is."""
+    """Lines that are not empty; of one beyond the limit its first part."""
     for segment in segments:
         with open(segment, "rb") as stream:
             while line := stream.readline(MAX_LINE_BYTES + 1):
@@ -104,12 +108,14 @@ def _lines(segments: list[Path]) -> Iterator[bytes]:
                     line = stream.readline(MAX_LINE_BYTES + 1)
 
 
-def _record(line: bytes, known: DigestSet) -> FeedbackRecord:
+def _record(line: bytes, digests: set[int]) -> FeedbackRecord:
     if len(line) > MAX_LINE_BYTES:
         raise InputError("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
     record = validated(FeedbackRecord, parse_object(line))
-    if not known.add(record.request_id or line.decode()):
+    digest = digest64(record.request_id or line.decode())
+    if digest in digests:
         raise InputError("record", line[:40], "one not read before")
+    digests.add(digest)
     return record
 
 
@@ -129,7 +135,11 @@ def _rows(path: str | Path, start_s: float, skipped: SkippedLines) -> Iterator[t
 def _row(record: FeedbackRecord, start_s: float) -> dict[str, Any]:
     names = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
     row = record.model_dump(include=names)
-    row |= {"model": record.served_model, "arrival_s": record.time - start_s, "max_tokens": record.cap}
+    row |= {
+        "model": record.served_model,
+        "arrival_s": record.time - start_s,
+        "max_tokens": record.max_output_tokens,
+    }
     row |= _prompt(record)
     problem = None
     if record.counted_by == "deltas":
@@ -138,24 +148,19 @@ def _row(record: FeedbackRecord, start_s: float) -> dict[str, Any]:
         problem = "abort: the client hung up"
     if problem is not None:
         return row | {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
-    ending = ENDINGS.get(record.finish_reason, UNKNOWN)
+    ending = FINISH_REASONS.get(record.finish_reason, UNKNOWN)
     if ending == ERROR:
-        row |= {"output_tokens": 0, "error": f"{record.finish_reason}: the log says so"}
+        row |= {"output_tokens": 0, "error": f"{record.finish_reason}: as logged"}
     return row | {"finish_reason": ending}
 
 
 def _prompt(record: FeedbackRecord) -> dict[str, Any]:
     if record.messages:
-        messages = messages_of([message.model_dump() for message in record.messages], "messages")
-        ends = [number for number, message in enumerate(messages) if message.role == "user"]
-        if ends:
-            history = messages[: ends[-1] + 1]
-            several = [{"role": one.role, "content": one.content} for one in history]
-            return {
-                "prompt_id": conversation_id_of(history),
-                "prompt": history[-1].content,
-                "messages": several if len(several) > 1 else None,
-            }
+        columns = prompt_columns(
+            messages_of([message.model_dump() for message in record.messages], "messages")
+        )
+        if columns:
+            return columns
     if record.prompt:
         return {"prompt_id": prompt_id_of(record.prompt), "prompt": record.prompt}
     return {"prompt_id": record.prompt_sha256}

@@ -1,4 +1,4 @@
-"""How a server of the OpenAI API is asked: addresses, limits, token counting; checked when it is built."""
+"""Options of the OpenAI backend: addresses, limits, token counting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OpenAIOptions:
     """A server, or several equal ones, with the OpenAI API.
 
     Engines add their own sampling defaults (vLLM: the model's generation_config.json, e.g. top_k or a repetition
-    penalty); `body` sets them where the lengths shall follow temperature and top_p alone, e.g. {"top_k": -1}.
+    penalty); `body` sets them where the lengths are to follow temperature and top_p alone, e.g. {"top_k": -1}.
     """
 
     base_urls: tuple[str, ...] = ("http://localhost:8000/v1",)
@@ -35,23 +35,21 @@ class OpenAIOptions:
     """chat sends messages, the server applies the chat template; completions sends the bare text of the prompt."""
     concurrency: int = 256
     """Requests in flight per server; fewer while it answers 429, 5xx or not in time."""
-    processes: int = 1
-    """Processes that share the servers; one handles some thousand answers per second, fewer when streaming."""
     samples_per_request: int = 1
-    """Answers asked for at once (`n`). 1 gives exact token counts from any server and a seed for every answer."""
+    """Outputs per request (`n`). 1 gives exact token counts from any server and a seed for every output."""
     send_seed: bool = True
-    """Send a seed derived from the run's seed, the prompt id and the sample index; only with one answer per request."""
+    """Send a seed derived from the run's seed, the prompt id and the sample index; only with one output per request."""
     stream: bool = False
-    """Stream the answers, to measure the time to the first token; costs client time for every token."""
+    """Stream the outputs, to measure the time to the first token; costs client time for every token."""
     count_by: Literal["usage", "token_ids", "logprobs", "server_tokenizer", "tokenizer"] = "usage"
-    """Where an answer's length comes from: usage (one answer per request), token_ids (vLLM), logprobs (most engines),
+    """Where the length of an output comes from: usage (one output per request), token_ids (vLLM), logprobs (most engines),
     or counting its text by the server's /tokenize or by `tokenizer`, which counts only if the sum agrees with usage."""
     tokenizer: str = ""
-    """Folder of the model's tokenizer or a tokenizer.json; prompt lengths are checked against the server's."""
+    """Folder of the model's tokenizer or a tokenizer.json, to count texts with."""
     approximate_counts: bool = False
     """Accept lengths counted from the text where the server reports none; recorded in the manifest."""
     max_tokens_field: str = "max_tokens"
-    """Field of the request that caps the answer; some hosted models want max_completion_tokens."""
+    """Field of the request for the maximum number of output tokens; some hosted models need max_completion_tokens."""
     timeout_s: float = 600.0
     """Longest time for one request."""
     chunk_timeout_s: float = 120.0
@@ -59,17 +57,17 @@ class OpenAIOptions:
     connect_timeout_s: float = 20.0
     """Longest time to connect."""
     max_attempts: int = 10
-    """Tries of one request before it counts as failed; waiting for an absent server is not a try."""
+    """Attempts at one request before it counts as failed; waiting for an absent server is not an attempt."""
     backoff_s: float = 0.5
-    """Upper end of the random wait before the second try; doubles with every further one."""
+    """Upper end of the random wait before the second attempt; doubles with every further one."""
     max_backoff_s: float = 60.0
     """Longest such wait, unless the server asks for more with Retry-After."""
     start_wait_s: float = 10.0
-    """How long to wait at the start until a server answers."""
+    """How long to wait at the start until a server responds."""
     server_wait_s: float = 900.0
     """How long to wait for a server to come back before the run stops; it can then be resumed."""
     identity_check_s: float = 10.0
-    """How often a server is asked whether it is still the same engine, version and model; answers of one that was replaced in between count until then."""
+    """How often to check that a server is still the same engine, version and model; outputs of one that was replaced in between count until then."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key; none is sent if it is not set."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -82,9 +80,9 @@ class OpenAIOptions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_urls", tuple(url.rstrip("/") for url in self.base_urls))
         _check_urls(self.base_urls)
-        for name in ("concurrency", "processes", "samples_per_request", "max_attempts"):
+        for name in ("concurrency", "samples_per_request", "max_attempts"):
             if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "a whole number of at least 1")
+                raise InputError(name, getattr(self, name), "integers > 0")
         for name in (
             "timeout_s",
             "chunk_timeout_s",
@@ -115,7 +113,7 @@ class OpenAIOptions:
 
     @property
     def look_ahead(self) -> int:
-        """Samples that are taken before the first one is given back: what can be in flight and a quarter more.
+        """Samples that are taken before the first one is returned: what can be in flight and a quarter more.
 
         Twice as much made a request cost half as much CPU time again at 10,000 in flight.
         """
@@ -142,7 +140,7 @@ class OpenAIOptions:
         return headers
 
     def recorded(self) -> dict[str, object]:
-        """What a manifest says about how the engine was asked: nothing secret, nothing that only sets the pace."""
+        """The options that a manifest records: nothing secret, nothing that only sets the pace."""
         return {
             "base_urls": list(self.base_urls),
             "api": self.api,
@@ -165,7 +163,9 @@ def _check_urls(urls: tuple[str, ...]) -> None:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("base_urls", url, "http://HOST:PORT/v1 or https://HOST/v1")
         if parts.username or parts.password or parts.query or parts.fragment:
-            shown = f"{parts.scheme}://{parts.hostname}..."
-            raise InputError("base_urls", shown, "an address without user, password or query; use `headers`")
+            address = f"{parts.scheme}://{parts.hostname}..."
+            raise InputError(
+                "base_urls", address, "an address without user, password or query; use `headers`"
+            )
     if len(set(urls)) < len(urls):
         raise InputError("base_urls", list(urls), "each address once")

@@ -1,4 +1,4 @@
-"""`open_prompts`: prompts of any source, one by one."""
+"""Prompts of any source, one by one: files, folders of the datasets library, sets on the hub, templates."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from urllib.parse import parse_qs
 
 from data_gen import templates
 from data_gen.prompts import Prompt, prompt_id_of
-from data_gen.sources.digests import DigestSet
-from data_gen.sources.hub import folder_rows, hub_rows
-from data_gen.sources.layouts import HUB_SETS, HubSet, Layout, layout_of, named_layout
-from data_gen.sources.options import SourceOptions
+from data_gen.sources.layouts import (
+    HUB_SETS,
+    HubSet,
+    Layout,
+    SourceOptions,
+    layout_of,
+    named_layout,
+    prompts_of,
+)
 from data_gen.sources.rows import SUFFIXES, Row, file_rows, file_suffix
-from data_gen.sources.turns import prompts_of
-from scheduler_core.errors import InputError
+from data_gen.splits import digest64
+from scheduler_core.errors import InputError, MissingExtraError
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +30,22 @@ TEMPLATE_SCHEME = "templates:"
 HUB_SCHEME = "hf:"
 
 
+def read_prompts(source: str, options: SourceOptions | None = None) -> list[Prompt]:
+    """All prompts of a source, in its order; see `open_prompts`.
+
+    Raises:
+        InputError: As `open_prompts`, or there is none.
+    """
+    prompts = list(open_prompts(source, options))
+    if not prompts:
+        raise InputError("prompts", source, "at least one prompt")
+    return prompts
+
+
 def open_prompts(
     source: str, options: SourceOptions | None = None, *, skipped: Counter[str] | None = None
 ) -> Iterator[Prompt]:
-    """Prompts of a source, in its order, each id once; of a long source only a few are in memory at a time.
+    """Prompts of a source, in its order, each id once; of a long source a few are in memory at a time.
 
     Args:
         source: One of
@@ -39,7 +56,7 @@ def open_prompts(
             - a set on the hub, `hf:NAME[:SPLIT]`; those in `HUB_SETS` need no further option;
             - `templates:COUNT[?seed=N]`, prompts composed from the built-in templates.
         options: What to take of each row.
-        skipped: Counts what was left out, by reason; None logs them at the end.
+        skipped: Counts skipped rows, by reason; None logs them at the end.
 
     Raises:
         InputError: Naming source and row for a prompt that is empty, repeated or of a wrong type, or invalid UTF-8.
@@ -51,24 +68,24 @@ def open_prompts(
     if source.startswith(TEMPLATE_SCHEME):
         yield from _from_templates(source)
         return
-    rows, name, known = _rows(source)
-    yield from _prompts(rows, name, known, options, counts)
+    rows, name, hub_set = _rows(source)
+    yield from _prompts(rows, name, hub_set, options, counts)
     if skipped is None and counts:
-        log.info("%s: left out %s", name, ", ".join(f"{count} {reason}" for reason, count in counts.items()))
+        log.info("%s: skipped %s", name, ", ".join(f"{count} {reason}" for reason, count in counts.items()))
 
 
 def _rows(source: str) -> tuple[Iterator[Row], str, HubSet | None]:
-    """The rows, the name of the source for messages, and what is known of it."""
+    """The rows, the name of the source for messages, and its entry in `HUB_SETS`."""
     if source.startswith(HUB_SCHEME):
         name, _, split = source.removeprefix(HUB_SCHEME).partition(":")
-        known = HUB_SETS.get(name)
-        return hub_rows(name, split or None, known, "prompts"), name, known
+        hub_set = HUB_SETS.get(name)
+        return _hub_rows(name, split or None, hub_set, "prompts"), name, hub_set
     path = Path(source)
     if path.is_dir():
-        return folder_rows(path, None, "prompts"), path.name, None
+        return _folder_rows(path, None, "prompts"), path.name, None
     before, colon, split = source.rpartition(":")
     if colon and Path(before).is_dir():
-        return folder_rows(Path(before), split, "prompts"), Path(before).name, None
+        return _folder_rows(Path(before), split, "prompts"), Path(before).name, None
     if path.is_file() and file_suffix(path) not in SUFFIXES:
         allowed = (
             "a file ending in " + ", ".join(SUFFIXES) + ", a datasets folder, hf:NAME or templates:COUNT"
@@ -78,22 +95,24 @@ def _rows(source: str) -> tuple[Iterator[Row], str, HubSet | None]:
 
 
 def _prompts(
-    rows: Iterator[Row], name: str, known: HubSet | None, options: SourceOptions, counts: Counter[str]
+    rows: Iterator[Row], name: str, hub_set: HubSet | None, options: SourceOptions, counts: Counter[str]
 ) -> Iterator[Prompt]:
-    layout: Layout | None = named_layout(known.layout) if known else None
+    layout: Layout | None = named_layout(hub_set.layout) if hub_set else None
     if options.layout is not None:
         layout = named_layout(options.layout)
     languages = {language.casefold() for language in options.languages}
-    seen = DigestSet()
+    ids: set[int] = set()
     for number, row in rows:
-        where = f"{name} row {number}"
+        location = f"{name} row {number}"
         if layout is None:
-            layout = layout_of(row, where)
-        for prompt in _of_row(layout, row, where, known, options, languages, counts):
-            if seen.add(prompt.prompt_id):
+            layout = layout_of(row, location)
+        for prompt in _of_row(layout, row, location, hub_set, options, languages, counts):
+            digest = digest64(prompt.prompt_id)
+            if digest not in ids:
+                ids.add(digest)
                 yield prompt
             elif _repeated(options, layout) == "refuse":
-                raise InputError(f"{where}: prompt_id", prompt.prompt_id, "an id not used before")
+                raise InputError(f"{location}: prompt_id", prompt.prompt_id, "an id not used before")
             else:
                 counts["repeated"] += 1
 
@@ -105,21 +124,21 @@ def _repeated(options: SourceOptions, layout: Layout) -> str:
 def _of_row(
     layout: Layout,
     row: Mapping[str, Any],
-    where: str,
-    known: HubSet | None,
+    location: str,
+    hub_set: HubSet | None,
     options: SourceOptions,
     languages: set[str],
     counts: Counter[str],
 ) -> list[Prompt]:
     missing = [column for column in layout.columns if column not in row]
     if missing:
-        raise InputError(f"{where}: columns", sorted(map(str, row)), f"also a column named {missing[0]!r}")
+        raise InputError(f"{location}: columns", sorted(map(str, row)), f"also a column named {missing[0]!r}")
     try:
-        conversation = layout.read(row, where)
+        conversation = layout.read(row, location)
         if languages and conversation.language.casefold() not in languages:
             counts["other language"] += 1
             return []
-        prompts = list(prompts_of(conversation, options.turns or layout.turns, where))
+        prompts = list(prompts_of(conversation, options.turns or layout.turns, location))
     except InputError:
         # Public sets hold empty texts and conversations without their beginning; a user's own file should not.
         if not layout.public:
@@ -128,17 +147,17 @@ def _of_row(
         return []
     if not prompts:
         counts["too few turns"] += 1
-    return [_labelled(prompt, row, where, known, options) for prompt in prompts]
+    return [_labelled(prompt, row, location, hub_set, options) for prompt in prompts]
 
 
 def _labelled(
-    prompt: Prompt, row: Mapping[str, Any], where: str, known: HubSet | None, options: SourceOptions
+    prompt: Prompt, row: Mapping[str, Any], location: str, hub_set: HubSet | None, options: SourceOptions
 ) -> Prompt:
-    category, dataset = prompt.category, prompt.dataset or (known.dataset if known else "")
+    category, dataset = prompt.category, prompt.dataset or (hub_set.dataset if hub_set else "")
     if options.category is not None:
         if options.category not in row:
             raise InputError(
-                f"{where}: columns", sorted(map(str, row)), f"also a column named {options.category!r}"
+                f"{location}: columns", sorted(map(str, row)), f"also a column named {options.category!r}"
             )
         category = "" if row[options.category] is None else str(row[options.category])
     return Prompt(prompt.prompt_id, prompt.text, category, prompt.messages, dataset)
@@ -149,6 +168,65 @@ def _from_templates(source: str) -> Iterator[Prompt]:
     options = parse_qs(query, keep_blank_values=True)
     seed_text = options.pop("seed", ["0"])[-1]
     if not count_text.isdigit() or not seed_text.isdigit() or options:
-        raise InputError("prompts", source, "templates:COUNT or templates:COUNT?seed=N with whole numbers")
+        raise InputError("prompts", source, "templates:COUNT or templates:COUNT?seed=N with integers")
     for category, text in templates.compose(int(count_text), int(seed_text)):
         yield Prompt(prompt_id_of(text), text, category, dataset="templates")
+
+
+def _datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError("datasets", "gen") from error
+    return datasets
+
+
+def _folder_rows(folder: Path, split: str | None, field: str) -> Iterator[Row]:
+    """Rows of a folder: as `save_to_disk` writes it (one split or several), or data files that `datasets` knows.
+
+    Raises:
+        InputError: It is no such folder, or has no such split.
+    """
+    datasets = _datasets()
+    try:
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            data = datasets.load_from_disk(str(folder))
+        else:
+            data = datasets.load_dataset(str(folder), streaming=True)
+    except Exception as error:
+        raise InputError(
+            field, str(folder), f"a folder of the datasets library ({_first_line(error)})"
+        ) from error
+    yield from enumerate(_split_of(data, split, "train", field, str(folder)), start=1)
+
+
+def _hub_rows(name: str, split: str | None, hub_set: HubSet | None, field: str) -> Iterator[Row]:
+    """Rows of a set on the hub, streamed.
+
+    Raises:
+        InputError: The set or the split cannot be loaded: unhub_set, gated, or no network.
+    """
+    datasets = _datasets()
+    files = {} if hub_set is None or hub_set.data_files is None else {"data_files": hub_set.data_files}
+    try:
+        data = datasets.load_dataset(name, streaming=True, **files)
+    except Exception as error:
+        reason = _first_line(error)
+        raise InputError(field, name, f"a set on the hub that can be reached ({reason})") from error
+    yield from enumerate(_split_of(data, split, hub_set.split if hub_set else "train", field, name), start=1)
+
+
+def _split_of(data: Any, split: str | None, usual: str, field: str, name: str) -> Any:
+    """The given split, or the usual one, or the only one there is."""
+    if not hasattr(data, "keys"):
+        if split is not None:
+            raise InputError(field, f"{name}:{split}", "no split: this folder holds a single one")
+        return data
+    name_of_split = split or (usual if usual in data else next(iter(data)) if len(data) == 1 else usual)
+    if name_of_split not in data:
+        raise InputError(field, f"{name}:{name_of_split}", "a split of " + ", ".join(map(str, data)))
+    return data[name_of_split]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,4 +1,4 @@
-"""Rows of a file, one by one: JSON lines, a JSON array, CSV, Parquet or text; never the whole file in memory."""
+"""Rows of a file, one by one: JSON lines, a JSON array, CSV, Parquet or text; never all of the file in memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def file_rows(path: str | Path, field: str) -> Iterator[Row]:
         field: Name of the option that gave the path, for messages.
 
     Raises:
-        InputError: The file cannot be read, or a row is no row; names it.
+        InputError: The file cannot be read, or a row is not one; names it.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)
@@ -89,7 +89,7 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
     """Elements of one JSON array, decoded as the text comes in."""
-    text = _Unread(stream, name)
+    text = _TextWindow(stream, name)
     if text.peek() != "[":
         raise InputError(
             f"{name} row 1", text.peek(), "a JSON array of objects, or JSON lines in a .jsonl file"
@@ -111,7 +111,7 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
         raise InputError(f"{name} after row {number}", text.peek(), "nothing after the JSON array")
 
 
-class _Unread:
+class _TextWindow:
     """A window on a text that is decoded piece by piece."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -122,7 +122,7 @@ class _Unread:
         self.position = 0
 
     def at_end(self) -> bool:
-        """Nothing but white space is left."""
+        """Whether only white space remains."""
         while True:
             self.position = _SPACE.match(self._text, self.position).end()  # type: ignore[union-attr]
             if self.position < len(self._text):
@@ -134,11 +134,11 @@ class _Unread:
     def peek(self) -> str:
         """The next character that is no white space."""
         if self.at_end():
-            raise InputError(self._name, "the end of the file", "a whole JSON array")
+            raise InputError(self._name, "the end of the file", "a complete JSON array")
         return self._text[self.position]
 
     def decode(self, number: int) -> object:
-        """The value that starts here; an object is whole only once its last brace is there."""
+        """The value that starts here; an object is complete only with its last brace."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._text, self.position)

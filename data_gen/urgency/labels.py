@@ -1,8 +1,8 @@
-"""Labelled texts and the Parquet file that carries them (schema urgency/1), which `train --urgency-data` reads."""
+"""Labeled texts and the Parquet file that carries them (schema urgency/1), which `train --urgency-data` reads."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,13 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LabelledText:
+class LabeledText:
     """A text and how urgent it is.
 
     Attributes:
-        text: What the model is sent.
+        text: The input of the model.
         level: 0 (most urgent) to 4, an index of `scheduler_core.urgency.LEVELS`.
-        source: Where the label comes from.
+        source: Origin of the label.
         split: train, validation or test.
         weight: In a loss, above 0; below 1 for labels that were not made by the rubric.
         language: ISO 639-1 code; None if unknown.
@@ -72,11 +72,11 @@ def text_split(text: str) -> Split:
     return split_of(text, SPLIT_SEED)
 
 
-def level_number(value: object, where: str) -> int:
-    """The level that a name or a number stands for.
+def level_number(value: object, location: str) -> int:
+    """The level of a name or a number.
 
     Raises:
-        InputError: It is none; names `where`.
+        InputError: It is none; names `location`.
     """
     if isinstance(value, str) and value in LEVELS:
         return LEVELS.index(value)
@@ -85,61 +85,73 @@ def level_number(value: object, where: str) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(LEVELS):
-        raise InputError(where, value, f"0 to {len(LEVELS) - 1}, or {', '.join(LEVELS)}")
+        raise InputError(location, value, f"0 to {len(LEVELS) - 1}, or {', '.join(LEVELS)}")
     return value
 
 
-def write_labels(path: str | Path, texts: Sequence[LabelledText]) -> None:
+def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
     """Writes the texts as a Parquet file of schema urgency/1, atomically.
 
     Raises:
         InputError: There are none, or the path cannot be written.
     """
     if not texts:
-        raise InputError("labelled texts", 0, "at least one; other sources or splits may help")
+        raise InputError("labeled texts", 0, "at least one; other sources or splits may help")
     target = writable_target(path, "out")
     columns = {field.name: [getattr(text, field.name) for text in texts] for field in SCHEMA}
     with atomic_file(target) as temporary:
         pq.write_table(pa.table(columns, schema=SCHEMA), temporary, compression="zstd")
 
 
-def read_labels(path: str | Path, field: str = "data") -> list[LabelledText]:
+def read_labels(
+    path: str | Path, field: str = "data", levels: Mapping[str, str] | None = None
+) -> list[LabeledText]:
     """Reads a Parquet file with columns text and level, and of the others of urgency/1 those it has.
 
     A row without a split gets the one of its text, a row without a source the file's name.
+
+    Args:
+        path: The file.
+        field: Name of the option that gave the path, for messages.
+        levels: Value of a column label -> level, for a file without a column level.
 
     Raises:
         InputError: The file, a column or a value cannot be used; names the row.
     """
     table = read_parquet(path, field)
     name = Path(path).name
-    require_columns(table, ["text", "level"], f"{name}, columns")
+    has_label = bool(levels) and "level" not in table.column_names
+    require_columns(table, ["text", "label" if has_label else "level"], f"{name}, columns")
     if table.num_rows == 0:
-        raise InputError(f"{name}, rows", 0, "at least one labelled text")
-    wanted = [column.name for column in SCHEMA if column.name in table.column_names]
-    return [
-        _row(values, f"{name}, row {row}", name)
-        for row, values in enumerate(table.select(wanted).to_pylist())
-    ]
+        raise InputError(f"{name}, rows", 0, "at least one labeled text")
+    texts = []
+    for number, row in enumerate(table.to_pylist()):
+        if has_label:
+            assert levels is not None
+            if row["label"] not in levels:
+                raise InputError(f"{name}, row {number}, column label", row["label"], ", ".join(levels))
+            row["level"] = levels[row["label"]]
+        texts.append(_labeled_text(row, f"{name}, row {number}", name))
+    return texts
 
 
-def _row(values: dict[str, Any], where: str, file_name: str) -> LabelledText:
-    found = {name: value for name, value in values.items() if value is not None}
-    text, weight = found.get("text"), found.get("weight", 1.0)
+def _labeled_text(row: dict[str, Any], location: str, file_name: str) -> LabeledText:
+    values = {name: value for name, value in row.items() if value is not None}
+    text, weight = values.get("text"), values.get("weight", 1.0)
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{where}, column text", text, "text that is not empty")
+        raise InputError(f"{location}, column text", text, "text that is not empty")
     if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise InputError(f"{where}, column weight", weight, "a finite number above 0")
-    level = level_number(found.get("level"), f"{where}, column level")
+        raise InputError(f"{location}, column weight", weight, "a finite number above 0")
+    level = level_number(values.get("level"), f"{location}, column level")
     try:
-        return LabelledText(
+        return LabeledText(
             text=text,
             level=level,
-            source=str(found.get("source", file_name)),
-            split=found.get("split", text_split(text)),
+            source=str(values.get("source", file_name)),
+            split=values.get("split", text_split(text)),
             weight=float(weight),
-            language=found.get("language"),
-            claimed=bool(found.get("claimed", False)),
+            language=values.get("language"),
+            claimed=bool(values.get("claimed", False)),
         )
     except InputError as error:
-        raise InputError(f"{where}, column {error.field}", error.value, error.allowed) from error
+        raise InputError(f"{location}, column {error.field}", error.value, error.allowed) from error

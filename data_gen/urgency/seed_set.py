@@ -1,4 +1,4 @@
-"""The seed set: texts written and labelled by hand after the rubric in `docs/urgency.md`.
+"""The seed set: texts written and labeled by hand after the rubric in `docs/urgency.md`.
 
 | file | content |
 |---|---|
@@ -20,7 +20,7 @@ from importlib import resources
 from typing import Any
 
 from data_gen.splits import Split
-from data_gen.urgency.labels import LabelledText, level_number
+from data_gen.urgency.labels import LabeledText, level_number
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 
@@ -31,13 +31,13 @@ POSITIONS = ("before", "middle", "after")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedText:
-    """One labelled text of the seed set.
+    """One labeled text of the seed set.
 
     Attributes:
         id: Unique in the seed set.
-        text: What the model is sent.
+        text: The input of the model.
         level: Name of the level.
-        domain: What it is about, or where it comes from.
+        domain: Its subject or origin.
         language: ISO 639-1 code.
         rationale: Why it has this level.
         split: train, validation or test, by `data_gen.urgency.labels.text_split`.
@@ -84,7 +84,7 @@ class ClaimPair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phrase:
-    """Words that say nothing about how urgent a text is, and where they are put: before or after it."""
+    """Words that decide nothing about the urgency of a text, and their position: before or after it."""
 
     phrase: str
     position: str
@@ -106,10 +106,10 @@ def read_seed_texts(part: str) -> list[SeedText]:
     return [SeedText(**row) for name in PARTS[part] for row in _rows(name)]
 
 
-def seed_labels(part: str) -> list[LabelledText]:
-    """As `read_seed_texts`, in the common form of labelled texts."""
+def seed_labels(part: str) -> list[LabeledText]:
+    """As `read_seed_texts`, in the common form of labeled texts."""
     return [
-        LabelledText(
+        LabeledText(
             text=seed.text,
             level=level_number(seed.level, f"seed set, {seed.id}, level"),
             source=f"seed-{part}",
@@ -134,11 +134,11 @@ def neutral_texts(pairs: Sequence[ClaimPair]) -> list[str]:
     phrases: dict[str, list[str]] = {}
     for row in _rows("neutral"):
         phrases.setdefault(row["language"], []).append(row["phrase"])
-    found = []
+    texts = []
     for number, pair in enumerate(pairs):
         choice = phrases.get(pair.language, phrases["en"])
-        found.append(pair.claimed_text.replace(pair.claim, choice[number % len(choice)], 1))
-    return found
+        texts.append(pair.claimed_text.replace(pair.claim, choice[number % len(choice)], 1))
+    return texts
 
 
 def read_claims() -> list[Phrase]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 
-from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
-from data_gen.draws import uniforms
+from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, uniforms
 from data_gen.prompts import Prompt
 
-Plan = Callable[[str, int, int], Failure | None]
+Plan = Callable[[str, int, int], SampleFailure | None]
 
 
-def no_failures(prompt_id: str, sample_index: int, attempt: int) -> Failure | None:
+def no_failures(prompt_id: str, sample_index: int, attempt: int) -> SampleFailure | None:
     return None
 
 
@@ -84,7 +83,7 @@ class FakeBackend:
             length = int(1 + 60 * uniforms(settings.seed, prompt.prompt_id, index, 1)[0])
             reason = "stop" if length <= settings.max_tokens else "length"
             text = f"answer {index} to {prompt.text}"
-            answers.append(Answer(index, min(length, settings.max_tokens), reason, text))  # type: ignore[arg-type]
+            answers.append(SampledOutput(index, min(length, settings.max_tokens), reason, text))  # type: ignore[arg-type]
         return WorkResult(prompt, 3, tuple(answers), tuple(failures))
 
     def close(self) -> None:

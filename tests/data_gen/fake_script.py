@@ -52,7 +52,7 @@ class Script:
         behave: Fault for a request, given its number (from 0) and its body.
         model: Name it serves.
         owner: `owned_by` of its model; decides what engine it is taken for.
-        version: Answer of /version.
+        version: SampledOutput of /version.
         delay_s: Seconds until a good answer.
         gate: Answers wait until so many requests have been in flight at once.
         honours_n: Whether `n` above 1 is obeyed.

@@ -18,7 +18,7 @@ from typing import Any
 
 from aiohttp import web
 
-from data_gen.openai.client import allow_descriptors
+from data_gen.openai.http_client import allow_descriptors
 from tests.data_gen.fake_script import Fault, Script, length_of, prompt_of
 from tests.data_gen.fast_protocol import FastProtocol
 

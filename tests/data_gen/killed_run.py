@@ -1,15 +1,16 @@
-"""A sampling run that is killed with SIGKILL at the N-th thing it does to its files, half-way through if it is a write.
+"""A sampling run that is killed with SIGKILL at the N-th thing it does to its files.
 
-    python -m tests.data_gen.killed_run OUT SHUFFLE N HEARD
+    python -m tests.data_gen.killed_run OUT SHUFFLE N STORED
 
-N 0 means: live, and print how many such moments there were. Each answer that the run has declared safe is written to
-the file HEARD first.
+N 0 means: live, and print how many such moments there were. Each sample that the run has declared stored is written to
+the file STORED first.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,77 +18,89 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from data_gen.backend import Failure, SamplingSettings, WorkResult
+from data_gen import store
+from data_gen.backend import SampleFailure, SamplingSettings, WorkResult
 from data_gen.prompts import Prompt
-from data_gen.runs import Observer, RunOptions, merge, run
+from data_gen.sampling_run import RunObserver, SamplingRunOptions, run_sampling
 from tests.data_gen.fake_backend import FakeBackend
 
 PROMPTS = [Prompt(f"p{i}", f"prompt number {i} " * (1 + i % 5), "kind") for i in range(40)]
 SETTINGS = SamplingSettings(num_samples=5, max_tokens=50, temperature=1.0, top_p=1.0, seed=7)
-OPTIONS = RunOptions(shard_bytes=2500, keep_text=True, sync_interval_s=0.0)
+OPTIONS = SamplingRunOptions(keep_text=True, sync_interval_s=0.0)
 
 
-def sometimes(prompt_id: str, sample_index: int, attempt: int) -> Failure | None:
+def sometimes(prompt_id: str, sample_index: int, attempt: int) -> SampleFailure | None:
     """Every seventh prompt fails at first."""
     if attempt == 1 and int(prompt_id[1:]) % 7 == 3:
-        return Failure(sample_index, "try again", "http_500")
+        return SampleFailure(sample_index, "try again", "http_500")
     return None
 
 
 class Moments:
-    """Counts calls, and kills the process at the chosen one."""
+    """Counts moments, and kills the process at the chosen one."""
 
     def __init__(self, fatal: int) -> None:
         self.fatal = fatal
         self.count = 0
-        self._write = os.write
 
-    def reached(self) -> bool:
+    def reached(self) -> None:
         self.count += 1
-        return self.count == self.fatal
+        if self.count == self.fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(self, owner: Any, name: str) -> None:
         original: Callable[..., Any] = getattr(owner, name)
 
         def moment(*arguments: Any, **options: Any) -> Any:
-            if self.reached():
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.reached()
             return original(*arguments, **options)
 
         setattr(owner, name, moment)
 
-    def write(self, handle: int, data: bytes) -> int:
-        if self.reached():
-            self._write(handle, bytes(data)[: len(data) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self._write(handle, data)
+
+def connection_class(moments: Moments) -> type[sqlite3.Connection]:
+    """Connections that have a moment before and after each statement, and inside of long ones."""
+
+    class Connection(sqlite3.Connection):
+        def execute(self, *arguments: Any) -> sqlite3.Cursor:
+            moments.reached()
+            cursor = super().execute(*arguments)
+            moments.reached()
+            return cursor
+
+        def executemany(self, *arguments: Any) -> sqlite3.Cursor:
+            self.set_progress_handler(lambda: moments.reached(), 40)
+            cursor = super().executemany(*arguments)
+            self.set_progress_handler(None, 0)
+            return cursor
+
+    return Connection
 
 
-class Ear(Observer):
+class StoredLog(RunObserver):
     """Notes what the run says it has."""
 
     def __init__(self, path: str) -> None:
         self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._write = os.write
 
-    def arrived(self, result: WorkResult) -> None:
-        for answer in result.answers:
-            self._write(self._handle, f"{result.prompt.prompt_id} {answer.sample_index}\n".encode())
+    def on_result(self, result: WorkResult) -> None:
+        for output in result.outputs:
+            os.write(self._handle, f"{result.prompt.prompt_id} {output.sample_index}\n".encode())
 
 
 def main() -> None:
-    out, shuffle, fatal, heard = sys.argv[1:]
-    ear = Ear(heard)
+    out, shuffle, fatal, stored = sys.argv[1:]
+    observer = StoredLog(stored)
     moments = Moments(int(fatal))
-    os.write = moments.write  # type: ignore[assignment]
+    connect, factory = sqlite3.connect, connection_class(moments)
+    sqlite3.connect = lambda *words, **options: connect(*words, factory=factory, **options)  # type: ignore[assignment]
     for name in ("fsync", "replace", "mkdir", "unlink", "rmdir"):
         moments.wrap(os, name)
     moments.wrap(pq.ParquetWriter, "write_table")
     moments.wrap(pq.ParquetWriter, "close")
-    merge.GROUP_ROWS = 40
-    merge.FAN_IN = 3
+    store.EXPORT_ROWS = 40
     backend = FakeBackend(sometimes, shuffle=int(shuffle), window=20)
-    run(backend, PROMPTS, SETTINGS, Path(out), OPTIONS, observer=ear)
+    run_sampling(backend, PROMPTS, SETTINGS, Path(out), OPTIONS, observer=observer)
     sys.stdout.write(f"{moments.count}\n")
 
 

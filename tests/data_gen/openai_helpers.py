@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from data_gen.backend import Answer, Failure, SamplingSettings, Work, WorkResult
-from data_gen.draws import answer_seed
-from data_gen.openai import OpenAIBackend, OpenAIOptions
+from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
+from data_gen.openai.backend import OpenAIBackend
+from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
 from tests.data_gen.fake_script import Script, length_of
 from tests.data_gen.fake_server import running
@@ -32,17 +32,17 @@ def backend(*urls: str, environment: dict[str, str] | None = None, **changed: An
 
 def gathered(
     results: Iterable[WorkResult],
-) -> tuple[dict[tuple[str, int], Answer], dict[tuple[str, int], Failure]]:
+) -> tuple[dict[tuple[str, int], SampledOutput], dict[tuple[str, int], SampleFailure]]:
     """Answers and failures by (prompt id, sample index); each may come once only."""
-    answers: dict[tuple[str, int], Answer] = {}
-    failures: dict[tuple[str, int], Failure] = {}
+    answers: dict[tuple[str, int], SampledOutput] = {}
+    failures: dict[tuple[str, int], SampleFailure] = {}
     for result in results:
-        assert result.answers or result.failures
-        for item in (*result.answers, *result.failures):
+        assert result.outputs or result.failures
+        for item in (*result.outputs, *result.failures):
             key = (result.prompt.prompt_id, item.sample_index)
             assert key not in answers
             assert key not in failures
-            if isinstance(item, Answer):
+            if isinstance(item, SampledOutput):
                 answers[key] = item
             else:
                 failures[key] = item
@@ -57,13 +57,13 @@ def sampled(script: Script, work: Iterable[Work] = WORK, **changed: Any) -> tupl
 
 
 EXPECTED = {
-    (prompt.prompt_id, index): length_of(prompt.text, answer_seed(3, prompt.prompt_id, index))
+    (prompt.prompt_id, index): length_of(prompt.text, sample_seed(3, prompt.prompt_id, index))
     for prompt in PROMPTS
     for index in range(4)
 }
 
 
-def assert_complete(answers: dict[tuple[str, int], Answer]) -> None:
+def assert_complete(answers: dict[tuple[str, int], SampledOutput]) -> None:
     """Every answer is there and has the length and end that its seed gives."""
     assert {key: answer.output_tokens for key, answer in answers.items()} == {
         key: min(length, 40) for key, length in EXPECTED.items()

@@ -12,14 +12,15 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.card import write_card
-from data_gen.card.lengths import read_lengths
-from data_gen.card.statistics import by_prompt_length, spread_of, survival
-from data_gen.samples import Sample, to_table, write_samples
+from data_gen.card.page import write_card
+from data_gen.card.rows import read_card_rows
+from data_gen.card.statistics import by_prompt_length, dispersion_of, survival
+from data_gen.samples import write_samples
 from scheduler_core.errors import InputError
+from tests.data_gen.sample_rows import SampleRow, to_table
 
 
-def sample(prompt: int, index: int, tokens: int, **changes: Any) -> Sample:
+def sample(prompt: int, index: int, tokens: int, **changes: Any) -> SampleRow:
     values: dict[str, Any] = {
         "prompt_id": f"p{prompt}",
         "prompt": "Hi",
@@ -37,15 +38,15 @@ def sample(prompt: int, index: int, tokens: int, **changes: Any) -> Sample:
         "engine_version": "1",
         "run_id": "r",
     }
-    return Sample(**values | changes)
+    return SampleRow(**values | changes)
 
 
-def write(path: Path, samples: list[Sample]) -> Path:
+def write(path: Path, samples: list[SampleRow]) -> Path:
     write_samples(path, to_table(samples))
     return path
 
 
-def some(num_prompts: int = 6, num_samples: int = 10, seed: int = 0) -> list[Sample]:
+def some(num_prompts: int = 6, num_samples: int = 10, seed: int = 0) -> list[SampleRow]:
     rng = np.random.Generator(np.random.PCG64(seed))
     drawn = np.minimum(np.exp(rng.normal(3, 1, (num_prompts, num_samples))).astype(int) + 1, 100)
     return [sample(p, i, int(drawn[p, i])) for p in range(num_prompts) for i in range(num_samples)]
@@ -60,22 +61,22 @@ def test_card_counts_what_is_in_the_file(tmp_path: Path) -> None:
     samples = [*some(), *failed]
     card = write_card(write(tmp_path / "s.parquet", samples), tmp_path / "card")
     cut = sum(s.finish_reason == "length" for s in samples)
-    assert card["counts"]["num_answers"] == 60
+    assert card["counts"]["num_outputs"] == 60
     assert card["counts"]["num_prompts"] == 6
     assert card["counts"]["finish_reasons"] == {"stop": 60 - cut, "length": cut, "error": 3}
-    assert card["caps"] == {"100": {"num_rows": 63, "num_cut": cut}}
+    assert card["max_tokens"] == [{"max_tokens": "100", "num_rows": 63, "num_truncated": cut}]
     assert card["failures"]["http_500"] == {"num_rows": 2, "example": "http_500: no"}
     assert card["failures"]["timeout"]["num_rows"] == 1
     lengths = [s.output_tokens for s in samples if s.finish_reason != "error"]
     assert card["length"]["p90"] == pytest.approx(np.percentile(lengths, 90))
-    assert {row["name"]: row["num_answers"] for row in card["categories"]} == {"k0": 30, "k1": 30}
+    assert {row["name"]: row["num_outputs"] for row in card["categories"]} == {"k0": 30, "k1": 30}
     assert json.loads((tmp_path / "card" / "card.json").read_text()) == json.loads(json.dumps(card))
-    for name in ("lengths.png", "survival.png", "spread.png"):
+    for name in ("lengths.png", "survival.png", "dispersion.png"):
         assert (tmp_path / "card" / name).read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "card" / "card.md").read_text()
     assert "| http_500 | 2 | http_500: no |" in page
     assert "a skewness cannot exceed 2.67" in page
-    assert "![spread.png](spread.png)" in page
+    assert "![dispersion.png](dispersion.png)" in page
     assert "Synthetic" not in page
 
 
@@ -93,12 +94,14 @@ def test_spread_is_what_a_loop_over_prompts_finds(
         for i, n in enumerate(g)
     ]
     shuffled = [rows[i] for i in np.random.Generator(np.random.PCG64(seed)).permutation(len(rows))]
-    found = spread_of(read_lengths(write(tmp_path_factory.mktemp("s") / "s.parquet", shuffled)))
+    found = dispersion_of(read_card_rows(write(tmp_path_factory.mktemp("s") / "s.parquet", shuffled)))
     kept = [np.array(sorted(group), float) for group in groups if len(group) >= 3]
-    assert found.num_left_out == len(groups) - len(kept)
+    assert found.num_skipped == len(groups) - len(kept)
     expected = []
     for group in kept:
-        longest = group[-int(np.ceil(len(group) / 10)) :].sum()
+        size = len(group) / 10
+        complete = int(size)
+        longest = group[len(group) - complete :].sum() + (size - complete) * group[len(group) - complete - 1]
         constant = len(set(group)) == 1
         expected.append(
             (
@@ -114,16 +117,16 @@ def test_spread_is_what_a_loop_over_prompts_finds(
     np.testing.assert_allclose(got[order], wanted[np.lexsort(wanted.T[::-1])], rtol=1e-6, atol=1e-9)
 
 
-def test_survival_takes_cut_answers_for_at_least_that_long() -> None:
+def test_survival_takes_truncated_outputs_for_at_least_that_long() -> None:
     at, alive = survival(np.array([1, 2, 2, 3, 4], np.int32), np.array([False, False, True, False, True]))
-    # Kaplan-Meier by hand: 4/5, then 3/4 of that, then 1/2 of that; the last is cut, so nothing ends at 4.
+    # Kaplan-Meier by hand: 4/5, then 3/4 of that, then 1/2 of that; the last is truncated, so nothing ends at 4.
     assert at.tolist() == [1, 2, 3]
     assert alive == pytest.approx([0.8, 0.6, 0.3])
 
 
 def test_the_list_form_gives_the_same_card(tmp_path: Path) -> None:
     samples = some()
-    by_prompt: dict[str, list[Sample]] = {}
+    by_prompt: dict[str, list[SampleRow]] = {}
     for item in samples:
         by_prompt.setdefault(item.prompt_id, []).append(item)
     rows = [
@@ -140,10 +143,10 @@ def test_the_list_form_gives_the_same_card(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "lists.parquet")
     listed = write_card(tmp_path / "lists.parquet", tmp_path / "a", figures=False)
     long = write_card(write(tmp_path / "s.parquet", samples), tmp_path / "b", figures=False)
-    for part in ("length", "categories", "caps"):
+    for part in ("length", "categories", "max_tokens"):
         assert listed[part] == long[part]
-    for name, found in listed["spread"]["measures"].items():
-        assert found == pytest.approx(long["spread"]["measures"][name])
+    for name, found in listed["dispersion"]["measures"].items():
+        assert found == pytest.approx(long["dispersion"]["measures"][name])
     assert not (tmp_path / "a" / "lengths.png").exists()
     pq.write_table(pa.Table.from_pylist(rows).drop_columns(["finished"]), tmp_path / "open.parquet")
     unknown = write_card(tmp_path / "open.parquet", tmp_path / "c", figures=False)
@@ -155,19 +158,19 @@ def test_groups_are_of_one_prompt_model_and_setting(tmp_path: Path) -> None:
     card = write_card(write(tmp_path / "s.parquet", mixed), tmp_path / "card", figures=False)
     assert card["counts"]["num_groups"] == 6
     assert card["counts"]["num_prompts"] == 1
-    assert card["spread"]["num_groups"] == 6
+    assert card["dispersion"]["num_groups"] == 6
     assert len(card["settings"]) == 6
 
 
 def test_extreme_sets_have_cards_too(tmp_path: Path) -> None:
     one = write_card(write(tmp_path / "one.parquet", [sample(0, 0, 1, prompt_tokens=None)]), tmp_path / "one")
-    assert one["spread"]["num_groups"] == 0
+    assert one["dispersion"]["num_groups"] == 0
     assert one["prompt_length"] == {}
     same = write_card(
         write(tmp_path / "same.parquet", [sample(0, i, 100) for i in range(5)]), tmp_path / "same"
     )
-    assert same["spread"]["num_constant"] == 1
-    assert same["spread"]["measures"]["skewness"] == {}
+    assert same["dispersion"]["num_constant"] == 1
+    assert same["dispersion"]["measures"]["skewness"] == {}
     assert same["prompt_length"]["spearman"] is None
     fake = [sample(0, i, 5 + i, engine="synthetic") for i in range(4)]
     write_card(write(tmp_path / "fake.parquet", fake), tmp_path / "fake", figures=False)
@@ -176,15 +179,15 @@ def test_extreme_sets_have_cards_too(tmp_path: Path) -> None:
 
 def test_prompt_length_relation(tmp_path: Path) -> None:
     rising = [sample(p, 0, 5 + p) for p in range(20)]
-    found = by_prompt_length(read_lengths(write(tmp_path / "s.parquet", rising)))
+    found = by_prompt_length(read_card_rows(write(tmp_path / "s.parquet", rising)))
     assert found["spearman"] == pytest.approx(1.0)
     assert [row["from"] for row in found["bins"]] == [4, 8, 16, 32, 64]
-    assert sum(row["num_answers"] for row in found["bins"]) == 20
+    assert sum(row["num_outputs"] for row in found["bins"]) == 20
 
 
 def test_bad_files_are_named(tmp_path: Path) -> None:
     bad = write(tmp_path / "s.parquet", [sample(0, 0, 0, finish_reason="error", error="x: y")])
-    with pytest.raises(InputError, match="at least one answer"):
+    with pytest.raises(InputError, match="at least one output"):
         write_card(bad, tmp_path / "card")
     pq.write_table(pa.table({"prompt_id": ["a"]}), tmp_path / "n.parquet")
     with pytest.raises(InputError, match="also output_tokens"):

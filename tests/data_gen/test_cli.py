@@ -14,9 +14,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen import cli_import
+from data_gen import cli_import_lengths
 from data_gen.backend import SamplingSettings, Work, WorkResult
-from data_gen.cli import main
+from data_gen.cli_gen_samples import main
 from data_gen.samples import read_samples
 from data_gen.synthetic_backend import SyntheticBackend
 from tests.data_gen.fake_script import GOOD, Fault, Script, error
@@ -40,11 +40,11 @@ def test_gen_samples_on_a_users_file(tiny_model: Path, tmp_path: Path) -> None:
     assert set(table.column("engine").to_pylist()) == {"transformers"}
     assert set(table.column("model").to_pylist()) == {tiny_model.name}
     assert all(isinstance(text, str) for text in table.column("text").to_pylist())
-    told = json.loads((tmp_path / "samples.parquet.run.json").read_text())
-    assert told["settings"]["max_tokens"] == 8
-    assert told["num_samples"] == 6
-    assert told["engine_options"] == {"dtype": "float32"}
-    assert told["notes"]["skip"] == 1
+    content = json.loads((tmp_path / "samples.parquet.run.json").read_text())
+    assert content["settings"]["max_tokens"] == 8
+    assert content["num_samples"] == 6
+    assert content["engine_options"] == {"dtype": "float32"}
+    assert content["notes"]["skip"] == 1
 
 
 def test_synthetic_samples_are_labelled_and_summed_up(
@@ -57,8 +57,8 @@ def test_synthetic_samples_are_labelled_and_summed_up(
     assert table.num_rows == 120
     assert set(table.column("engine").to_pylist()) == set(table.column("model").to_pylist()) == {"synthetic"}
     assert set(table.column("prompt").to_pylist()) == {None}
-    assert "30 prompts, 120 answers" in caplog.text
-    assert "answers/s" in caplog.text
+    assert "30 prompts, 120 samples" in caplog.text
+    assert "samples/s" in caplog.text
 
 
 def test_sigterm_says_how_to_go_on_and_the_same_command_does(
@@ -82,7 +82,7 @@ def test_sigterm_says_how_to_go_on_and_the_same_command_does(
     with monkeypatch.context() as patch:
         patch.setattr(SyntheticBackend, "sample", terminated)
         assert main([*SYNTHETIC, "--out", str(out)]) == 130
-    assert "stopped: 50 of 120 answers are safe" in caplog.text
+    assert "stopped: 50 samples are safe" in caplog.text
     assert "interrupted" in capsys.readouterr().err
     assert main([*SYNTHETIC, "--out", str(out), "--seed", "1"]) == 2
     assert "the same settings (it has settings seed=0)" in capsys.readouterr().err
@@ -115,12 +115,12 @@ def test_filters_and_sources_reach_the_run_and_are_summed_up(
     messages = read_samples(out).column("messages").to_pylist()
     assert messages == [chat] * 4 + [None] * 4
     # The limit is reached before anything is left out.
-    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["left_out"] == {}
+    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == {}
     with caplog.at_level(logging.INFO):
         assert main([*arguments[:-1], "3", "--overwrite", "true"]) == 0
     left_out = {"duplicate text": 1, "more than 100 characters": 1, "near-duplicate text": 1}
-    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["left_out"] == left_out
-    assert "prompts left out, near-duplicate text: 1" in caplog.text
+    assert json.loads((tmp_path / "s.parquet.run.json").read_text())["notes"]["skipped"] == left_out
+    assert "prompts skipped, near-duplicate text: 1" in caplog.text
 
 
 def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
@@ -164,10 +164,10 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert len(rows) == 48
     assert {row["prompt"] for row in rows if row["finish_reason"] == "error"} == refused
     assert {row["model"] for row in rows} == {script.model}
-    told = json.loads((tmp_path / "s.parquet.run.json").read_text())
-    assert told["failures"]["too_long"]["count"] == 4
-    assert "base_urls" in told["notes"]
-    assert "base_urls" not in told["engine_options"]
+    content = json.loads((tmp_path / "s.parquet.run.json").read_text())
+    assert content["failures"]["too_long"]["count"] == 4
+    assert "base_urls" in content["notes"]
+    assert "base_urls" not in content["engine_options"]
     assert (card / "card.json").exists()
 
 
@@ -211,7 +211,7 @@ def test_bad_input_is_one_line_and_code_2(
     Path("folder").mkdir()
     Path("file").touch()
     assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line and "answer/s" not in line]
+    lines = [line for line in capsys.readouterr().err.splitlines() if line and "sample/s" not in line]
     assert len(lines) == 1
     assert lines[0].startswith("gen-samples: error: ")
     assert named in lines[0]
@@ -234,7 +234,7 @@ def test_help_explains_every_field(capsys: pytest.CaptureFixture[str]) -> None:
         assert option in shown
 
 
-@pytest.mark.parametrize("command", [main, cli_import.main])
+@pytest.mark.parametrize("command", [main, cli_import_lengths.main])
 def test_every_option_has_a_help_text(
     command: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,11 +248,11 @@ def test_every_option_has_a_help_text(
     for entry in entries:
         # The name with its value, two spaces or a new line, the text, and what the parser adds.
         name, _, text = re.sub(r"\n +", "  ", entry).partition("  ")
-        told = re.sub(r"\((?:required, )?type: .*", "", text).strip()
-        assert len(told.split()) >= 2, name
+        content = re.sub(r"\((?:required, )?type: .*", "", text).strip()
+        assert len(content.split()) >= 2, name
 
 
-@pytest.mark.parametrize("module", ["data_gen.cli", "data_gen.cli_import"])
+@pytest.mark.parametrize("module", ["data_gen.cli_gen_samples", "data_gen.cli_import_lengths"])
 def test_a_command_is_a_module_too(module: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)

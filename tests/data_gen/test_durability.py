@@ -1,10 +1,10 @@
-"""SIGKILL at random moments: nothing that was answered is lost, asked for again, or there twice."""
+"""SIGKILL at random moments: no stored sample is lost, requested again, or there twice."""
 
 from __future__ import annotations
 
-import json
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_gen.runs import run
-from data_gen.runs.records import RESULT, Damage, read_records
-from data_gen.runs.shards import shard_paths
 from data_gen.samples import read_samples
+from data_gen.sampling_run import STORE_NAME, run_sampling
 from scheduler_core.errors import InputError
 from tests.data_gen.fake_backend import FakeBackend
 from tests.data_gen.killed_run import OPTIONS, PROMPTS, SETTINGS
@@ -23,72 +21,68 @@ from tests.data_gen.killed_run import OPTIONS, PROMPTS, SETTINGS
 ROOT = Path(__file__).parents[2]
 
 
-def start(out: Path, *, shuffle: int, fatal: int, heard: Path) -> subprocess.CompletedProcess[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.data_gen.killed_run",
-        str(out),
-        str(shuffle),
-        str(fatal),
-        str(heard),
-    ]
+def start(out: Path, *, shuffle: int, fatal: int, stored: Path) -> subprocess.CompletedProcess[str]:
+    words = [str(out), str(shuffle), str(fatal), str(stored)]
+    command = [sys.executable, "-m", "tests.data_gen.killed_run", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[pa.Table, int]:
     """The set of a run that nothing happens to, and how many moments there are to be killed at."""
-    folder = tmp_path_factory.mktemp("whole")
-    done = start(folder / "s.parquet", shuffle=0, fatal=0, heard=folder / "heard")
-    assert done.returncode == 0, done.stderr
-    return read_samples(folder / "s.parquet"), int(done.stdout)
+    folder = tmp_path_factory.mktemp("complete")
+    process = start(folder / "s.parquet", shuffle=0, fatal=0, stored=folder / "stored")
+    assert process.returncode == 0, process.stderr
+    return read_samples(folder / "s.parquet"), int(process.stdout)
 
 
-def safe_answers(partial: Path) -> set[tuple[str, int]]:
-    """What the shards hold."""
-    found = set()
-    for shard in shard_paths(partial):
-        for record in read_records(shard, Damage()):
-            if record.kind == RESULT:
-                found |= {
-                    (PROMPTS[record.position].prompt_id, answer[0])
-                    for answer in json.loads(record.payload)[2]
-                }
-    return found
+def stored_samples(store: Path) -> set[tuple[str, int]]:
+    """The content of a store, read as any process may."""
+    connection = sqlite3.connect(store)
+    try:
+        rows = connection.execute(
+            "SELECT prompt_id, sample_index FROM samples WHERE finish_reason != 'error'"
+        )
+        return set(rows.fetchall())
+    except sqlite3.OperationalError:  # killed before there was a table
+        return set()
+    finally:
+        connection.close()
 
 
-def check_killed(folder: Path, whole: pa.Table, num_moments: int, rng: random.Random) -> None:
+def check_killed(folder: Path, complete: pa.Table, num_moments: int, rng: random.Random) -> None:
     """Kills one or two processes of a run, then lets it end, and looks at what came of it."""
     folder.mkdir()
-    out, heard = folder / "s.parquet", folder / "heard"
-    partial = out.with_name("s.parquet.partial")
-    heard.touch()
+    out, stored = folder / "s.parquet", folder / "stored"
+    store = out.with_name("s.parquet.partial") / STORE_NAME
+    stored.touch()
     safe: set[tuple[str, int]] = set()
     for number in range(rng.choice([1, 1, 2])):
         shuffle = rng.randrange(10**6) if number else 0
-        killed = start(out, shuffle=shuffle, fatal=rng.randint(1, num_moments), heard=heard)
+        killed = start(out, shuffle=shuffle, fatal=rng.randint(1, num_moments), stored=stored)
         # The second may have less to do than the chosen moment, or nothing at all.
         assert killed.returncode == -signal.SIGKILL or number, killed.stderr
-        if not partial.exists():
+        if not store.exists():
             break
-        safe = safe_answers(partial)
-        told = {(words[0], int(words[1])) for words in map(str.split, heard.read_text().splitlines())}
-        assert told <= safe
+        safe = stored_samples(store)
+        declared = {(words[0], int(words[1])) for words in map(str.split, stored.read_text().splitlines())}
+        assert declared <= safe
     last = FakeBackend(shuffle=rng.randrange(10**6), window=20)
-    if out.exists() and not partial.exists():
+    if out.exists() and not store.exists():
         with pytest.raises(InputError, match="overwrite"):
-            run(last, PROMPTS, SETTINGS, out, OPTIONS)
+            run_sampling(last, PROMPTS, SETTINGS, out, OPTIONS)
     else:
-        run(last, PROMPTS, SETTINGS, out, OPTIONS)
+        run_sampling(last, PROMPTS, SETTINGS, out, OPTIONS)
         assert safe.isdisjoint(last.asked)
-        assert len(set(last.asked)) == len(last.asked) == whole.num_rows - len(safe)
-    assert read_samples(out).equals(whole)
-    assert sorted(path.name for path in folder.iterdir()) == ["heard", "s.parquet", "s.parquet.run.json"]
+        assert len(set(last.asked)) == len(last.asked) == complete.num_rows - len(safe)
+    assert read_samples(out).equals(complete)
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    assert names - {"s.parquet.partial"} == {"stored", "s.parquet", "s.parquet.run.json"}
+    assert not store.exists()
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_killed_run_goes_on_to_the_same_set(
+def test_a_killed_run_resumes_to_the_same_set(
     tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
 ) -> None:
     check_killed(tmp_path / "run", *uninterrupted, random.Random(number))
@@ -96,7 +90,7 @@ def test_a_killed_run_goes_on_to_the_same_set(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(8, 50))
-def test_a_killed_run_goes_on_to_the_same_set_many_times(
+def test_a_killed_run_resumes_to_the_same_set_many_times(
     tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
 ) -> None:
     check_killed(tmp_path / "run", *uninterrupted, random.Random(number))

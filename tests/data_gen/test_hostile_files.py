@@ -19,11 +19,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.cli import main as gen_samples
-from data_gen.cli_import import main as import_lengths
+from data_gen.cli_import_lengths import main as import_lengths
 from training.cli_fit_dist import main as fit_dist
+from training.cli_read_feedback import main as read_feedback
 from training.drift.cli import main as evaluate_stream
-from training.feedback.cli import main as read_feedback
 
 Main = Callable[[Sequence[str]], int]
 
@@ -61,11 +60,7 @@ BURST = {
     "Log Type": "API log",
 }
 MOONCAKE = {"timestamp": 3052, "input_length": 6755, "output_length": 500, "hash_ids": [0, 1]}
-ALPACA = {"prompt": "Hi", "subset": "s", "model": "m", "n_tokens": 3}
-TOT = {
-    "dataset": "d", "model": "m", "prompt_id": "p", "prompt": "x", "temperature": 1.0, "top_p": 1.0,
-    "tokens": [3, 4], "finished": [True, False],
-}  # fmt: skip
+LISTS = {"m": "m", "p": "x", "tokens": [3, 4], "finished": [True, False]}
 FIT = {
     "prompt_id": "p", "model": "m", "prompt": "Hi", "run_id": "r", "output_tokens": 7, "finish_reason": "stop",
     "max_tokens": 50,
@@ -121,7 +116,7 @@ SOURCES = {
     "feedback trace": imports("feedback", [RECORD, RECORD | {"time": 2.0}], ".jsonl", "--schema", "trace"),
     "read-feedback": Source([RECORD, RECORD | {"time": 2.0}], ".jsonl", read_feedback, ("FILE", "--json", "OUT")),
     "pairs": Source([RECORD], ".jsonl", read_feedback, ("FILE", "--pairs", "OUT")),
-    "stream": Source([PREDICTION | {"output_tokens": 4}] * 2, ".jsonl", evaluate_stream, ("--stream", "FILE", "--out", "OUT")),
+    "stream": Source([PREDICTION | {"output_tokens": 4}] * 2, ".jsonl", evaluate_stream, ("FILE", "--out", "OUT")),
     "openai-log": imports("openai-log", [OPENAI], ".jsonl"),
     "openai-log gzip": imports("openai-log", [OPENAI], ".jsonl.gz", "--schema", "trace"),
     "castillo": imports("castillo", [CASTILLO, CASTILLO | {"prompt_id": "q"}], ".json"),
@@ -133,9 +128,8 @@ SOURCES = {
     "azure parquet": imports("azure", [AZURE, AZURE], ".parquet"),
     "burstgpt": imports("burstgpt", [BURST, BURST | {"Timestamp": 6}], ".csv"),
     "mooncake": imports("mooncake", [MOONCAKE, MOONCAKE | {"timestamp": 9}], ".jsonl"),
-    "lengths": imports("lengths", [{"output_tokens": 4, "arrival_s": 1.5, "tier": 0}], ".jsonl"),
-    "alpaca-eval": imports("alpaca-eval", [ALPACA], ".csv"),
-    "tot-gpt4": imports("tot-gpt4", [TOT], ".parquet"),
+    "lengths": imports("log", [{"output_tokens": 4, "arrival_s": 1.5, "tier": 0}], ".jsonl", "--schema", "trace"),
+    "lists": imports("log", [LISTS], ".parquet", "--columns", "output_tokens=tokens,finish_reason=finished,model=m,prompt=p"),
     "fit-dist jsonl": fits(FIT_ROWS, ".jsonl"),
     "fit-dist csv": fits(FIT_ROWS, ".csv"),
     "fit-dist parquet": fits(FIT_ROWS, ".parquet"),
@@ -221,9 +215,8 @@ def test_wrong_values_are_named(name: str, data: st.DataObject) -> None:
     [
         ("fit-dist jsonl", "max_tokens", 2**31),
         ("fit-dist parquet", "max_tokens", 2**31),
-        ("tot-gpt4", "prompt", []),
-        ("tot-gpt4", "prompt", True),
-        ("azure parquet", "TIMESTAMP", 1.5),
+        ("lists", "p", []),
+        ("lists", "tokens", True),
         ("lengths", "arrival_s", 1e308),
     ],
 )
@@ -283,19 +276,3 @@ def test_a_full_disk_leaves_no_rests(name: str, max_bytes: int) -> None:
     code, lines = run(source, content, max_bytes)
     assert code == 2
     assert "File too large" in lines[-1]
-
-
-def test_a_full_disk_leaves_a_sampling_run_that_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
-    words = [str(tmp_path / "p.jsonl"), "--out", str(tmp_path / "s.parquet"), "--backend", "synthetic"]
-    words += ["--num-samples", "2", "--progress", "false"]
-    with full_disk(4000):  # enough for the answers, too little for the Parquet file
-        assert gen_samples(words) == 2
-    assert "finished answers are kept" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "s.parquet.partial"]
-    names = {path.name for path in (tmp_path / "s.parquet.partial").iterdir()}
-    assert names == {"lock", "manifest.json", "shard-000000.log"}
-    assert gen_samples(words) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", "s.parquet", "s.parquet.run.json"]

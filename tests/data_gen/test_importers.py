@@ -9,16 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.cli_import import main
-from data_gen.importers import ImportOptions, ImportReport, import_lengths
-from data_gen.importers.batch import Batch
-from data_gen.importers.kinds import KINDS
-from data_gen.importers.sinks import TraceSink
+from data_gen.cli_import_lengths import main
+from data_gen.importers import IMPORTERS, ImportOptions, ImportReport, import_lengths
+from data_gen.importers.rows import ImportedRows
+from data_gen.importers.writers import TraceWriter
 from data_gen.prompts import prompt_id_of
 from data_gen.samples import read_samples
 from data_gen.trace import read_trace
 from scheduler_core.errors import InputError
-from scheduler_core.simulator.trace_file import load_trace
+from scheduler_core.simulator.trace import load_trace
 
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -61,7 +60,7 @@ def test_azure_2023_and_2024(tmp_path: Path) -> None:
     report, rows = imported("azure", write(tmp_path / "b.csv", AZURE_2024))
     assert [r["arrival_s"] for r in rows] == [pytest.approx(0.00993), 0.0, 2 * 86400.0]
     assert report.num_out_of_order == 1
-    assert report.num_without_cap == 3
+    assert report.num_without_max_tokens == 3
     with gzip.open(tmp_path / "c.csv.gz", "wt", encoding="utf-8") as stream:
         stream.write(AZURE_2024)
     assert imported("azure", tmp_path / "c.csv.gz")[1] == rows
@@ -73,7 +72,7 @@ def test_burstgpt_leaves_out_failures_and_keeps_who_asked(tmp_path: Path) -> Non
         ("r2", 0.0, "ChatGPT", "Conversation log"),
         ("r4", 113.5, "GPT-4", "API log"),
     ]
-    assert report.left_out == {"no answer: 0 output tokens": 1}
+    assert report.skipped == {"no output: 0 output tokens": 1}
     second = BURST.replace("Timestamp,", "Timestamp,Session ID,Elapsed time,").replace(
         "5,Chat", "5,s-1,43,Chat"
     )
@@ -81,17 +80,28 @@ def test_burstgpt_leaves_out_failures_and_keeps_who_asked(tmp_path: Path) -> Non
     assert [r["tenant"] for r in imported("burstgpt", write(tmp_path / "c.csv", second))[1]] == ["s-1", "s-1"]
 
 
-def test_mooncake_counts_milliseconds_and_vidur_seconds(tmp_path: Path) -> None:
+def test_mooncake_counts_milliseconds(tmp_path: Path) -> None:
     _, rows = imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE))
     assert [(r["arrival_s"], r["prompt_tokens"], r["output_tokens"]) for r in rows] == [
         (0.0, 6755, 500),
         (3.052, 7319, 490),
     ]
-    text = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n10,5,15,2\n"
-    report, rows = imported("vidur", write(tmp_path / "v.csv", text))
-    assert (rows[0]["arrival_s"], rows[0]["prompt_tokens"], report.num_without_arrival) == (None, 10, 1)
+
+
+def test_any_table_is_a_trace_by_a_mapping(tmp_path: Path) -> None:
+    """Vidur's columns, as docs/importing.md maps them; and a table with our own names."""
+    columns = "prompt_tokens=num_prefill_tokens,output_tokens=num_decode_tokens"
     text = "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,5\n9,3,2\n"
-    assert [r["arrival_s"] for r in imported("vidur", write(tmp_path / "w.csv", text))[1]] == [0.0, 1.5]
+    source = write(tmp_path / "v.csv", text)
+    report, rows = imported("log", source, columns=columns, schema="trace")
+    assert (rows[0]["arrival_s"], rows[0]["prompt_tokens"], report.num_without_arrival) == (None, 10, 2)
+    _, rows = imported("log", source, columns=f"{columns},arrival_s=arrived_at", schema="trace")
+    assert [r["arrival_s"] for r in rows] == [0.0, 1.5]
+    own = write(
+        tmp_path / "o.csv", "arrival_s,prompt_tokens,output_tokens,tier,other\n3,1,2,0,x\n4,1,3,2,y\n"
+    )
+    _, rows = imported("log", own, schema="trace")
+    assert [(r["arrival_s"], r["output_tokens"], r["tier"]) for r in rows] == [(0.0, 2, 0), (1.0, 3, 2)]
 
 
 def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
@@ -99,10 +109,7 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
     trace = load_trace(tmp_path / "m.jsonl.imported.parquet")
     assert [
         (row.arrival_s, row.prompt_tokens, row.output_tokens, row.max_tokens) for row in trace.requests
-    ] == [
-        (0.0, 6755, 500, 500),
-        (3.052, 7319, 490, 500),
-    ]
+    ] == [(0.0, 6755, 500, 500), (3.052, 7319, 490, 500)]
     imported("mooncake", tmp_path / "m.jsonl")
     with pytest.raises(InputError, match="max_tokens"):
         load_trace(tmp_path / "m.jsonl.imported.parquet")
@@ -125,9 +132,8 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
             AZURE_2023.replace("2023-11-16 18:15:50", "noon"),
             r"row 3 column TIMESTAMP: got 'noon",
         ),
-        ("azure", "a.csv", AZURE_2023.replace("GeneratedTokens", "Tokens"), "GeneratedTokens of kind azure"),
-        ("azure", "a.csv", AZURE_2023 + "1,2\n", "whole CSV file"),
-        ("azure", "a.csv", AZURE_2023.replace("MP", "\rM"), "whole CSV file"),
+        ("azure", "a.csv", AZURE_2023.replace("GeneratedTokens", "Tokens"), "also GeneratedTokens"),
+        ("azure", "a.csv", AZURE_2023 + "1,2\n", "as many values as headings"),
         ("azure", "a.csv", AZURE_2023.splitlines()[0] + "\n", "at least one usable row"),
         ("burstgpt", "b.csv", BURST.replace("118.5", "inf"), "row 4 column Timestamp: got 'inf'"),
         ("mooncake", "m.jsonl", MOONCAKE.replace("490", '"x"'), "row 2 column output_length: got 'x'"),
@@ -138,10 +144,15 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
             MOONCAKE.replace('"output_length": 490, ', ""),
             "row 2: columns.*output_length",
         ),
-        ("vidur", "v.csv", "num_prefill_tokens,num_decode_tokens\n3,\n", "row 2 column output_tokens"),
+        (
+            "log",
+            "v.csv",
+            "prompt_tokens,output_tokens,model,prompt_id\n3,,m,p\n",
+            "row 2 column output_tokens",
+        ),
         ("burstgpt", "b.csv", BURST.replace("118.5", "1e308"), r"row 4 column Timestamp: got '1e308'"),
         ("mooncake", "m.jsonl", MOONCAKE.replace("3052", "1e308"), "row 2 column timestamp: got 1e"),
-        ("azure", "a.csv", AZURE_2023.replace("2023", "9999"), "row 2 column TIMESTAMP"),
+        ("azure", "a.csv", AZURE_2023.replace("2023", "12023"), "row 2 column TIMESTAMP"),
         (
             "azure",
             "a.csv",
@@ -152,8 +163,8 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
         ("mooncake", "m.jsonl", MOONCAKE.replace("490", "9" * 5000), "row 2: .*one JSON object"),
         ("castillo", "c.json", "[" * 100_000, "row 1: .*nested too deeply"),
         ("nothing", "v.csv", "a\n1\n", "^kind: got 'nothing'"),
-        ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also model"),
-        ("log", "l.jsonl", "{}", "columns"),
+        ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also prompt_text"),
+        ("log", "l.jsonl", "{}", "also output_tokens"),
     ],
 )
 def test_bad_sources_name_row_column_and_value(
@@ -206,54 +217,41 @@ def test_castillo_in_its_original_layout(tmp_path: Path) -> None:
         imported("castillo", twice)
 
 
-def oasst_file(path: Path) -> Path:
-    row = {
-        "dataset": "d",
-        "model": "m",
-        "prompt_id": "0",
-        "prompt": "Hi",
-        "temperature": 0.7,
-        "top_p": 1.0,
-        "sampling_config": "c",
-    }
+def lists_file(path: Path) -> Path:
+    """One prompt with samples in lists, as Open-Assistant's reports have them."""
+    row = {"dataset": "d", "model": "m", "prompt": "Hi", "temperature": 0.5}
     rows = [
         row | {"run": "marked", "tokens": [5, 6, 7], "finished": [True, False, None]},
         row | {"run": "hidden", "tokens": [8, 9], "finished": None},
-        row | {"run": "unmarked", "tokens": [10], "finished": [False]},
+        row | {"run": "other", "tokens": [10], "finished": None},
     ]
-    lists = {"tokens": pa.list_(pa.int32()), "finished": pa.list_(pa.bool_()), "temperature": pa.float32()}
-    fields = [
-        pa.field(name, lists.get(name, pa.float64() if name == "top_p" else pa.string())) for name in rows[0]
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, pa.schema(fields)), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
-def test_unknown_ends_stay_unknown_unless_the_user_says_otherwise(tmp_path: Path) -> None:
-    path = oasst_file(tmp_path / "o.parquet")
-    report, rows = imported("oasst", path)
-    assert [r["finish_reason"] for r in rows] == [
-        "stop",
-        "length",
-        "unknown",
-        "unknown",
-        "unknown",
-        "unknown",
-    ]
+def test_lists_become_samples_and_unknown_ends_stay_unknown_by_default(tmp_path: Path) -> None:
+    path = lists_file(tmp_path / "o.parquet")
+    columns = "dataset=dataset,model=model,prompt=prompt,temperature=temperature,run_id=run,output_tokens=tokens,finish_reason=finished"
+    report, rows = imported("log", path, columns=columns)
+    assert [r["finish_reason"] for r in rows] == ["stop", "length", *["unknown"] * 4]
+    assert [r["output_tokens"] for r in rows] == [5, 6, 7, 8, 9, 10]
     assert [r["sample_index"] for r in rows] == list(range(6))
-    assert [r["run_id"] for r in rows] == ["marked|c"] * 3 + ["hidden|c"] * 2 + ["unmarked|c"]
+    assert [r["run_id"] for r in rows] == ["marked"] * 3 + ["hidden"] * 2 + ["other"]
     assert {(r["temperature"], r["max_tokens"], r["prompt_id"]) for r in rows} == {
-        (0.7, None, prompt_id_of("Hi"))
+        (0.5, None, prompt_id_of("Hi"))
     }
-    assert [r["finish_reason"] for r in imported("oasst", path, unknown="stop")[1]] == ["stop", "length"] + [
-        "stop"
-    ] * 4
-    report, rows = imported("oasst", path, unknown="drop")
-    assert report.left_out == {"end unknown": 4}
+    _, rows = imported("log", path, columns=columns, unknown="stop")
+    assert [r["finish_reason"] for r in rows] == ["stop", "length"] + ["stop"] * 4
+    report, rows = imported("log", path, columns=columns, unknown="drop")
+    assert report.skipped == {"end unknown": 4}
     assert [r["sample_index"] for r in rows] == [0, 1]
-    # With a cap in the unit of the lengths, an answer that long was cut and a shorter one was not.
-    capped = imported("oasst", path, max_tokens=10)[1]
-    assert [r["finish_reason"] for r in capped] == ["stop", "length", "stop", "stop", "stop", "length"]
+    # With max_tokens in the unit of the lengths, an output of that length was truncated and a shorter one was not.
+    _, rows = imported("log", path, columns=columns, max_tokens=10)
+    assert [r["finish_reason"] for r in rows] == ["stop", "length", "stop", "stop", "stop", "length"]
+    uneven = pa.table({"tokens": [[1, 2]], "finished": [[True]], "model": ["m"], "prompt": ["x"]})
+    pq.write_table(uneven, path)
+    with pytest.raises(InputError, match="row 1 column finished.*one for each of 2"):
+        imported("log", path, columns="output_tokens=tokens,finish_reason=finished,model=model,prompt=prompt")
 
 
 def test_logs_by_mapping(tmp_path: Path) -> None:
@@ -304,7 +302,7 @@ def test_logs_by_mapping(tmp_path: Path) -> None:
     assert rows[3]["error"].startswith("content_filter: ")
     report, rows = imported("log", path, columns=mapping, schema="trace")
     assert [(r["arrival_s"], r["tenant"]) for r in rows] == [(10.0, "7"), (0.0, "8")]
-    assert report.left_out == {"no answer: 0 output tokens": 1, "failed": 1}
+    assert report.skipped == {"no output: 0 output tokens": 1, "failed": 1}
     with pytest.raises(InputError, match="row 1: columns.*also nothing"):
         imported("log", path, columns="output_tokens=nothing")
     with pytest.raises(InputError, match="the model's name"):
@@ -314,7 +312,7 @@ def test_logs_by_mapping(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "columns", ["", "prompt=q", "output_tokens", "output_tokens=a,output_tokens=b", "length=a"]
+    "columns", ["prompt=q", "output_tokens", "output_tokens=a,output_tokens=b", "length=a"]
 )
 def test_bad_mappings_are_refused(tmp_path: Path, columns: str) -> None:
     with pytest.raises(InputError, match="^columns: "):
@@ -407,28 +405,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(kind in shown for kind in KINDS)
+    assert all(kind in shown for kind in IMPORTERS)
 
 
-# (kind, file, rows of the result, how many of them were cut, failed, unknown), from the READMEs beside the files but for
-# castillo_train, which has 26,711 rows where its README says 36,711.
-SETS = [
-    ("castillo", "castillo_train", 267_110, 161, 0, 0),
-    ("castillo", "castillo_validation", 267_330, 265, 0, 0),
-    ("tot-gpt4", "repeated_samples/tot_gpt4", 22_400, 5, 0, 0),
-    ("oasst", "repeated_samples/oasst_sampling_reports", 174_205, 29_182, 0, 13_889),
-    ("alpaca-eval", "multi_model/alpaca_eval", 182_723, 0, 26, 182_697),
-    ("zeroeval", "multi_model/zeroeval", 135_034, 0, 49, 134_985),
-    ("alpaca-52k", "many_prompts/alpaca_52k", 51_870, 0, 49, 51_821),
-    ("alpaca-52k-vicuna", "many_prompts/alpaca_52k", 19_945, 0, 0, 19_945),
-]
+# (file, rows of the result, how many of them are truncated); castillo_train has 26,711 rows where its README says 36,711.
+SETS = [("castillo_train", 267_110, 161), ("castillo_validation", 267_330, 265)]
 TRACES = [
-    ("azure", "azure2023_conv", 19_366, 1000),
-    ("vidur", "slai_sharegpt4_8k", 30_731, 1024),
-    ("vidur", "vidur_arxiv", 28_257, 4096),
-    ("burstgpt", "burstgpt_8k_sample", 8_000, 4096),
-    ("apex", "apex_lmsys_creation", 3_285, 4096),
-    ("lengths", "lmsys_vicuna13b_lengths", 85_482, 511),
+    ("azure2023_conv", 19_366, 1000, True),
+    ("slai_sharegpt4_8k", 30_731, 1024, False),
+    ("burstgpt_8k_sample", 8_000, 4096, False),
+    ("lmsys_vicuna13b_lengths", 85_482, 511, False),
 ]
 
 
@@ -440,48 +426,32 @@ def shared(name: str) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name", "num_rows", "num_cut", "num_failed", "num_unknown"), SETS)
-def test_every_shared_set_is_imported_and_fitted(
-    tmp_path: Path, kind: str, name: str, num_rows: int, num_cut: int, num_failed: int, num_unknown: int
+@pytest.mark.parametrize(("name", "num_rows", "num_truncated"), SETS)
+def test_castillo_is_imported_completely(
+    tmp_path: Path, name: str, num_rows: int, num_truncated: int
 ) -> None:
-    from training.cli_fit_dist import FitDistConfig, fit_dist
-
-    out = tmp_path / "samples.parquet"
-    report = import_lengths(kind, shared(name), out)
+    report = import_lengths("castillo", shared(name), tmp_path / "samples.parquet")
     assert report.num_rows == report.num_written == num_rows
-    found = [report.finish_reasons.get(reason, 0) for reason in ("length", "error", "unknown")]
-    assert found == [num_cut, num_failed, num_unknown]
-    import_lengths(kind, shared(name), out, ImportOptions(unknown="stop"))
-    repeated = kind in ("castillo", "tot-gpt4", "oasst")
-    summary = fit_dist(
-        FitDistConfig(
-            samples=str(out),
-            out=str(tmp_path / "fits.parquet"),
-            group_by="prompt_id,model" if repeated else "model",
-            alternatives=False,
-            progress=False,
-        )
-    )
-    assert summary["num_samples"] == num_rows - num_failed
-    assert summary["num_censored"] == num_cut
+    assert report.finish_reasons == {"stop": num_rows - num_truncated, "length": num_truncated}
 
 
-@pytest.mark.parametrize(("kind", "name", "num_rows", "cap"), TRACES)
+@pytest.mark.parametrize(("name", "num_rows", "max_tokens", "has_arrivals"), TRACES)
 def test_every_shared_trace_is_imported_and_read_by_the_simulator(
-    tmp_path: Path, kind: str, name: str, num_rows: int, cap: int
+    tmp_path: Path, name: str, num_rows: int, max_tokens: int, has_arrivals: bool
 ) -> None:
     out = tmp_path / "trace.parquet"
-    report = import_lengths(kind, shared(f"traces/{name}"), out, ImportOptions(max_tokens=cap))
+    options = ImportOptions(max_tokens=max_tokens, schema="trace")
+    report = import_lengths("log", shared(f"traces/{name}"), out, options)
     assert report.num_rows == report.num_written == num_rows
-    assert report.num_without_cap == 0
+    assert report.num_without_max_tokens == 0
     if name == "lmsys_vicuna13b_lengths":
         # Its prompts' lengths are not known, and the simulator says so.
         with pytest.raises(InputError, match="prompt_tokens"):
             load_trace(out, need_arrivals=False)
         return
-    trace = load_trace(out, need_arrivals=name == "azure2023_conv")
+    trace = load_trace(out, need_arrivals=has_arrivals)
     assert len(trace) == num_rows
-    if name == "azure2023_conv":
+    if has_arrivals:
         assert trace.requests[-1].arrival_s == pytest.approx(58.4 * 60, abs=6)
 
 
@@ -520,11 +490,13 @@ def test_truncated_files_are_named(tmp_path: Path, name: str, capsys: pytest.Cap
     if name == "a.parquet":
         pq.write_table(pa.table({"output_tokens": list(range(1, 1000))}), path)
     else:
-        text = AZURE_2023 if name == "a.csv.gz" else MOONCAKE
-        path.write_bytes(gzip.compress(text.encode() * 100))
+        heading, _, rows = AZURE_2023.partition("\n") if name == "a.csv.gz" else ("", "", MOONCAKE)
+        path.write_bytes(gzip.compress(f"{heading}\n{rows * 100}".encode()))
     path.write_bytes(path.read_bytes()[:-40])
-    kind = {"a": "azure", "m": "mooncake"}[name[0]]
-    assert main([kind, str(path), "--out", str(tmp_path / "out.parquet")]) == 2
+    assert (
+        main([{"a": "azure", "m": "mooncake"}[name[0]], str(path), "--out", str(tmp_path / "out.parquet")])
+        == 2
+    )
     assert "allowed: a whole " in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
 
@@ -534,11 +506,7 @@ def test_traces_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl.imported.parquet"
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({"tailcast.schema": "trace/2"}), path)
-    for read in (
-        load_trace,
-        read_trace,
-        lambda path: import_lengths("lengths", path, tmp_path / "out.parquet"),
-    ):
+    for read in (load_trace, read_trace, lambda path: import_lengths("log", path, tmp_path / "out.parquet")):
         with pytest.raises(
             InputError,
             match=r"(schema: got .trace/2.; allowed: trace/1|schema trace/1; this one has trace/2)",
@@ -549,10 +517,10 @@ def test_traces_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
 def test_an_interrupted_import_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(sink: TraceSink, batch: Batch) -> None:
+    def interrupted(writer: TraceWriter, batch: ImportedRows) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(TraceSink, "write", interrupted)
+    monkeypatch.setattr(TraceWriter, "write", interrupted)
     source = write(tmp_path / "m.jsonl", MOONCAKE)
     assert main(["mooncake", str(source), "--out", str(tmp_path / "t.parquet")]) == 130
     assert len(capsys.readouterr().err.splitlines()) == 1

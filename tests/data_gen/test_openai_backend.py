@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from data_gen.backend import Work
-from data_gen.openai import OpenAIOptions
+from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 from tests.data_gen.fake_script import Fault, Script, error, first
@@ -146,7 +146,7 @@ def test_the_key_is_sent_and_told_to_nobody(caplog: pytest.LogCaptureFixture) ->
             assert server.headers[0]["Authorization"] == f"Bearer {key}"
             assert server.headers[0]["X-Team"] == "team-secret"
             assert server.bodies[0]["priority"] == 2
-            told = repr([failures, engine.recorded, engine.counters, repr(engine), caplog.text])
+            told = repr([failures, engine._options.recorded(), engine.counters, repr(engine), caplog.text])
             assert len(failures) == 4
             assert "not allowed" in told
             assert key not in told

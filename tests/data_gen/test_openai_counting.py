@@ -7,21 +7,11 @@ from typing import Any
 
 import pytest
 
-from data_gen.backend import Work
-from data_gen.openai import OpenAIOptions
-from data_gen.prompts import Prompt
+from data_gen.openai.options import OpenAIOptions
 from scheduler_core.errors import InputError
 from tests.data_gen.fake_script import Fault, Script, first, length_of
 from tests.data_gen.fake_server import running
-from tests.data_gen.openai_helpers import (
-    PROMPTS,
-    SETTINGS,
-    WORK,
-    assert_complete,
-    backend,
-    gathered,
-    sampled,
-)
+from tests.data_gen.openai_helpers import PROMPTS, SETTINGS, WORK, assert_complete, backend, gathered, sampled
 
 
 @pytest.mark.parametrize("count_by", ["token_ids", "logprobs", "server_tokenizer"])
@@ -77,24 +67,6 @@ def tokenizer_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_another_tokenizer_than_the_servers_is_counted(tokenizer_file: Path) -> None:
-    options = {"tokenizer": str(tokenizer_file), "api": "completions", "concurrency": 1}
-    answers, failures, counters = sampled(Script(), **options)
-    assert counters == {}
-    answers, failures, counters = sampled(Script(prompt_tokens=lambda text: 99), **options)
-    assert_complete(answers)
-    assert counters == {"tokenizer_mismatch": len(PROMPTS)}
-    assert not failures
-
-
-def test_the_chat_template_of_a_tokenizer_folder_is_used(tiny_model: Path) -> None:
-    """user w1 w2 assistant: two tokens more than the words."""
-    work = [Work(Prompt("a", "w1 w2"), (0,))]
-    right = Script(prompt_tokens=lambda text: len(text.split()) + 2)
-    assert sampled(right, work, tokenizer=str(tiny_model))[2] == {}
-    assert sampled(Script(), work, tokenizer=str(tiny_model))[2] == {"tokenizer_mismatch": 1}
-
-
 def test_texts_are_counted_by_a_local_tokenizer_only_if_usage_agrees(tokenizer_file: Path) -> None:
     changed = {"samples_per_request": 4, "count_by": "tokenizer", "tokenizer": str(tokenizer_file)}
     answers, failures, _ = sampled(Script(), **changed)
@@ -132,4 +104,4 @@ def test_an_answer_cut_before_the_cap_is_counted() -> None:
 
     answers, _, counters = sampled(Script(behave=first(1, Fault(change=shorter))), WORK[:1])
     assert [a.finish_reason for a in answers.values() if a.output_tokens == 7] == ["length"]
-    assert counters == {"cut_early": 1}
+    assert counters == {"truncated_early": 1}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-import random
 import resource
 from collections import Counter
 from email.utils import formatdate
@@ -16,31 +14,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_gen.backend import SamplingSettings
-from data_gen.openai.client import allow_descriptors
-from data_gen.openai.garbage import MANY, rare_full_collections
+from data_gen.openai.backend import _Server
+from data_gen.openai.http_client import allow_descriptors, retry_after_s
 from data_gen.openai.options import OpenAIOptions
-from data_gen.openai.pace import MAX_CREDIT, Pool, Server, backoff_s, retry_after_s
-from data_gen.openai.tokens import TokenCounter
-from data_gen.openai.wire import BodyMaker, Choice, Reply, ReplyError, StreamReader, read_refusal, read_reply
+from data_gen.openai.responses import (
+    MAX_LINE_BYTES,
+    EventStreamParser,
+    RequestBodies,
+    ResponseChoice,
+    ResponseError,
+    ServerResponse,
+    read_error_response,
+    read_response,
+)
+from data_gen.openai.token_counts import TokenCounter
 from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 
 SETTINGS = SamplingSettings(num_samples=4, max_tokens=40, temperature=0.7, top_p=0.9, seed=3)
-
-
-@given(attempt=st.integers(1, 2000), base=st.floats(0.001, 10), cap=st.floats(0.001, 100), seed=st.integers())
-def test_backoff_is_within_its_bounds(attempt: int, base: float, cap: float, seed: int) -> None:
-    wait = backoff_s(attempt, base, cap, random.Random(seed))
-    assert 0 <= wait <= min(cap, base * 2.0 ** min(attempt - 1, 60))
-
-
-def test_backoff_has_full_jitter() -> None:
-    rng = random.Random(0)
-    waits = [backoff_s(4, 1.0, 60.0, rng) for _ in range(4000)]
-    assert min(waits) < 0.1
-    assert max(waits) > 7.9
-    # Uniform on [0, 8): the mean is 4, its standard error 8 / sqrt(12 * 4000) = 0.037.
-    assert abs(sum(waits) / len(waits) - 4) < 0.15
 
 
 @pytest.mark.parametrize(
@@ -63,80 +54,31 @@ def test_retry_after_is_read_in_all_its_forms(headers: dict[str, str], expected:
     assert retry_after_s(headers, 1000.0) == expected
 
 
-def test_a_storm_cuts_the_limit_once_and_answers_raise_it_again() -> None:
-    server = Server("u", 100)
-    server.in_flight = 100
-    assert server.overloaded(sent_at=0.0, now=1.0)
-    assert server.limit == 50
-    assert not any(server.overloaded(sent_at=0.5, now=1.0 + i) for i in range(99)), "sent before the cut"
-    assert server.limit == 50
-    server.in_flight = 50
-    assert server.overloaded(sent_at=2.0, now=3.0)
-    assert (server.limit, server.strikes) == (25, 2)
+def test_an_overload_halves_the_limit_once_and_successes_raise_it_again() -> None:
+    server = _Server("u", 100, 100)
+    server.on_overload(sent_at=0.0, now=1.0)
+    for number in range(99):
+        server.on_overload(sent_at=0.5, now=1.0 + number)
+    assert server.limit == 50, "the others were sent before it was halved"
+    server.on_overload(sent_at=2.0, now=3.0)
+    assert server.limit == 25
     rounds = 0
     while server.limit < 100:
-        for _ in range(int(server.limit)):
-            server.succeeded()
+        for _ in range(server.limit):
+            server.on_success()
         rounds += 1
-    assert 30 <= rounds <= 45, "2 more in each round of answers"
-    assert (server.limit, server.strikes) == (100, 0)
+    assert 30 <= rounds <= 45, "2 more in each round of successes"
 
 
-@given(st.lists(st.sampled_from(["good", "overload", "fail", "aside", "back"]), max_size=300))
-def test_limit_and_credit_stay_within_their_bounds(events: list[str]) -> None:
-    server = Server("u", 20)
+@given(st.lists(st.sampled_from(["success", "overload"]), max_size=300))
+def test_the_limit_stays_within_its_bounds(events: list[str]) -> None:
+    server = _Server("u", 20, 20)
     for now, event in enumerate(events):
-        server.in_flight = min(20, int(server.limit))
-        if event == "good":
-            server.succeeded()
-        elif event == "overload":
-            server.overloaded(float(now), float(now))
-        elif event == "fail":
-            server.failed()
-        elif event == "aside":
-            server.put_aside(float(now))
+        if event == "success":
+            server.on_success()
         else:
-            server.bring_back()
+            server.on_overload(float(now), float(now))
         assert 1 <= server.limit <= 20
-        assert 0 <= server.credit <= MAX_CREDIT
-        server.in_flight = 0
-        assert server.has_room(float(now)) == (server.aside_since is None)
-
-
-def test_the_retry_budget_runs_out_only_without_answers() -> None:
-    server = Server("u", 10)
-    assert not any(server.failed() for _ in range(int(MAX_CREDIT) - 1))
-    assert server.failed()
-    for _ in range(8):
-        server.succeeded()
-    assert not server.failed()
-
-
-def test_the_least_busy_server_with_room_is_picked() -> None:
-    one, two, three = Server("1", 4), Server("2", 4), Server("3", 4)
-    pool = Pool([one, two, three])
-    one.in_flight, two.in_flight, three.in_flight = 3, 1, 2
-    assert pool.pick(0.0) is two
-    two.pause(5.0)
-    assert pool.pick(0.0) is three
-    assert pool.next_wake(0.0) == 5.0
-    three.put_aside(1.0)
-    assert pool.pick(0.0) is one
-    one.in_flight = 4
-    assert pool.pick(0.0) is None
-    assert pool.pick(5.0) is two
-    assert pool.all_aside_since() is None
-    one.put_aside(2.0)
-    two.put_aside(3.0)
-    assert pool.all_aside_since() == 3.0
-    one.bring_back()
-    assert pool.all_aside_since() is None
-
-
-def test_equal_servers_take_turns() -> None:
-    pool = Pool([Server(str(i), 4) for i in range(3)])
-    picked = [pool.pick(0.0) for _ in range(6)]
-    assert Counter(server.url for server in picked if server) == {"0": 2, "1": 2, "2": 2}
 
 
 def chunks_of(found: list[dict[str, Any]]) -> bytes:
@@ -156,19 +98,19 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
         ]
     )
     data += b"data: [DONE]\n\n"
-    reader, position = StreamReader(), 0
+    reader, position = EventStreamParser(), 0
     for size in [*sizes, len(data)]:
         reader.feed(data[position : position + size], 1.0)
         position += size
     reply = reader.finish()
     assert [choice.text for choice in reply.choices] == [text + "é", "a" + text + "z"]
     assert [choice.finish_reason for choice in reply.choices] == ["length", "stop"]
-    assert [choice.counted for choice in reply.choices] == [None, 3]
+    assert [choice.listed_tokens for choice in reply.choices] == [None, 3]
     assert (reply.prompt_tokens, reply.completion_tokens) == (3, 9)
 
 
 def test_the_first_token_is_not_the_role() -> None:
-    reader = StreamReader()
+    reader = EventStreamParser()
     reader.feed(chunks_of([{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}]), 1.0)
     reader.feed(chunks_of([{"choices": [{"index": 0, "delta": {"reasoning": "hm"}}]}]), 2.0)
     reader.feed(
@@ -183,19 +125,21 @@ def test_the_first_token_is_not_the_role() -> None:
     [
         (b"data: {", "malformed"),
         (b"data: [1]", "malformed"),
-        (b"data: " + b"[" * 100_000, "malformed"),
+        pytest.param(b"data: " + b"[" * 100_000, "malformed", id="deep"),
         (b'data: {"choices": [{"index": 1e999}]}', "malformed"),
         (b'data: {"usage": {"prompt_tokens": 2147483648}}', "malformed"),
         (b'data: {"error": {"message": "engine died"}}', "server_error"),
         (b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}', "truncated"),
+        pytest.param(b"x" * (MAX_LINE_BYTES + 1), "malformed", id="endless line"),
         (b"", "empty"),
         (b": only a comment", "empty"),
     ],
 )
 def test_a_broken_stream_is_named(data: bytes, kind: str) -> None:
-    reader = StreamReader()
-    with pytest.raises(ReplyError) as raised:
-        reader.feed(data + b"\n\n", 0.0)
+    reader = EventStreamParser()
+    with pytest.raises(ResponseError) as raised:
+        reader.feed(data, 0.0)
+        reader.feed(b"\n\n", 0.0)
         reader.finish()
     assert raised.value.kind == kind
     assert raised.value.retry
@@ -217,12 +161,14 @@ def test_a_broken_stream_is_named(data: bytes, kind: str) -> None:
 )
 def test_whatever_a_server_sends_is_an_answer_or_a_named_trouble(payload: bytes) -> None:
     try:
-        kinds = [choice.problem.kind if choice.problem else "good" for choice in read_reply(payload).choices]
-    except ReplyError as error:
+        kinds = [
+            choice.problem.kind if choice.problem else "good" for choice in read_response(payload).choices
+        ]
+    except ResponseError as error:
         kinds = [error.kind]
     assert kinds
     assert set(kinds) <= {"malformed", "empty", "server_error", "truncated", "finish_reason", "good"}
-    assert read_refusal(500, payload).kind == "http_500"
+    assert read_error_response(500, payload).kind == "http_500"
 
 
 @pytest.mark.parametrize(
@@ -231,7 +177,7 @@ def test_whatever_a_server_sends_is_an_answer_or_a_named_trouble(payload: bytes)
 )
 def test_names_of_ends_differ_between_engines(reason: str, kind: str) -> None:
     payload = json.dumps({"choices": [{"text": "a", "finish_reason": reason}]}).encode()
-    (choice,) = read_reply(payload).choices
+    (choice,) = read_response(payload).choices
     assert choice.finish_reason == kind
     assert choice.problem is None
 
@@ -249,12 +195,12 @@ def test_names_of_ends_differ_between_engines(reason: str, kind: str) -> None:
     ],
 )
 def test_values_of_other_types_are_malformed(entry: object) -> None:
-    with pytest.raises(ReplyError, match="malformed"):
-        read_reply(json.dumps({"choices": [entry]}).encode())
+    with pytest.raises(ResponseError, match="malformed"):
+        read_response(json.dumps({"choices": [entry]}).encode())
 
 
 def test_surrogates_are_joined_over_events_and_lone_ones_replaced() -> None:
-    reader = StreamReader()
+    reader = EventStreamParser()
     for text in ("a\ud83d", "\ude00b\ud800"):
         event = json.dumps({"choices": [{"index": 0, "delta": {"content": text}}]})
         reader.feed(f"data: {event}\n\n".encode(), 1.0)
@@ -265,7 +211,11 @@ def test_surrogates_are_joined_over_events_and_lone_ones_replaced() -> None:
 
 def test_choices_are_put_in_order() -> None:
     entries = [{"index": i, "text": str(i), "finish_reason": "stop"} for i in (2, 0, 1)]
-    assert [c.text for c in read_reply(json.dumps({"choices": entries}).encode()).choices] == ["0", "1", "2"]
+    assert [c.text for c in read_response(json.dumps({"choices": entries}).encode()).choices] == [
+        "0",
+        "1",
+        "2",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -283,13 +233,13 @@ def test_choices_are_put_in_order() -> None:
     ],
 )
 def test_statuses_are_sorted(status: int, message: str, kind: str, retry: bool) -> None:
-    found = read_refusal(status, json.dumps({"error": {"message": message}}).encode())
+    found = read_error_response(status, json.dumps({"error": {"message": message}}).encode())
     assert (found.kind, found.retry) == (kind, retry)
 
 
 def made(prompt: Prompt, indices: tuple[int, ...], **changed: Any) -> dict[str, Any]:
-    maker = BodyMaker(OpenAIOptions(**changed), SETTINGS, "m")
-    return dict(json.loads(maker.body(maker.start(prompt), prompt, indices)))
+    maker = RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
+    return dict(json.loads(maker.body(maker.prefix(prompt), prompt, indices)))
 
 
 @given(st.text(), st.lists(st.text(), max_size=3))
@@ -320,10 +270,10 @@ def counted(listed: list[int | None], ends: list[str], total: int | None) -> lis
 
     options = OpenAIOptions(samples_per_request=2, count_by="token_ids")
     counter = TokenCounter(options, 40, on_server, Counter())
-    choices = [Choice("a b", end, count) for end, count in zip(ends, listed, strict=True)]
+    choices = [ResponseChoice("a b", end, count) for end, count in zip(ends, listed, strict=True)]
     try:
-        return asyncio.run(counter.count(Reply(choices, 3, total)))
-    except ReplyError as error:
+        return asyncio.run(counter.count(ServerResponse(choices, 3, total)))
+    except ResponseError as error:
         return error.kind
 
 
@@ -357,13 +307,3 @@ def test_the_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPa
     assert limits == [(2128, 4096)]
     with pytest.raises(InputError, match="at most 3968"):
         allow_descriptors(5000)
-
-
-def test_the_garbage_collector_gets_its_settings_back() -> None:
-    before = gc.get_threshold()
-    with rare_full_collections(MANY - 1):
-        assert gc.get_threshold() == before
-    with pytest.raises(ZeroDivisionError), rare_full_collections(MANY):
-        assert gc.get_threshold() != before
-        raise ZeroDivisionError
-    assert gc.get_threshold() == before

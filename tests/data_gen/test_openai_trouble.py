@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from data_gen.backend import Work
-from data_gen.draws import answer_seed
-from data_gen.openai import EngineError
+from data_gen.backend import Work, sample_seed
+from data_gen.openai.options import EngineError
 from data_gen.prompts import Prompt
 from tests.data_gen.fake_script import GOOD, Fault, Script, error, first, length_of
 from tests.data_gen.fake_server import running
@@ -68,7 +67,7 @@ def test_lasting_trouble_becomes_a_failure_of_its_kind(
     answers, failures, counters = sampled(Script(behave=behave), max_attempts=2, **changed)
     assert set(failures) == {("p1", index) for index in range(4)}
     assert {failure.kind for failure in failures.values()} == {kind}
-    assert all(failure.reason.startswith("2 tries") for failure in failures.values())
+    assert all(failure.reason.startswith("2 attempts") for failure in failures.values())
     assert len(answers) == 16
     assert counters["retries"] == 4
 
@@ -102,6 +101,15 @@ def test_what_no_retry_can_help_fails_at_once(kind: str, fault: Fault) -> None:
     assert {key: failure.kind for key, failure in failures.items()} == {("p1", i): kind for i in range(4)}
     assert len(answers) == 16
     assert "retries" not in counters
+
+
+def test_a_huge_body_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_gen.openai.http_client.MAX_BODY_BYTES", 2000)
+    huge = Fault(payload=b'{"choices": "' + b"x" * 5000 + b'"}')
+    outputs, failures, counters = sampled(Script(behave=first(3, huge)))
+    assert not failures
+    assert_complete(outputs)
+    assert counters == {"malformed": 3, "retries": 3}
 
 
 def test_one_bad_choice_does_not_cost_the_others() -> None:
@@ -173,7 +181,7 @@ def test_a_restarted_server_is_waited_for_and_nothing_is_lost() -> None:
         timer.join()
         assert len(answers) == 600
         assert not failures
-        assert engine.counters["put_aside"] >= 1
+        assert engine.counters["server_down"] >= 1
 
 
 def test_a_server_that_stays_away_ends_the_run() -> None:
@@ -225,7 +233,7 @@ def test_servers_share_the_requests_and_stand_in_for_each_other() -> None:
         answers, failures = gathered(engine.sample(WORK, SETTINGS))
         assert_complete(answers)
         assert not failures
-        assert engine.counters["put_aside"] == 1
+        assert engine.counters["server_down"] == 1
 
 
 def test_a_server_missing_at_the_start_joins_later() -> None:
@@ -268,7 +276,7 @@ def test_a_storm_of_all_troubles_loses_and_repeats_nothing() -> None:
     assert not failures
     lengths = Counter(answer.output_tokens for answer in answers.values())
     expected = Counter(
-        min(40, length_of(work.prompt.text, answer_seed(3, work.prompt.prompt_id, i)))
+        min(40, length_of(work.prompt.text, sample_seed(3, work.prompt.prompt_id, i)))
         for work in many
         for i in range(4)
     )

@@ -12,18 +12,17 @@ from data_gen.prompts import Message, Prompt
 from data_gen.samples import (
     SCHEMA,
     SCHEMA_1_NAMES,
-    Sample,
     iter_samples,
     join_samples,
     prompt_sha256,
     read_samples,
-    to_table,
     write_samples,
 )
 from examples.quickstart.steps import SHIPPED_SAMPLES
 from scheduler_core.errors import InputError
+from tests.data_gen.sample_rows import SampleRow, to_table
 
-SAMPLE = Sample(
+SAMPLE = SampleRow(
     prompt_id="a",
     prompt="Größe?",
     category="",
@@ -60,7 +59,7 @@ FULL = replace(
 )
 
 
-def version_1(samples: list[Sample]) -> pa.Table:
+def version_1(samples: list[SampleRow]) -> pa.Table:
     """A file as `samples/1` had it."""
     columns = to_table(samples).select(SCHEMA_1_NAMES)
     schema = pa.schema([field.with_nullable(False) for field in columns.schema])

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_gen.prompts import Message, Prompt
-from data_gen.sources import SourceOptions, open_prompts
-from data_gen.sources.digests import DigestSet
-from data_gen.sources.layouts import HUB_SETS, LAYOUTS
+from data_gen.sources.layouts import HUB_SETS, LAYOUTS, SourceOptions
+from data_gen.sources.open import open_prompts
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError
 
@@ -165,7 +164,7 @@ def test_an_array_longer_than_the_window_is_read_piece_by_piece(tmp_path: Path) 
     ("content", "message"),
     [
         ('{"prompt": "x"}', "row 1.*JSON array"),
-        ('[{"prompt": "x"}', "whole JSON array"),
+        ('[{"prompt": "x"}', "complete JSON array"),
         ('[{"prompt": "x"} {"prompt": "y"}]', "after row 1.*comma"),
         ('[{"prompt": "x"}] tail', "nothing after"),
         ('[{"prompt": "x"}, {"prompt": ]', "row 2"),
@@ -241,23 +240,6 @@ def test_an_unreachable_set_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(InputError, match="can be reached.*Couldn't reach it"):
         list(open_prompts("hf:some/set"))
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(max_size=3)))
-def test_a_digest_set_is_a_set(texts: list[str]) -> None:
-    found, expected = DigestSet(), set()
-    for text in texts:
-        assert found.add(text) is (text not in expected)
-        expected.add(text)
-    assert len(found) == len(expected)
-
-
-def test_a_digest_set_keeps_what_it_packs_away() -> None:
-    found = DigestSet()
-    assert all(found.add(str(i)) for i in range(140_000))
-    assert not any(found.add(str(i)) for i in range(0, 140_000, 997))
-    assert len(found) == 140_000
 
 
 def test_layout_errors_name_what_is_known(tmp_path: Path) -> None:

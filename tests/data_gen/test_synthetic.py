@@ -7,14 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
+from scipy.special import beta, betainc
 
-from data_gen.backend import SamplingSettings, Work
-from data_gen.draws import answer_seed, uniforms
+from data_gen.backend import SamplingSettings, Work, sample_seed, uniforms
 from data_gen.prompts import Message, Prompt
 from data_gen.synthetic_backend import SyntheticBackend, SyntheticOptions, TerminationMixture
 from scheduler_core.errors import InputError
 
 SETTINGS = SamplingSettings(num_samples=6, max_tokens=200, temperature=1.0, top_p=1.0, seed=5)
+
+
+def survival(mixture: TerminationMixture, tokens: int) -> float:
+    """P(N > tokens), exactly."""
+    shape = (mixture.alpha, tokens + 1)
+    return float(
+        mixture.alpha * mixture.p_max**-mixture.alpha * beta(*shape) * betainc(*shape, mixture.p_max)
+    )
 
 
 def lengths(mixture: TerminationMixture, count: int, seed: int = 0) -> np.ndarray:
@@ -36,7 +44,7 @@ def test_survival_is_the_mixture_of_geometrics(alpha: float, p_max: float, token
     expected, _ = quad(
         density, low, high, points=sorted({max(low, peak - 3), max(low, peak), high}), limit=500
     )
-    assert TerminationMixture(alpha, p_max).survival(tokens) == pytest.approx(expected, rel=1e-6)
+    assert survival(TerminationMixture(alpha, p_max), tokens) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("alpha", [0.8, 1.5, 3.0])
@@ -47,7 +55,7 @@ def test_drawn_lengths_follow_the_survival_function(alpha: float, p_max: float) 
     drawn = lengths(mixture, 20_000)
     assert drawn.min() >= 1
     for tokens in (1, int(1 / p_max), int(4 / p_max), int(20 / p_max)):
-        share = mixture.survival(tokens)
+        share = survival(mixture, tokens)
         error = math.sqrt(share * (1 - share) / len(drawn))
         assert (drawn > tokens).mean() == pytest.approx(share, abs=4 * error)
 
@@ -60,7 +68,7 @@ def test_the_tail_index_is_alpha(alpha: float) -> None:
     assert hill == pytest.approx(alpha, rel=0.2)
     # Theorem 3.2: n^alpha P(N > n) tends to Gamma(alpha + 1) p_max^-alpha.
     limit = math.gamma(alpha + 1) * 0.05**-alpha
-    assert TerminationMixture(alpha, 0.05).survival(100_000) * 100_000**alpha == pytest.approx(
+    assert survival(TerminationMixture(alpha, 0.05), 100_000) * 100_000**alpha == pytest.approx(
         limit, rel=1e-3
     )
 
@@ -69,7 +77,7 @@ def answers(
     prompts: list[Prompt], settings: SamplingSettings, indices: tuple[int, ...]
 ) -> dict[tuple[str, int], object]:
     results = SyntheticBackend().sample((Work(prompt, indices) for prompt in prompts), settings)
-    return {(r.prompt.prompt_id, answer.sample_index): answer for r in results for answer in r.answers}
+    return {(r.prompt.prompt_id, answer.sample_index): answer for r in results for answer in r.outputs}
 
 
 def test_an_answer_depends_on_seed_prompt_and_index_alone() -> None:
@@ -89,7 +97,7 @@ def test_long_answers_are_cut_and_prompts_differ() -> None:
     ]
     backend = SyntheticBackend()
     results = list(backend.sample([Work(prompt, (0, 1)) for prompt in prompts], SETTINGS))
-    found = [answer for result in results for answer in result.answers]
+    found = [answer for result in results for answer in result.outputs]
     for answer in found:
         assert 1 <= answer.output_tokens <= 200
         assert answer.finish_reason == "stop" or answer.output_tokens == 200
@@ -124,7 +132,7 @@ def test_any_uniform_numbers_give_a_length(alpha: float, p_max: float, first: fl
         {"min_alpha": 5.0},
         {"min_typical_tokens": 0.5},
         {"min_typical_tokens": 301.0},
-        {"answers_per_s": 0.0},
+        {"samples_per_s": 0.0},
     ],
 )
 def test_bad_options_are_named(options: dict[str, float]) -> None:
@@ -135,8 +143,8 @@ def test_bad_options_are_named(options: dict[str, float]) -> None:
 def test_streams_of_answers_are_independent() -> None:
     assert np.array_equal(uniforms(1, "p", 0, 8), uniforms(1, "p", 0, 16)[:8])
     keys = [(seed, prompt, index) for seed in (1, 2) for prompt in ("p", "q") for index in (0, 1)]
-    assert len({tuple(uniforms(*key, 4)) for key in keys}) == len({answer_seed(*key) for key in keys}) == 8
-    assert all(0 <= answer_seed(*key) < 2**31 for key in keys)
+    assert len({tuple(uniforms(*key, 4)) for key in keys}) == len({sample_seed(*key) for key in keys}) == 8
+    assert all(0 <= sample_seed(*key) < 2**31 for key in keys)
     values = uniforms(0, "p", 0, 20_000)
     assert values.min() >= 0
     assert values.max() < 1

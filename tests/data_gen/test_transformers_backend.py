@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data_gen.backend import Answer, SamplingSettings, Work
-from data_gen.models import resolve_model
+from data_gen.backend import SampledOutput, SamplingSettings, Work
+from data_gen.local_models import resolve_model
 from data_gen.prompts import Message, Prompt
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 from scheduler_core.errors import InputError
@@ -30,14 +30,14 @@ def sampled(
     max_rows: int,
     prompts: list[Prompt] = PROMPTS,
     indices: tuple[int, ...] | None = None,
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[SampledOutput]]:
     """Answers of each prompt in the order of their index, without timings."""
-    found: dict[str, list[Answer]] = {prompt.prompt_id: [] for prompt in prompts}
+    found: dict[str, list[SampledOutput]] = {prompt.prompt_id: [] for prompt in prompts}
     work = [Work(prompt, indices or tuple(range(settings.num_samples))) for prompt in prompts]
     for result in backend(model, max_rows).sample(work, settings):
         assert result.failures == ()
         found[result.prompt.prompt_id] += [
-            Answer(a.sample_index, a.output_tokens, a.finish_reason, a.text) for a in result.answers
+            SampledOutput(a.sample_index, a.output_tokens, a.finish_reason, a.text) for a in result.outputs
         ]
     return {key: sorted(answers, key=lambda answer: answer.sample_index) for key, answers in found.items()}
 
@@ -83,10 +83,10 @@ def test_only_the_missing_answers_are_drawn_and_they_are_the_same(tiny_model: Pa
 def test_answers_come_one_by_one_with_their_timings(tiny_model: Path) -> None:
     settings = SamplingSettings(5, 24, temperature=1.0, top_p=1.0, seed=3)
     results = list(backend(tiny_model).sample([Work(PROMPTS[1], (0, 1, 2, 3, 4))], settings))
-    assert [len(result.answers) for result in results] == [1] * 5
+    assert [len(result.outputs) for result in results] == [1] * 5
     assert {result.prompt_tokens for result in results} == {8}
     for result in results:
-        (answer,) = result.answers
+        (answer,) = result.outputs
         assert answer.queue_s is None
         assert answer.ttft_s is not None
         assert answer.total_s is not None
@@ -108,9 +108,9 @@ def test_closing_the_iterator_stops_it_and_prompts_are_taken_as_they_are_needed(
     assert len(taken) <= 4
     results.close()  # type: ignore[attr-defined]
     again = engine.sample(
-        [Work(first.prompt, (first.answers[0].sample_index,))], SamplingSettings(2, 8, 1.0, 1.0, 1)
+        [Work(first.prompt, (first.outputs[0].sample_index,))], SamplingSettings(2, 8, 1.0, 1.0, 1)
     )
-    assert next(again).answers[0].text == first.answers[0].text
+    assert next(again).outputs[0].text == first.outputs[0].text
     engine.close()
 
 
@@ -135,7 +135,7 @@ def test_a_template_that_refuses_a_conversation_fails_that_prompt_alone(tiny_mod
     failures = [failure for result in results for failure in result.failures]
     assert [(f.sample_index, f.kind) for f in failures] == [(0, "template"), (1, "template")]
     assert "no system role" in failures[0].reason
-    assert sum(len(result.answers) for result in results) == 1
+    assert sum(len(result.outputs) for result in results) == 1
     tokenizer.chat_template = None
     (plain,) = engine.sample([Work(refused, (0,))], SamplingSettings(1, 4, 1.0, 1.0, 0))
     assert plain.prompt_tokens == 2
@@ -177,10 +177,10 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_rest_goes_on(tiny_model:
     work = [Work(long, (0, 1)), Work(PROMPTS[0], (0, 1))]
     results = list(backend(tiny_model).sample(work, SamplingSettings(2, 16, 1.0, 1.0, seed=1)))
     (refused,) = [result for result in results if result.failures]
-    assert (refused.prompt.prompt_id, refused.answers) == ("long", ())
+    assert (refused.prompt.prompt_id, refused.outputs) == ("long", ())
     assert [(f.sample_index, f.kind) for f in refused.failures] == [(0, "too_long"), (1, "too_long")]
     assert "exceed the context of 96" in refused.failures[0].reason
-    assert [r.prompt.prompt_id for r in results if r.answers] == ["a", "a"]
+    assert [r.prompt.prompt_id for r in results if r.outputs] == ["a", "a"]
 
 
 @pytest.mark.parametrize("model", ["package:no_such_package/x", "package:numpy/no-such-file", "package:../x"])

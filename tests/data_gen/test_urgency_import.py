@@ -11,10 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.urgency.augment import with_phrases
-from data_gen.urgency.cli import main
-from data_gen.urgency.labels import LabelledText, read_labels, text_split
-from data_gen.urgency.public_sets import PUBLIC_SETS, read_public_set
+from data_gen.cli_import_urgency import main
+from data_gen.urgency.labels import LabeledText, read_labels, text_split
+from data_gen.urgency.mixture import with_phrases
 from data_gen.urgency.seed_set import neutral_texts, read_claims, read_openers, read_pairs, seed_labels
 from scheduler_core.errors import InputError
 
@@ -33,12 +32,7 @@ def tickets(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def bugs(tmp_path: Path) -> Path:
-    rows = [{"text": f"Bug number {n}", "label": label} for n, label in enumerate(("P1", "P3", "P5"))]
-    path = tmp_path / "bugs.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path
+LEVELS = "critical=interactive,high=interactive,medium=standard,low=batch,very_low=background"
 
 
 def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -57,34 +51,24 @@ def test_the_seed_set_is_written_with_its_levels_and_splits(tmp_path: Path) -> N
     assert report["by_level"]["emergency"] == sum(text.level == 0 for text in found)
 
 
-def test_public_sets_are_mapped_cleaned_and_weighted(tickets: Path, bugs: Path) -> None:
-    found = read_public_set("support-tickets", tickets)
-    assert [(text.text, text.level, text.language) for text in found] == [
-        ("Server down\n\nPlease look", 1, "en"),
-        ("Rechnung fehlt", 2, "de"),
-        ("Frage zum Vertrag", 3, "de"),
-        ("Merci pour tout", 4, "fr"),
-    ]
-    assert {text.weight for text in found} == {0.1}
-    assert {text.source for text in found} == {"support-tickets"}
-    assert [text.level for text in read_public_set("seamonkey", bugs)] == [1, 2, 4]
-    assert {text.language for text in read_public_set("seamonkey", bugs)} == {"en"}
-
-
-def test_no_priority_of_a_public_set_is_an_emergency_by_default() -> None:
-    assert all("emergency" not in known.levels.values() for known in PUBLIC_SETS.values())
-    assert all(known.weight < 1 for known in PUBLIC_SETS.values())
-
-
-def test_mapping_and_weights_can_be_changed(tmp_path: Path, tickets: Path) -> None:
+def test_labels_of_a_file_are_mapped_to_levels_and_weighted(tmp_path: Path, tickets: Path) -> None:
     out = tmp_path / "mix.parquet"
-    options = ["--levels", "support-tickets.low=standard,support-tickets.critical=0"]
-    options += ["--weights", "support-tickets=0.5,llm=2"]
-    assert main([str(out), "--sources", f"llm,support-tickets={tickets}", *options]) == 0
-    found = read_labels(out)
-    of_tickets = [text for text in found if text.source == "support-tickets"]
-    assert [(text.level, text.weight) for text in of_tickets] == [(0, 0.5), (2, 0.5), (2, 0.5), (4, 0.5)]
-    assert {text.weight for text in found if text.source == "seed-llm"} == {2.0}
+    options = [
+        "--levels",
+        LEVELS.replace("critical=interactive", "critical=0"),
+        "--weights",
+        "labels=0.5,llm=2",
+    ]
+    assert main([str(out), "--sources", f"llm,labels={tickets}", *options]) == 0
+    texts = read_labels(out)
+    of_tickets = [text for text in texts if text.source == tickets.name]
+    assert [(text.level, text.weight, text.language) for text in of_tickets] == [
+        (0, 0.5, "en"),
+        (2, 0.5, "de"),
+        (3, 0.5, "de"),
+        (4, 0.5, "fr"),
+    ]
+    assert {text.weight for text in texts if text.source == "seed-llm"} == {2.0}
 
 
 def test_of_a_text_in_two_sources_the_first_label_counts(tmp_path: Path) -> None:
@@ -134,15 +118,14 @@ def test_openers_are_added_beside_claims_and_claim_nothing(tmp_path: Path) -> No
 def test_the_same_seed_adds_the_same_claims() -> None:
     texts, claims = seed_labels("llm"), read_claims()
     first, again, other = (
-        with_phrases(texts, claims, 1, np.random.default_rng(seed), claimed=True, field="augment_claims")
-        for seed in (1, 1, 2)
+        with_phrases(texts, claims, 1, np.random.default_rng(seed), claimed=True) for seed in (1, 1, 2)
     )
     assert first == again != other
 
 
 def test_splits_and_limit_leave_texts_out(tmp_path: Path, tickets: Path) -> None:
     out = tmp_path / "some.parquet"
-    assert main([str(out), "--sources", f"support-tickets={tickets}", "--limit", "2"]) == 0
+    assert main([str(out), "--sources", f"labels={tickets}", "--levels", LEVELS, "--limit", "2"]) == 0
     assert len(read_labels(out)) == 2
     assert main([str(out), "--splits", "validation"]) == 0
     assert {text.split for text in read_labels(out)} == {"validation"}
@@ -160,13 +143,12 @@ def test_neutral_texts_hold_the_place_of_the_claim() -> None:
     [
         (["--sources", "poems"], "sources: got 'poems'"),
         (["--sources", ""], "sources: got ''"),
-        (["--sources", "support-tickets"], "support-tickets=FILE"),
-        (["--sources", "llm=x.parquet"], "llm alone"),
-        (["--sources", "seamonkey=missing.parquet"], "seamonkey: got 'missing.parquet'"),
+        (["--sources", "labels"], "labels=FILE"),
+        (["--sources", "llm=x.parquet"], "llm without a file"),
+        (["--sources", "labels=missing.parquet"], "sources: got 'missing.parquet'"),
         (["--splits", "dev"], "splits: got 'dev'"),
-        (["--levels", "support-tickets.urgent=1"], None),
-        (["--levels", "llm.low=1"], "levels: got 'llm'"),
-        (["--levels", "low"], "KIND.LABEL=LEVEL"),
+        (["--levels", "low=1"], None),
+        (["--levels", "low"], "LABEL=LEVEL"),
         (["--weights", "llm=0"], "weights, llm: got 0.0"),
         (["--weights", "llm=much"], "weights, llm: got 'much'"),
         (["--augment-claims", "1000"], "augment_claims: got 1000"),
@@ -175,16 +157,12 @@ def test_neutral_texts_hold_the_place_of_the_claim() -> None:
     ],
 )
 def test_bad_options_are_named(
-    tmp_path: Path,
-    tickets: Path,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    message: str | None,
+    tmp_path: Path, tickets: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str | None
 ) -> None:
     out = tmp_path / "out.parquet"
     if message is None:
-        options = [*options, "--sources", f"support-tickets={tickets}"]
-        message = "label of support-tickets: got 'urgent'"
+        options = [*options, "--sources", f"labels={tickets}"]
+        message = "row 0, column label: got 'critical'"
     assert message in refused(capsys, str(out), *options)
     assert not out.exists()
 
@@ -208,13 +186,6 @@ def test_a_file_of_labels_is_checked(tmp_path: Path, columns: dict[str, list[obj
         read_labels(path)
 
 
-def test_a_label_outside_of_the_scale_names_its_row(tmp_path: Path) -> None:
-    path = tmp_path / "bugs.parquet"
-    pq.write_table(pa.table({"text": ["a", "b"], "label": ["P1", "P9"]}), path)
-    with pytest.raises(InputError, match="row 1, column label: got 'P9'"):
-        read_public_set("seamonkey", path)
-
-
 def test_a_level_is_checked_where_it_is_made() -> None:
     with pytest.raises(InputError, match="level"):
-        LabelledText(text="a", level=5, source="own", split="train")
+        LabeledText(text="a", level=5, source="own", split="train")

@@ -20,7 +20,7 @@ from data_gen.urgency.seed_set import (
     read_pairs,
     read_seed_texts,
 )
-from predictors.modules.config import URGENCY_LEVELS
+from predictors.modules import URGENCY_LEVELS
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 

@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from data_gen.backend import SamplingSettings, Work
-from data_gen.draws import answer_seed
+from data_gen.backend import SamplingSettings, Work, sample_seed
 from data_gen.prompts import Prompt
-from data_gen.runs import run
 from data_gen.samples import read_samples
+from data_gen.sampling_run import run_sampling
 from data_gen.vllm_backend import VllmBackend, VllmOptions
 from scheduler_core.errors import InputError, MissingExtraError
 from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment
@@ -113,12 +112,12 @@ def test_each_answer_is_a_request_with_its_own_seed(stub: ModuleType) -> None:
     assert (backend.served_model, backend.version) == ("my-model", "9.9")
     assert llm.arguments["seed"] == 1
     assert "max_model_len" not in llm.arguments
-    seeds = [answer_seed(4, "p0", 0), answer_seed(4, "p0", 2), answer_seed(4, "p4", 1)]
+    seeds = [sample_seed(4, "p0", 0), sample_seed(4, "p0", 2), sample_seed(4, "p4", 1)]
     assert [params.seed for _, _, params in llm.llm_engine.requests] == seeds
     assert [len(prompt["prompt_token_ids"]) for _, prompt, _ in llm.llm_engine.requests] == [1, 1, 5]
     for _, _, params in llm.llm_engine.requests:
         assert (params.n, params.temperature, params.top_p, params.max_tokens) == (1, 0.7, 0.9, 12)
-    assert sorted((r.prompt.prompt_id, a.sample_index) for r in results for a in (*r.answers, *r.failures)) == [
+    assert sorted((r.prompt.prompt_id, a.sample_index) for r in results for a in (*r.outputs, *r.failures)) == [
         ("p0", 0), ("p0", 2), ("p4", 1),
     ]  # fmt: skip
 
@@ -128,10 +127,10 @@ def test_lengths_reasons_and_timings_are_the_engines(stub: ModuleType) -> None:
     found = 0
     for result in backend.sample([Work(prompt, tuple(range(20))) for prompt in PROMPTS], SETTINGS):
         for failure in result.failures:
-            assert answer_seed(4, result.prompt.prompt_id, failure.sample_index) % 11 == 0
+            assert sample_seed(4, result.prompt.prompt_id, failure.sample_index) % 11 == 0
             assert (failure.kind, failure.reason) == ("aborted", "the engine ended it with 'abort'")
-        for answer in result.answers:
-            seed = answer_seed(4, result.prompt.prompt_id, answer.sample_index)
+        for answer in result.outputs:
+            seed = sample_seed(4, result.prompt.prompt_id, answer.sample_index)
             length = 1 + seed % 15
             assert answer.text == f"seed {seed}"
             assert answer.output_tokens == min(length, 12)
@@ -169,8 +168,8 @@ def test_the_engine_is_kept_full_but_no_more(stub: ModuleType) -> None:
 def test_a_run_with_failures_and_long_prompts(stub: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "s.parquet"
     backend = VllmBackend("m", options=VllmOptions(max_model_len=16))
-    summary = run(backend, PROMPTS, SETTINGS, out)
-    kinds = {kind: found.count for kind, found in summary.tally.failures.items()}
+    summary = run_sampling(backend, PROMPTS, SETTINGS, out)
+    kinds = {kind: found.count for kind, found in summary.failures.items()}
     assert kinds["too_long"] == 3 * 2
     assert set(kinds) <= {"too_long", "aborted"}
     assert read_samples(out).num_rows == 18
@@ -201,7 +200,7 @@ def test_a_real_engine_answers_and_repeats_itself(vllm_python: Path, tmp_path: P
     command = [
         str(vllm_python),
         "-m",
-        "data_gen.cli",
+        "data_gen.cli_gen_samples",
         str(prompts),
         "--backend",
         "vllm",

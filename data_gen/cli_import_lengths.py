@@ -1,4 +1,4 @@
-"""The command `import-lengths`: lengths that others measured, as samples or as a trace."""
+"""The command `import-lengths`: logs, traces and public sets as samples or as a trace."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from scheduler_core.errors import InputError, MissingExtraError
 
 @dataclass(frozen=True, kw_only=True)
 class ImportLengthsConfig:
-    """Import a public set of answer lengths, a serving trace or a production log."""
+    """Import a production log, a serving trace or a public set of output lengths."""
 
     INPUTS = ("file",)
     OUTPUTS = ("out", "{out}.run.json")
 
     kind: str
-    """What it is: castillo, tot-gpt4, oasst, alpaca-eval, zeroeval, alpaca-52k, alpaca-52k-vicuna, azure, burstgpt, mooncake, vidur, apex, lengths, feedback, openai-log or log."""
+    """Kind of the source: log (any table), openai-log, feedback, azure, burstgpt, mooncake or castillo; docs/importing.md has recipes for other sets."""
     file: str
     """The file to import, as its publisher ships it."""
     out: str
@@ -26,21 +26,21 @@ class ImportLengthsConfig:
     schema: Literal["samples", "trace"] | None = None
     """Write samples/2 or trace/1; unset: what suits the kind."""
     model: str = ""
-    """Name of the model, where the file does not say."""
+    """Name of the model, where the file does not have it."""
     dataset: str = ""
-    """Name of the set of prompts, where the file does not say."""
+    """Name of the set of prompts, where the file does not have it."""
     max_tokens: int | None = None
-    """Cap on all answers, where the file does not say; an answer that long counts as cut."""
+    """Maximum number of output tokens of all requests, where the file does not have it; an output of that length counts as truncated."""
     unknown: Literal["keep", "stop", "length", "drop"] = "keep"
-    """Answers of which nothing says whether they were cut: keep them as "unknown", take them as stop (finished) or length (cut), or drop them."""
+    """Outputs whose finish reason is unknown: keep them as "unknown", take them as stop (finished) or length (truncated), or drop them."""
     columns: str = ""
-    """Of kind log: where the values are, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end."""
+    """Of kind log: columns of the values, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns that have our names."""
     tokens: str = ""
     """What the lengths count, where the kind leaves it open; only recorded."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "a whole number of at least 1, or unset")
+            raise InputError("max_tokens", self.max_tokens, "integers > 0, or unset")
 
 
 def import_file(config: ImportLengthsConfig) -> None:

@@ -1,4 +1,4 @@
-"""The command `import-urgency`: labelled texts for the urgency head, from the seed set and public sets."""
+"""The command `import-urgency`: labeled texts for the urgency head, from the seed set and files of labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ImportUrgencyConfig:
-    """Write texts with urgency levels (schema urgency/1), from the built-in seed set, public sets and files."""
+    """Write texts with urgency levels (schema urgency/1), from the built-in seed set and files of labels."""
 
     INPUTS = ("sources",)
     OUTPUTS = ("out", "{out}.run.json")
@@ -22,19 +22,19 @@ class ImportUrgencyConfig:
     out: str
     """Parquet file to write."""
     sources: str = "llm,quiet"
-    """What to take, separated by commas: llm, quiet and triage (built in), support-tickets=FILE, seamonkey=FILE, labels=FILE (Parquet with columns text and level). Of a text in several sources the first one's label counts."""
+    """What to take, separated by commas: llm, quiet and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). Of a text in several sources the first one's label counts."""
     splits: str = "train,validation,test"
     """Splits to write, separated by commas; a text's split is decided by its hash."""
     levels: str = ""
-    """Priorities of public sets mapped otherwise, KIND.LABEL=LEVEL separated by commas, e.g. support-tickets.low=standard."""
+    """Levels of the values of a column label, LABEL=LEVEL separated by commas, e.g. critical=interactive,low=batch."""
     weights: str = ""
-    """Weights of sources, KIND=WEIGHT separated by commas, e.g. support-tickets=0.05; default 1 for the seed set and labels, 0.1 for public sets."""
+    """Weights of sources, KIND=WEIGHT separated by commas, e.g. labels=0.1; default 1, and for labels the column weight."""
     limit: int | None = None
-    """Most texts of each source that is a file; unset: all."""
+    """Maximum number of texts of each source that is a file; unset: all."""
     augment_claims: int = 0
-    """Copies of each training text with a claim of urgency and the same level, so that claims are learnt to say nothing."""
+    """Copies of each training text with a claim of urgency and the same level, so that a predictor learns to ignore claims."""
     augment_openers: int = 0
-    """Copies of each training text with a greeting, thanks or the like, so that these are learnt to say nothing."""
+    """Copies of each training text with a greeting, thanks or the like, so that a predictor learns to ignore these."""
     seed: int = 0
     """Decides which phrases are added."""
 
@@ -50,19 +50,25 @@ def import_urgency(config: ImportUrgencyConfig) -> None:
         import pyarrow  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("pyarrow", "gen") from error
-    from data_gen.urgency.mixture import MixtureOptions, Source, write_mixture
+    from data_gen.urgency.mixture import LabelSource, MixtureOptions, write_mixture
 
+    weights: dict[str, float] = {}
+    for kind, value in _pairs(config.weights, "weights", "KIND=WEIGHT"):
+        try:
+            weights[kind] = float(value)
+        except ValueError as error:
+            raise InputError(f"weights, {kind}", value, "a finite number above 0") from error
     options = MixtureOptions(
         splits=tuple(item.strip() for item in config.splits.split(",") if item.strip()),
-        levels=_levels(config.levels),
-        weights=_weights(config.weights),
+        levels=dict(_pairs(config.levels, "levels", "LABEL=LEVEL")),
+        weights=weights,
         limit=config.limit,
         augment_claims=config.augment_claims,
         augment_openers=config.augment_openers,
         seed=config.seed,
     )
-    texts = write_mixture(Source.parse(config.sources), config.out, options)
-    log.info("%s: %d labelled texts", config.out, len(texts))
+    texts = write_mixture(LabelSource.parse(config.sources), config.out, options)
+    log.info("%s: %d labeled texts", config.out, len(texts))
 
 
 def _pairs(text: str, field: str, form: str) -> list[tuple[str, str]]:
@@ -71,26 +77,6 @@ def _pairs(text: str, field: str, form: str) -> list[tuple[str, str]]:
         if not (name and equals and value):
             raise InputError(field, f"{name}{equals}{value}", f"{form}, separated by commas")
     return [(name.strip(), value.strip()) for name, _, value in pairs]
-
-
-def _levels(text: str) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
-    for name, level in _pairs(text, "levels", "KIND.LABEL=LEVEL"):
-        kind, dot, label = name.partition(".")
-        if not dot or not label:
-            raise InputError("levels", name, "KIND.LABEL=LEVEL, separated by commas")
-        found.setdefault(kind, {})[label] = level
-    return found
-
-
-def _weights(text: str) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for kind, value in _pairs(text, "weights", "KIND=WEIGHT"):
-        try:
-            found[kind] = float(value)
-        except ValueError as error:
-            raise InputError(f"weights, {kind}", value, "a finite number above 0") from error
-    return found
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,0 +1,263 @@
+"""The HTTP client for all servers of a run: sends requests, reads responses within limits, names what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import email.utils
+import errno
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from data_gen.openai.options import EngineError, OpenAIOptions
+from data_gen.openai.responses import (
+    EventStreamParser,
+    ResponseError,
+    ServerResponse,
+    read_error_response,
+    read_response,
+)
+from scheduler_core.errors import InputError
+from scheduler_core.json_text import parse_json
+
+UNREACHABLE = "unreachable"
+DISCONNECTED = "disconnected"
+#: A response beyond this is dropped, whatever the server sends.
+MAX_BODY_BYTES = 64 << 20
+_KEEP_ALIVE_S = 30.0
+_PROBE_S = 10.0
+_SPARE_DESCRIPTORS = 128
+
+#: Engine by `owned_by` of /v1/models.
+_OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "library": "ollama"}
+#: (engine, page, field of its version).
+_VERSION_PAGES = (
+    ("vllm", "/version", "version"),
+    ("sglang", "/get_server_info", "version"),
+    ("llama.cpp", "/props", "build_info"),
+    ("ollama", "/api/version", "version"),
+    ("tgi", "/info", "version"),
+)
+#: Engines that draw an output from the seed of its own request.
+SEEDED_ENGINES = ("vllm", "llama.cpp", "ollama", "tgi")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerIdentity:
+    """The engine behind an address, its version and the model it serves."""
+
+    name: str
+    version: str
+    model: str
+
+
+class CompletionsClient:
+    """Holds the connections; lives in one event loop."""
+
+    def __init__(self, options: OpenAIOptions, secrets: Mapping[str, str]) -> None:
+        path = "/chat/completions" if options.api == "chat" else "/completions"
+        self._urls = {url: URL(url + path) for url in options.base_urls}
+        self._stream = options.stream
+        self._secrets = [value.removeprefix("Bearer ") for value in secrets.values() if len(value) > 5]
+        self._now = asyncio.get_running_loop().time
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Content-Type": "application/json", "Accept-Encoding": "identity", **secrets},
+            timeout=aiohttp.ClientTimeout(
+                total=options.timeout_s,
+                sock_connect=options.connect_timeout_s,
+                sock_read=options.chunk_timeout_s if options.stream else None,
+            ),
+            trust_env=options.trust_env,
+            auto_decompress=False,  # nothing compressed is accepted, so nothing can unfold in memory
+        )
+
+    async def complete(self, base_url: str, body: bytes) -> ServerResponse:
+        """Sends one request for completions.
+
+        Raises:
+            ResponseError: Whatever went wrong; kind "unreachable" if no connection came about.
+            EngineError: If this process may not open more connections.
+        """
+        try:
+            async with self._session.post(self._urls[base_url], data=body, allow_redirects=False) as response:
+                if response.status != 200:
+                    error = read_error_response(response.status, await _body(response))
+                    error.retry_after_s = retry_after_s(response.headers, time.time())
+                    raise self._redacted(error)
+                if not self._stream or response.content_type != "text/event-stream":
+                    return read_response(await _body(response))
+                parser = EventStreamParser()
+                async for data in response.content.iter_any():
+                    parser.feed(data, self._now())
+                return parser.finish()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._named(error) from error
+
+    async def get(self, url: str) -> tuple[int, Any]:
+        """Status and JSON (None if it is none) of a page.
+
+        Raises:
+            ResponseError: If there is no response.
+        """
+        return await self._small("GET", url, None)
+
+    async def post(self, url: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
+        """Status and JSON of the response to a small request; raises as `get`."""
+        return await self._small("POST", url, json.dumps(fields).encode())
+
+    async def _small(self, method: str, url: str, body: bytes | None) -> tuple[int, Any]:
+        timeout = aiohttp.ClientTimeout(total=_PROBE_S)
+        try:
+            async with self._session.request(method, url, data=body, timeout=timeout) as response:
+                payload = await _body(response)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._named(error) from error
+        try:
+            return response.status, parse_json(payload)
+        except ValueError:
+            return response.status, None
+
+    def _named(self, error: Exception) -> ResponseError:
+        reason = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise EngineError(f"too many open connections for this process: {reason}") from error
+        kind = "malformed"
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            kind = UNREACHABLE
+        elif isinstance(error, TimeoutError):
+            kind = "timeout"
+        elif isinstance(error, aiohttp.ClientPayloadError):
+            kind = "truncated"
+        elif isinstance(error, aiohttp.ClientConnectionError | OSError):
+            kind = DISCONNECTED
+        return self._redacted(ResponseError(kind, reason, retry=True))
+
+    def _redacted(self, error: ResponseError) -> ResponseError:
+        for secret in self._secrets:
+            error.reason = error.reason.replace(secret, "***")
+        return error
+
+    async def identify(self, base_url: str, model: str) -> ServerIdentity:
+        """The engine, version and model at an address.
+
+        Args:
+            base_url: Address up to /v1.
+            model: Name that it must serve; empty takes the only one.
+
+        Raises:
+            InputError: If it does not serve the model, or the key is not accepted.
+            ResponseError: If it does not respond, or not yet.
+        """
+        status, listed = await self.get(base_url + "/models")
+        if status in (401, 403):
+            raise InputError(
+                "api_key_env",
+                f"HTTP {status} from {base_url}",
+                "a variable with a key that the server accepts",
+            )
+        if status in (408, 425, 429) or status >= 500:
+            raise ResponseError(f"http_{status}", f"HTTP {status} from {base_url}/models", retry=True)
+        owners = _model_owners(listed) if status == 200 else {}
+        if owners:
+            model = _served_model(model, list(owners))
+        elif not model:
+            raise InputError("model", model, f"a name: {base_url}/models does not list what is served")
+        engine = _OWNERS.get(owners.get(model, ""))
+        for name, page, key in _VERSION_PAGES:
+            if engine in (None, name):
+                status, content = await self.get(root_of(base_url) + page)
+                if status == 200 and isinstance(content, dict) and isinstance(content.get(key), str):
+                    return ServerIdentity(name, content[key], model)
+        return ServerIdentity(engine or "openai-compatible", "unknown", model)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await self._session.close()
+
+
+def root_of(base_url: str) -> str:
+    """The address without /v1, where engines have their own pages."""
+    return base_url.removesuffix("/v1")
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    if response.content_length is not None and response.content_length <= MAX_BODY_BYTES:
+        return await response.read()
+    parts, size = [], 0
+    async for data in response.content.iter_any():
+        size += len(data)
+        if size > MAX_BODY_BYTES:
+            raise ResponseError("malformed", f"a response of more than {MAX_BODY_BYTES} bytes", retry=True)
+        parts.append(data)
+    return b"".join(parts)
+
+
+def _model_owners(listed: Any) -> dict[str, str]:
+    """Served model -> `owned_by`; empty where /v1/models lists none."""
+    entries = listed.get("data") if isinstance(listed, dict) else None
+    if not isinstance(entries, list):
+        return {}
+    return {
+        str(entry["id"]): str(entry.get("owned_by"))
+        for entry in entries
+        if isinstance(entry, dict) and "id" in entry
+    }
+
+
+def _served_model(model: str, names: list[str]) -> str:
+    if not model and len(names) == 1:
+        return names[0]
+    for name in (model, f"{model}:latest"):
+        if name in names:
+            return name
+    listed = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+    raise InputError("model", model, f"a model that the server has: {listed}")
+
+
+def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
+    """Seconds that the server asks to wait: Retry-After in seconds or as an HTTP date, or retry-after-ms.
+
+    None without such a header, or where it cannot be read.
+    """
+    for name, unit_s in (("retry-after-ms", 1e-3), ("Retry-After", 1.0)):
+        with contextlib.suppress(ValueError):
+            seconds = float(headers.get(name, "")) * unit_s
+            if math.isfinite(seconds):
+                return max(0.0, seconds)
+    try:
+        moment = email.utils.parsedate_to_datetime(headers.get("Retry-After", ""))
+    except (TypeError, ValueError):
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return max(0.0, moment.timestamp() - now_unix_s)
+
+
+def allow_descriptors(num_connections: int) -> None:
+    """Raises this process's soft limit on open files as far as that many connections need.
+
+    Raises:
+        InputError: If the hard limit is lower.
+    """
+    try:
+        import resource
+    except ImportError:
+        return
+    needed = num_connections + _SPARE_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        allowed = f"at most {hard - _SPARE_DESCRIPTORS} over all servers: this process may open {hard} files"
+        raise InputError("concurrency", num_connections, allowed)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,343 @@
+"""The store of an unfinished sampling run: an SQLite file in WAL mode with (prompt, sample index) as key.
+
+A result is committed as it arrives, so the death of the process takes nothing of it; the log is forced to the disk
+`sync_interval_s` later at the latest, so a power cut takes at most that. `export` writes the Parquet file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_gen.backend import SampledOutput, SampleFailure
+from data_gen.prompts import Prompt
+from data_gen.samples import SCHEMA, prompt_sha256
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import atomic_file
+from scheduler_core.json_text import valid_unicode
+
+EXPORT_ROWS = 8192
+_TABLES = """
+CREATE TABLE run (manifest TEXT NOT NULL);
+CREATE TABLE prompts (
+    prompt_id TEXT PRIMARY KEY, prompt_sha256 TEXT NOT NULL, prompt TEXT, messages TEXT,
+    category TEXT NOT NULL, dataset TEXT NOT NULL
+);
+CREATE TABLE samples (
+    prompt_id TEXT NOT NULL, sample_index INTEGER NOT NULL, engine_version TEXT NOT NULL, prompt_tokens INTEGER,
+    output_tokens INTEGER NOT NULL, finish_reason TEXT NOT NULL, error TEXT,
+    queue_s REAL, ttft_s REAL, total_s REAL, text TEXT,
+    final INTEGER NOT NULL, -- 0: a failure that may pass another time
+    PRIMARY KEY (prompt_id, sample_index)
+);
+"""
+# Of several outputs of one key the first stays, of several failures the last.
+_INSERT = """
+INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET (
+    engine_version, prompt_tokens, output_tokens, finish_reason, error, queue_s, ttft_s, total_s, text, final
+) = (
+    excluded.engine_version, excluded.prompt_tokens, excluded.output_tokens, excluded.finish_reason, excluded.error,
+    excluded.queue_s, excluded.ttft_s, excluded.total_s, excluded.text, excluded.final
+) WHERE finish_reason = 'error'
+"""
+_OF_SOURCE = "FROM samples JOIN source USING (prompt_id)"
+
+
+class RunStoppedError(TailcastError):
+    """A run stopped early: the disk is full, the engine only fails, or the prompts changed meanwhile."""
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns what a full or failing disk raises into a `RunStoppedError` with what to do."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        name = getattr(error, "sqlite_errorname", "")
+        if name in ("SQLITE_CORRUPT", "SQLITE_NOTADB"):
+            raise RunStoppedError(
+                f"{path} is damaged ({error}); `sqlite3 {path} .recover` may save what is in it, removing it starts over"
+            ) from error
+        if isinstance(error, sqlite3.Error) and not isinstance(error, sqlite3.OperationalError):
+            raise
+        reason = (
+            "no space left on device" if name == "SQLITE_FULL" else getattr(error, "strerror", None) or error
+        )
+        raise RunStoppedError(
+            f"{path}: cannot write ({reason}); finished samples are kept, and the same command continues from there "
+            "once that is fixed"
+        ) from error
+
+
+class SampleStore:
+    """Prompts and samples of one run; the caller holds the folder's lock.
+
+    Args:
+        path: The SQLite file, created if it is missing.
+        sync_interval_s: Longest time that a committed result stays unsynced; 0 syncs every one.
+
+    Raises:
+        RunStoppedError: The disk is full or the file is damaged.
+    """
+
+    def __init__(self, path: Path, *, sync_interval_s: float) -> None:
+        self.path = path
+        self._sync_interval_s = sync_interval_s
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._sync_error: OSError | None = None
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            with disk_errors(path):
+                # One process at a time, so no shared memory beside the file.
+                self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = NORMAL")
+                if not self._value("SELECT COUNT(*) FROM sqlite_master"):
+                    with self.transaction():
+                        for statement in _TABLES.split(";\n")[:-1]:
+                            self._db.execute(statement)
+                # Failures of earlier processes are tried again.
+                self._db.execute("DELETE FROM samples WHERE finish_reason = 'error'")
+                self._db.execute(
+                    "CREATE TEMP TABLE source (position INTEGER PRIMARY KEY, prompt_id TEXT UNIQUE)"
+                )
+                _sync(path.parent)
+        except BaseException:
+            self._db.close()
+            raise
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Commits what happens inside, or nothing of it."""
+        with disk_errors(self.path):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _value(self, query: str, parameters: Sequence[object] = ()) -> Any:
+        row = self._db.execute(query, parameters).fetchone()
+        return None if row is None else row[0]
+
+    @property
+    def manifest(self) -> dict[str, Any] | None:
+        """What the run is; None before it is set."""
+        text = self._value("SELECT manifest FROM run")
+        return None if text is None else json.loads(text)
+
+    def set_manifest(self, manifest: Mapping[str, object]) -> None:
+        """Replaces the manifest."""
+        self._db.execute("DELETE FROM run")
+        self._db.execute("INSERT INTO run VALUES (?)", [json.dumps(manifest)])
+
+    def register(self, prompts: Iterable[Prompt], *, hash_only: bool) -> int:
+        """Reads all prompts of the source once and returns their number; with `hash_only` no text goes to disk.
+
+        Raises:
+            InputError: There is none, an id repeats, or the run has had another prompt of that id.
+        """
+        count = 0
+        for count, prompt in enumerate(prompts, start=1):
+            key, digest = valid_unicode(prompt.prompt_id), prompt_sha256(prompt)
+            try:
+                self._db.execute("INSERT INTO source VALUES (?, ?)", (count - 1, key))
+            except sqlite3.IntegrityError as error:
+                raise InputError("prompts", prompt.prompt_id, "each prompt id once") from error
+            messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+            columns = (
+                key,
+                digest,
+                None if hash_only else valid_unicode(prompt.text),
+                None
+                if hash_only or not messages
+                else valid_unicode(json.dumps(messages, ensure_ascii=False)),
+                valid_unicode(prompt.category),
+                valid_unicode(prompt.dataset),
+            )
+            self._db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?)", columns)
+            if self._value("SELECT prompt_sha256 FROM prompts WHERE prompt_id = ?", [key]) != digest:
+                allowed = "the text that this id has in the interrupted run; or another --out"
+                raise InputError("prompts", f"another text of {prompt.prompt_id!r}", allowed)
+        if not count:
+            raise InputError("prompts", "none", "at least one prompt")
+        return count
+
+    def has_prompt(self, position: int, prompt: Prompt) -> bool:
+        """Whether the source had this prompt at this position when it was registered."""
+        query = "SELECT prompt_sha256 FROM prompts JOIN source USING (prompt_id) WHERE position = ? AND prompt_id = ?"
+        digest = self._value(query, (position, valid_unicode(prompt.prompt_id)))
+        return bool(digest == prompt_sha256(prompt))
+
+    def open_indices(self, prompt_id: str, num_samples: int) -> tuple[int, ...]:
+        """The sample indices of a prompt that are missing or may be tried again, increasing."""
+        query = "SELECT sample_index FROM samples WHERE prompt_id = ? AND final"
+        closed = {index for (index,) in self._db.execute(query, [valid_unicode(prompt_id)])}
+        return tuple(index for index in range(num_samples) if index not in closed)
+
+    def add(
+        self,
+        prompt_id: str,
+        prompt_tokens: int | None,
+        outputs: Sequence[SampledOutput],
+        failures: Mapping[SampleFailure, bool],
+        *,
+        engine_version: str,
+        keep_text: bool,
+    ) -> None:
+        """Commits a result; `failures` are mapped to whether the same request would fail again.
+
+        Raises:
+            RunStoppedError: The disk is full or fails; what was added before stays.
+        """
+        shared = (valid_unicode(prompt_id), engine_version, prompt_tokens)
+        rows: list[tuple[object, ...]] = []
+        for output in outputs:
+            times = (_rounded(output.queue_s), _rounded(output.ttft_s), _rounded(output.total_s))
+            text = valid_unicode(output.text) if keep_text else None
+            rows.append(
+                (output.sample_index, output.output_tokens, output.finish_reason, None, *times, text, True)
+            )
+        for failure, permanent in failures.items():
+            error = valid_unicode(f"{failure.kind}: {failure.reason}")
+            rows.append((failure.sample_index, 0, "error", error, None, None, None, None, permanent))
+        with disk_errors(self.path), self._lock:
+            self._raise_sync_error()
+            with self.transaction():
+                self._db.executemany(_INSERT, [(shared[0], row[0], *shared[1:], *row[1:]) for row in rows])
+            if self._sync_interval_s <= 0:
+                self._sync_log()
+            elif self._timer is None:
+                self._timer = threading.Timer(self._sync_interval_s, self._on_timer)
+                self._timer.daemon = True
+                self._timer.start()
+
+    def _raise_sync_error(self) -> None:
+        """Raises what the timer met: once a sync has failed, a second one would prove nothing."""
+        error, self._sync_error = self._sync_error, None
+        if error is not None:
+            raise error
+
+    def _on_timer(self) -> None:
+        with self._lock:
+            self._timer = None
+            try:
+                self._sync_log()
+            except OSError as error:
+                self._sync_error = error
+
+    def _sync_log(self) -> None:
+        with contextlib.suppress(FileNotFoundError):  # SQLite has moved and synced it
+            _sync(self.path.with_name(f"{self.path.name}-wal"))
+
+    def num_outputs(self) -> int:
+        """Finished samples of the source's prompts."""
+        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE finish_reason != 'error'"))
+
+    def num_closed(self) -> int:
+        """Samples of the source's prompts that are not asked for any more."""
+        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE final"))
+
+    def num_retryable(self) -> int:
+        """Failures that may pass another time."""
+        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE NOT final"))
+
+    def num_surplus(self) -> int:
+        """Finished samples of prompts that the source does not have any more."""
+        query = "SELECT COUNT(*) FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM source)"
+        return int(self._value(f"{query} AND finish_reason != 'error'"))
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Finish reason -> (samples, output tokens) of the source's prompts."""
+        query = f"SELECT finish_reason, COUNT(*), SUM(output_tokens) {_OF_SOURCE} GROUP BY finish_reason"
+        return {reason: (count, tokens) for reason, count, tokens in self._db.execute(query)}
+
+    def failures(self) -> Iterator[tuple[str, int, str]]:
+        """(prompt id, sample index, "KIND: reason") of each failure, in the order of the source."""
+        query = f"SELECT prompt_id, sample_index, error {_OF_SOURCE} WHERE finish_reason = 'error'"
+        yield from self._db.execute(f"{query} ORDER BY position, sample_index")
+
+    def export(self, target: Path, constants: Mapping[str, object]) -> None:
+        """Writes all samples of the source's prompts as Parquet (`samples/2`), atomically, in the source's order.
+
+        Args:
+            target: File to write.
+            constants: Columns that are the same in all rows.
+        """
+        own = {"prompt_sha256", "prompt", "messages", "category", "dataset"}
+        columns = [
+            f":{name}" if name in constants else f"prompts.{name}" if name in own else f"samples.{name}"
+            for name in SCHEMA.names
+        ]
+        query = (
+            f"SELECT {', '.join(columns)} FROM source JOIN prompts USING (prompt_id) JOIN samples USING (prompt_id) "
+            "ORDER BY position, sample_index"
+        )
+        messages = SCHEMA.names.index("messages")
+        with (
+            disk_errors(target),
+            atomic_file(target) as temporary,
+            pq.ParquetWriter(temporary, SCHEMA, compression="zstd") as writer,
+        ):
+            cursor = self._db.execute(query, dict(constants))
+            while rows := cursor.fetchmany(EXPORT_ROWS):
+                values = [list(column) for column in zip(*rows, strict=True)]
+                values[messages] = [None if text is None else json.loads(text) for text in values[messages]]
+                writer.write_table(
+                    pa.Table.from_pydict(dict(zip(SCHEMA.names, values, strict=True)), schema=SCHEMA)
+                )
+
+    def close(self) -> None:
+        """Syncs and closes the file.
+
+        Raises:
+            RunStoppedError: The disk fails.
+        """
+        with disk_errors(self.path), self._lock:
+            self._stop_timer()
+            try:
+                self._sync_log()
+                self._raise_sync_error()
+            finally:
+                self._db.close()
+
+    def remove(self) -> None:
+        """Removes the file in one step, so that a crash on the way leaves nothing that looks like a run."""
+        with self._lock:
+            self._stop_timer()
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("PRAGMA journal_mode = DELETE")
+            self.path.unlink(missing_ok=True)
+            self._db.close()
+            self.path.with_name(f"{self.path.name}-wal").unlink(missing_ok=True)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)
