@@ -1,32 +1,27 @@
-"""The command `fit-dist`: a length distribution for each prompt, from its sampled answers."""
+"""The command `fit-dist`: a length distribution for each prompt, from its sampled outputs."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
-
-if TYPE_CHECKING:
-    from training.fitting.jobs.workers import Runner
-    from training.fitting.options import FitOptions
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitDistConfig:
-    """Fit a length distribution to the sampled answers of each prompt, by maximum likelihood."""
+    """Fit a length distribution to the sampled outputs of each prompt, by maximum likelihood."""
 
     INPUTS = ("samples",)
     OUTPUTS = ("out", "{out}.run.json", "{out}.parts", "json", "figure", "report")
 
     samples: str
-    """Answer lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each answer (samples/2), or lists in output_tokens with one row for each group."""
+    """Output lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each sample (samples/2), or lists in output_tokens with one row for each group."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
     family: Literal["log-t", "log-normal", "gamma", "weibull", "exponential"] = "log-t"
@@ -34,9 +29,9 @@ class FitDistConfig:
     nu: float | Literal["free"] = 3.5
     """Degrees of freedom of the log-t distribution, or free: fitted too, for each group."""
     censoring: Literal["right", "none"] = "right"
-    """What an answer cut at its cap means: right = at least that long; none = just that long (the TIE paper's way, biased low)."""
+    """Meaning of a sample truncated at max_tokens: right = at least that long; none = just that long (the TIE paper's way, biased low)."""
     max_tokens: int | None = None
-    """Cap on all answers: longer ones count as cut there. Needed for lists without a column `finished`, where answers of that length or more count as cut."""
+    """Limit of all samples: longer ones count as censored there. Needed for lists without a column `finished`, where samples of that length or more count as censored."""
     group_by: str = "prompt_id,model"
     """Columns that name a group, separated by commas."""
     solver: Literal["batched", "lbfgsb"] = "batched"
@@ -44,7 +39,7 @@ class FitDistConfig:
     integers: bool = False
     """Take a length x for the interval [x - 1/2, x + 1/2], whose probability is its likelihood."""
     weights: str | None = None
-    """Column that says how many answers each one counts as: a number above 0, or a list of them in the form of lists."""
+    """Column of how many samples each one counts as: a number above 0, or a list of them in the form of lists."""
     alternatives: bool = True
     """Fit the other families too, to compare them."""
     bootstrap: int = 0
@@ -58,11 +53,11 @@ class FitDistConfig:
     ray: str | None = None
     """Fit on a Ray cluster: its address (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine with --processes processors. Every node needs this version of tailcast."""
     block_groups: int = 16_384
-    """Most groups fitted at a time by one process; fewer need less memory."""
+    """Maximum number of groups fitted at a time by one process; fewer need less memory."""
     resume: bool = True
-    """Go on where an interrupted run of the same command stopped; false = start over."""
+    """Resume an interrupted run of the same command; false = start over."""
     json: str | None = None
-    """JSON file to write: counts, flags, and how well each family does."""
+    """JSON file to write: counts, flags, and how well each family fits."""
     figure: str | None = None
     """PNG file to write: histograms of some prompts with the fitted curves."""
     report: str | None = None
@@ -76,9 +71,9 @@ class FitDistConfig:
         if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
             raise InputError("max_tokens", self.max_tokens, "integers from 1 to 2**31 - 1, or unset")
         if self.block_groups < 1:
-            raise InputError("block_groups", self.block_groups, "a whole number of at least 1")
+            raise InputError("block_groups", self.block_groups, "an integer of at least 1")
         if self.processes is not None and self.processes < 1:
-            raise InputError("processes", self.processes, "a whole number of at least 1, or unset")
+            raise InputError("processes", self.processes, "an integer of at least 1, or unset")
         if self.weights == "":
             raise InputError("weights", "", "the name of a column, or unset")
         for name in ("out", "json", "figure", "report"):
@@ -95,16 +90,17 @@ class FitDistConfig:
 
 
 def fit_dist(config: FitDistConfig) -> dict[str, Any]:
-    """Runs the command: writes the fits, `OUT.run.json`, and what else is asked for; returns the summary."""
+    """Runs the command: writes the fits, `OUT.run.json` and the optional outputs; returns the summary."""
     try:
+        import duckdb  # noqa: F401
         import numba  # noqa: F401
         import pyarrow  # noqa: F401
         import scipy  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(error.name or "scipy", "train") from error
     from scheduler_core.files import writable_target, write_json
-    from training.fitting.jobs.pipeline import fit_block, fit_file
-    from training.fitting.reading.blocks import BlockLimits, Grouping
+    from training.fitting.fit_job import Workers, fit_file, usable_cores
+    from training.fitting.fits import FitOptions
     from training.fitting.summary import families_table, summarize_file
     from training.versions import versions_of
 
@@ -114,40 +110,7 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         for name, path in (("json", config.json), ("figure", config.figure), ("report", config.report))
         if path is not None
     }
-    options = _options(config)
-    versions = versions_of(("numpy", "scipy", "pyarrow", "numba"))
-    counts, samples = fit_file(
-        config.samples,
-        out,
-        partial(fit_block, options=options),
-        grouping=Grouping(keys=options.keys, max_tokens=options.max_tokens, weights=options.weights),
-        settings={"options": asdict(options), "versions": versions},
-        limits=BlockLimits(groups=config.block_groups),
-        runner=_runner(config),
-        resume=config.resume,
-        progress=config.progress,
-    )
-    summary = summarize_file(out, options.family, options.nu) | {"num_errors_left_out": counts.num_errors}
-    run = {"config": asdict(config), "samples": samples, "versions": versions}
-    write_json(out.with_name(out.name + ".run.json"), run)
-    if "json" in others:
-        write_json(others["json"], summary | run)
-    if "figure" in others:
-        from training.fitting.figure import draw_fits
-
-        draw_fits(out, others["figure"])
-    if "report" in others:
-        from training.fitting.report import write_report
-
-        write_report(out, others["report"], summary)
-    _log(summary, families_table(summary))
-    return summary
-
-
-def _options(config: FitDistConfig) -> FitOptions:
-    from training.fitting.options import FitOptions
-
-    return FitOptions(
+    options = FitOptions(
         family=config.family,
         nu=None if config.nu == "free" else config.nu,
         censoring=config.censoring,
@@ -161,23 +124,35 @@ def _options(config: FitDistConfig) -> FitOptions:
         confidence=config.confidence,
         seed=config.seed,
     )
+    # A fit of microseconds costs less than bringing its samples to another process.
+    is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
+    processes = config.processes or (usable_cores() if is_slow else 1)
+    versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
+    counts, samples = fit_file(
+        config.samples,
+        out,
+        options,
+        versions=versions,
+        block_groups=config.block_groups,
+        workers=Workers(processes=processes, ray=config.ray),
+        resume=config.resume,
+        progress=config.progress,
+    )
+    summary = summarize_file(out, options.family, options.nu) | {"num_errors_left_out": counts.num_errors}
+    run = {"config": asdict(config), "samples": samples, "versions": versions}
+    write_json(out.with_name(out.name + ".run.json"), run)
+    if "json" in others:
+        write_json(others["json"], summary | run)
+    if "figure" in others:
+        from training.fitting.figures import write_figure
 
+        write_figure(out, others["figure"], options)
+    if "report" in others:
+        from training.fitting.report import write_report
 
-def _runner(config: FitDistConfig) -> Runner:
-    from training.fitting.jobs.workers import check_processes, run_processes
-
-    slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
-    processes = check_processes(config.processes, slow=slow)
-    if config.ray is None:
-        return partial(run_processes, processes=processes)
-    from training.fitting.jobs.ray_workers import run_ray
-
-    return partial(run_ray, address=config.ray, processes=processes)
-
-
-def _log(summary: dict[str, Any], table: str) -> None:
+        write_report(out, others["report"], summary, options)
     log.info(
-        "%d groups, %d samples, %.1f %% of them cut, %d failed ones left out; flags %s; %d not converged",
+        "%d groups, %d samples, %.1f %% of them censored, %d failed ones left out; flags %s; %d not converged",
         summary["num_groups"],
         summary["num_samples"],
         100 * summary["num_censored"] / summary["num_samples"],
@@ -185,8 +160,9 @@ def _log(summary: dict[str, Any], table: str) -> None:
         summary["flags"],
         summary["num_not_converged"],
     )
-    for line in table.splitlines():
+    for line in families_table(summary).splitlines():
         log.info("%s", line)
+    return summary
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -13,8 +13,7 @@ from scipy import stats
 
 from scheduler_core.errors import InputError
 from tests.training.reference import LogTOfScipy, log_likelihood, maximize_log_t, scipy_distribution
-from training.fitting.estimate import Sample, estimate
-from training.fitting.families import SIGMA_FLOOR, compared_families, family_of
+from training.fitting.estimate import SIGMA_FLOOR, SortedLengths, compared_families, estimate, family_of
 from training.fitting.kernels import groups as kernel
 
 CASTILLO = Path(__file__).parents[3] / "shared" / "data" / "castillo_train.parquet"
@@ -29,7 +28,7 @@ def sample(rows, finished=None, weights=None):
     )
     offsets = np.concatenate([[0], np.cumsum([len(row) for row in rows])])
     flat = None if weights is None else np.concatenate([np.asarray(row, float) for row in weights])
-    return Sample.of(lengths, ended.astype(bool), offsets, flat)
+    return SortedLengths.of(lengths, ended.astype(bool), offsets, flat)
 
 
 def one(lengths, finished=None, family="log-t", nu=3.5, weights=None, **options):
@@ -311,7 +310,7 @@ def test_nearly_constant_lengths_end_at_the_floor():
 
 
 def test_a_median_beyond_the_cap_is_said():
-    assert flags_of(40, 60, 80, 80, 80, 80, finished=[1, 1, 0, 0, 0, 0]) == kernel.MEDIAN_BEYOND_CAP
+    assert flags_of(40, 60, 80, 80, 80, 80, finished=[1, 1, 0, 0, 0, 0]) == kernel.MEDIAN_EXTRAPOLATED
     assert flags_of(40, 50, 60, 70, 80, finished=[1, 1, 1, 1, 0]) == 0
 
 
@@ -360,7 +359,7 @@ def test_a_family_finds_its_own_parameters(label):
 def test_bad_answers_are_refused(change, field):
     given_ = {"lengths": [4, 5, 6], "offsets": [0, 3], "weights": [1.0, 1.0, 1.0]} | change
     with pytest.raises(InputError, match=field):
-        Sample.of(
+        SortedLengths.of(
             np.array(given_["lengths"]),
             np.ones(3, bool),
             np.array(given_["offsets"]),

@@ -1,1 +1,1 @@
-"""From sampled answer lengths to one length distribution for each prompt."""
+"""From sampled output lengths to one length distribution for each prompt."""

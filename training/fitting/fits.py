@@ -1,41 +1,136 @@
-"""Fits of many groups: parameters, tests and flags, beside the answers they come from."""
+"""Fits of many groups: parameters, tests and flags, with the samples they come from.
+
+As a table, and as a Parquet file `fits/2`, there is one row for each group:
+
+| column | type | meaning |
+|---|---|---|
+| group keys | as in the samples | by default prompt_id, model |
+| prompt, category, dataset, prompt_tokens, temperature | as in the samples | only if the samples have them |
+| mu, sigma, nu | double | log-t and log-normal (nu = inf): log tokens |
+| shape, scale | double | gamma and Weibull; the exponential has scale only; tokens |
+| num_samples, num_censored | int32 | samples, and how many of them are censored |
+| max_tokens | int32 | limit of the samples; null if unknown |
+| log_likelihood | double | of all samples, x in tokens; null if not fitted |
+| ks_stat, ks_p | double | plain Kolmogorov-Smirnov test; null if not fitted |
+| ad_stat | double | Anderson-Darling statistic |
+| se_mu, se_sigma, ... | double | standard errors by the observed information; null where there is none |
+| converged | bool | see `estimate.Estimates` |
+| flags | list of string | see `FLAGS` |
+| FAMILY_log_likelihood, _ks_stat, _ks_p, _ad_stat | double | of the families it is compared with |
+| ks_p_boot, ad_p_boot, mu_low, mu_high, ... | double | by parametric bootstrap |
+| output_tokens | list of int32 | the output lengths; of a censored sample the length that it exceeds |
+| finished | list of bool | false: censored |
+| weights | list of double | how many samples each one counts as; only if the fit had weights |
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from data_gen.tables import convertible, read_parquet
 from scheduler_core.errors import InputError
-from training.fitting.estimate import Estimates, Sample, estimate
-from training.fitting.families import FloatArray, compared_families
+from training.fitting.estimate import (
+    MIN_SAMPLES,
+    Estimates,
+    Family,
+    FamilyName,
+    FloatArray,
+    Solver,
+    SortedLengths,
+    compared_families,
+    estimate,
+    family_of,
+)
 from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
 from training.fitting.kernels import groups as kernel
-from training.fitting.options import FitOptions
-from training.fitting.reading.table import GroupedLengths
+from training.fitting.samples import GroupedLengths, group_table, with_conversations
 
-#: Flag -> what it says of a group.
+log = logging.getLogger(__name__)
+
+SCHEMA_NAME = "fits/2"
+Censoring = Literal["right", "none"]
+#: Flag -> what it means for a group.
 FLAGS = {
-    "constant": "all lengths are equal and none was cut; sigma is its floor",
+    "constant": "all lengths are equal and none is censored; sigma is its floor",
     "sigma_floor": "the likelihood grows until sigma reaches its floor of 0.001 (shape its bound)",
-    "all_censored": "every answer was cut: not fitted; mu is ln of the largest cap, a lower bound",
-    "median_beyond_cap": "some answers were cut and the fit's median lies beyond the longest one: it extrapolates",
-    "too_few_samples": "fewer than 3 answers: not fitted; mu is ln of the middle one, null without any",
+    "all_censored": "every sample is censored: not fitted; mu is ln of the largest limit, a lower bound",
+    "median_beyond_cap": "some samples are censored and the fit's median lies beyond the longest one: it extrapolates",
+    "too_few_samples": "fewer than 3 samples: not fitted; mu is ln of the middle one, null without any",
     "nu_at_bound": "free nu ended at 1 or at infinity",
 }
 _BITS = {
     "constant": kernel.CONSTANT,
     "sigma_floor": kernel.SIGMA_FLOOR,
     "all_censored": kernel.ALL_CENSORED,
-    "median_beyond_cap": kernel.MEDIAN_BEYOND_CAP,
+    "median_beyond_cap": kernel.MEDIAN_EXTRAPOLATED,
     "too_few_samples": kernel.TOO_FEW_SAMPLES,
     "nu_at_bound": kernel.NU_AT_BOUND,
 }
 #: Flags of groups whose parameters are bounds or guesses, no fit.
 NOT_FITTED = ("all_censored", "too_few_samples")
+#: Flags of groups without a fit that could be tested.
+NOT_TESTED = ("constant", *NOT_FITTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitOptions:
+    """How groups are made and fitted.
+
+    Attributes:
+        family: What to fit.
+        nu: Degrees of freedom of the log-t distribution; None = free, by profile likelihood.
+        censoring: "right" counts truncated samples as at least as long, "none" as complete (the paper's way, biased low).
+        integers: Take a finished length x for [x - 1/2, x + 1/2], whose probability is the likelihood.
+        solver: See `estimate.estimate`.
+        keys: Columns that name a group.
+        max_tokens: Limit of all samples, see `group_table`.
+        weights: Column with how many samples each one counts as; None = 1.
+        alternatives: Compare with the other families.
+        bootstrap: Replicates of the parametric bootstrap for each group; 0 = none.
+        confidence: Of the bootstrap's intervals.
+        seed: Of the bootstrap.
+    """
+
+    family: FamilyName = "log-t"
+    nu: float | None = 3.5
+    censoring: Censoring = "right"
+    integers: bool = False
+    solver: Solver = "batched"
+    keys: tuple[str, ...] = ("prompt_id", "model")
+    max_tokens: int | None = None
+    weights: str | None = None
+    alternatives: bool = False
+    bootstrap: int = 0
+    confidence: float = 0.9
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.fitted_family  # noqa: B018  (raises for a bad family or nu)
+        if self.censoring not in get_args(Censoring):
+            raise InputError("censoring", self.censoring, "right or none")
+        if self.solver not in get_args(Solver):
+            raise InputError("solver", self.solver, "batched or lbfgsb")
+        if self.solver == "lbfgsb" and self.family == "log-t" and self.nu is None:
+            raise InputError("solver", self.solver, "batched, where nu is free")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InputError("max_tokens", self.max_tokens, "integers of at least 1, or unset")
+        if self.bootstrap and not 19 <= self.bootstrap <= 100_000:
+            raise InputError("bootstrap", self.bootstrap, "0 for none, or 19 to 100000 replicates")
+        if not 0 < self.confidence < 1:
+            raise InputError("confidence", self.confidence, "a number between 0 and 1")
+
+    @property
+    def fitted_family(self) -> Family:
+        """The family to fit."""
+        return family_of(self.family, self.nu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +138,7 @@ class FittedGroups:
     """Groups with their fits; arrays have one entry for each of G groups.
 
     Attributes:
-        groups: Names and answers.
+        groups: Names and samples.
         parameters: Of the family, by name.
         log_likelihood, ks_stat, ks_p, ad_stat: Of each fit; NaN where not fitted.
         converged: See `estimate.Estimates`.
@@ -114,7 +209,7 @@ class FittedGroups:
         Raises:
             InputError: There is no such flag.
         """
-        return np.asarray((self.flag_bits & bits_of(flags)) != 0)
+        return np.asarray((self.flag_bits & _bits_of(flags)) != 0)
 
     def take(self, groups: Sequence[int] | NDArray[np.intp]) -> FittedGroups:
         """The groups at these positions."""
@@ -133,12 +228,7 @@ class FittedGroups:
         )
 
 
-def bits_of(flags: Sequence[str]) -> int:
-    """Flags as bits.
-
-    Raises:
-        InputError: There is no such flag.
-    """
+def _bits_of(flags: Sequence[str]) -> int:
     bits = 0
     for flag in flags:
         if flag not in _BITS:
@@ -147,17 +237,10 @@ def bits_of(flags: Sequence[str]) -> int:
     return bits
 
 
-def sample_of(groups: GroupedLengths, options: FitOptions) -> Sample:
-    """The answers as the likelihood is told about them."""
-    finished = groups.flat_finished
-    if options.censoring == "none":
-        finished = np.ones_like(finished)
-    return Sample.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
-
-
 def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
     """Fits each group by itself and tests the fit; a group's result does not depend on the others."""
-    sample = sample_of(groups, options)
+    finished = groups.flat_finished if options.censoring == "right" else np.ones_like(groups.flat_finished)
+    sample = SortedLengths.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
     counts = _effective_counts(sample)
     family = options.fitted_family
     fits = estimate(sample, family, solver=options.solver, integers=options.integers)
@@ -169,7 +252,7 @@ def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
             if label != family.label:
                 extra |= _compared(sample, counts, label, estimate(sample, other, integers=options.integers))
     if options.bootstrap:
-        found = bootstrap(
+        result = bootstrap(
             sample,
             fits,
             ks,
@@ -177,12 +260,12 @@ def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
             replicates=options.bootstrap,
             confidence=options.confidence,
             integers=options.integers,
-            caps=caps_of(groups, options),
+            limits=_censoring_limits(groups, options),
             seeds=np.array(
                 [group_seed(options.seed, groups.name(g)) for g in range(len(groups))], dtype=np.uint64
             ),
         )
-        extra |= {"ks_p_boot": found.ks_p, "ad_p_boot": found.ad_p} | interval_columns(fits, found)
+        extra |= {"ks_p_boot": result.ks_p, "ad_p_boot": result.ad_p} | interval_columns(fits, result)
     return FittedGroups(
         groups=groups,
         parameters=parameters,
@@ -200,7 +283,7 @@ def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
 
 
 def _compared(
-    sample: Sample, counts: NDArray[np.int64], label: str, fits: Estimates
+    sample: SortedLengths, counts: NDArray[np.int64], label: str, fits: Estimates
 ) -> dict[str, FloatArray]:
     ks, ad = fits.distances(sample)
     return {
@@ -211,15 +294,15 @@ def _compared(
     }
 
 
-def _effective_counts(sample: Sample) -> NDArray[np.int64]:
-    """Answers of each group; with weights their effective number (sum w)^2 / sum w^2, rounded down."""
+def _effective_counts(sample: SortedLengths) -> NDArray[np.int64]:
+    """Samples of each group; with weights their effective number (sum w)^2 / sum w^2, rounded down."""
     if not sample.weights.size:
         return np.diff(sample.offsets)
-    sums, squares = (group_sums(values, sample.offsets) for values in (sample.weights, sample.weights**2))
+    sums, squares = (_group_sums(values, sample.offsets) for values in (sample.weights, sample.weights**2))
     return np.asarray(np.maximum(sums**2 / np.maximum(squares, 1e-300) + 1e-9, 1), dtype=np.int64)
 
 
-def group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
+def _group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
     """Sum of the flat values [S] of each group [G]; 0 for a group without any."""
     # Group by group, so that no rounding of one reaches another.
     count = len(offsets) - 1
@@ -227,16 +310,151 @@ def group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
     return np.asarray(np.bincount(owners, weights=values, minlength=count), dtype=np.float64)
 
 
-def caps_of(groups: GroupedLengths, options: FitOptions) -> FloatArray:
-    """Length at which each group's answers are cut [G]: its cap, else its longest cut answer, else inf."""
-    caps = np.full(len(groups), np.inf)
+def _censoring_limits(groups: GroupedLengths, options: FitOptions) -> FloatArray:
+    """Length beyond which each group's samples are censored [G]: max_tokens, else the longest censored one, else inf."""
+    limits = np.full(len(groups), np.inf)
     if options.censoring == "none":
-        return caps
-    for number, cap in enumerate(groups.max_tokens):
+        return limits
+    for number, max_tokens in enumerate(groups.max_tokens):
         rows = slice(groups.offsets[number], groups.offsets[number + 1])
-        cut = groups.flat_lengths[rows][~groups.flat_finished[rows]]
-        if cap is not None:
-            caps[number] = cap
-        elif len(cut):
-            caps[number] = cut.max()
-    return caps
+        censored = groups.flat_lengths[rows][~groups.flat_finished[rows]]
+        if max_tokens is not None:
+            limits[number] = max_tokens
+        elif len(censored):
+            limits[number] = censored.max()
+    return limits
+
+
+def fits_table(fits: FittedGroups) -> pa.Table:
+    """The table `fits/2` of fitted groups."""
+    groups = fits.groups
+    columns = {name: _doubles(values) for name, values in fits.parameters.items()} | {
+        "num_samples": pa.array(groups.counts, pa.int32()),
+        "num_censored": pa.array(_group_sums(~groups.flat_finished, groups.offsets).astype(np.int32)),
+        "max_tokens": pa.array(groups.max_tokens, pa.int32()),
+        "log_likelihood": _doubles(fits.log_likelihood),
+        "ks_stat": _doubles(fits.ks_stat),
+        "ks_p": _doubles(fits.ks_p),
+        "ad_stat": _doubles(fits.ad_stat),
+        **{f"se_{name}": _doubles(values) for name, values in fits.standard_errors.items()},
+        "converged": pa.array(fits.converged),
+        "flags": pa.array([list(flags) for flags in fits.flags], pa.list_(pa.string())),
+        **{name: _doubles(values) for name, values in fits.extra.items()},
+        "output_tokens": _lists(groups.flat_lengths, groups.offsets, pa.int32()),
+        "finished": _lists(groups.flat_finished, groups.offsets, pa.bool_()),
+    }
+    if groups.flat_weights is not None:
+        columns["weights"] = _lists(groups.flat_weights, groups.offsets, pa.float64())
+    table = groups.rows
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    return table.replace_schema_metadata({"tailcast.schema": SCHEMA_NAME})
+
+
+def _doubles(values: FloatArray) -> pa.Array:
+    return pa.array(values, pa.float64(), from_pandas=True)
+
+
+def _lists(values: NDArray[Any], offsets: NDArray[np.int64], kind: pa.DataType) -> pa.Array:
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values).cast(kind))
+
+
+def read_fits_or_fit(
+    path: str | Path,
+    options: FitOptions,
+    *,
+    field: str = "data",
+    where: dict[str, str] | None = None,
+    min_samples: int = MIN_SAMPLES,
+    conversations: bool = False,
+) -> FittedGroups:
+    """Fits out of a fits file as they are; any other output lengths are fitted now.
+
+    Args:
+        path: Parquet file: fits, samples or lists.
+        options: Used to make and fit groups; of a fits file only the keys are used.
+        field: Name of the option with the path, for messages.
+        where: Column -> value: only rows with it.
+        min_samples: Smallest allowed size of the largest group; groups with fewer than 3 samples are not fitted.
+        conversations: Take whole conversations for prompts (`with_conversations`).
+
+    Returns:
+        The fits; groups all of whose samples failed are left out, with a line in the log.
+
+    Raises:
+        InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
+    """
+    path = Path(path)
+    table = _filtered(read_parquet(path, field), path, where or {})
+    if conversations:
+        table = with_conversations(table, path)
+    is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
+    groups = group_table(
+        table,
+        path,
+        keys=options.keys,
+        max_tokens=None if is_fits else options.max_tokens,
+        weights="weights" if is_fits and "weights" in table.column_names else options.weights,
+        min_samples=min_samples,
+    )
+    if is_fits and len(groups) != table.num_rows:
+        raise InputError(
+            f"{path.name}, rows", table.num_rows, f"each {', '.join(groups.keys)} once in a fits file"
+        )
+    filled = np.flatnonzero(groups.counts)
+    if len(filled) < len(groups):
+        log.info("%s: %d groups without any sample left out", field, len(groups) - len(filled))
+        groups = groups.take(filled)
+    if not is_fits:
+        return fit_groups(groups, options)
+    return _stored_fits(table.take(pa.array(filled)), groups, path)
+
+
+def _filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
+    for name, value in where.items():
+        if name not in table.column_names:
+            raise InputError(f"{path.name}, columns", table.column_names, f"also {name}")
+        values = table.column(name).to_pylist()
+        rows = [row for row, entry in enumerate(values) if entry == value]
+        if not rows:
+            existing = ", ".join(sorted(map(str, set(values)))[:20])
+            raise InputError(f"{path.name}, column {name}", value, f"one of {existing}")
+        table = table.take(pa.array(rows))
+    return table
+
+
+def _stored_fits(table: pa.Table, groups: GroupedLengths, path: Path) -> FittedGroups:
+    def optional(name: str, kind: pa.DataType, default: Any) -> list[Any]:
+        if name not in table.column_names:
+            return [default] * table.num_rows
+        return list(table.column(name).cast(kind).to_pylist())
+
+    mu, sigma, nu = (_finite(table, name, path) for name in ("mu", "sigma", "nu"))
+    if (sigma <= 0).any():
+        row = int(np.argmax(sigma <= 0))
+        raise InputError(f"{path.name}, row {row}, column sigma", float(sigma[row]), "a number above 0")
+    with convertible(path.name):
+        numbers: dict[str, Any] = {
+            name: np.array(optional(name, pa.float64(), None), dtype=np.float64)
+            for name in ("log_likelihood", "ks_stat", "ks_p", "ad_stat")
+        }
+        converged = np.array(optional("converged", pa.bool_(), True), dtype=bool)
+        flags = optional("flags", pa.list_(pa.string()), None)
+    return FittedGroups(
+        groups=groups,
+        parameters={"mu": mu, "sigma": sigma, "nu": nu},
+        **numbers,
+        converged=converged,
+        flag_bits=np.array([_bits_of(names or ()) for names in flags], dtype=np.int64),
+    )
+
+
+def _finite(table: pa.Table, name: str, path: Path) -> FloatArray:
+    column = table.column(name)
+    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
+        raise InputError(f"{path.name}, column {name}", str(column.type), "numbers")
+    values = np.array(column.to_pylist(), dtype=np.float64)
+    if not np.isfinite(values).all():
+        row = int(np.argmin(np.isfinite(values)))
+        raise InputError(f"{path.name}, row {row}, column {name}", column[row].as_py(), "a finite number")
+    return values

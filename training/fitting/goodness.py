@@ -1,9 +1,9 @@
 """P-values of fitted distributions: the plain Kolmogorov-Smirnov one, and by parametric bootstrap.
 
-The plain p-value, as in TIE's table 1, takes the parameters for given although they come from the same answers
-(Lilliefors), which makes it too high, and lengths for continuous although they are whole numbers, which makes it too
-low where ties are many: it only compares families. With cut answers the distance is looked for below the smallest cut only, which makes it higher still.
-The bootstrap does to its replicates all that was done to the answers, so its p-value is uniform if the family is true.
+The plain p-value, as in TIE's table 1, ignores that the parameters come from the same samples (Lilliefors), which
+makes it too high, and that lengths are integers, which makes it too low where ties are many: it only compares families.
+With censored samples only the distance below the smallest limit counts, which makes it higher still. The bootstrap
+treats its replicates like the samples, so its p-value is uniform if the family is true.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import interpolate, stats
 
-from training.fitting.estimate import Estimates, Sample, estimate
-from training.fitting.families import FloatArray, Solution
+from training.fitting.estimate import Estimates, FloatArray, Solution, SortedLengths, estimate
 from training.fitting.kernels import GAMMA, WEIBULL
 
 # Exact KS p-values cost some hundred microseconds each; from this many of one sample size on they are read off a cubic
 # spline through as many exact ones (difference below 2e-5, at kinks of the exact curve; see the tests).
 _TABLE_SIZE = 513
-# Draws stay in the range of whole numbers: their logarithm below ln(2^31), the longest length a file may have.
+# Draws stay in the range of lengths: their logarithm below ln(2^31), the longest length a file may have.
 _LARGEST = 21.4
 _LEAST = 1e-300
 
 
 def ks_p_values(statistics: FloatArray, counts: NDArray[np.integer]) -> FloatArray:
-    """Two-sided p-values of KS statistics [G] of samples of `counts` [G] answers; NaN stays NaN.
+    """Two-sided p-values of KS statistics [G] of samples of `counts` [G] lengths; NaN stays NaN.
 
     From the exact null distribution, to 2e-5.
     """
     p = np.full(len(statistics), np.nan)
-    known = ~np.isnan(statistics)
-    for count in np.unique(counts[known]):
-        rows = known & (counts == count)
+    tested = ~np.isnan(statistics)
+    for count in np.unique(counts[tested]):
+        rows = tested & (counts == count)
         if rows.sum() > _TABLE_SIZE:
             p[rows] = _p_table(int(count))(statistics[rows])
         else:
@@ -71,7 +70,7 @@ class Bootstrap:
 
 
 def bootstrap(
-    sample: Sample,
+    sample: SortedLengths,
     fits: Estimates,
     ks: FloatArray,
     ad: FloatArray,
@@ -79,22 +78,22 @@ def bootstrap(
     replicates: int,
     confidence: float,
     integers: bool,
-    caps: FloatArray,
+    limits: FloatArray,
     seeds: NDArray[np.uint64],
 ) -> Bootstrap:
-    """Draws answers from each fit, rounds and cuts them as the real ones are, and fits and tests them again.
+    """Draws samples from each fit, rounds and censors them like the real ones, and fits and tests them again.
 
     Intervals are of the pivotal kind: (m* - m) / sigma* and s* - s of a location-scale family have a distribution that
-    depends on no parameter, so that uncut continuous samples give exact coverage.
+    depends on no parameter, so that uncensored continuous samples give exact coverage.
 
     Args:
-        sample: The answers that were fitted.
+        sample: The fitted lengths.
         fits: Their fits.
         ks, ad: Their distances [G].
         replicates: Number for each group.
         confidence: Of the intervals, in (0, 1).
         integers: As the fit was made.
-        caps: Length at which a group's replicates are cut, tokens, inf for never [G].
+        limits: Length beyond which a group's replicates are censored, tokens, inf for never [G].
         seeds: Of each group's random stream [G], see `group_seed`.
     """
     count = len(sample)
@@ -105,8 +104,8 @@ def bootstrap(
     for g in np.flatnonzero(fits.fitted).tolist():
         size = int(sample.offsets[g + 1] - sample.offsets[g])
         rng = np.random.Generator(np.random.PCG64(int(seeds[g])))
-        drawn = _draw(rng, fits, g, replicates * size, float(caps[g]))
-        again = Sample.of(*drawn, np.arange(replicates + 1) * size)
+        drawn = _draw(rng, fits, g, replicates * size, float(limits[g]))
+        again = SortedLengths.of(*drawn, np.arange(replicates + 1) * size)
         refits = estimate(again, fits.family, integers=integers)
         ks_drawn, ad_drawn = refits.distances(again)
         result.ks_p[g] = _exceeds(ks_drawn, ks[g])
@@ -123,9 +122,9 @@ def bootstrap(
 
 
 def _draw(
-    rng: np.random.Generator, fits: Estimates, group: int, size: int, cap: float
+    rng: np.random.Generator, fits: Estimates, group: int, size: int, limit: float
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Whole lengths of at least one token out of one fit, and whether they end before `cap` or at it."""
+    """Lengths of at least one token out of one fit, and whether they are complete at `limit`."""
     at = fits.solution
     m, sigma, nu = float(at.m[group]), math.exp(at.s[group]), float(at.nu[group])
     if fits.family.code == GAMMA:
@@ -138,11 +137,11 @@ def _draw(
     else:
         y = m + sigma * rng.standard_t(nu, size)
     x = np.maximum(np.rint(np.exp(np.minimum(y, _LARGEST))), 1.0)
-    return np.minimum(x, cap).astype(np.int64), x <= cap
+    return np.minimum(x, limit).astype(np.int64), x <= limit
 
 
 def _exceeds(drawn: FloatArray, observed: float) -> float:
-    """A replicate without a distance had every answer cut, which is as far from the fit as it gets."""
+    """P-value; a replicate without a distance is censored throughout, which is as far from the fit as it gets."""
     if math.isnan(observed):
         return math.nan
     return float((1 + np.sum(~(drawn < observed - 1e-12))) / (1 + len(drawn)))
@@ -153,7 +152,7 @@ def group_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}|{name}".encode(), digest_size=8).digest(), "little")
 
 
-def interval_columns(fits: Estimates, found: Bootstrap) -> dict[str, FloatArray]:
+def interval_columns(fits: Estimates, result: Bootstrap) -> dict[str, FloatArray]:
     """Limits of each parameter as columns `<parameter>_low` and `<parameter>_high`; a fixed or free nu has none.
 
     Limits of the gamma family's shape and scale come from those of m and s one at a time.
@@ -162,7 +161,7 @@ def interval_columns(fits: Estimates, found: Bootstrap) -> dict[str, FloatArray]
     columns = {}
     none = np.full(len(at.m), np.nan)
     ends = []
-    for limits in (found.low, found.high):
+    for limits in (result.low, result.high):
         by_m, _ = fits.family.parameters(Solution(limits[:, 0], at.s, at.nu, none, none, none, none))
         by_s, _ = fits.family.parameters(Solution(at.m, limits[:, 1], at.nu, none, none, none, none))
         ends.append((by_m, by_s))

@@ -2,217 +2,173 @@
 
 from __future__ import annotations
 
-import math
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from scheduler_core.files import atomic_file
-from training import page
-from training.fitting.figure import LABELS, draw_fits, shortened
-from training.fitting.fit_rows import FitRow, read_rows, scan_fits
-from training.fitting.fits import FLAGS
-from training.fitting.report_figures import draw_parameters, draw_pit, draw_standard_errors, pit_rows
+from scheduler_core.report.page import Page
+from scheduler_core.report.plotting import svg
+from training.fitting.figures import (
+    MAX_POINTS,
+    FitRow,
+    draw_fits,
+    draw_parameters,
+    draw_pit,
+    draw_standard_errors,
+    pit_rows,
+    read_rows,
+    shortened,
+)
+from training.fitting.fits import FLAGS, FitOptions
+from training.fitting.summary import FAMILY_NAMES, FitNumbers, fixed, percent, read_numbers
 
-_SHOWN_ANSWERS = 24
+_NUM_WORST = 10
+_NUM_LISTED_SAMPLES = 24
 
 
-def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str, Any]) -> None:
+def write_report(
+    fits_path: str | Path, html_path: str | Path, summary: dict[str, Any], options: FitOptions
+) -> None:
     """Writes the page.
 
     Args:
-        fits_path: A file `fits/2`; it is read in a stream, and figures show a random part of its rows.
+        fits_path: A file `fits/2`; figures show a random part of its rows.
         html_path: Page to write.
-        summary: What `summarize_file` said of the file.
+        summary: The result of `summarize_file`.
+        options: Of the fit.
     """
-    scan = scan_fits(fits_path)
-    with tempfile.TemporaryDirectory(prefix="fit-report-") as folder:
-        work = Path(folder)
-        sections = [_counts(summary), _families(summary)]
-        if scan.usable.any():
-            draw_fits(fits_path, work / "fits.png")
-            draw_parameters(scan, work / "parameters.png")
-            sampled = read_rows(fits_path, pit_rows(scan))
-            draw_pit(sampled, work / "pit.png")
-            sections += [
-                _examples(work),
-                _parameters(summary, work, len(scan.rows)),
-                _pit(work, len(sampled)),
-            ]
-            if draw_standard_errors(scan, work / "errors.png"):
-                sections.append(_standard_errors(work))
-            sections.append(_worst(read_rows(fits_path, scan.worst), "ks_p_boot" in scan.names))
-        content = page.page(
-            f"Fits of {Path(fits_path).name}",
-            f"{LABELS[summary['family']]} distributions of answer length, one for each of {summary['num_groups']} groups.",
-            sections,
-        )
-    with atomic_file(html_path) as temporary:
-        temporary.write_text(content, encoding="utf-8")
+    numbers = read_numbers(fits_path)
+    page = Page(
+        f"Fits of {Path(fits_path).name}",
+        f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
+        "groups.",
+    )
+    _add_counts(page, summary)
+    _add_families(page, summary)
+    if numbers.tested.any():
+        _add_figures(page, numbers, summary, options)
+        _add_worst(page, numbers)
+    page.write(html_path)
 
 
-def _counts(summary: dict[str, Any]) -> str:
-    share = summary["num_censored"] / max(summary["num_samples"], 1)
-    rows = [
+def _add_counts(page: Page, summary: dict[str, Any]) -> None:
+    page.heading("Contents of the file")
+    censored = summary["num_censored"]
+    rows: list[tuple[str, object]] = [
         ("groups", summary["num_groups"]),
-        ("answers", summary["num_samples"]),
-        ("of them cut at their cap", f"{summary['num_censored']} ({100 * share:.2f} %)"),
+        ("samples", summary["num_samples"]),
+        ("censored samples", f"{censored} ({100 * censored / max(summary['num_samples'], 1):.2f} %)"),
         ("groups not converged", summary["num_not_converged"]),
     ]
     if "num_errors_left_out" in summary:
-        rows.append(("failed answers left out", summary["num_errors_left_out"]))
-    flags = [
-        (
-            name,
-            summary["flags"].get(name, 0),
-            _percent(summary["flags"].get(name, 0) / max(summary["num_groups"], 1)),
-            text,
-        )
-        for name, text in FLAGS.items()
-    ]
-    return page.section(
-        "What is in the file",
-        page.table(("", "number"), rows),
-        page.table(("flag", "groups", "share", "meaning"), flags, text_columns=(0, 3)),
-        page.paragraph("Groups are flagged, never left out; a group may carry several flags.", note=True),
-    )
+        rows.append(("failed samples left out", summary["num_errors_left_out"]))
+    page.table(("", "number"), rows)
+    flags = []
+    for name, text in FLAGS.items():
+        count = summary["flags"].get(name, 0)
+        flags.append((name, count, percent(count / max(summary["num_groups"], 1)), text))
+    page.table(("flag", "groups", "fraction", "meaning"), flags, text_columns=(3,))
+    page.note("Groups are flagged, never left out; a group may carry several flags.")
 
 
-def _families(summary: dict[str, Any]) -> str:
+def _add_families(page: Page, summary: dict[str, Any]) -> None:
+    page.heading("Goodness of fit")
     rows = [
         (
-            LABELS[label] + (" (the fit)" if label == summary["family"] else ""),
-            _percent(row["pass_rate"]),
-            _percent(row["pass_rate_boot"]),
-            _number(row["mean_p"]),
-            _number(row["mean_ad"]),
-            _number(row["log_likelihood_ratio"]),
-            _number(row["mean_aic"], 2),
-            _percent(row["best_aic"]),
+            FAMILY_NAMES[label] + (" (the fit)" if label == summary["family"] else ""),
+            percent(row["pass_rate"]),
+            percent(row["pass_rate_boot"]),
+            fixed(row["mean_p"]),
+            fixed(row["mean_ad"]),
+            fixed(row["log_likelihood_ratio"]),
+            fixed(row["mean_aic"], 2),
+            percent(row["best_aic"]),
             row["num_tested"],
         )
         for label, row in summary["ks"].items()
     ]
-    header = (
-        "family",
-        "KS p > 0.05",
-        "by bootstrap",
-        "mean p",
-        "mean AD",
-        "mean ln L ratio",
-        "mean AIC",
-        "best AIC",
-        "groups",
-    )
-    return page.section(
-        "How well it fits",
-        page.table(header, rows),
-        page.paragraph(
-            "The plain Kolmogorov-Smirnov p-value takes the parameters for given although they come from the same answers "
-            "(Lilliefors) and lengths for continuous: the first makes it too high, the second too low where many lengths are equal, so it only compares families. The bootstrap "
-            "does to its replicates all that was done to the answers; if the family were true, 95 % would pass. AD: "
-            "Anderson-Darling statistic. Ratio: mean of ln L minus ln L of the fit. Groups that are constant, wholly cut or "
-            "too small are not tested.",
-            note=True,
-        ),
+    header = ("family", "KS p > 0.05", "by bootstrap", "mean p", "mean AD", "mean ln L ratio")
+    page.table((*header, "mean AIC", "best AIC", "groups"), rows)
+    page.note(
+        "The plain Kolmogorov-Smirnov p-value ignores that the parameters come from the same samples (Lilliefors) and "
+        "that lengths are integers: the first makes it too high, the second too low where many lengths are equal, so it "
+        "only compares families. The bootstrap treats its replicates like the samples; if the family were true, 95 % "
+        "would pass. AD: Anderson-Darling statistic. Ratio: mean of ln L minus ln L of the fit. Groups that are "
+        "constant, censored throughout or too small are not tested."
     )
 
 
-def _examples(work: Path) -> str:
-    return page.section(
-        "Six groups",
-        page.figure(work / "fits.png", "Histograms of six groups' answers with the fitted densities"),
-        page.paragraph("From the shortest to the longest typical answer, at even steps of rank.", note=True),
+def _add_figures(page: Page, numbers: FitNumbers, summary: dict[str, Any], options: FitOptions) -> None:
+    page.heading("Six groups")
+    page.figure(
+        svg(draw_fits(numbers, options)), "Histograms of six groups' lengths with the fitted densities"
     )
-
-
-def _parameters(summary: dict[str, Any], work: Path, shown: int) -> str:
-    rows = [
-        (name, *(_significant(found[level]) for level in ("p05", "p50", "p95", "max")))
-        for name, found in summary["parameters"].items()
-        if found is not None
-    ]
-    return page.section(
-        "Parameters",
-        page.figure(work / "parameters.png", "Histograms of the parameters over the groups"),
-        page.table(("parameter", "P5", "median", "P95", "largest"), rows),
-        page.paragraph(f"Histograms of {shown} fitted groups.", note=True),
+    page.note("From the shortest to the longest typical output, at even steps of rank.")
+    page.heading("Parameters")
+    page.figure(svg(draw_parameters(numbers)), "Histograms of the parameters over the groups")
+    page.table(
+        ("parameter", "P5", "median", "P95", "largest"),
+        [
+            (name, *(quantiles[level] for level in ("p05", "p50", "p95", "max")))
+            for name, quantiles in summary["parameters"].items()
+            if quantiles is not None
+        ],
     )
-
-
-def _pit(work: Path, count: int) -> str:
-    return page.section(
-        "Probability integral transform",
-        page.figure(
-            work / "pit.png", "Histogram and quantile plot of F(x) of the answers under their own fits"
-        ),
-        page.paragraph(
-            f"F(x) of the answers of {count} groups, each under its own fit. A whole number x counts evenly over [F(x - 1/2), "
-            "F(x + 1/2)], a cut answer evenly over [F(cap), 1]. If the fits are right the histogram is flat and the curve "
-            "lies on the diagonal. The answers were used to fit (Lilliefors), which makes both look better than they would "
-            "on new answers, the more so the fewer answers a group has; a slope or a hump is real, flatness is no proof.",
-            note=True,
-        ),
+    page.note(f"Histograms of {min(int(numbers.fitted.sum()), MAX_POINTS)} fitted groups.")
+    page.heading("Probability integral transform")
+    rows = pit_rows(numbers)
+    page.figure(
+        svg(draw_pit(rows, options.fitted_family)),
+        "Histogram and cumulative curve of F(x) of the samples under their own fits",
     )
-
-
-def _standard_errors(work: Path) -> str:
-    return page.section(
-        "Standard errors",
-        page.figure(work / "errors.png", "Standard errors of the parameters over the number of answers"),
-        page.paragraph(
-            "By the observed information. Lines, if all groups have the same nu: expected of a log-t without cut answers, se(mu) / sigma = "
-            "sqrt((nu + 3) / ((nu + 1) N)) and se(sigma) / sigma = sqrt((nu + 3) / (2 nu N)) (nu fixed). Cut answers raise "
-            "them.",
-            note=True,
-        ),
+    page.note(
+        f"F(x) of the samples of {len(rows)} groups, each under its own fit. An integer x counts evenly over "
+        "[F(x - 1/2), F(x + 1/2)], a censored sample evenly over [F(limit), 1]. If the fits are right the histogram is "
+        "flat and the curve is zero. The samples were used to fit (Lilliefors), which makes both look better than on new "
+        "samples, the more so the fewer samples a group has; a slope or a hump is real, flatness is no proof."
     )
-
-
-def _worst(rows: list[FitRow], booted: bool) -> str:
-    name = "ks_p_boot" if booted else "ks_p"
-    cells = [
-        (
-            shortened(row.title, 90).replace(r"\$", "$"),
-            f"{row.numbers[name]:.2g}",
-            ", ".join(f"{parameter} {value:.3g}" for parameter, value in row.parameters.items()),
-            _answers(row),
+    errors = draw_standard_errors(numbers)
+    if errors is not None:
+        page.heading("Standard errors")
+        page.figure(svg(errors), "Standard errors of the parameters over the number of samples")
+        page.note(
+            "By the observed information. Lines, if all groups have the same nu: expected of a log-t without censored "
+            "samples, se(mu) / sigma = sqrt((nu + 3) / ((nu + 1) N)) and se(sigma) / sigma = sqrt((nu + 3) / (2 nu N)) "
+            "(nu fixed). Censored samples raise them."
         )
-        for row in rows
-    ]
-    return page.section(
-        "Worst fits",
-        page.table(
-            ("group", "bootstrap p" if booted else "KS p", "parameters", "answers in tokens"),
-            cells,
-            text_columns=(0, 2, 3),
+
+
+def _add_worst(page: Page, numbers: FitNumbers) -> None:
+    p_values = np.where(numbers.tested, numbers.columns[numbers.p_name], np.nan)
+    worst = np.argsort(p_values, kind="stable")[: min(_NUM_WORST, int(np.isfinite(p_values).sum()))]
+    page.heading("Worst fits")
+    page.table(
+        (
+            "group",
+            "bootstrap p" if numbers.p_name == "ks_p_boot" else "KS p",
+            "parameters",
+            "samples in tokens",
         ),
-        page.paragraph(
-            "Lowest p-values first; among many groups some are low by chance. + marks an answer that was cut there.",
-            note=True,
-        ),
+        [
+            (
+                shortened(row.title, 90),
+                f"{p_values[number]:.2g}",
+                ", ".join(f"{name} {value:.3g}" for name, value in row.parameters.items()),
+                _listed_samples(row),
+            )
+            for number, row in zip(worst, read_rows(numbers.path, worst), strict=True)
+        ],
+        text_columns=(0, 2, 3),
+    )
+    page.note(
+        "Lowest p-values first; among many groups some are low by chance. + marks a sample that is censored there."
     )
 
 
-def _answers(row: FitRow) -> str:
+def _listed_samples(row: FitRow) -> str:
     order = np.lexsort((~row.finished, row.lengths))
-    if len(order) > _SHOWN_ANSWERS:  # at even steps of rank, ends included
-        order = order[np.linspace(0, len(order) - 1, _SHOWN_ANSWERS).round().astype(np.int64)]
-    shown = " ".join(f"{row.lengths[at]}{'' if row.finished[at] else '+'}" for at in order)
-    return shown if len(order) == len(row.lengths) else f"{shown} ({len(order)} of {len(row.lengths)})"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
-
-
-def _number(value: float | None, digits: int = 3) -> str:
-    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
-
-
-def _significant(value: float | str | None) -> str:
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return "-" if math.isnan(value) else f"{value:.4g}"
+    if len(order) > _NUM_LISTED_SAMPLES:  # at even steps of rank, ends included
+        order = order[np.linspace(0, len(order) - 1, _NUM_LISTED_SAMPLES).round().astype(np.int64)]
+    text = " ".join(f"{row.lengths[at]}{'' if row.finished[at] else '+'}" for at in order)
+    return text if len(order) == len(row.lengths) else f"{text} ({len(order)} of {len(row.lengths)})"

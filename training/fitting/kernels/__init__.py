@@ -1,4 +1,4 @@
-"""Compiled loops of the fitter: one group after another, each from its own answers alone.
+"""Compiled loops of the fitter: one group after another, each from its own observations alone.
 
 Every family is a location-scale family of y = ln x, or close to it, so one solver serves them all:
 

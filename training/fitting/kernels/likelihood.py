@@ -1,6 +1,6 @@
 """Log-likelihood of one group with its first and second derivatives over (m, s), for every family.
 
-A group is points (finished answers, density) and intervals (cut answers: [cut, inf); integer data: one token wide),
+A group is points (finished samples, density) and intervals (censored samples: [length, inf); integer data: one token wide),
 each with a weight. On the log scale, z = (y - m) / sigma, with f the standard density and S its survival function:
 
     point       ln f(z) - s - y
@@ -45,14 +45,14 @@ _NARROW = 1e-5
 Derivatives = tuple[float, float, float, float, float, float]
 
 
-class Answers(NamedTuple):
-    """One group's answers as the likelihood sees them, on the log scale.
+class Observations(NamedTuple):
+    """One group's observations as the likelihood sees them, on the log scale.
 
     One table rather than five arrays: each array that a compiled function is handed costs it two atomic operations.
 
     Attributes:
         table: Shape (5, N or more): rows Y and WEIGHT hold points, LOW, HIGH and INTERVAL_WEIGHT intervals; HIGH is
-            inf for cut answers.
+            inf for censored samples.
         num_points, num_intervals: How many of each.
         plain: Whether all weights of points are 1.
         point_weight, total_weight: Sums of the weights of points, and of everything.
@@ -71,7 +71,7 @@ Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)
 
 @njit(cache=True, fastmath=_FAST)
 def _t_points(table: np.ndarray, count: int, nu: float, m: float, sigma: float) -> Derivatives:
-    """Points of the log-t, all weights 1: no logarithm but one for every eight answers."""
+    """Points of the log-t, all weights 1: no logarithm but one for every eight observations."""
     inverse = 1.0 / sigma
     # With r = 1 / (nu + z^2): -g = (nu+1) z r, g' = (nu+1) (r - 2 nu r^2), and z^2 r = 1 - nu r.
     log_product, sum_r, sum_zr, sum_r2, sum_zr2 = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -130,10 +130,10 @@ def _standard(family: int, nu: float, z: float) -> tuple[float, float, float]:
 
 
 @njit(cache=True)
-def _points(family: int, nu: float, answers: Answers, m: float, sigma: float) -> Derivatives:
+def _points(family: int, nu: float, observations: Observations, m: float, sigma: float) -> Derivatives:
     value, g1, g2, h11, h12, h22 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    table = answers.table
-    for i in range(answers.num_points):
+    table = observations.table
+    for i in range(observations.num_points):
         w = table[WEIGHT, i]
         z = (table[Y, i] - m) / sigma
         log_f, g, curve = _standard(family, nu, z)
@@ -150,7 +150,7 @@ def _points(family: int, nu: float, answers: Answers, m: float, sigma: float) ->
 def _interval(
     family: int, nu: float, constants: np.ndarray, z1: float, z2: float
 ) -> tuple[float, float, float, float, float]:
-    """ln P, f1/P, f2/P, and g at both ends; z2 = inf for a cut answer."""
+    """ln P, f1/P, f2/P, and g at both ends; z2 = inf for a censored sample."""
     if family == WEIBULL:
         log_sf, hazard = -math.exp(z1), math.exp(z1)
     else:
@@ -161,8 +161,8 @@ def _interval(
     log_f2, slope2, _ = _standard(family, nu, z2)
     if family == WEIBULL:
         # P = S1 (1 - S2/S1)
-        share = -math.expm1(math.exp(z1) - math.exp(z2))
-        log_p = log_sf + math.log(share)
+        fraction = -math.expm1(math.exp(z1) - math.exp(z2))
+        log_p = log_sf + math.log(fraction)
     elif z1 > 0:
         log_sf2, _ = t_log_sf_and_hazard(z2, nu, constants)
         log_p = log_sf + math.log(-math.expm1(log_sf2 - log_sf))
@@ -179,11 +179,11 @@ def _interval(
 
 @njit(cache=True)
 def _intervals(
-    family: int, nu: float, constants: np.ndarray, answers: Answers, m: float, sigma: float
+    family: int, nu: float, constants: np.ndarray, observations: Observations, m: float, sigma: float
 ) -> Derivatives:
-    table = answers.table
+    table = observations.table
     value, g1, g2, h11, h12, h22 = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for i in range(answers.num_intervals):
+    for i in range(observations.num_intervals):
         w = table[INTERVAL_WEIGHT, i]
         z1 = (table[LOW, i] - m) / sigma
         z2 = (table[HIGH, i] - m) / sigma
@@ -212,13 +212,13 @@ def _intervals(
 
 
 @njit(cache=True)
-def _gamma(answers: Answers, m: float, sigma: float) -> Derivatives:
-    table = answers.table
+def _gamma(observations: Observations, m: float, sigma: float) -> Derivatives:
+    table = observations.table
     a = 1.0 / (sigma * sigma)
     log_scale = m - math.log(a)
     log_gamma, psi, psi1 = math.lgamma(a), digamma(a), trigamma(a)
     value, t_u, t_a, t_uu, t_au, t_aa = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
-    for i in range(answers.num_points):
+    for i in range(observations.num_points):
         w = table[WEIGHT, i]
         u = table[Y, i] - log_scale
         x = math.exp(u)
@@ -228,7 +228,7 @@ def _gamma(answers: Answers, m: float, sigma: float) -> Derivatives:
         t_uu -= w * x
         t_au += w
         t_aa -= w * psi1
-    for i in range(answers.num_intervals):
+    for i in range(observations.num_intervals):
         w = table[INTERVAL_WEIGHT, i]
         u1 = table[LOW, i] - log_scale
         u2 = table[HIGH, i] - log_scale
@@ -260,26 +260,26 @@ def constants_of(family: int, nu: float) -> np.ndarray:
 
 @njit(cache=True)
 def evaluate(
-    family: int, nu: float, constants: np.ndarray, answers: Answers, m: float, s: float
+    family: int, nu: float, constants: np.ndarray, observations: Observations, m: float, s: float
 ) -> Derivatives:
     """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives.
 
     Args:
         family, nu: Code of the family; degrees of freedom (log-t only, may be infinite).
         constants: `constants_of` both.
-        answers: Of one group.
+        observations: Of one group.
         m, s: Location and log of the scale.
     """
     sigma = math.exp(s)
     if family == GAMMA:
-        return _gamma(answers, m, sigma)
-    if answers.plain and family == LOG_T and not math.isinf(nu):
-        value, g1, g2, h11, h12, h22 = _t_points(answers.table, answers.num_points, nu, m, sigma)
+        return _gamma(observations, m, sigma)
+    if observations.plain and family == LOG_T and not math.isinf(nu):
+        value, g1, g2, h11, h12, h22 = _t_points(observations.table, observations.num_points, nu, m, sigma)
     else:
-        value, g1, g2, h11, h12, h22 = _points(family, nu, answers, m, sigma)
-    value += answers.point_weight * (constants[0] - s)
-    if answers.num_intervals:
-        more, i1, i2, i11, i12, i22 = _intervals(family, nu, constants, answers, m, sigma)
+        value, g1, g2, h11, h12, h22 = _points(family, nu, observations, m, sigma)
+    value += observations.point_weight * (constants[0] - s)
+    if observations.num_intervals:
+        more, i1, i2, i11, i12, i22 = _intervals(family, nu, constants, observations, m, sigma)
         value += more
         g1, g2, h11, h12, h22 = g1 + i1, g2 + i2, h11 + i11, h12 + i12, h22 + i22
     return value, g1, g2, h11, h12, h22

@@ -1,4 +1,4 @@
-"""Maximum likelihood over (m, s) for one group's answers, and over nu where it is free.
+"""Maximum likelihood over (m, s) for one group's observations, and over nu where it is free.
 
 Damped Newton (Levenberg-Marquardt on the exact Hessian): a step is taken if the likelihood grows, and the damping
 falls to nothing near the maximum, where convergence is quadratic. s never falls below the floor; there only m moves
@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit
 
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
-from training.fitting.kernels.likelihood import Answers, Derivatives, evaluate
+from training.fitting.kernels.likelihood import Derivatives, Observations, evaluate
 from training.fitting.kernels.special import t_log_constant
 
 TARGET = 1e-8
@@ -58,15 +58,15 @@ def maximize(
     family: int,
     nu: float,
     constants: np.ndarray,
-    answers: Answers,
+    observations: Observations,
     m: float,
     s: float,
     floor: float,
     fixed_scale: bool,
 ) -> Maximum:
     """Climbs from (m, s) to the next maximum with s >= floor (or s as it is, if `fixed_scale`)."""
-    weight = answers.total_weight
-    d = evaluate(family, nu, constants, answers, m, s)
+    weight = observations.total_weight
+    d = evaluate(family, nu, constants, observations, m, s)
     frozen = fixed_scale or (s <= floor and d[2] < 0.0)
     slope = _slope(d, frozen, weight)
     damping = 0.0
@@ -81,7 +81,7 @@ def maximize(
             new_s = s
         if new_m == m and new_s == s:
             break
-        new = evaluate(family, nu, constants, answers, new_m, new_s)
+        new = evaluate(family, nu, constants, observations, new_m, new_s)
         new_frozen = fixed_scale or (new_s <= floor and new[2] < 0.0)
         new_slope = _slope(new, new_frozen, weight)
         # Near the maximum the likelihood no longer resolves a gain, while its slope still does.
@@ -98,22 +98,22 @@ def maximize(
 
 @njit(cache=True)
 def start(family: int, ordered: np.ndarray, mean_x: float, mean_y: float) -> tuple[float, float]:
-    """First (m, s) out of all answers' logarithms in order [N], cut ones at their cap, and their means."""
+    """First (m, s) out of all observations' logarithms in order [N], censored ones at their limit, and their means."""
     if family == GAMMA:
         gap = max(math.log(mean_x) - mean_y, 1e-6)
         shape = (3.0 - gap + math.sqrt((gap - 3.0) ** 2 + 24.0 * gap)) / (12.0 * gap)
         return math.log(mean_x), -0.5 * math.log(shape)
     count = ordered.size
     middle = ordered[count // 2]
-    spread = ordered[(3 * count) // 4] - ordered[count // 4]
-    if spread <= 0.0:  # ties
-        spread = 0.5 * (ordered[count - 1] - ordered[0])
+    width = ordered[(3 * count) // 4] - ordered[count // 4]
+    if width <= 0.0:  # ties
+        width = 0.5 * (ordered[count - 1] - ordered[0])
     # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
     if family == WEIBULL:
-        # Its likelihood falls like exp(-exp(z)): no answer may stand far out at the start.
-        spread = max(spread, 0.3 * (ordered[count - 1] - middle))
-        return middle + 0.25 * spread, math.log(max(spread / 1.5, 1e-2))
-    return middle, math.log(max(spread / 1.5, 1e-2))
+        # Its likelihood falls like exp(-exp(z)): no sample may stand far out at the start.
+        width = max(width, 0.3 * (ordered[count - 1] - middle))
+        return middle + 0.25 * width, math.log(max(width / 1.5, 1e-2))
+    return middle, math.log(max(width / 1.5, 1e-2))
 
 
 @njit(cache=True)
@@ -121,22 +121,22 @@ def climb(
     family: int,
     nu: float,
     constants: np.ndarray,
-    answers: Answers,
+    observations: Observations,
     m: float,
     s: float,
     floor: float,
     fixed_scale: bool,
     tied: float,
-    tied_share: float,
+    tied_fraction: float,
 ) -> Maximum:
-    """The better of the maximum near (m, s) and, where enough answers are tied for a second one, that at the tie.
+    """The better of the maximum near (m, s) and, where enough observations are tied for a second one, that at the tie.
 
-    At a value shared by a share w of the answers ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
+    At a value shared by a share w of the observations ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
     least nu (1 - w) (Kent & Tyler 1991).
     """
-    best = maximize(family, nu, constants, answers, m, max(s, floor), floor, fixed_scale)
-    if family == LOG_T and tied_share >= nu * (1.0 - tied_share):
-        other = maximize(family, nu, constants, answers, tied, floor, floor, fixed_scale)
+    best = maximize(family, nu, constants, observations, m, max(s, floor), floor, fixed_scale)
+    if family == LOG_T and tied_fraction >= nu * (1.0 - tied_fraction):
+        other = maximize(family, nu, constants, observations, tied, floor, floor, fixed_scale)
         if other[2] > best[2]:
             return other
     return best
@@ -146,38 +146,38 @@ def climb(
 def _climb_at(
     family: int,
     log_nu: float,
-    answers: Answers,
+    observations: Observations,
     at: Maximum,
     floor: float,
     fixed_scale: bool,
     tied: float,
-    tied_share: float,
+    tied_fraction: float,
 ) -> Maximum:
     nu = math.exp(log_nu)
     return climb(
         family,
         nu,
         np.array([t_log_constant(nu)]),
-        answers,
+        observations,
         at[0],
         at[1],
         floor,
         fixed_scale,
         tied,
-        tied_share,
+        tied_fraction,
     )
 
 
 @njit(cache=True)
 def profile(
     family: int,
-    answers: Answers,
+    observations: Observations,
     m: float,
     s: float,
     floor: float,
     fixed_scale: bool,
     tied: float,
-    tied_share: float,
+    tied_fraction: float,
 ) -> tuple[float, Maximum]:
     """(nu, maximum over m and s): a scan of NU_GRID, then golden section in ln nu around its best finite value.
 
@@ -185,10 +185,14 @@ def profile(
     called here a second time.
     """
     last = (m, s, 0.0, 0.0, 0.0, 0.0, 0.0)
-    best = _climb_at(family, math.log(NU_GRID[0]), answers, last, floor, fixed_scale, tied, tied_share)
+    best = _climb_at(
+        family, math.log(NU_GRID[0]), observations, last, floor, fixed_scale, tied, tied_fraction
+    )
     last, top = best, 0
     for k in range(1, NU_GRID.size):
-        last = _climb_at(family, math.log(NU_GRID[k]), answers, last, floor, fixed_scale, tied, tied_share)
+        last = _climb_at(
+            family, math.log(NU_GRID[k]), observations, last, floor, fixed_scale, tied, tied_fraction
+        )
         if last[2] > best[2]:
             best, top = last, k
     best_nu = NU_GRID[top]
@@ -198,27 +202,33 @@ def profile(
     end = math.log(NU_GRID[min(top + 1, NU_GRID.size - 2)])
     left = end - _GOLDEN * (end - begin)
     right = begin + _GOLDEN * (end - begin)
-    fit_left = _climb_at(family, left, answers, best, floor, fixed_scale, tied, tied_share)
-    fit_right = _climb_at(family, right, answers, best, floor, fixed_scale, tied, tied_share)
+    fit_left = _climb_at(family, left, observations, best, floor, fixed_scale, tied, tied_fraction)
+    fit_right = _climb_at(family, right, observations, best, floor, fixed_scale, tied, tied_fraction)
     while end - begin > _NU_TOLERANCE:
         if fit_left[2] > fit_right[2]:
             if fit_left[2] > best[2]:
                 best, best_nu = fit_left, math.exp(left)
             end, right, fit_right = right, left, fit_left
             left = end - _GOLDEN * (end - begin)
-            fit_left = _climb_at(family, left, answers, best, floor, fixed_scale, tied, tied_share)
+            fit_left = _climb_at(family, left, observations, best, floor, fixed_scale, tied, tied_fraction)
         else:
             if fit_right[2] > best[2]:
                 best, best_nu = fit_right, math.exp(right)
             begin, left, fit_left = left, right, fit_right
             right = begin + _GOLDEN * (end - begin)
-            fit_right = _climb_at(family, right, answers, best, floor, fixed_scale, tied, tied_share)
+            fit_right = _climb_at(family, right, observations, best, floor, fixed_scale, tied, tied_fraction)
     return best_nu, best
 
 
 @njit(cache=True)
 def standard_errors(
-    family: int, nu: float, answers: Answers, fit: Maximum, floor: float, fixed_scale: bool, free_nu: bool
+    family: int,
+    nu: float,
+    observations: Observations,
+    fit: Maximum,
+    floor: float,
+    fixed_scale: bool,
+    free_nu: bool,
 ) -> tuple[float, float, float, float]:
     """Standard errors of m, s and ln nu, and covariance of m and s, by the observed information; NaN for what the
     data do not determine.
@@ -237,8 +247,8 @@ def standard_errors(
         return sigma * math.sqrt(c / det), math.sqrt(a / det), math.nan, -sigma * b / det
     h = 1e-2
     more, less = nu * math.exp(h), nu * math.exp(-h)
-    up = evaluate(family, more, np.array([t_log_constant(more)]), answers, m, s)
-    down = evaluate(family, less, np.array([t_log_constant(less)]), answers, m, s)
+    up = evaluate(family, more, np.array([t_log_constant(more)]), observations, m, s)
+    down = evaluate(family, less, np.array([t_log_constant(less)]), observations, m, s)
     e = -(up[1] - down[1]) / (2.0 * h)
     f = -(up[2] - down[2]) / (2.0 * h)
     i = -(up[0] - 2.0 * fit[2] + down[0]) / (h * h)

@@ -145,7 +145,7 @@ def trigamma(x: float) -> float:
 
 @njit(cache=True)
 def gamma_cdf(a: float, x: float) -> float:
-    """Regularised lower incomplete gamma function P(a, x), x >= 0: series below a + 1, else continued fraction."""
+    """Regularized lower incomplete gamma function P(a, x), x >= 0: series below a + 1, else continued fraction."""
     if x <= 0.0:
         return 0.0
     log_front = a * math.log(x) - x - math.lgamma(a)
@@ -175,12 +175,12 @@ def gamma_cdf(a: float, x: float) -> float:
     return 1.0 - fraction * math.exp(log_front)
 
 
-def _panel_rule() -> tuple[np.ndarray, np.ndarray]:
+def _quadrature_rule() -> tuple[np.ndarray, np.ndarray]:
     nodes, weights = np.polynomial.legendre.leggauss(10)
     return 0.5 * (nodes + 1.0), 0.5 * weights
 
 
-_NODES, _WEIGHTS = _panel_rule()
+_NODES, _WEIGHTS = _quadrature_rule()
 
 
 @njit(cache=True)
@@ -188,32 +188,32 @@ def gamma_moments(a: float, low: float, high: float) -> tuple[float, float, floa
     """ln I, mean and variance of w under the density exp(a w - e^w) on [low, high], I its integral; high may be inf.
 
     w is ln(x / scale), so I / Gamma(a) is the probability of an interval, and mean and variance give its derivatives
-    by the shape. The integral runs from the density's peak to where it has fallen by exp(-40), in panels over which
+    by the shape. The integral runs from the density's peak to where it has fallen by exp(-40), in pieces over which
     it changes by a few powers of e at most.
     """
     peak = min(max(math.log(a), low), high)
     top = a * peak - math.exp(peak)
     slope = a - math.exp(peak)
     # Left of the mode the log-density falls by a (e^-d - 1 + d) at distance d, right of it by a (e^d - 1 - d);
-    # where the peak is cut off, at least by |slope| d.
+    # where the peak lies outside, at least by |slope| d.
     left = 40.0 / a + 1.0 if a < 240.0 else math.sqrt(160.0 / a)
     right = min(math.sqrt(80.0 / a), math.log1p(40.0 / a) + 2.0)
     if slope > 1e-9 * a:
         left = min(left, 40.0 / slope)
     if slope < -1e-9 * a:
         right = min(right, -40.0 / slope)
-    spread = 1.0 / math.sqrt(a)
+    scale = 1.0 / math.sqrt(a)
     total, first, second = 0.0, 0.0, 0.0
     for side in range(2):
         begin = max(low, peak - left) if side == 0 else peak
         end = peak if side == 0 else min(high, peak + right)
-        width = spread if side == 0 else min(1.0, spread)
-        panels = max((end - begin) / width, abs(slope) * (end - begin) / 5.0)
-        count = min(64, math.ceil(panels))
-        for panel in range(count):
+        width = scale if side == 0 else min(1.0, scale)
+        pieces = max((end - begin) / width, abs(slope) * (end - begin) / 5.0)
+        count = min(64, math.ceil(pieces))
+        for piece in range(count):
             step = (end - begin) / count
             for node in range(_NODES.size):
-                w = begin + (panel + _NODES[node]) * step
+                w = begin + (piece + _NODES[node]) * step
                 mass = step * _WEIGHTS[node] * math.exp(a * w - math.exp(w) - top)
                 offset = w - peak
                 total += mass

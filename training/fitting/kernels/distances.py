@@ -1,11 +1,11 @@
-"""Distance between each group's answers and its fitted distribution: Kolmogorov-Smirnov and Anderson-Darling.
+"""Distance between each group's observations and its fitted distribution: Kolmogorov-Smirnov and Anderson-Darling.
 
-Both look below the smallest length at which an answer was cut, where the empirical distribution F_n of all answers is
-known. With u = F(x) and steps of F_n at the answers (by their weights),
+Both look below the smallest length at which a sample was censored, where the empirical distribution F_n of all observations is
+known. With u = F(x) and steps of F_n at the observations (by their weights),
 
     KS = max |F_n - u|,      AD = N * integral over u of (F_n - u)^2 / (u (1 - u)),
 
-the integral up to F(smallest cut), or 1; between two steps F_n = c and the antiderivative is
+the integral up to F(smallest censored length), or 1; between two steps F_n = c and the antiderivative is
 -u + c^2 ln u - (1 - c)^2 ln(1 - u).
 """
 
@@ -44,7 +44,7 @@ def distances(
     m: float,
     s: float,
 ) -> tuple[float, float]:
-    """(KS, AD) of one group; NaN if nothing lies below the smallest cut.
+    """(KS, AD) of one group; NaN if nothing lies below the smallest censored length.
 
     Args:
         keys, weights: One group's, see `groups`.
@@ -52,11 +52,11 @@ def distances(
         constants: `constants_of` family and nu.
     """
     total = 0.0
-    cut = -1
+    limit = -1
     for i in range(keys.size):
         total += weights[i] if weights.size else 1.0
-        if cut < 0 and keys[i] & 1:
-            cut = keys[i] >> 1
+        if limit < 0 and keys[i] & 1:
+            limit = keys[i] >> 1
     sigma = math.exp(s)
     empirical, last_u, ks, ad = 0.0, 0.0, 0.0, 0.0
     i = 0
@@ -72,11 +72,11 @@ def distances(
         inner = min(max(u, _LEAST), _MOST)
         ad += _antiderivative(inner, empirical) - _antiderivative(last_u, empirical)
         empirical, last_u = after, inner
-    if cut < 0:
+    if limit < 0:
         # F_n = 1 from here; if rounding of the weights left less, it is 1 all the same.
         ad += _antiderivative(1.0, 1.0) - _antiderivative(last_u, 1.0)
         return ks, total * ad
-    u = min(cdf(family, nu, constants, math.log(cut), m, sigma), _MOST)
+    u = min(cdf(family, nu, constants, math.log(limit), m, sigma), _MOST)
     if u <= 0.0:
         return math.nan, math.nan
     ks = max(ks, abs(u - empirical))

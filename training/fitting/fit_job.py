@@ -1,0 +1,430 @@
+"""From a file of output lengths to a file of fits, block by block: resumable, in processes or on a Ray cluster.
+
+The folder OUT.parts holds what an interrupted run has finished:
+
+| file | content |
+|---|---|
+| manifest.json | input, options and versions; a run that differs in any of them cannot resume |
+| shard-NUMBER.parquet | fits of one block, written atomically |
+| whole.parquet | all of them, before it becomes OUT |
+| grouping/ | what DuckDB does not hold in memory |
+
+The output does not depend on the number of processes or machines, nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import atomic_file, locked_folder, write_json
+from scheduler_core.json_text import parse_json
+from scheduler_core.ray_cluster import fetch_result, ray_cluster
+from training.fitting.fits import FitOptions, fit_groups, fits_table
+from training.fitting.sample_files import GROUP, ROW, SampleFile, open_samples
+from training.fitting.samples import GroupedLengths, check_enough, group_table
+
+#: Fits of a block as a table; a function that can be sent to another process.
+Fit = Callable[[GroupedLengths, FitOptions], pa.Table]
+Task = tuple[int, GroupedLengths]
+Result = tuple[int, pa.Table]
+
+MANIFEST = "manifest.json"
+# Metadata of a shard; the first is kept, as a sum, in the whole file.
+_ERRORS, _SAMPLES, _LARGEST = b"tailcast.num_errors", b"tailcast.num_samples", b"tailcast.largest_group"
+_TASKS_PER_PROCESS = 2
+_RAY_RETRIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class FitCounts:
+    """Contents of a file of fits: groups, their samples, and failed samples that were left out."""
+
+    num_groups: int
+    num_samples: int
+    num_errors: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workers:
+    """Where blocks are fitted.
+
+    Attributes:
+        processes: Number of processes, or processors of a local Ray cluster.
+        ray: Address of a Ray cluster, `local` to start one; None: no Ray.
+    """
+
+    processes: int = 1
+    ray: str | None = None
+
+
+IN_PROCESS = Workers()
+
+
+def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
+    """Fits of a block as a table `fits/2`."""
+    return fits_table(fit_groups(groups, options))
+
+
+def fit_file(
+    samples: str | Path,
+    out: str | Path,
+    options: FitOptions,
+    *,
+    versions: Mapping[str, str] | None = None,
+    block_groups: int = 16_384,
+    workers: Workers = IN_PROCESS,
+    resume: bool = True,
+    progress: bool = False,
+    fit: Fit = fit_block,
+) -> tuple[FitCounts, dict[str, Any]]:
+    """Fits all groups of a file of any format and size.
+
+    After an interruption of any kind the same call resumes with the finished blocks of the folder OUT.parts, which is
+    removed at the end, and at an early end before the first block is finished.
+
+    Args:
+        samples: The input, see `sample_files`.
+        out: The Parquet file to write.
+        options: How groups are made and fitted.
+        versions: Packages that the result depends on.
+        block_groups: Maximum number of groups fitted at a time by one process.
+        workers: Where blocks are fitted.
+        resume: Use finished blocks; False: start over.
+        progress: Show a bar on stderr.
+        fit: Fits a block; the same for a group whatever is around it.
+
+    Returns:
+        Counts of the output, and the identity of the input.
+
+    Raises:
+        InputError: The input is damaged or has a value that is not allowed; no group has enough samples; finished
+            blocks belong to another input, other options or versions.
+        TailcastError: A worker died, or the output cannot be written; finished blocks are kept.
+    """
+    out = Path(out)
+    if out.is_dir():
+        raise InputError("out", str(out), "a file path, but a folder stands there")
+    source = open_samples(samples, keys=options.keys, weights=options.weights)
+    if out.resolve() in {file.resolve() for file in source.files}:
+        raise InputError("out", str(out), "another file than the samples")
+    identity = source.identity()
+    parts = _Parts(out)
+    manifest = {
+        "samples": identity,
+        "options": asdict(options),
+        "versions": dict(versions or {}),
+        "block_groups": block_groups,
+    }
+    with locked_folder(parts.folder, "out"):
+        is_new = parts.open(manifest, resume=resume)
+        try:
+            with _progress_bar(source.num_rows, progress) as bar:
+                rows: dict[int, int] = {}
+                tasks = _tasks(source, options, block_groups, parts, rows, bar)
+                with contextlib.closing(_run(fit, options, tasks, workers)) as results:
+                    for number, shard in results:
+                        parts.write(number, shard)
+                        bar.update(rows.pop(number))
+            counts = parts.assemble(source.path)
+        except BaseException as error:
+            # A corrected input is another input, for which no block could be used.
+            if (is_new and isinstance(error, InputError)) or not parts.shards():
+                parts.clear()
+            raise
+        parts.clear()
+    return counts, identity
+
+
+def _tasks(
+    source: SampleFile, options: FitOptions, block_groups: int, parts: _Parts, rows: dict[int, int], bar: Any
+) -> Iterator[Task]:
+    for number, table in enumerate(source.blocks(block_groups, parts.folder / "grouping")):
+        if parts.path(number).is_file():
+            bar.update(table.num_rows)
+            continue
+        rows[number] = table.num_rows
+        yield number, _grouped(source, table, options)
+
+
+def _grouped(source: SampleFile, table: pa.Table, options: FitOptions) -> GroupedLengths:
+    rows = table.column(ROW)
+    return group_table(
+        table.drop_columns([ROW, GROUP]),
+        source.path,
+        keys=options.keys,
+        max_tokens=options.max_tokens,
+        min_samples=0,
+        weights=options.weights,
+        locate=lambda row: source.locate(rows[row].as_py()),
+    )
+
+
+def _progress_bar(total: int, enabled: bool) -> Any:
+    """A bar on stderr: redrawn on a terminal, a line every ten seconds elsewhere."""
+    from tqdm import tqdm
+
+    interval = 0.1 if sys.stderr.isatty() else 10.0
+    return tqdm(
+        total=total, desc="fitting", unit="row", unit_scale=True, disable=not enabled, mininterval=interval
+    )
+
+
+class _Parts:
+    """The folder of parts of one output file."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.folder = out.with_name(out.name + ".parts")
+
+    def open(self, manifest: Mapping[str, Any], *, resume: bool) -> bool:
+        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new.
+
+        Raises:
+            InputError: It belongs to a run with another manifest and `resume` is true, or no run made it.
+        """
+        manifest = json.loads(json.dumps(manifest))
+        names = {entry.name for entry in self.folder.iterdir()}
+        if MANIFEST in names and resume:
+            try:
+                earlier = parse_json((self.folder / MANIFEST).read_bytes())
+            except ValueError:
+                earlier = {}
+            changed = _changed(earlier, manifest)
+            if changed:
+                raise InputError(
+                    "resume",
+                    f"another {', '.join(changed)}",
+                    f"those of the interrupted run whose parts are in {self.folder.name}; --resume false starts over",
+                )
+            return False
+        if MANIFEST not in names and not all(name.startswith(f".{MANIFEST}.") for name in names):
+            raise InputError("out", str(self.folder), "a free name: fit-dist keeps its unfinished work there")
+        with self._writing():
+            self.clear()
+            write_json(self.folder / MANIFEST, manifest)
+        return True
+
+    def path(self, number: int) -> Path:
+        """Where the shard of a block is, or will be."""
+        return self.folder / f"shard-{number:08d}.parquet"
+
+    def shards(self) -> list[Path]:
+        """All finished shards, in the order of the blocks."""
+        return sorted(self.folder.glob("shard-*.parquet"))
+
+    def write(self, number: int, shard: pa.Table) -> None:
+        """Writes a shard, atomically."""
+        with self._writing(), atomic_file(self.path(number)) as temporary:
+            pq.write_table(shard, temporary, compression="zstd")
+
+    def assemble(self, samples: Path) -> FitCounts:
+        """Writes the output file from all shards in order, atomically.
+
+        Raises:
+            InputError: No group of `samples` has enough samples to be fitted.
+            TailcastError: The file cannot be written, or a shard is damaged.
+        """
+        totals = {_ERRORS: 0, _SAMPLES: 0}
+        largest = num_groups = 0
+        shards = self.shards()
+        for shard in shards:
+            try:
+                metadata = pq.read_metadata(shard)
+                largest = max(largest, int(metadata.metadata[_LARGEST]))
+                for name in totals:
+                    totals[name] += int(metadata.metadata[name])
+            except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+                raise TailcastError(f"{shard} is damaged; --resume false starts over") from error
+            num_groups += metadata.num_rows
+        check_enough(largest, samples)
+        schema = pq.read_schema(shards[0])
+        labels = {name: value for name, value in schema.metadata.items() if name not in (_SAMPLES, _LARGEST)}
+        schema = schema.with_metadata(labels | {_ERRORS: str(totals[_ERRORS])})
+        with self._writing():
+            # Made inside the folder, so that a kill leaves nothing next to the output.
+            whole = self.folder / "whole.parquet"
+            with pq.ParquetWriter(whole, schema, compression="zstd") as writer:
+                for shard in shards:
+                    for batch in pq.ParquetFile(shard).iter_batches():
+                        writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+            with atomic_file(self.out) as temporary:
+                shutil.move(whole, temporary)
+        return FitCounts(num_groups, totals[_SAMPLES], totals[_ERRORS])
+
+    def clear(self) -> None:
+        """Removes what is in the folder, the manifest last: an interrupted removal leaves a folder of ours."""
+        for entry in sorted(self.folder.iterdir(), key=lambda entry: entry.name == MANIFEST):
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            detail = error.strerror or str(error).strip()
+            raise TailcastError(
+                f"out: cannot write {self.folder} ({detail}); finished blocks, if any, are kept: the same command "
+                "resumes"
+            ) from error
+
+
+def _changed(earlier: Any, now: Mapping[str, Any]) -> list[str]:
+    """Names of the entries in which two manifests differ."""
+    if not isinstance(earlier, dict):
+        return ["manifest"]
+    names: list[str] = []
+    for name, value in now.items():
+        other = earlier.get(name)
+        if isinstance(value, dict) and isinstance(other, dict):
+            names += [
+                f"{name}.{part}"
+                for part in sorted(value.keys() | other.keys())
+                if value.get(part) != other.get(part)
+            ]
+        elif value != other:
+            names.append(name)
+    return names
+
+
+def _run(
+    fit: Fit, options: FitOptions, tasks: Iterator[Task], workers: Workers
+) -> Generator[Result, None, None]:
+    if workers.ray is not None:
+        return _run_ray(fit, options, tasks, workers)
+    return _run_processes(fit, options, tasks, workers.processes)
+
+
+def _fit_shard(fit: Fit, options: FitOptions, groups: GroupedLengths) -> pa.Table:
+    """A block's fits with its counts as metadata."""
+    table = fit(groups, options)
+    counts = {
+        _ERRORS: str(groups.num_errors),
+        _SAMPLES: str(len(groups.flat_lengths)),
+        _LARGEST: str(int(groups.counts.max())),
+    }
+    return table.replace_schema_metadata((table.schema.metadata or {}) | counts)
+
+
+def _run_processes(
+    fit: Fit, options: FitOptions, tasks: Iterator[Task], processes: int
+) -> Generator[Result, None, None]:
+    """Fits tasks in several processes; in this one if there is one process or one task."""
+    first = list(islice(tasks, processes))
+    tasks = chain(first, tasks)
+    if len(first) < 2:
+        for number, groups in tasks:
+            yield number, _fit_shard(fit, options, groups)
+        return
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(len(first), mp_context=context, initializer=_start_worker)
+    finished = False
+    try:
+        yield from _in_flight(
+            tasks,
+            lambda groups: pool.submit(_fit_shard, fit, options, groups),
+            lambda futures: wait(futures, return_when=FIRST_COMPLETED).done,
+            lambda future: future.result(),
+            lambda: len(first) * _TASKS_PER_PROCESS,
+        )
+        finished = True
+    except BrokenProcessPool as error:
+        raise TailcastError(
+            "a process that fitted a block died, killed or out of memory; finished blocks are kept: the same command "
+            "resumes; fewer --processes or a smaller --block-groups need less memory"
+        ) from error
+    finally:
+        if not finished:
+            for child in set(multiprocessing.active_children()) - before:
+                child.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run_ray(
+    fit: Fit, options: FitOptions, tasks: Iterator[Task], workers: Workers
+) -> Generator[Result, None, None]:
+    """Fits tasks on a Ray cluster whose nodes all have this version of tailcast installed.
+
+    A cluster this process is connected to already is used whatever the address, and left as it is.
+    """
+    assert workers.ray is not None
+    with ray_cluster(workers.ray, "ray", workers.processes) as ray:
+        remote = ray.remote(max_retries=_RAY_RETRIES)(_fit_pickled)
+        shared = ray.put((fit, options))
+        yield from _in_flight(
+            tasks,
+            lambda groups: remote.remote(shared, pickle.dumps(groups, protocol=5)),
+            lambda references: ray.wait(references, num_returns=1)[0],
+            lambda reference: fetch_result(
+                ray, reference, "a block", _RAY_RETRIES, "finished blocks are kept"
+            ),
+            # Nodes may come and go while the tasks last.
+            lambda: _TASKS_PER_PROCESS * max(int(ray.cluster_resources().get("CPU", 1)), 1),
+        )
+
+
+def _fit_pickled(shared: tuple[Fit, FitOptions], groups: bytes) -> pa.Table:
+    # Pickled, because arrays that Ray itself brings cannot be written to.
+    return _fit_shard(*shared, pickle.loads(groups))
+
+
+def _in_flight(
+    tasks: Iterable[Task],
+    submit: Callable[[GroupedLengths], Any],
+    wait_for_any: Callable[[list[Any]], Iterable[Any]],
+    result: Callable[[Any], pa.Table],
+    limit: Callable[[], int],
+) -> Iterator[Result]:
+    """Results as they finish, with up to `limit` tasks submitted at a time."""
+    tasks = iter(tasks)
+    running: dict[Any, int] = {}
+    while True:
+        for number, groups in islice(tasks, max(limit() - len(running), 0)):
+            running[submit(groups)] = number
+        if not running:
+            return
+        for handle in wait_for_any(list(running)):
+            yield running.pop(handle), result(handle)
+
+
+def _start_worker() -> None:
+    """Leaves interrupts to the parent, and ends with it even when it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pa.set_cpu_count(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+
+        def end_with_parent() -> None:
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def usable_cores() -> int:
+    """Number of processor cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

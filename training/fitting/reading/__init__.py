@@ -1,1 +1,0 @@
-"""Answer lengths from files of any format and size to groups in memory."""

@@ -1,0 +1,422 @@
+"""Output lengths by group: all samples of, for instance, one model for one prompt.
+
+A table of output lengths has one of two forms:
+
+| form | rows | columns used |
+|---|---|---|
+| samples/2 | one for each sample | output_tokens (number), finish_reason or finished (bool), optional max_tokens |
+| lists | one for each group | output_tokens (list), optional finished (list of bool), max_tokens |
+
+Both bring the columns to group by. prompt, category, dataset, prompt_tokens and temperature are carried along if they
+exist, and a column of weights on request. Samples with finish_reason "error" are left out and counted. With a column
+sample_index, rows of the first form must differ in it or in another column of `IDENTITY`: a sample that occurs twice
+would make standard errors too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from data_gen.tables import convertible
+from predictors.tokenizer import conversation_text
+from scheduler_core.errors import InputError
+from training.fitting.estimate import MIN_SAMPLES
+
+CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
+#: Columns that identify a sample, where a file has them.
+IDENTITY = ("prompt_id", "model", "run_id", "sample_index")
+FINISH_REASONS = ("stop", "length", "error")
+MAX_LENGTH = 2**31 - 1
+_BOOLEANS = "true or false for each sample"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedLengths:
+    """Output lengths of G groups, in order of first appearance; the samples of all groups one after another.
+
+    Attributes:
+        path: Source file, for messages.
+        keys: Columns that name a group.
+        rows: Table [G] of the key and carried columns, from each group's first row.
+        flat_lengths: Output lengths in tokens [S]; of a censored sample the length that it exceeds.
+        flat_finished: Whether each sample is complete, not censored [S].
+        offsets: Where groups begin [G + 1]: group g is flat[offsets[g]:offsets[g + 1]], and may be empty.
+        max_tokens: Largest limit of each group's samples [G], None if unknown.
+        num_errors: Samples left out because generating them failed.
+        flat_weights: How many samples each one counts as, above 0 [S]; None: each as one.
+    """
+
+    path: Path
+    keys: tuple[str, ...]
+    rows: pa.Table
+    flat_lengths: NDArray[np.int64]
+    flat_finished: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    max_tokens: list[int | None]
+    num_errors: int = 0
+    flat_weights: NDArray[np.float64] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> list[NDArray[np.int64]]:
+        """Output lengths of each group, views [G] of [N_g]."""
+        return np.split(self.flat_lengths, self.offsets[1:-1])
+
+    @property
+    def finished(self) -> list[NDArray[np.bool_]]:
+        """Whether each sample is complete, views [G] of [N_g]."""
+        return np.split(self.flat_finished, self.offsets[1:-1])
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of samples of each group [G]."""
+        return np.diff(self.offsets)
+
+    def name(self, group: int) -> str:
+        """The group as a person would name it: prompt_id='a1', model='m'."""
+        return ", ".join(f"{key}={self.rows.column(key)[group].as_py()!r}" for key in self.keys)
+
+    def column(self, name: str) -> list[Any] | None:
+        """Values [G] of a key or carried column, None if the file has no such column."""
+        return self.rows.column(name).to_pylist() if name in self.rows.column_names else None
+
+    def take(self, groups: Sequence[int] | NDArray[np.intp]) -> GroupedLengths:
+        """The groups at these positions."""
+        at = np.asarray(groups, dtype=np.int64)
+        counts = self.counts[at]
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
+        flat = np.repeat(self.offsets[at] - offsets[:-1], counts) + np.arange(offsets[-1])
+        return GroupedLengths(
+            path=self.path,
+            keys=self.keys,
+            rows=self.rows.take(pa.array(at)),
+            flat_lengths=self.flat_lengths[flat],
+            flat_finished=self.flat_finished[flat],
+            offsets=offsets,
+            max_tokens=[self.max_tokens[group] for group in at.tolist()],
+            num_errors=self.num_errors,
+            flat_weights=None if self.flat_weights is None else self.flat_weights[flat],
+        )
+
+
+def candidate_columns(keys: Sequence[str], weights: str | None) -> list[str]:
+    """All columns that make groups, in the order of the result."""
+    names = (*keys, *CARRIED, "output_tokens", "finish_reason", "finished", "max_tokens", *IDENTITY)
+    return list(dict.fromkeys((*names, *([weights] if weights else ()))))
+
+
+def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None) -> list[str]:
+    """Those of a file with the columns `names`."""
+    unused = set() if "sample_index" in names else {*IDENTITY} - {*keys, weights}
+    return [name for name in candidate_columns(keys, weights) if name in names and name not in unused]
+
+
+def check_columns(names: Sequence[str], path: Path, keys: Sequence[str], weights: str | None) -> None:
+    """Raises `InputError` unless a file with these columns can be grouped by `keys`."""
+    if not keys or len(set(keys)) < len(keys):
+        raise InputError("group_by", list(keys), "one or more columns, each once")
+    missing = [
+        name for name in dict.fromkeys((*keys, "output_tokens", weights)) if name not in (*names, None)
+    ]
+    if missing:
+        raise InputError(f"{path.name}, columns", list(names), f"also {', '.join(map(str, missing))}")
+
+
+def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> None:
+    """Raises `InputError` if even the largest group of a file has too few samples."""
+    if largest < min_samples:
+        raise InputError(
+            f"{path.name}, column output_tokens",
+            f"{largest} samples in the largest group",
+            f"at least {min_samples} samples of some group, failed ones not counted",
+        )
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds lists."""
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def group_table(
+    table: pa.Table,
+    path: Path,
+    *,
+    keys: Sequence[str] = ("prompt_id", "model"),
+    max_tokens: int | None = None,
+    min_samples: int = MIN_SAMPLES,
+    weights: str | None = None,
+    locate: Callable[[int], str] | None = None,
+) -> GroupedLengths:
+    """Groups the samples of a table in either form; rows of the same keys are one group.
+
+    Args:
+        table: As in the table above.
+        path: Source file, for messages.
+        keys: Columns that name a group.
+        max_tokens: Limit of all samples: longer ones count as censored there. In the list form without a column
+            `finished` a sample of just this length counts as censored too, since its own end would be a coincidence.
+        min_samples: Smallest allowed size of the largest group.
+        weights: Column of how many samples each one counts as: a number for each sample, or a list for each group.
+        locate: Row of the table -> its name in messages; by default "FILE, row N", from 0.
+
+    Raises:
+        InputError: A column is missing or of a wrong type, a value is null, NaN, no integer or below 1, a prompt is
+            empty, or no group has enough samples; names row or group, and column.
+    """
+    if table.num_rows == 0:
+        raise InputError(path.name, "no rows", "at least one row")
+    check_columns(table.column_names, path, keys, weights)
+    source = _CheckedTable(table, path, locate or (lambda row: f"{path.name}, row {row}"))
+    for key in keys:
+        source.check_filled(key, nullable=False)
+    if "prompt" in table.column_names and "prompt" not in keys:
+        source.check_filled("prompt", nullable=True)
+    samples = _samples(source, max_tokens, weights)
+    group_of_row, first_rows = _group_rows(table, keys)
+    _check_repeats(source, group_of_row)
+    group = group_of_row[samples.row]
+    order = np.argsort(group, kind="stable")
+    carried = [name for name in dict.fromkeys((*keys, *CARRIED)) if name in table.column_names]
+    result = GroupedLengths(
+        path=path,
+        keys=tuple(keys),
+        rows=table.select(carried).take(pa.array(first_rows)),
+        flat_lengths=samples.lengths[order],
+        flat_finished=~samples.censored[order],
+        offsets=np.searchsorted(group[order], np.arange(len(first_rows) + 1)).astype(np.int64),
+        max_tokens=_group_limits(source, group_of_row, len(first_rows), max_tokens),
+        num_errors=samples.num_errors,
+        flat_weights=None if samples.weights is None else samples.weights[order],
+    )
+    check_enough(int(result.counts.max()), path, min_samples)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _CheckedTable:
+    """A table whose errors name file, row and column."""
+
+    table: pa.Table
+    path: Path
+    locate: Callable[[int], str]
+
+    def array(self, name: str) -> Any:
+        """A column as one array."""
+        column = self.table.column(name)
+        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+
+    def wrong_type(self, name: str, allowed: str) -> InputError:
+        return InputError(f"{self.path.name}, column {name}", str(self.table.column(name).type), allowed)
+
+    def require(
+        self, good: Any, name: str, allowed: str, values: Any, rows: NDArray[np.int64] | None = None
+    ) -> None:
+        """Raises `InputError` for the first of `values` that is not `good`; `rows` are theirs, by default in order."""
+        flags = np.asarray(good, dtype=bool)
+        if flags.all():
+            return
+        at = int(np.argmin(flags))
+        value = values[at]
+        value = value.as_py() if isinstance(value, pa.Scalar) else float(value)
+        where = self.locate(at if rows is None else int(rows[at]))
+        raise InputError(f"{where}, column {name}", value, allowed)
+
+    def check_filled(self, name: str, *, nullable: bool) -> None:
+        """A key or a prompt: no list, no empty text, and no null unless `nullable`."""
+        column = self.array(name)
+        if pa.types.is_nested(column.type):
+            raise self.wrong_type(name, "plain values")
+        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+            good = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(column), ""), nullable)
+        elif not nullable:
+            good = pc.invert(column.is_null(nan_is_null=True))
+        elif pa.types.is_null(column.type):
+            return
+        else:
+            raise self.wrong_type(name, "text")
+        self.require(good, name, "a value that is not empty", column)
+
+    def numbers(self, array: Any, name: str) -> NDArray[np.float64]:
+        """Values of a numeric column, or of lists in it, NaN for null."""
+        if not (pa.types.is_integer(array.type) or pa.types.is_floating(array.type)):
+            kind = "integers" if name == "output_tokens" else "numbers"
+            raise self.wrong_type(name, f"{kind} or lists of them")
+        return np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False), dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """All samples but the failed ones: row of the table, length, whether it is censored, weight; [S] each."""
+
+    row: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    censored: NDArray[np.bool_]
+    weights: NDArray[np.float64] | None
+    num_errors: int
+
+
+def _samples(source: _CheckedTable, max_tokens: int | None, weights: str | None) -> _Samples:
+    names = source.table.column_names
+    column = source.array("output_tokens")
+    listed = is_list(column.type)
+    if listed:
+        source.require(column.is_valid(), "output_tokens", "a list of lengths", column)
+        rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False).astype(np.int64)
+        values = pc.list_flatten(column)
+    else:
+        rows, values = np.arange(len(column)), column
+
+    def aligned(name: str, kind: str) -> Any:
+        """Values of another column, one for each of output_tokens."""
+        if not listed:
+            return source.array(name)
+        other = source.array(name)
+        if not is_list(other.type):
+            raise source.wrong_type(name, f"lists of {kind}")
+        sizes = (pc.fill_null(pc.list_value_length(each).cast(pa.int64()), -1) for each in (other, column))
+        source.require(pc.equal(*sizes), name, "as many values as output_tokens has", other)
+        return pc.list_flatten(other)
+
+    lengths = source.numbers(values, "output_tokens")
+    failed = np.zeros(len(rows), dtype=bool)
+    if "finish_reason" in names and not listed:
+        censored, failed = _finish_reasons(source)
+    elif "finished" in names:
+        finished = aligned("finished", "booleans")
+        if not pa.types.is_boolean(finished.type):
+            raise source.wrong_type("finished", "lists of booleans" if listed else _BOOLEANS)
+        source.require(finished.is_valid(), "finished", _BOOLEANS, finished, rows)
+        censored = ~np.asarray(finished.to_numpy(zero_copy_only=False), dtype=bool)
+    elif listed:
+        censored = np.zeros(len(rows), dtype=bool) if max_tokens is None else lengths >= max_tokens
+    else:
+        raise InputError(
+            f"{source.path.name}, columns", names, "also finish_reason or finished, or output_tokens as lists"
+        )
+    usable = ~failed
+    lengths, rows, censored = lengths[usable], rows[usable], censored[usable]
+    good = (lengths >= 1) & (lengths <= MAX_LENGTH) & (lengths == np.floor(lengths))
+    source.require(good, "output_tokens", f"integers from 1 to {MAX_LENGTH}", lengths, rows)
+    sample_weights = None
+    if weights is not None:
+        sample_weights = source.numbers(aligned(weights, "numbers"), weights)[usable]
+        good = (sample_weights > 0) & np.isfinite(sample_weights)
+        source.require(good, weights, "finite numbers above 0", sample_weights, rows)
+    if max_tokens is not None:
+        censored = censored | (lengths > max_tokens)
+        lengths = np.minimum(lengths, max_tokens)
+    return _Samples(rows, lengths.astype(np.int64), censored, sample_weights, int(failed.sum()))
+
+
+def _finish_reasons(source: _CheckedTable) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which samples are censored, and which failed."""
+    column = source.array("finish_reason")
+    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
+        raise source.wrong_type("finish_reason", ", ".join(FINISH_REASONS))
+    reasons = pc.index_in(column, pa.array(FINISH_REASONS, column.type))
+    allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown decides what unknown means)"
+    source.require(reasons.is_valid(), "finish_reason", allowed, column)
+    numbers = reasons.to_numpy(zero_copy_only=False)
+    return numbers == FINISH_REASONS.index("length"), numbers == FINISH_REASONS.index("error")
+
+
+def _check_repeats(source: _CheckedTable, group_of_row: NDArray[np.int64]) -> None:
+    """Raises `InputError` if a sample occurs twice, as far as the columns can tell."""
+    table = source.table
+    if "sample_index" not in table.column_names or is_list(table.column("output_tokens").type):
+        return
+    columns = [
+        name
+        for name in IDENTITY
+        if name in table.column_names and not pa.types.is_nested(table.column(name).type)
+    ]
+    if "sample_index" not in columns or table.column("sample_index").null_count:
+        return
+    sample, first_rows = _group_rows(table, columns, group_of_row)
+    if len(first_rows) == table.num_rows:
+        return
+    row = int(np.argmax(first_rows[sample] != np.arange(table.num_rows)))
+    raise InputError(
+        source.locate(row),
+        ", ".join(f"{name}={table.column(name)[row].as_py()!r}" for name in columns),
+        f"each sample once ({source.locate(int(first_rows[sample[row]]))} has the same {', '.join(columns)})",
+    )
+
+
+def _group_rows(
+    table: pa.Table, keys: Sequence[str], codes: NDArray[np.int64] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Number of the group of each row, and the first row of each group; groups in order of first appearance.
+
+    Args:
+        table: The rows.
+        keys: Columns that name a group.
+        codes: Groups by other columns [rows] that are divided further; None: there are none.
+    """
+    for key in keys:
+        column, size = _codes(table.column(key))
+        codes = column if codes is None else _codes(pa.chunked_array([pa.array(codes * size + column)]))[0]
+    assert codes is not None
+    first = np.empty(int(codes.max()) + 1, dtype=np.int64)
+    first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of repeated indices the last assignment stays
+    return codes, first
+
+
+def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], int]:
+    """Number of each value among the different ones, in order of first appearance, and how many those are."""
+    encoded = column.dictionary_encode(null_encoding="encode").unify_dictionaries()
+    indices = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
+    return np.concatenate(indices).astype(np.int64), len(encoded.chunk(0).dictionary)
+
+
+def _group_limits(
+    source: _CheckedTable, group_of_row: NDArray[np.int64], num_groups: int, max_tokens: int | None
+) -> list[int | None]:
+    if max_tokens is not None or "max_tokens" not in source.table.column_names:
+        return [max_tokens] * num_groups
+    column = source.array("max_tokens")
+    if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
+        raise source.wrong_type("max_tokens", "integers")
+    with convertible(source.path.name):
+        column = column.cast(pa.int64())
+    good = pc.fill_null(pc.and_(pc.greater_equal(column, 1), pc.less_equal(column, MAX_LENGTH)), True)
+    source.require(good, "max_tokens", f"integers from 1 to {MAX_LENGTH}, or nothing", column)
+    limits = np.zeros(num_groups, dtype=np.int64)
+    np.maximum.at(limits, group_of_row, pc.fill_null(column, 0).to_numpy(zero_copy_only=False))
+    return [limit or None for limit in limits.tolist()]
+
+
+def with_conversations(table: pa.Table, path: Path) -> pa.Table:
+    """A table of output lengths whose column `prompt` is the text of the whole conversation, where there is one.
+
+    Args:
+        table: Samples or lists; a row whose `messages` are null is a single user message, as is a table without them.
+        path: Source file, for messages.
+
+    Raises:
+        InputError: It is a file of fits, which keep the last user message alone.
+    """
+    if set(table.column_names) >= {"mu", "sigma", "nu"}:
+        raise InputError(
+            f"{path.name}, columns", ["mu", "nu", "sigma"], "samples, because fits keep no conversations"
+        )
+    if "messages" not in table.column_names or "prompt" not in table.column_names:
+        return table
+    texts = [
+        text if messages is None else conversation_text((each["role"], each["content"]) for each in messages)
+        for text, messages in zip(
+            table.column("prompt").to_pylist(), table.column("messages").to_pylist(), strict=True
+        )
+    ]
+    index = table.column_names.index("prompt")
+    return table.set_column(index, table.schema.field("prompt"), pa.array(texts, pa.string()))
