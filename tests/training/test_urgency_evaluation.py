@@ -13,8 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 from numpy.typing import NDArray
 
-from data_gen.urgency.cli import main as import_urgency
-from data_gen.urgency.labels import LabelledText, read_labels
+from data_gen.cli_import_urgency import main as import_urgency
+from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import read_pairs, seed_labels
 from predictors.modules import (
     Heads,
@@ -29,10 +29,9 @@ from scheduler_core.urgency import LEVELS
 from tests.predictors.predictors import TOWER, predictor
 from tests.training.tiny import tiny_bert
 from training.urgency.abstention import choose_threshold
-from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
 from training.urgency.cli import main
 from training.urgency.evaluation import EvaluationOptions, evaluate_urgency
-from training.urgency.predictor import open_urgency, save_threshold
+from training.urgency.predictors import BagOfWordsBaseline, ConstantBaseline, open_urgency, save_threshold
 
 K = len(LEVELS)
 PLAIN: dict[str, Any] = {"conditioning": None, "prompt_length": True}
@@ -78,7 +77,7 @@ def test_seeds_of_a_recipe_share_a_line_of_the_page(tmp_path: Path, data: Path, 
     page = tmp_path / "page.md"
     page.write_text("# Urgency\n", encoding="utf-8")
     entries = [f"recipe={checkpoint}", "other=constant"]
-    options = ["--name", "recipe", "--markdown", str(page), "--beside", json.dumps(entries)]
+    options = ["--name", "recipe", "--markdown", str(page), "--compare", json.dumps(entries)]
     main([str(checkpoint), "--data", str(data), "--json", str(tmp_path / "out.json"), *options])
     text = page.read_text(encoding="utf-8")
     rows = {line.split(" | ")[0].removeprefix("| "): line for line in text.splitlines() if line[:2] == "| "}
@@ -88,7 +87,7 @@ def test_seeds_of_a_recipe_share_a_line_of_the_page(tmp_path: Path, data: Path, 
     assert "(" not in rows["other"]
     assert rows["other"].split(" | ")[1:] == rows["constant"].split(" | ")[1:]
     content = json.loads((tmp_path / "out.json").read_text())
-    assert [entry["name"] for entry in content["beside"]] == ["recipe", "other"]
+    assert [entry["name"] for entry in content["compared"]] == ["recipe", "other"]
     shown = 100 * content["predicted"]["accuracy"]["value"]
     assert rows["recipe"].split(" | ")[1] == f"{shown:.1f} (0.0) %"
     reliability = text.split("Reliability of recipe:")[1]
@@ -100,7 +99,7 @@ def test_seeds_of_a_recipe_share_a_line_of_the_page(tmp_path: Path, data: Path, 
 def test_a_further_predictor_needs_a_name_of_its_own(
     entry: str, tmp_path: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--data", str(data), "--json", str(tmp_path / "out.json"), "--beside", json.dumps([entry])]
+    options = ["--data", str(data), "--json", str(tmp_path / "out.json"), "--compare", json.dumps([entry])]
     assert main(["constant", *options]) == 2
     assert "NAME=PREDICTOR" in capsys.readouterr().err
 
@@ -197,7 +196,7 @@ def test_a_file_without_a_split_is_refused(
 
 def test_baselines_learn_levels_and_weights() -> None:
     train = [
-        LabelledText(text=f"{word} {n}", level=level, source="own", split="train", weight=1 + 2 * level)
+        LabeledText(text=f"{word} {n}", level=level, source="own", split="train", weight=1 + 2 * level)
         for level, word in ((0, "fire"), (3, "row"))
         for n in range(10)
     ]
@@ -226,7 +225,7 @@ def test_what_is_scheduled_is_limited_and_abstains() -> None:
     assert found.answered.value == 1
     assert found.scheduled.within_one.value == 1
     assert found.scheduled.recalls[0].value == 0, "from tier standard an emergency rises by one level alone"
-    assert found.quiet_found.value is None
+    assert found.quiet_recall.value is None
     with pytest.raises(InputError, match="validation texts"):
         evaluate_urgency(oracle, texts, [], read_pairs("test"))
 

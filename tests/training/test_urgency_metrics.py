@@ -17,10 +17,15 @@ from data_gen.urgency.seed_set import read_pairs
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 from training.urgency.abstention import ClaimRows, choose_threshold, failures
-from training.urgency.adversarial import check_claims
-from training.urgency.metrics import urgency_metrics
-from training.urgency.rates import Rate, lower_bound, upper_bound
-from training.urgency.reliability import reliability, top_level, write_reliability_figure
+from training.urgency.claims import check_claims
+from training.urgency.metrics import (
+    Rate,
+    reliability,
+    top_level,
+    upper_bound,
+    urgency_metrics,
+    write_reliability_figure,
+)
 
 K = len(LEVELS)
 levels = st.lists(st.tuples(st.integers(0, K - 1), st.integers(0, K - 1)), min_size=1, max_size=60)
@@ -83,13 +88,13 @@ def test_clopper_pearson_bounds_are_where_the_tail_is_delta(
     num_cases: int, data: st.DataObject, delta: float
 ) -> None:
     hits = data.draw(st.integers(0, num_cases))
-    high, low = upper_bound(hits, num_cases, delta), lower_bound(hits, num_cases, delta)
+    high, low = upper_bound(hits, num_cases, delta), 1 - upper_bound(num_cases - hits, num_cases, delta)
     assert low <= hits / num_cases <= high or delta > 0.4
     if hits < num_cases:
         assert binom.cdf(hits, num_cases, high) == pytest.approx(delta, rel=1e-6)
     if hits > 0:
         assert binom.sf(hits - 1, num_cases, low) == pytest.approx(delta, rel=1e-6)
-    assert (upper_bound(0, 0, delta), lower_bound(0, 0, delta)) == (1.0, 0.0)
+    assert upper_bound(0, 0, delta) == 1.0
 
 
 def test_reliability_counts_and_error_by_hand() -> None:
@@ -243,7 +248,7 @@ def test_a_predictor_that_listens_to_shouting_fails_and_is_described() -> None:
 def test_a_predictor_that_does_not_listen_passes() -> None:
     found = check_claims(deaf, read_pairs("test"))
     assert found.passed
-    assert found.passed_alone
+    assert found.passed_unguarded
     assert found.decided.jumped.num_hits == found.decided.fell.num_hits == 0
     assert found.examples == ()
 
@@ -251,7 +256,7 @@ def test_a_predictor_that_does_not_listen_passes() -> None:
 def test_a_predictor_for_which_everything_is_an_emergency_cannot_pass() -> None:
     found = check_claims(lambda texts: np.tile(np.eye(K)[0], (len(texts), 1)), read_pairs())
     assert found.decided.jumped.value is None
-    assert not found.passed_alone
+    assert not found.passed_unguarded
     assert found.passed, "it abstains always: nobody gains in the queue"
 
 

@@ -1,1 +1,1 @@
-"""Whether a predictor still fits the answers it sees: sliding coverage, sequential test, running recalibration."""
+"""Drift of a predictor: sliding coverage, sequential test, running recalibration."""

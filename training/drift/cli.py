@@ -1,4 +1,4 @@
-"""The command `evaluate --stream`: live pairs of prediction and outcome in, states and alarms out."""
+"""The command `evaluate-stream`: alarms where the outputs of a live stream drift away from their predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from training.drift.stream import MAX_LINE, DriftStream, event_line
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Watch pairs of prediction and outcome: coverage over a sliding window, a test for drift, running recalibration, for each served model."""
+    """Watch predictions and their outputs: coverage over a sliding window, a test for drift, running recalibration, for each served model."""
 
     INPUTS = ("stream",)
     OUTPUTS = ("out",)
@@ -26,18 +26,18 @@ class StreamConfig:
     out: str = "-"
     """File of JSON lines to write, or - for standard output."""
     window: int = 1000
-    """Outcomes that coverage looks back on, and memory of the recalibration."""
+    """Outputs that coverage is computed over, and memory of the recalibration."""
     arl: float = 100_000
-    """A false alarm comes at the earliest after so many outcomes of a served model, on average."""
+    """Lower bound of the mean number of outputs of a served model to a false alarm."""
     every: int = 1000
-    """Outcomes of a served model between two states."""
+    """Outputs of a served model between two states."""
     max_models: int = 1000
-    """Served models that are told apart; more share one monitor."""
+    """Maximum number of served models with a monitor of their own; the others share one."""
 
     def __post_init__(self) -> None:
         for name, least in (("window", 10), ("every", 1), ("max_models", 1)):
             if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"a whole number of at least {least}")
+                raise InputError(name, getattr(self, name), f"an integer >= {least}")
         if not 10 <= self.arl < float("inf"):
             raise InputError("arl", self.arl, "a finite number of at least 10")
 
@@ -63,7 +63,7 @@ def watch(config: StreamConfig) -> None:
 
 
 def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Lines in parts of bounded size: of a longer one the first part is given, the rest passed over."""
+    """Lines of bounded size: the rest of a longer one is skipped."""
     while line := source.readline(MAX_LINE + 2):
         yield line
         while line and not line.endswith(b"\n"):
@@ -71,5 +71,11 @@ def _lines(source: IO[bytes]) -> Iterator[bytes]:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `evaluate --stream`."""
-    return run_command("evaluate --stream", StreamConfig, watch, extra="train", args=args)
+    """Entry point of `evaluate-stream`."""
+    return run_command(
+        "evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train", args=args
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

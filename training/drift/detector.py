@@ -3,17 +3,17 @@
 Bets. Each bet j multiplies by b_j(u) = 1 + l g(u), where g has mean 0 over [0, 1] and values in [-1, 1], 0 < |l| < 1, so
 that E b_j(u) = 1 while the predictions are right. Three g, each for both signs of l:
 
-- 2 u - 1: answers have become longer or shorter;
-- 2 |2 u - 1| - 1: they scatter more or less than predicted;
+- 2 u - 1: outputs have become longer or shorter;
+- 2 |2 u - 1| - 1: they vary more or less than predicted;
 - 1 if u > 0.9 and -1/9 else: the long tail has changed.
 
-What is known of u is an interval [a, b]: a length of x tokens stands for [F(x - 1/2), F(x + 1/2)], a cut answer for
-[F(cap - 1/2), 1]. A bet then multiplies by its mean over the interval, which is its conditional expectation and so keeps
+Of u only an interval [a, b] is observed: a length of x tokens stands for [F(x - 1/2), F(x + 1/2)], a truncated output
+for [F(max_tokens - 1/2), 1]. A bet then multiplies by its mean over the interval, which is its conditional expectation and so keeps
 the mean of 1.
 
 Alarm. R_j <- (1 + R_j) b_j(u), from 0 (Shiryaev-Roberts: a bet opened at every step); S = mean of the R_j. S - t is a
 martingale while predictions are right, so with an alarm at S >= A the mean time to a false alarm is at least A,
-whatever nu, mu, sigma and caps the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
+whatever nu, mu, sigma and max_tokens the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def interval_means(low: float, high: float) -> tuple[float, float, float]:
         return 2 * u - 1, 2 * abs(2 * u - 1) - 1, (1.0 if u > TAIL else 0.0) * 10 / 9 - 1 / 9
     width = high - low
     beyond = max(high - max(low, TAIL), 0.0) / width
-    return low + high - 1, (_spread(high) - _spread(low)) / width, beyond * 10 / 9 - 1 / 9
+    return low + high - 1, (_scale_integral(high) - _scale_integral(low)) / width, beyond * 10 / 9 - 1 / 9
 
 
-def _spread(u: float) -> float:
+def _scale_integral(u: float) -> float:
     """Integral of 2 |2 v - 1| - 1 from 0 to u."""
     return u - 2 * u * u if u <= 0.5 else 2 * u * u - 3 * u + 1
 
@@ -64,20 +64,20 @@ class DriftDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Starts the test again."""
         self._sums = np.zeros_like(self._stakes)
         self.value = 0.0
         self.num_steps = 0
 
     def update(self, low: float, high: float) -> bool:
-        """Takes what is known of u; returns whether the alarm is on.
+        """Updates the test with an interval that holds u; returns whether there is an alarm.
 
         Args:
-            low, high: Ends of the interval that u lies in.
+            low, high: Ends of the interval.
         """
-        shift, spread, tail = interval_means(low, high)
-        gains = np.array([shift, shift, spread, spread, tail, tail])[:, None]
-        # Beyond the alarm nothing has to be told apart; it keeps the sums finite.
+        location, scale, tail = interval_means(low, high)
+        gains = np.array([location, location, scale, scale, tail, tail])[:, None]
+        # Far beyond the alarm; keeps the sums finite.
         self._sums = np.minimum((1.0 + self._sums) * (1.0 + self._stakes * gains), 1e100)
         self.value = float(self._sums.mean())
         self.num_steps += 1
@@ -85,5 +85,5 @@ class DriftDetector:
 
     @property
     def reason(self) -> str:
-        """Which kind of bet has won most."""
+        """The kind of bet with the largest gain."""
         return KINDS[int(np.argmax(self._sums.sum(axis=1)))]

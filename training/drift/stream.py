@@ -1,4 +1,4 @@
-"""JSON lines in, JSON lines out: `evaluate --stream`.
+"""Monitors of a stream of predictions with their outputs: JSON lines in, JSON lines out.
 
 | event | when | content beside event, line, served_model, time |
 |---|---|---|
@@ -15,14 +15,30 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from data_gen.feedback_record import FORMAT, FeedbackRecord, parse_object, validated
 from scheduler_core.errors import InputError
-from training.drift.monitor import ModelMonitor
-from training.drift.outcome import Outcome, parse_outcome
+from training.drift.monitor import ModelMonitor, ObservedOutput
+from training.feedback import pair
 
 #: Served models beyond this number share one monitor.
 OTHERS = "(others)"
 #: A line beyond this is not parsed.
 MAX_LINE = 1_000_000
+
+
+def parse_output(line: str | bytes) -> ObservedOutput:
+    """Parses an object with the attributes of `ObservedOutput`, or a record of the feedback log.
+
+    Raises:
+        InputError: The line is neither, or a record without a prediction and a true length; names the key.
+    """
+    content = parse_object(line)
+    if content.get("format") == FORMAT:
+        values = pair(validated(FeedbackRecord, content), "main")
+        if values is None:
+            raise InputError("record", line[:80], "a record with a prediction and a true length")
+        content = values
+    return validated(ObservedOutput, content)
 
 
 class DriftStream:
@@ -44,7 +60,7 @@ class DriftStream:
         self._num_lines = 0
 
     def feed(self, lines: Iterable[str | bytes]) -> Iterator[dict[str, Any]]:
-        """Events of some lines; empty lines are passed over."""
+        """Events of some lines; empty lines are skipped."""
         for line in lines:
             self._num_lines += 1
             try:
@@ -52,7 +68,7 @@ class DriftStream:
                     raise InputError("line", f"{len(line)} characters", f"at most {MAX_LINE}")
                 if not line.strip():
                     continue
-                outcome = parse_outcome(line)
+                output = parse_output(line)
             except InputError as error:
                 self._bad[error.field] += 1
                 yield {
@@ -63,10 +79,10 @@ class DriftStream:
                     "allowed": error.allowed,
                 }
                 continue
-            yield from self._take(outcome)
+            yield from self._update(output)
 
     def finish(self) -> Iterator[dict[str, Any]]:
-        """The last states, and the sums."""
+        """Final states and totals."""
         for name, monitor in self._monitors.items():
             yield {
                 "event": "state",
@@ -85,15 +101,15 @@ class DriftStream:
             "num_alarms": sum(monitor.num_alarms for monitor in monitors),
         }
 
-    def _take(self, outcome: Outcome) -> Iterator[dict[str, Any]]:
-        name = outcome.served_model
+    def _update(self, output: ObservedOutput) -> Iterator[dict[str, Any]]:
+        name = output.served_model
         if name not in self._monitors and len(self._monitors) >= self._max_models:
             name = OTHERS
         if name not in self._monitors:
             self._monitors[name] = ModelMonitor(self._window, self._arl)
         monitor = self._monitors[name]
-        alarm = monitor.update(outcome)
-        head = {"line": self._num_lines, "served_model": name, "time": outcome.time}
+        alarm = monitor.update(output)
+        head = {"line": self._num_lines, "served_model": name, "time": output.time}
         if alarm is not None:
             yield {"event": "alarm", **head, **alarm}
         if monitor.num_outcomes % self._every == 0:

@@ -1,7 +1,6 @@
-"""What a predictor must beat: predictions that need no model, made from the training split alone.
+"""Baselines: predictions without a model, from the training split only.
 
-They are kept with the predictor as a few numbers (`training.json`, the manifest), so that evaluating needs no training
-file.
+They are stored with the predictor as a few numbers (`training.json`, the manifest).
 """
 
 from __future__ import annotations
@@ -14,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from training.evaluating.scoring import standard_quantiles
-from training.fitting.estimate import Sample, estimate
-from training.fitting.families import family_of
+from training.evaluating.scores import standard_quantiles
+from training.fitting.estimate import SortedLengths, estimate, family_of
 from training.fitting.fits import NOT_FITTED, FittedGroups
 from training.rows import Rows
 
 FloatArray = NDArray[np.float64]
 SIGMA_FLOOR = 1e-6
-#: Fewest answers of a served model that give it a distribution of its own.
-MIN_ANSWERS = 10
+#: Minimum number of outputs of a served model for a distribution of its own.
+MIN_OUTPUTS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +30,12 @@ class Baselines:
 
     Attributes:
         constant_mu, constant_sigma: Means of the fitted mu and log(1 + sigma): the best constant guess of parameters.
-        marginal_mu, marginal_sigma: One distribution fitted to all answers of all prompts.
-        mu_intercept, mu_slope: Line of mu over the prompt's length: least squares, moved to the answers' median.
-        line_sigma: Spread of the answers about that line.
+        marginal_mu, marginal_sigma: One distribution fitted to all outputs of all prompts.
+        mu_intercept, mu_slope: Line of mu over the prompt's length: least squares, moved to the outputs' median.
+        line_sigma: Scale of the outputs about that line.
         nu: Degrees of freedom of all of them.
-        served_models: Served model -> mu and sigma of one distribution fitted to all of its answers: its median and
-            spread whatever the prompt. Empty if the data name at most one.
+        served_models: Served model -> mu and sigma of one distribution fitted to all of its outputs. Empty if the data
+            name at most one.
     """
 
     constant_mu: float
@@ -60,7 +58,7 @@ class Baselines:
         """
         groups = fits.groups
         fitted = ~fits.has_flag(*NOT_FITTED)
-        return cls.of_answers(
+        return cls.of_outputs(
             prompts,
             groups.column("model") or [None] * len(fits),
             groups.offsets,
@@ -80,7 +78,7 @@ class Baselines:
             nu: Degrees of freedom.
         """
         names = [None, *rows.models]
-        return cls.of_answers(
+        return cls.of_outputs(
             [rows.prompts[number] for number in rows.prompt],
             [names[number] for number in rows.model],
             rows.offsets,
@@ -92,7 +90,7 @@ class Baselines:
         )
 
     @classmethod
-    def of_answers(
+    def of_outputs(
         cls,
         prompts: Sequence[str],
         served_models: Sequence[str | None],
@@ -103,41 +101,41 @@ class Baselines:
         sigma: FloatArray,
         nu: float,
     ) -> Baselines:
-        """Baselines of G rows, each with some of S answers.
+        """Baselines of G rows with S outputs together.
 
         Args:
             prompts, served_models: Of each row [G].
-            offsets: Answers of row g are lengths[offsets[g]:offsets[g + 1]], at least one [G + 1].
-            lengths: Tokens; of a cut answer the length it was cut at [S].
-            finished: Whether the answer ended by itself [S].
-            mu, sigma: Fits, NaN where there is none [G]. Where no row has one, as with a single answer to each prompt,
-                the logarithms of the answers and the spread of all of them stand in.
+            offsets: Outputs of row g are lengths[offsets[g]:offsets[g + 1]], at least one [G + 1].
+            lengths: Tokens; of a truncated output the length it was truncated at [S].
+            finished: False where the output was truncated [S].
+            mu, sigma: Fits, NaN where there is none [G]. Where no row has one, as with a single output per prompt, the
+                logarithms of the outputs and the scale of all of them are used.
             nu: Degrees of freedom.
 
         Raises:
-            InputError: There are no answers, or every one was cut.
+            InputError: No output is finished.
         """
         if not finished.any():
-            raise InputError("finished answers, for baselines", 0, "at least one")
+            raise InputError("finished outputs, for baselines", 0, "at least one")
         counts, size = np.diff(offsets), _size(prompts)
         marginal = _pooled(lengths, finished, nu)
         logs = np.log(lengths)
         mean_logs = np.bincount(np.repeat(np.arange(len(counts)), counts), weights=logs) / counts
         fitted = np.isfinite(mu) & np.isfinite(sigma)
-        known = fitted if fitted.any() else np.ones(len(counts), dtype=bool)
-        centres = np.where(fitted, mu, mean_logs)[known]
-        spreads = sigma[known] if fitted.any() else np.array([marginal[1]])
-        slope, intercept = _line(size[known], centres)
-        left = logs - np.repeat(intercept + slope * size, counts)
-        centre = float(np.median(left))
-        distance = float(np.median(np.abs(left - centre)))
+        usable = fitted if fitted.any() else np.ones(len(counts), dtype=bool)
+        centers = np.where(fitted, mu, mean_logs)[usable]
+        scales = sigma[usable] if fitted.any() else np.array([marginal[1]])
+        slope, intercept = _line(size[usable], centers)
+        residuals = logs - np.repeat(intercept + slope * size, counts)
+        center = float(np.median(residuals))
+        distance = float(np.median(np.abs(residuals - center)))
         quartile = float(standard_quantiles(np.array([0.75]), nu)[0, 0])
         return cls(
-            constant_mu=float(centres.mean()),
-            constant_sigma=float(np.expm1(np.log1p(spreads).mean())),
+            constant_mu=float(centers.mean()),
+            constant_sigma=float(np.expm1(np.log1p(scales).mean())),
             marginal_mu=marginal[0],
             marginal_sigma=marginal[1],
-            mu_intercept=intercept + centre,
+            mu_intercept=intercept + center,
             mu_slope=slope,
             line_sigma=max(distance / quartile, SIGMA_FLOOR),
             nu=nu,
@@ -146,7 +144,7 @@ class Baselines:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Baselines:
-        """From what `to_json` gave.
+        """Inverse of `to_json`.
 
         Raises:
             InputError: A number is missing.
@@ -181,7 +179,7 @@ class Baselines:
         """
         ones = np.ones(len(prompts))
         size = _size(prompts)
-        found = {
+        predictions = {
             "constant": (self.constant_mu * ones, self.constant_sigma * ones),
             "marginal": (self.marginal_mu * ones, self.marginal_sigma * ones),
             "prompt_length": (self.mu_intercept + self.mu_slope * size, self.line_sigma * ones),
@@ -190,8 +188,8 @@ class Baselines:
             other = (self.marginal_mu, self.marginal_sigma)
             names = [None] * len(prompts) if served_models is None else served_models
             pairs = np.array([self.served_models.get(name or "", other) for name in names]).reshape(-1, 2)
-            found["per_model"] = (pairs[:, 0], pairs[:, 1])
-        return found
+            predictions["per_model"] = (pairs[:, 0], pairs[:, 1])
+        return predictions
 
 
 def _by_served_model(
@@ -201,25 +199,25 @@ def _by_served_model(
     finished: NDArray[np.bool_],
     nu: float,
 ) -> dict[str, tuple[float, float]]:
-    """One distribution for each served model with enough answers; nothing unless there are several models."""
-    known = sorted({str(name) for name in names if name is not None})
-    if len(known) < 2:
+    """One distribution for each served model with enough outputs; none unless there are several models."""
+    models = sorted({str(name) for name in names if name is not None})
+    if len(models) < 2:
         return {}
-    numbers = {name: number for number, name in enumerate(known)}
-    of_answer = np.repeat([-1 if name is None else numbers[str(name)] for name in names], counts)
-    found = {}
+    numbers = {name: number for number, name in enumerate(models)}
+    of_output = np.repeat([-1 if name is None else numbers[str(name)] for name in names], counts)
+    parameters = {}
     for name, number in numbers.items():
-        rows = of_answer == number
-        if rows.sum() >= MIN_ANSWERS and finished[rows].any():
-            found[name] = _pooled(lengths[rows], finished[rows], nu)
-    return found
+        rows = of_output == number
+        if rows.sum() >= MIN_OUTPUTS and finished[rows].any():
+            parameters[name] = _pooled(lengths[rows], finished[rows], nu)
+    return parameters
 
 
 def _pooled(lengths: NDArray[np.int64], finished: NDArray[np.bool_], nu: float) -> tuple[float, float]:
-    """mu and sigma of one log-t for all of these answers."""
+    """mu and sigma of one log-t fitted to all of these outputs."""
     ends = np.array([0, len(lengths)])
-    found = estimate(Sample.of(lengths, finished, ends), family_of("log-t", nu)).solution
-    return float(found.m[0]), float(np.exp(found.s[0]))
+    solution = estimate(SortedLengths.of(lengths, finished, ends), family_of("log-t", nu)).solution
+    return float(solution.m[0]), float(np.exp(solution.s[0]))
 
 
 def _size(prompts: Sequence[str]) -> FloatArray:
@@ -228,7 +226,7 @@ def _size(prompts: Sequence[str]) -> FloatArray:
 
 def _line(x: FloatArray, y: FloatArray) -> tuple[float, float]:
     """Slope and intercept of the least-squares line; slope 0 where x does not vary."""
-    centred = x - x.mean()
-    spread = float((centred**2).sum())
-    slope = float((centred * y).sum()) / spread if spread > 1e-12 else 0.0
+    centered = x - x.mean()
+    total = float((centered**2).sum())
+    slope = float((centered * y).sum()) / total if total > 1e-12 else 0.0
     return slope, float(y.mean()) - slope * float(x.mean())

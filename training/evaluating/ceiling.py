@@ -1,19 +1,17 @@
-"""How good any predictor could look on given data: the noise that a finite number of answers leaves.
+"""Noise ceiling: the best scores that a finite number of outputs allows.
 
 Two bounds, each in the same metrics as a predictor:
 
-- `seen_half`: each prompt's answers are split at random in two halves; a fit to one half is the prediction, the other
-  half the test. What somebody knows who has already seen half of the answers to the very same prompt. It is no bound
-  from above: parameters fitted to a handful of answers are themselves noisy, so a predictor that knows prompts well can
+- `half_of_outputs`: each prompt's outputs are split at random in two halves; a fit to one half is the prediction, the
+  other half the test. It is not an upper bound: parameters fitted to a few outputs are noisy, so a good predictor can
   beat it, above all in sigma.
-- `true_parameters`: answers are drawn anew from each prompt's fit, as many as there are, and cut at the same caps; the
-  parameters they were drawn from are the prediction, and fits to the drawn answers the test. What a perfect predictor
-  would be given. R2 stays below 1 because the fits it is compared with are noisy. The fits it starts from are noisy
-  themselves, so the truth is made to vary more than it does, and this bound is a little too high; in R2 of sigma more
-  than in R2 of mu.
+- `true_parameters`: as many outputs are drawn from each prompt's fit, truncated at the same max_tokens; the parameters
+  they were drawn from are the prediction, and fits to the drawn outputs the test: the scores of a perfect predictor.
+  R2 stays below 1 because those fits are noisy. The fits it starts from are noisy too, so the truth varies more than
+  it should, and this bound is a little too high; in R2 of sigma more than in R2 of mu.
 
-`reliability` is the correlation of the two halves' fits, stepped up to the full number of answers by Spearman and
-Brown's 2 r / (1 + r): the R2 that the true parameters would have against the fits, as the data themselves show it.
+`reliability` is the correlation of the two halves' fits, stepped up to the full number of outputs by Spearman and
+Brown's 2 r / (1 + r): the R2 that the true parameters would have against the fits, estimated from the data.
 """
 
 from __future__ import annotations
@@ -26,31 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from training.evaluating.predictors import Prediction
+from training.evaluating.predictors import PredictedRows
 from training.evaluating.rows import EvaluationRows
-from training.fitting.families import MIN_SAMPLES
-from training.fitting.fits import FittedGroups, fit_groups
-from training.fitting.options import FitOptions
-from training.fitting.reading.table import GroupedLengths
+from training.fitting.estimate import MIN_SAMPLES
+from training.fitting.fits import FitOptions, FittedGroups, fit_groups
+from training.fitting.samples import GroupedLengths
 
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """A prediction and the rows it is to be judged on, which are not the data's own."""
+    """Predictions and the rows to score them on, which are not the rows of the data."""
 
     rows: EvaluationRows
-    prediction: Prediction
+    prediction: PredictedRows
 
 
 def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[EvaluationRows, EvaluationRows]:
-    """Each prompt's answers in two random halves, fitted separately; prompts with too few answers are left out."""
+    """Each prompt's outputs in two random halves, fitted separately; prompts with too few outputs are left out."""
     groups = rows.fits.groups
     enough = np.flatnonzero(groups.counts >= 2 * MIN_SAMPLES)
     groups = groups.take(enough)
     owner = np.repeat(np.arange(len(groups)), groups.counts)
     order = np.lexsort((rng.random(len(owner)), owner))
-    place = np.arange(len(owner)) - groups.offsets[:-1][owner]
-    in_first = place < (groups.counts // 2)[owner]
+    rank = np.arange(len(owner)) - groups.offsets[:-1][owner]
+    in_first = rank < (groups.counts // 2)[owner]
     options = FitOptions(nu=rows.fits.nu)
     return tuple(  # type: ignore[return-value]
         EvaluationRows.of(fit_groups(_chosen(groups, order[part], owner[part]), options))
@@ -59,11 +56,11 @@ def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[EvaluationRo
 
 
 def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Ceiling:
-    """Parameters that answers were drawn from, against fits to the drawn answers.
+    """Parameters that outputs are drawn from, against fits to the drawn outputs.
 
     Args:
         rows: Rows; those without a fit are left out.
-        rng: Draws the answers.
+        rng: Draws the outputs.
 
     Raises:
         InputError: No row has a fit.
@@ -71,24 +68,24 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Ceiling:
     if len(rows.compared) == 0:
         raise InputError("prompts with a fit", 0, "at least one")
     fits = rows.fits.take(rows.compared)
-    caps = rows.answers.caps[rows.compared]
+    limits = rows.outputs.max_tokens[rows.compared]
     groups = fits.groups
     owner = np.repeat(np.arange(len(fits)), groups.counts)
     with np.errstate(over="ignore"):
         drawn = np.exp(fits.mu[owner] + fits.sigma[owner] * rng.standard_t(fits.nu, len(owner)))
-    # Whole tokens, at least one, and nothing beyond what an int holds.
+    # At least one token, and no more than an integer holds.
     lengths = np.clip(np.rint(np.minimum(drawn, 1e9)), 1, None)
-    cut = lengths >= caps[owner]
-    lengths = np.where(cut, np.minimum(caps[owner], 1e9), lengths)
+    truncated = lengths >= limits[owner]
+    lengths = np.where(truncated, np.minimum(limits[owner], 1e9), lengths)
     simulated = dataclasses.replace(
-        groups, flat_lengths=lengths.astype(np.int64), flat_finished=~cut, flat_weights=None
+        groups, flat_lengths=lengths.astype(np.int64), flat_finished=~truncated, flat_weights=None
     )
     new = EvaluationRows.of(fit_groups(simulated, FitOptions(nu=fits.nu)))
-    return Ceiling(new, Prediction(fits.mu, fits.sigma, fits.nu))
+    return Ceiling(new, PredictedRows(fits.mu, fits.sigma, fits.nu))
 
 
 def reliability(first: FittedGroups, second: FittedGroups) -> dict[str, float | None]:
-    """Spearman-Brown reliability of the fits to all answers, from fits to two halves of them [G]."""
+    """Spearman-Brown reliability of the fits to all outputs, from fits to two halves of them [G]."""
     return {
         name: _stepped_up(np.asarray(one), np.asarray(other))
         for name, one, other in (
@@ -104,9 +101,9 @@ def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Ceiling], dict[
 
     Args:
         rows: Rows with their fits.
-        seed: Of the halves and of the drawn answers.
+        seed: Of the halves and of the drawn outputs.
     """
-    found: dict[str, Ceiling] = {}
+    bounds: dict[str, Ceiling] = {}
     info: dict[str, Any] = {"seed": seed, "reliability": None}
     enough = rows.fits.groups.counts >= 2 * MIN_SAMPLES
     if enough.any():
@@ -115,12 +112,12 @@ def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Ceiling], dict[
         if len(usable) > 1:
             info["reliability"] = reliability(first.fits.take(usable), second.fits.take(usable))
             fits = first.fits.take(usable)
-            found["seen_half"] = Ceiling(
-                EvaluationRows.of(second.fits.take(usable)), Prediction(fits.mu, fits.sigma, fits.nu)
+            bounds["half_of_outputs"] = Ceiling(
+                EvaluationRows.of(second.fits.take(usable)), PredictedRows(fits.mu, fits.sigma, fits.nu)
             )
     if len(rows.compared):
-        found["true_parameters"] = true_parameters(rows, np.random.default_rng([seed, 2]))
-    return found, info
+        bounds["true_parameters"] = true_parameters(rows, np.random.default_rng([seed, 2]))
+    return bounds, info
 
 
 def _stepped_up(one: NDArray[np.float64], other: NDArray[np.float64]) -> float | None:
@@ -130,13 +127,13 @@ def _stepped_up(one: NDArray[np.float64], other: NDArray[np.float64]) -> float |
     return 2 * correlation / (1 + correlation) if correlation > -1 else None
 
 
-def _chosen(groups: GroupedLengths, answers: NDArray[np.intp], owner: NDArray[np.intp]) -> GroupedLengths:
-    """The same groups with some of their answers; `answers` [S'] are in the order of their owners [S']."""
+def _chosen(groups: GroupedLengths, outputs: NDArray[np.intp], owner: NDArray[np.intp]) -> GroupedLengths:
+    """The same groups with some of their outputs; `outputs` [S'] are in the order of their owners [S']."""
     offsets = np.searchsorted(owner, np.arange(len(groups) + 1)).astype(np.int64)
     return dataclasses.replace(
         groups,
-        flat_lengths=groups.flat_lengths[answers],
-        flat_finished=groups.flat_finished[answers],
+        flat_lengths=groups.flat_lengths[outputs],
+        flat_finished=groups.flat_finished[outputs],
         offsets=offsets,
         flat_weights=None,
     )

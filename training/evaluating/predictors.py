@@ -1,35 +1,41 @@
-"""A predictor out of any folder: a checkpoint of `train`, an artifact of `export-onnx`, or a lexical artifact."""
+"""Predictors out of folders: a checkpoint of `train`, or an artifact of `export-onnx`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from training.progress import tracked
+
+if TYPE_CHECKING:
+    from predictors.modules import Checkpoint
+    from predictors.runtime import ArtifactRuntime
 
 FloatArray = NDArray[np.float64]
 MANIFEST, CONFIG, TRAINING = "manifest.json", "config.json", "training.json"
-#: Degrees of freedom that answers are fitted with where a predictor has no distribution of its own.
+#: Degrees of freedom of fits where a predictor has no distribution of its own.
 DEFAULT_NU = 3.5
+#: Rows between two steps of the progress bar.
+_PROGRESS_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Prediction:
-    """What a predictor says of G rows; what it does not predict is None.
+class PredictedRows:
+    """Predictions of G rows; None where a predictor has no such head.
 
     Attributes:
         mu, sigma: Parameters of the log-t distribution [G], log tokens.
         nu: Its degrees of freedom, one for all or [G].
-        sigma_within: How far answers to the same prompt lie from each other [G], log tokens; sigma holds the predictor's
-            own error in mu as well.
         bucket: Probabilities of length buckets [G, K].
         regression_tokens: One length in tokens [G].
         rank: Score [G], larger = longer.
+        sigma_within: Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
     """
 
     mu: FloatArray | None = None
@@ -40,30 +46,19 @@ class Prediction:
     rank: FloatArray | None = None
     sigma_within: FloatArray | None = None
 
-    def take(self, rows: NDArray[np.intp]) -> Prediction:
-        """The prediction of some of the rows."""
-
-        def part(values: FloatArray | None) -> FloatArray | None:
-            return None if values is None else values[rows]
-
-        nu = self.nu if isinstance(self.nu, float | int) else self.nu[rows]
-        return Prediction(
-            part(self.mu),
-            part(self.sigma),
-            nu,
-            part(self.bucket),
-            part(self.regression_tokens),
-            part(self.rank),
-            part(self.sigma_within),
-        )
+    def take(self, rows: NDArray[np.intp]) -> PredictedRows:
+        """The predictions of some rows."""
+        arrays = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        chosen = {name: values[rows] for name, values in arrays.items() if isinstance(values, np.ndarray)}
+        return replace(self, **chosen)
 
     def ordering(self) -> tuple[str, FloatArray]:
-        """What requests are ordered by: the head's name and a score [G], larger = longer.
+        """Head that orders requests, and its score [G], larger = longer.
 
         The median of the distribution, or else the regression's tokens, the rank's score, or the expected bucket.
 
         Raises:
-            InputError: No head predicts anything about the length.
+            InputError: No head predicts the length.
         """
         if self.mu is not None:
             return "length", self.mu
@@ -73,10 +68,10 @@ class Prediction:
             return "rank", self.rank
         if self.bucket is not None:
             return "bucket", self.bucket @ np.arange(self.bucket.shape[1], dtype=np.float64)
-        raise InputError("predictor, heads", "urgency alone", "a head that predicts the length")
+        raise InputError("predictor, heads", "urgency only", "a head that predicts the length")
 
 
-Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]], Prediction]
+Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]], PredictedRows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +79,15 @@ class OpenedPredictor:
     """A predictor out of either kind of folder.
 
     Attributes:
-        kind: "checkpoint", "artifact" or "lexical artifact".
-        name: What identifies it.
+        kind: "checkpoint" or "artifact".
+        name: Identifies it.
         nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
+        predict: (prompts, served models, temperatures), each [G], to the predictions.
         bucket_edges: Of the bucket head, in tokens.
-        served_models: Those it tells apart; empty: it does not see the served model.
-        data: What it was trained on: name, SHA-256, split, baselines.
-        predict: (prompts, served models, temperatures), each [G], to the prediction.
-        conversations: It reads whole conversations, not the last user message alone.
-        folder: Where it came from; None for a predictor made in a program.
+        served_models: Those it is conditioned on; empty: it does not see the served model.
+        data: Its training data: name, SHA-256, split, baselines.
+        conversations: It tokenizes whole conversations, not the last user message only.
+        folder: Its folder; None for a predictor made in a program.
     """
 
     kind: str
@@ -107,44 +102,179 @@ class OpenedPredictor:
 
     @property
     def fit_nu(self) -> float:
-        """Degrees of freedom to fit answers with, so that parameters can be compared."""
+        """Degrees of freedom of the fits that its parameters are compared with."""
         return DEFAULT_NU if self.nu is None else self.nu
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a predictor is run: prompts per call, threads (None: one for an artifact, torch's choice else), bars."""
+class InferenceOptions:
+    """Prompts per call, threads (None: one for an artifact, torch's default for a checkpoint), progress bars."""
 
     batch_size: int = 16
     threads: int | None = None
     progress: bool = True
 
 
-def open_predictor(folder: str | Path, options: RunOptions, field: str = "predictor") -> OpenedPredictor:
-    """Opens a folder as what it is: an artifact has a manifest, a checkpoint has none.
+def open_predictor(
+    folder: str | Path, options: InferenceOptions, field: str = "predictor"
+) -> OpenedPredictor:
+    """Opens an artifact (it has a manifest) or a checkpoint.
 
     Args:
         folder: The folder.
-        options: How it is run.
-        field: Name of the option that gave the folder, for messages.
+        options: Of inference.
+        field: Option that names the folder, for messages.
 
     Raises:
         InputError: It is neither, or it is broken.
     """
     path = Path(folder)
     if (path / MANIFEST).is_file():
-        from training.evaluating.artifacts import open_artifact_predictor
-
         return open_artifact_predictor(path, options)
     if (path / CONFIG).is_file():
-        from training.evaluating.checkpoints import open_checkpoint_predictor
-
         return open_checkpoint_predictor(path, options)
     raise InputError(field, str(path), "an artifact folder of export-onnx or a checkpoint folder of train")
 
 
+def open_artifact_predictor(folder: Path, options: InferenceOptions) -> OpenedPredictor:
+    """Verifies and loads an artifact."""
+    from predictors.runtime import open_runtime
+
+    runtime = open_runtime(folder, threads_per_run=options.threads or 1)
+    manifest = runtime.artifact.manifest
+    return OpenedPredictor(
+        kind="artifact",
+        name={"artifact_id": manifest.artifact_id, "artifact_version": manifest.artifact_version},
+        nu=manifest.nu,
+        bucket_edges=manifest.bucket_edges,
+        served_models=() if manifest.conditioning is None else manifest.served_models,
+        data=manifest.training_data,
+        conversations=manifest.conversations,
+        folder=folder,
+        predict=lambda prompts, models, temperatures: _predict_with_runtime(
+            runtime, prompts, models, temperatures, options
+        ),
+    )
+
+
+def _predict_with_runtime(
+    runtime: ArtifactRuntime,
+    prompts: Sequence[str],
+    served_models: Sequence[str | None],
+    temperatures: Sequence[float | None],
+    options: InferenceOptions,
+) -> PredictedRows:
+    """Predicts each distinct row once."""
+    conditioned = runtime.artifact.manifest.conditioning is not None
+    first, of_row = distinct(prompts, served_models, temperatures) if conditioned else distinct(prompts)
+    # Rows of similar length share a batch, and every step of the bar takes about as long.
+    by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
+    parts = []
+    for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
+        rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
+        parts.append(
+            runtime.predict(
+                [prompts[row] for row in rows],
+                [served_models[row] for row in rows] if conditioned else None,
+                [temperatures[row] for row in rows] if conditioned else None,
+                batch_size=options.batch_size,
+            )
+        )
+    position = np.argsort(by_length)[of_row]
+
+    def joined(name: str) -> FloatArray | None:
+        if getattr(parts[0], name) is None:
+            return None
+        return np.concatenate([np.asarray(getattr(part, name), dtype=np.float64) for part in parts])[position]
+
+    nu = joined("nu")
+    if nu is None:
+        common_nu: float | FloatArray = DEFAULT_NU
+    else:
+        common_nu = float(nu[0]) if (nu == nu[0]).all() else nu
+    return PredictedRows(
+        mu=joined("mu"),
+        sigma=joined("sigma"),
+        nu=common_nu,
+        bucket=joined("bucket"),
+        regression_tokens=joined("regression_tokens"),
+        rank=joined("rank"),
+        sigma_within=joined("sigma_within"),
+    )
+
+
+def open_checkpoint_predictor(folder: Path, options: InferenceOptions) -> OpenedPredictor:
+    """Loads a checkpoint, on CUDA where there is a device."""
+    import torch
+
+    from predictors.modules import load_checkpoint
+    from training.prediction import pick_device
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    checkpoint = load_checkpoint(folder)
+    checkpoint.model.to(pick_device("auto"))
+    config = checkpoint.config
+    data = checkpoint.training_info.get("data", {})
+    length, bucket = config.heads.length, config.heads.bucket
+    return OpenedPredictor(
+        kind="checkpoint",
+        name={"folder": folder.resolve().name, "encoder": config.encoder},
+        nu=None if length is None or length.learn_nu else length.nu,
+        bucket_edges=() if bucket is None else bucket.edges,
+        served_models=() if config.conditioning is None else config.conditioning.served_models,
+        data=data if isinstance(data, dict) else {},
+        conversations=config.conversations,
+        folder=folder,
+        predict=lambda prompts, models, temperatures: predict_rows(
+            checkpoint, prompts, models, temperatures, options
+        ),
+    )
+
+
+def predict_rows(
+    checkpoint: Checkpoint,
+    prompts: Sequence[str],
+    served_models: Sequence[str | None],
+    temperatures: Sequence[float | None],
+    options: InferenceOptions,
+) -> PredictedRows:
+    """Predicts G rows with a checkpoint.
+
+    Args:
+        checkpoint: On any device.
+        prompts, served_models, temperatures: One of each row [G].
+        options: Prompts per call of the encoder.
+
+    Raises:
+        InputError: A served model is unknown to a predictor that was not trained for unknown ones.
+    """
+    from training.prediction import predict_prompts
+
+    values = predict_prompts(
+        checkpoint.model,
+        checkpoint.tokenizer,
+        prompts,
+        served_models,
+        temperatures,
+        batch_size=options.batch_size,
+        track=lambda batches: tracked(batches, "predict", options.progress),
+    )
+    length = checkpoint.config.heads.length
+    fixed_nu = DEFAULT_NU if length is None else length.nu
+    return PredictedRows(
+        mu=values.get("mu"),
+        sigma=values.get("sigma"),
+        nu=values.get("nu", fixed_nu),
+        bucket=values.get("bucket"),
+        regression_tokens=values.get("regression_tokens"),
+        rank=values.get("rank"),
+        sigma_within=values.get("sigma_within"),
+    )
+
+
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """First row of each different combination of values [D], and the number of each row's combination [G]."""
+    """First row of each distinct combination of values [D], and the number of each row's combination [G]."""
     numbers: dict[tuple[Any, ...], int] = {}
     first: list[int] = []
     of_row = np.empty(len(columns[0]), dtype=np.intp)

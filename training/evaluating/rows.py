@@ -1,4 +1,4 @@
-"""What predictors are compared on: prompts with served model and temperature, their answers, and fits to those."""
+"""Rows of an evaluation: prompts with served model and temperature, their outputs, and fits to those."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError
-from training.evaluating.scoring import Answers
+from training.evaluating.scores import OutputLengths
 from training.fitting.fits import NOT_FITTED, FittedGroups
 
 log = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
-#: CASTILLO cut its answers at so many new tokens, which its files do not say.
-CASTILLO_CAP = 15_000
+#: Limit of new tokens of CASTILLO's outputs, which its files do not state.
+CASTILLO_MAX_TOKENS = 15_000
 _CASTILLO_COLUMNS = frozenset(
     [
         "dataset",
@@ -40,14 +40,14 @@ _CASTILLO_COLUMNS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """G rows, each a prompt answered by one served model at one temperature.
+    """G rows, each a prompt with the outputs of one served model at one temperature.
 
     Attributes:
-        fits: The answers and a log-t fit to those of each row.
+        fits: The outputs and a log-t fit to those of each row.
         prompts: [G].
-        served_models: Name of the model that answered, None where the data do not say [G].
-        temperatures: Sampling temperature, None where the data do not say [G].
-        answers: All answers, flat.
+        served_models: None where the data have no name [G].
+        temperatures: Sampling temperature, None where the data have none [G].
+        outputs: All outputs, flat.
         compared: Rows with a fit to compare parameters with [C].
     """
 
@@ -55,7 +55,7 @@ class EvaluationRows:
     prompts: Sequence[str]
     served_models: Sequence[str | None]
     temperatures: Sequence[float | None]
-    answers: Answers
+    outputs: OutputLengths
     compared: NDArray[np.intp]
 
     def __len__(self) -> int:
@@ -73,24 +73,24 @@ class EvaluationRows:
             fits=fits,
             prompts=prompts_of(fits),
             served_models=[None if name is None else str(name) for name in _column(fits, "model")],
-            temperatures=[_known(value) for value in _column(fits, "temperature")],
-            answers=Answers(
+            temperatures=[_finite(value) for value in _column(fits, "temperature")],
+            outputs=OutputLengths(
                 owner=np.repeat(np.arange(len(fits)), groups.counts),
                 lengths=groups.flat_lengths.astype(np.float64),
                 finished=groups.flat_finished,
-                caps=caps_of(fits),
+                max_tokens=max_tokens_of(fits),
             ),
             compared=np.flatnonzero(~fits.has_flag(*NOT_FITTED)),
         )
 
     def mean_lengths(self) -> FloatArray:
-        """Mean served length of each row in tokens [G]; a cut answer counts with the length it was cut at."""
-        sums = np.bincount(self.answers.owner, weights=self.answers.lengths, minlength=len(self))
+        """Mean served length of each row in tokens [G]; a truncated output counts with the length it was truncated at."""
+        sums = np.bincount(self.outputs.owner, weights=self.outputs.lengths, minlength=len(self))
         return np.asarray(sums / self.fits.groups.counts)
 
     def first_lengths(self) -> FloatArray:
-        """Length of each row's first answer in tokens [G]: what one request would see."""
-        return self.answers.lengths[self.fits.groups.offsets[:-1]]
+        """Length of each row's first output in tokens [G], as one request would observe it."""
+        return self.outputs.lengths[self.fits.groups.offsets[:-1]]
 
     def kinds(self, column: str) -> list[str] | None:
         """Values [G] of a column as text; None if the data have no such column."""
@@ -102,7 +102,7 @@ def _column(fits: FittedGroups, name: str) -> list[Any]:
     return fits.groups.column(name) or [None] * len(fits)
 
 
-def _known(value: Any) -> float | None:
+def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
@@ -124,19 +124,19 @@ def prompts_of(fits: FittedGroups) -> list[str]:
     return [str(prompt) for prompt in prompts]
 
 
-def caps_of(fits: FittedGroups) -> FloatArray:
-    """Cap on the answers of each group in tokens: the smallest cut, else as declared, else none (infinite)."""
+def max_tokens_of(fits: FittedGroups) -> FloatArray:
+    """Limit of the outputs of each group in tokens [G]: the shortest truncated one, else as declared, else infinite."""
     groups = fits.groups
-    caps = np.array([math.inf if cap is None else float(cap) for cap in groups.max_tokens])
-    cut = ~groups.flat_finished
+    declared = np.array([math.inf if limit is None else float(limit) for limit in groups.max_tokens])
+    truncated = ~groups.flat_finished
     smallest = np.full(len(fits), math.inf)
     owner = np.repeat(np.arange(len(fits)), groups.counts)
-    np.minimum.at(smallest, owner[cut], groups.flat_lengths[cut])
-    return np.where(np.isfinite(smallest), smallest, caps)
+    np.minimum.at(smallest, owner[truncated], groups.flat_lengths[truncated])
+    return np.where(np.isfinite(smallest), smallest, declared)
 
 
-def known_cap(path: str | Path) -> int | None:
-    """The cap of a published set whose file does not tell it, recognised by its columns; None for any other file."""
+def implied_max_tokens(path: str | Path) -> int | None:
+    """Limit of a published data set whose files do not state it, recognized by its columns; None for any other file."""
     import pyarrow.parquet as pq
 
     try:
@@ -144,8 +144,12 @@ def known_cap(path: str | Path) -> int | None:
     except (OSError, ValueError):
         return None
     if names >= _CASTILLO_COLUMNS and not names & {"finished", "finish_reason", "max_tokens"}:
-        log.info("%s has CASTILLO's columns: answers of %d tokens or more count as cut", path, CASTILLO_CAP)
-        return CASTILLO_CAP
+        log.info(
+            "%s has CASTILLO's columns: outputs of %d tokens or more count as truncated",
+            path,
+            CASTILLO_MAX_TOKENS,
+        )
+        return CASTILLO_MAX_TOKENS
     return None
 
 
@@ -158,8 +162,8 @@ def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: s
     ids = fits.groups.column("prompt_id")
     if ids is None:
         raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt_id")
-    shares = (float(fractions[0]), float(fractions[1]), float(fractions[2]))
-    chosen = np.flatnonzero([split_of(str(name), seed, shares) == split for name in ids])
+    parts = (float(fractions[0]), float(fractions[1]), float(fractions[2]))
+    chosen = np.flatnonzero([split_of(str(name), seed, parts) == split for name in ids])
     if len(chosen) == 0:
         raise InputError("split", split, f"a split with prompts; none of {len(fits)} groups is in it")
     return chosen

@@ -1,9 +1,8 @@
-"""The command `evaluate`: any predictor, exported or not, against any file of answer lengths."""
+"""Evaluation of predictors on a file of output lengths."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,110 +15,110 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 from training.evaluating.baselines import Baselines
 from training.evaluating.config import EvaluateConfig
-from training.evaluating.conformal_coverage import conformal_coverage
-from training.evaluating.predictors import OpenedPredictor, Prediction, RunOptions, open_predictor
-from training.evaluating.report import Contender, Report, compare, report_lines
-from training.evaluating.rows import EvaluationRows, known_cap, of_split, prompts_of
-from training.fitting.fits import FittedGroups
-from training.fitting.fits_file import read_fits_or_fit
-from training.fitting.options import FitOptions
+from training.evaluating.conformal import conformal_coverage
+from training.evaluating.evaluation import Candidate, Evaluation, compare
+from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
+from training.evaluating.report import report_lines, write_html, write_markdown
+from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split, prompts_of
+from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
-_OUTPUTS = ("html", "markdown", "figure", "predictions")
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Runs the command; returns the content of the JSON file.
+    """Evaluates, and writes the outputs that the configuration names.
+
+    Returns:
+        The content of the JSON file; see `docs/evaluation-format.md`.
 
     Raises:
         InputError: Folder, data or options cannot be used together.
     """
-    out = writable_target(config.json, "json")
     targets = {
-        name: writable_target(path, name) for name in _OUTPUTS if (path := getattr(config, name)) is not None
+        name: writable_target(path, name)
+        for name in EvaluateConfig.OUTPUTS
+        if (path := getattr(config, name)) is not None
     }
     existing_file(config.data, "data")
-    options = RunOptions(config.batch_size, config.threads, config.progress)
+    options = InferenceOptions(config.batch_size, config.threads, config.progress)
     predictor = open_predictor(config.predictor, options)
-    others = {name: open_predictor(folder, options, "beside") for name, folder in config.others.items()}
+    others = {name: open_predictor(folder, options, "compare") for name, folder in config.others.items()}
     for name, other in others.items():
         if other.conversations != predictor.conversations:
-            allowed = "predictors that all read whole conversations, or all the last user message"
-            raise InputError("beside", name, allowed)
-    cap = config.max_tokens or known_cap(config.data)
-    rows = _select(_read(config.data, config, predictor, cap), predictor, config)
-    baselines = _baselines(config, predictor, cap)
-    report = compare(
+            allowed = "predictors that all tokenize whole conversations, or all the last user message"
+            raise InputError("compare", name, allowed)
+    max_tokens = config.max_tokens or implied_max_tokens(config.data)
+    rows = _select(_read(config.data, config, predictor, max_tokens), predictor, config)
+    candidates = [_candidate(name, other, rows) for name, other in others.items()]
+    training_fits = _baseline_fits(config, predictor, max_tokens)
+    if training_fits is not None:
+        from training.evaluating.trees import boosted_trees
+
+        trees = boosted_trees(EvaluationRows.of(training_fits), rows, seed=config.seed)
+        candidates.append(Candidate("boosted trees", {"kind": "baseline"}, trees))
+    evaluation = compare(
         rows,
-        _contender("predictor", predictor, rows),
-        baselines,
-        [_contender(name, other, rows) for name, other in others.items()],
+        _candidate("predictor", predictor, rows),
+        _baselines(training_fits, predictor),
+        candidates,
         ceiling_seed=config.seed if config.ceiling else None,
     )
-    content = report.content | {
-        "predictor": _described(predictor),
+    content = evaluation.content | {
+        "predictor": _description(predictor),
         "data": {
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
             "split": config.split,
-            "max_tokens": cap,
+            "max_tokens": max_tokens,
         },
-        "conformal": conformal_coverage(predictor, rows, report.judged.prediction),
+        "conformal": conformal_coverage(predictor, rows, evaluation.scored.prediction),
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "pyarrow")),
     }
     if "predictions" in targets:
-        _write_predictions(targets["predictions"], rows, report.judged.prediction)
-    _draw_and_write(report, content, targets)
-    write_json(out, content)
+        _write_predictions(targets["predictions"], rows, evaluation.scored.prediction)
+    _write_reports(evaluation, content, targets)
     for line in report_lines(content):
         log.info("%s", line)
     return content
 
 
-def _draw_and_write(report: Report, content: dict[str, Any], targets: dict[str, Path]) -> None:
-    if "figure" in targets:
-        from training.evaluating.figures import draw_overview
-
-        draw_overview(report, targets["figure"])
+def _write_reports(evaluation: Evaluation, content: dict[str, Any], targets: dict[str, Path]) -> None:
     if "markdown" in targets:
-        from training.evaluating.markdown import markdown_of
-
-        with atomic_file(targets["markdown"]) as temporary:
-            temporary.write_text(markdown_of(content), encoding="utf-8")
+        write_markdown(content, targets["markdown"])
     if "html" in targets:
-        from training.evaluating.html import html_of
+        write_html(evaluation, content, targets["html"])
+    if "json" in targets:
+        write_json(targets["json"], content)
 
-        with tempfile.TemporaryDirectory() as folder, atomic_file(targets["html"]) as temporary:
-            temporary.write_text(html_of(report, content, Path(folder)), encoding="utf-8")
 
-
-def _described(predictor: OpenedPredictor) -> dict[str, Any]:
+def _description(predictor: OpenedPredictor) -> dict[str, Any]:
     return {"kind": predictor.kind, "nu": predictor.nu, **predictor.name}
 
 
-def _contender(label: str, predictor: OpenedPredictor, rows: EvaluationRows) -> Contender:
-    _say_unknown(label, predictor, rows)
+def _candidate(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> Candidate:
+    _warn_of_unknown_models(name, predictor, rows)
     prediction = predictor.predict(rows.prompts, rows.served_models, rows.temperatures)
-    return Contender(label, _described(predictor), prediction, predictor.bucket_edges)
+    return Candidate(name, _description(predictor), prediction, predictor.bucket_edges)
 
 
-def _say_unknown(label: str, predictor: OpenedPredictor, rows: EvaluationRows) -> None:
+def _warn_of_unknown_models(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> None:
     if not predictor.served_models:
         return
-    known = set(predictor.served_models)
-    unknown = sorted({str(name) for name in rows.served_models if name not in known})
+    unknown = sorted({str(model) for model in rows.served_models} - set(predictor.served_models))
     if unknown:
         log.warning(
-            "%s was not trained on %s: predicted as an unknown served model", label, ", ".join(unknown)
+            "%s was not trained on %s: predicted as an unknown served model", name, ", ".join(unknown)
         )
 
 
 def _read(
-    path: str, config: EvaluateConfig, predictor: OpenedPredictor, cap: int | None, field: str = "data"
+    path: str, config: EvaluateConfig, predictor: OpenedPredictor, max_tokens: int | None, field: str = "data"
 ) -> FittedGroups:
-    options = FitOptions(nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=cap)
+    options = FitOptions(
+        nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=max_tokens
+    )
     where = {} if config.served_model is None else {"model": config.served_model}
     fits = read_fits_or_fit(
         path,
@@ -141,9 +140,7 @@ def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConf
     if config.split != "all":
         split = predictor.data.get("split")
         if not isinstance(split, dict) or not {"seed", "fractions"} <= set(split):
-            raise InputError(
-                "split", config.split, "all: the predictor's folder does not say how it split its data"
-            )
+            raise InputError("split", config.split, "all: the predictor's folder has no split of its data")
         fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
     if config.max_groups is not None and len(fits) > config.max_groups:
         rng = np.random.default_rng(config.seed)
@@ -151,21 +148,28 @@ def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConf
     return EvaluationRows.of(fits)
 
 
-def _baselines(config: EvaluateConfig, predictor: OpenedPredictor, cap: int | None) -> Baselines | None:
-    if config.baselines_from is not None:
-        existing_file(config.baselines_from, "baselines_from")
-        own_cap = config.max_tokens or known_cap(config.baselines_from) or cap
-        fits = _read(config.baselines_from, config, predictor, own_cap, "baselines_from")
-        return Baselines.of(fits, prompts_of(fits))
-    kept = predictor.data.get("baselines")
-    if not isinstance(kept, dict) or not kept:
-        log.warning("the predictor's folder keeps no baselines; --baselines-from FILE makes them")
+def _baseline_fits(
+    config: EvaluateConfig, predictor: OpenedPredictor, max_tokens: int | None
+) -> FittedGroups | None:
+    if config.baselines_from is None:
         return None
-    return Baselines.from_json(kept)
+    existing_file(config.baselines_from, "baselines_from")
+    limit = config.max_tokens or implied_max_tokens(config.baselines_from) or max_tokens
+    return _read(config.baselines_from, config, predictor, limit, "baselines_from")
 
 
-def _write_predictions(path: Path, rows: EvaluationRows, prediction: Prediction) -> None:
-    """Key columns, prompt, and predicted mu, sigma, nu beside the fitted ones, as Parquet."""
+def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -> Baselines | None:
+    if training_fits is not None:
+        return Baselines.of(training_fits, prompts_of(training_fits))
+    stored = predictor.data.get("baselines")
+    if not isinstance(stored, dict) or not stored:
+        log.warning("the predictor's folder has no baselines; --baselines_from FILE makes them")
+        return None
+    return Baselines.from_json(stored)
+
+
+def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:
+    """Key columns, prompt, and predicted mu, sigma, nu and fitted mu, sigma, as Parquet."""
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictions", str(path), "unset: this predictor has no distribution")
     table = rows.fits.groups.rows

@@ -1,4 +1,4 @@
-"""The abstain threshold: how sure a predictor must be before its level counts instead of the declared tier.
+"""The abstain threshold: the least confidence at which a predicted level replaces the declared tier.
 
 Learn then Test (Angelopoulos et al. 2021) with Clopper-Pearson bounds: thresholds are fixed in advance and tested from
 the strictest on, in a few chains; a chain stops at its first failure, so that its chance of certifying any threshold
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
-from training.urgency.rates import upper_bound
+from training.urgency.metrics import upper_bound
 
 Risk = Literal["under-triage", "wrong", "far"]
 RISKS: tuple[Risk, ...] = ("under-triage", "wrong", "far")
@@ -30,7 +30,7 @@ STEP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRows:
-    """What a predictor says of P texts with and without a claim of urgency.
+    """Predictions for P texts with and without a claim of urgency.
 
     Attributes:
         plain: Probabilities without the claim [P, K].
@@ -59,10 +59,10 @@ class ClaimRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JumpBound:
-    """How often a claim raises the scheduled level, on the validation pairs, at the threshold.
+    """Rate of claims that raise the scheduled level, on the validation pairs, at the threshold.
 
     Attributes:
-        allowed_rate: With confidence 1 - delta at most this share of texts gains by a claim.
+        allowed_rate: With confidence 1 - delta at most this fraction of texts gains by a claim.
         num_pairs: Pairs whose plain text is not scheduled at the top already.
         num_jumps: Of them, those that gain.
         bound: Upper bound of the rate, at the confidence that was tested.
@@ -76,20 +76,20 @@ class JumpBound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbstainThreshold:
-    """A threshold and what is guaranteed of it.
+    """A threshold and its guarantee.
 
     Attributes:
         threshold: Least highest probability that counts; None: none could be certified, so abstain always.
         risk: What counts as a failure: under-triage = decided less urgent than true; wrong = decided otherwise than
             true; far = more than one level away.
-        allowed_rate: With confidence 1 - delta, at most this share of the answered texts fails.
+        allowed_rate: With confidence 1 - delta, at most this fraction of the answered texts fails.
         delta: Probability that the guarantee does not hold.
         num_texts: Validation texts.
         num_answered: Of them, those at or above the threshold.
         num_failures: Of those, failures.
         bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
         under_triage_cost: Cost the levels were decided with.
-        jumps: What claims of urgency gain at the threshold; None without a threshold, or where it had no say.
+        jumps: What claims of urgency gain at the threshold; None without a threshold, or where claims were not measured.
     """
 
     threshold: float | None
@@ -143,17 +143,17 @@ def choose_threshold(
 ) -> AbstainThreshold:
     """The lowest threshold whose risk among answered texts is certified to be at most `allowed_rate`.
 
-    With `claims` the share of texts whose scheduled level a claim makes more urgent is certified, too.
+    With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too.
 
     Args:
         probabilities: Of validation texts, which nothing else of the predictor was fitted to [N, K].
         true: Their levels [N].
-        allowed_rate: Largest share of failures among answered texts, between 0 and 1.
+        allowed_rate: Largest fraction of failures among answered texts, between 0 and 1.
         delta: Probability, over validation sets, of certifying a threshold that is worse; between 0 and 1.
         risk: What a failure is.
         under_triage_cost: Cost the levels are decided with.
-        claims: Of validation pairs, which nothing was fitted to; None: claims have no say.
-        jump_rate: Largest share of pairs that may gain, between 0 and 1.
+        claims: Of validation pairs, which nothing was fitted to; None: claims are not measured.
+        jump_rate: Largest fraction of pairs that may gain, between 0 and 1.
 
     Raises:
         InputError: A number is outside its range, or there are no texts.
@@ -166,7 +166,7 @@ def choose_threshold(
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
     share = delta / len(CHAIN_STARTS)
-    found: tuple[float, float, JumpBound | None] | None = None
+    best: tuple[float, float, JumpBound | None] | None = None
     for start in CHAIN_STARTS:
         for threshold in _chain(start):
             answered = confidence >= threshold
@@ -174,20 +174,20 @@ def choose_threshold(
             jumps = None if claims is None else _jumps(claims, threshold, under_triage_cost, jump_rate, share)
             if bound > allowed_rate or (jumps is not None and jumps.bound > jump_rate):
                 break
-            if found is None or threshold < found[0]:
-                found = (threshold, bound, jumps)
-    answered = confidence >= (np.inf if found is None else found[0])
+            if best is None or threshold < best[0]:
+                best = (threshold, bound, jumps)
+    answered = confidence >= (np.inf if best is None else best[0])
     return AbstainThreshold(
-        threshold=None if found is None else found[0],
+        threshold=None if best is None else best[0],
         risk=risk,
         allowed_rate=allowed_rate,
         delta=delta,
         num_texts=len(true),
         num_answered=int(answered.sum()),
         num_failures=int(failed[answered].sum()),
-        bound=None if found is None else found[1],
+        bound=None if best is None else best[1],
         under_triage_cost=under_triage_cost,
-        jumps=None if found is None else found[2],
+        jumps=None if best is None else best[2],
     )
 
 

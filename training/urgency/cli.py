@@ -1,4 +1,4 @@
-"""The command `evaluate-urgency`: how well, and how safely, a predictor tells urgency."""
+"""The command `evaluate-urgency`: quality and safety of an urgency predictor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from scheduler_core.command import run_command
 from scheduler_core.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
-    from data_gen.urgency.labels import LabelledText
-    from training.urgency.adversarial import Predict
+    from data_gen.urgency.labels import LabeledText
+    from training.urgency.claims import Predict
     from training.urgency.evaluation import UrgencyReport
 
 log = logging.getLogger(__name__)
@@ -27,33 +27,33 @@ BASELINES = ("constant", "bag_of_words")
 class EvaluateUrgencyConfig:
     """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 3 if claims of urgency raise scheduled levels more often than allowed."""
 
-    INPUTS = ("predictor", "data", "validation", "beside")
+    INPUTS = ("predictor", "data", "validation", "compare")
     OUTPUTS = ("json", "figure", "markdown")
 
     predictor: str
     """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
     data: str
-    """Labelled texts as import-urgency writes them (Parquet with columns text, level; optional weight, source, language, split): split train trains the baselines, validation chooses the threshold, test is measured."""
+    """Labelled texts as import-urgency writes them (Parquet with columns text, level; optional weight, source, language, split): split train trains the baselines, validation chooses the threshold, test is evaluated."""
     json: str
     """JSON file to write."""
     validation: str | None = None
     """Another file for the threshold: all of its texts."""
     split: Literal["test", "validation"] = "test"
-    """What is measured; validation while a predictor is being chosen."""
+    """Texts to evaluate; validation while a predictor is being chosen."""
     under_triage_cost: float = 3.0
     """Cost of deciding one level too low, where one level too high costs 1."""
     risk: Literal["under-triage", "wrong", "far"] = "under-triage"
     """What the abstain threshold bounds: levels decided too low, wrong ones, or ones more than one level away."""
     risk_rate: float = 0.1
-    """Largest share of such failures among the texts that are answered."""
+    """Largest fraction of such failures among the texts that are answered."""
     delta: float = 0.1
     """Probability, over validation sets, that the bound does not hold."""
     jump_rate: float = 0.05
-    """Largest share of adversarial pairs whose scheduled level a claim of urgency may raise; the abstain threshold is certified for it, too."""
+    """Largest fraction of adversarial pairs whose scheduled level a claim of urgency may raise; the abstain threshold is certified for it, too."""
     max_promotion: int = 1
-    """Most levels by which a text raises its own request."""
+    """Maximum number of levels by which a text raises its own request."""
     max_demotion: int = 0
-    """Most levels by which a text lowers its own request."""
+    """Maximum number of levels by which a text lowers its own request."""
     declared_tier: str = "standard"
     """Level that all texts declare, for the metrics of scheduled levels."""
     figure: str | None = None
@@ -61,9 +61,9 @@ class EvaluateUrgencyConfig:
     markdown: str | None = None
     """Page whose section "urgency results" is replaced by tables of all predictors; a page without one gets it at its end."""
     name: str = "predictor"
-    """What the tables call the predictor."""
-    beside: list[str] | None = None
-    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe, whose mean and spread the tables show."""
+    """Name of the predictor in the tables."""
+    compare: list[str] | None = None
+    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe, whose mean and standard deviation the tables show."""
     save_threshold: bool = False
     """Also write the abstain threshold into the checkpoint's training.json, from where export-onnx takes it."""
     baselines: bool = True
@@ -89,11 +89,11 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     from data_gen.urgency.labels import level_number, read_labels
     from data_gen.urgency.seed_set import read_pairs
     from scheduler_core.files import sha256_file, writable_target, write_json
-    from training.markdown_section import put_section
+    from scheduler_core.report.markdown import put_section
     from training.urgency.evaluation import EvaluationOptions, evaluate_urgency
-    from training.urgency.markdown import urgency_markdown
-    from training.urgency.predictor import save_threshold
-    from training.urgency.reliability import write_reliability_figure
+    from training.urgency.metrics import write_reliability_figure
+    from training.urgency.predictors import save_threshold
+    from training.urgency.tables import urgency_markdown
 
     options = EvaluationOptions(
         under_triage_cost=config.under_triage_cost,
@@ -115,20 +115,20 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
         validation = read_labels(config.validation, "validation")
     pairs, validation_pairs = read_pairs(config.split), read_pairs("validation")
     train = [text for text in texts if text.split == "train"]
-    others = _others(config.beside)
+    others = _others(config.compare)
     baselines = _baselines(train) if config.baselines else {}
 
-    def judged(predict: Predict) -> UrgencyReport:
+    def evaluate(predict: Predict) -> UrgencyReport:
         return evaluate_urgency(
             predict, measured, validation, pairs, options, validation_pairs=validation_pairs
         )
 
-    report = judged(_open(config.predictor, config, train))
-    beside = [(name, judged(_open(predictor, config, train))) for name, predictor in others]
-    beneath = {name: judged(predict) for name, predict in baselines.items()}
-    everything = [(config.name, report), *beside, *beneath.items()]
-    for name, found in everything:
-        _log(name, found)
+    report = evaluate(_open(config.predictor, config, train))
+    compared = [(name, evaluate(_open(predictor, config, train))) for name, predictor in others]
+    baseline_reports = {name: evaluate(predict) for name, predict in baselines.items()}
+    reports = [(config.name, report), *compared, *baseline_reports.items()]
+    for entry in reports:
+        _log(*entry)
     write_json(
         target,
         {
@@ -141,8 +141,8 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
             "options": asdict(options),
             "passed": report.adversarial.passed,
             **report.to_json(),
-            "beside": [{"name": name} | found.to_json() for name, found in beside],
-            "baselines": {name: found.to_json() for name, found in beneath.items()},
+            "compared": [{"name": name} | other.to_json() for name, other in compared],
+            "baselines": {name: other.to_json() for name, other in baseline_reports.items()},
         },
     )
     if figure is not None:
@@ -150,7 +150,7 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     if config.save_threshold:
         save_threshold(config.predictor, report.threshold)
     if config.markdown is not None:
-        put_section(config.markdown, SECTION, urgency_markdown(_by_recipe(everything)))
+        put_section(config.markdown, SECTION, urgency_markdown(_by_recipe(reports)))
     if not report.adversarial.passed:
         log.error(
             "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
@@ -160,47 +160,46 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     return 0 if report.adversarial.passed else 3
 
 
-def _split(texts: list[LabelledText], split: str, path: str) -> list[LabelledText]:
-    found = [text for text in texts if text.split == split and not text.claimed]
-    if not found:
+def _split(texts: list[LabeledText], split: str, path: str) -> list[LabeledText]:
+    selected = [text for text in texts if text.split == split and not text.claimed]
+    if not selected:
         raise InputError(f"{Path(path).name}, texts of split {split}", 0, "at least one")
-    return found
+    return selected
 
 
-def _others(beside: list[str] | None) -> list[tuple[str, str]]:
+def _others(compare: list[str] | None) -> list[tuple[str, str]]:
     """Name and predictor of each entry NAME=PREDICTOR."""
-    pairs = [entry.partition("=") for entry in beside or []]
+    pairs = [entry.partition("=") for entry in compare or []]
     for name, equals, predictor in pairs:
         if not (name and equals and predictor) or name in BASELINES:
-            raise InputError("beside", f"{name}{equals}{predictor}", "NAME=PREDICTOR with a name of its own")
+            raise InputError("compare", f"{name}{equals}{predictor}", "NAME=PREDICTOR with a name of its own")
     return [(name, predictor) for name, _, predictor in pairs]
 
 
 def _by_recipe(reports: list[tuple[str, UrgencyReport]]) -> dict[str, list[UrgencyReport]]:
     """Reports of one name together, in the order of the names."""
-    found: dict[str, list[UrgencyReport]] = {}
+    groups: dict[str, list[UrgencyReport]] = {}
     for name, report in reports:
-        found.setdefault(name.replace("_", " "), []).append(report)
-    return found
+        groups.setdefault(name.replace("_", " "), []).append(report)
+    return groups
 
 
-def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabelledText]) -> Predict:
-    from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
-    from training.urgency.predictor import open_urgency
+def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText]) -> Predict:
+    from training.urgency.predictors import BagOfWordsBaseline, ConstantBaseline, open_urgency
 
     if predictor == "constant":
         return ConstantBaseline(train)
     if predictor == "bag-of-words":
         return BagOfWordsBaseline(train)
     if predictor.startswith(FROZEN):
-        from training.urgency.frozen_encoder import FrozenEncoderBaseline
+        from training.urgency.predictors import FrozenEncoderBaseline
 
         return FrozenEncoderBaseline(train, predictor.removeprefix(FROZEN), config.batch_size)
     return open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
 
 
-def _baselines(train: list[LabelledText]) -> dict[str, Predict]:
-    from training.urgency.baselines import BagOfWordsBaseline, ConstantBaseline
+def _baselines(train: list[LabeledText]) -> dict[str, Predict]:
+    from training.urgency.predictors import BagOfWordsBaseline, ConstantBaseline
 
     if not train:
         raise InputError("data, texts of split train", 0, "at least one, or --baselines false")

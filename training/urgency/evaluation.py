@@ -1,4 +1,4 @@
-"""What is measured of an urgency predictor on labelled texts."""
+"""Evaluation of an urgency predictor on labeled texts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.urgency.labels import LabelledText
+from data_gen.urgency.labels import LabeledText
 from data_gen.urgency.seed_set import ClaimPair
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS, UNDER_TRIAGE_COST, effective_level, expected_cost_levels
@@ -21,22 +21,27 @@ from training.urgency.abstention import (
     choose_threshold,
     failures,
 )
-from training.urgency.adversarial import ALLOWED_RATE, AdversarialReport, Predict, check_claims
-from training.urgency.metrics import UrgencyMetrics, urgency_metrics
-from training.urgency.rates import Rate
-from training.urgency.reliability import Reliability, critical_level, top_level
+from training.urgency.claims import ALLOWED_RATE, AdversarialReport, Predict, check_claims
+from training.urgency.metrics import (
+    Rate,
+    Reliability,
+    UrgencyMetrics,
+    critical_level,
+    top_level,
+    urgency_metrics,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """What the evaluation assumes.
+    """Assumptions of the evaluation.
 
     Attributes:
         under_triage_cost: Cost of one level too low, where one too high costs 1.
         risk: What the abstain threshold bounds.
-        risk_rate: Largest share of failures among answered texts.
+        risk_rate: Largest fraction of failures among answered texts.
         delta: Probability that the bound does not hold.
-        jump_rate: Largest share of adversarial pairs that may jump; bounds the abstain threshold, too.
+        jump_rate: Largest fraction of adversarial pairs that may jump; bounds the abstain threshold, too.
         max_promotion: Most levels a text raises itself.
         max_demotion: Most levels a text lowers itself.
         declared_tier: Level that all texts declare, for the metrics of scheduled levels.
@@ -66,9 +71,9 @@ class UrgencyReport:
         scheduled: Metrics of the level after abstention and limited promotion, if all texts declare one tier.
         reliability: "most likely level" and "critical (level 0 or 1)" -> reliability.
         threshold: Abstain threshold chosen on validation texts.
-        answered: Share of the evaluated texts at or above the threshold.
-        answered_failures: Of those, the share that fails in the sense of the threshold.
-        quiet_found: Of calmly worded emergencies: share decided as level 0 or 1; None if there are none.
+        answered: Fraction of the evaluated texts at or above the threshold.
+        answered_failures: Of those, the fraction that fails in the sense of the threshold.
+        quiet_recall: Of calmly worded emergencies: fraction decided as level 0 or 1; None if there are none.
         accuracy_by_language: Language -> accuracy of the most likely level.
         accuracy_by_source: Source -> accuracy of the most likely level.
         adversarial: What claims of urgency achieve.
@@ -81,7 +86,7 @@ class UrgencyReport:
     threshold: AbstainThreshold
     answered: Rate
     answered_failures: Rate
-    quiet_found: Rate
+    quiet_recall: Rate
     accuracy_by_language: dict[str, Rate]
     accuracy_by_source: dict[str, Rate]
     adversarial: AdversarialReport
@@ -92,10 +97,10 @@ class UrgencyReport:
             "predicted": self.predicted.to_json(),
             "decided": self.decided.to_json(),
             "scheduled": self.scheduled.to_json(),
-            "reliability": {name: found.to_json() for name, found in self.reliability.items()},
+            "reliability": {name: diagram.to_json() for name, diagram in self.reliability.items()},
             "abstention": self.threshold.to_json()
             | {"answered": self.answered.to_json(), "failures": self.answered_failures.to_json()},
-            "quiet_emergencies_found": self.quiet_found.to_json(),
+            "quiet_emergencies_found": self.quiet_recall.to_json(),
             "accuracy_by_language": {key: rate.to_json() for key, rate in self.accuracy_by_language.items()},
             "accuracy_by_source": {key: rate.to_json() for key, rate in self.accuracy_by_source.items()},
             "adversarial": self.adversarial.to_json(),
@@ -104,8 +109,8 @@ class UrgencyReport:
 
 def evaluate_urgency(
     predict: Predict,
-    texts: Sequence[LabelledText],
-    validation: Sequence[LabelledText],
+    texts: Sequence[LabeledText],
+    validation: Sequence[LabeledText],
     pairs: Sequence[ClaimPair],
     options: EvaluationOptions | None = None,
     *,
@@ -118,8 +123,8 @@ def evaluate_urgency(
         texts: To be evaluated on; at least one.
         validation: For the threshold; at least one.
         pairs: Adversarial pairs; at least one.
-        options: What is assumed.
-        validation_pairs: For the threshold; none: claims have no say in it.
+        options: Assumptions.
+        validation_pairs: For the threshold; none: claims are not measured.
 
     Raises:
         InputError: A set is empty, or an option is outside its range.
@@ -153,7 +158,7 @@ def evaluate_urgency(
         threshold=threshold,
         answered=Rate.of(answered),
         answered_failures=Rate.of(failures(rows, true, options.risk, options.under_triage_cost), answered),
-        quiet_found=Rate.of(decided <= 1, np.array([text.source == "seed-quiet" for text in texts])),
+        quiet_recall=Rate.of(decided <= 1, np.array([text.source == "seed-quiet" for text in texts])),
         accuracy_by_language=_by(texts, right, lambda text: text.language or "unknown"),
         accuracy_by_source=_by(texts, right, lambda text: text.source),
         adversarial=check_claims(
@@ -189,12 +194,12 @@ def _scheduled(
     )
 
 
-def _levels(texts: Sequence[LabelledText]) -> NDArray[np.int64]:
+def _levels(texts: Sequence[LabeledText]) -> NDArray[np.int64]:
     return np.array([text.level for text in texts], dtype=np.int64)
 
 
 def _by(
-    texts: Sequence[LabelledText], right: NDArray[np.bool_], key: Callable[[LabelledText], str]
+    texts: Sequence[LabeledText], right: NDArray[np.bool_], key: Callable[[LabeledText], str]
 ) -> dict[str, Rate]:
     keys = np.array([key(text) for text in texts])
     return {str(name): Rate.of(right, keys == name) for name in np.unique(keys)}

@@ -1,4 +1,4 @@
-"""Whether a mere claim of urgency jumps the queue: the same text with and without the claim."""
+"""Claims of urgency: predicted levels of the same text with and without a claim."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS, UNDER_TRIAGE_COST, effective_level, expected_cost_levels
-from training.urgency.rates import Rate
+from training.urgency.metrics import Rate
 
 Predict = Callable[[Sequence[str]], NDArray[np.float64]]
 ALLOWED_RATE = 0.05
@@ -58,15 +58,14 @@ class Jumps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdversarialReport:
-    """What claims of urgency achieve.
+    """Effect of claims of urgency.
 
     Attributes:
         allowed_rate: Largest jump rate that passes.
         num_pairs: P.
         predicted: Of the most likely level.
         decided: Of the level of least expected cost.
-        neutral: Of the decided level, where words that claim nothing stand instead of the claim: how much any words
-            at all move this predictor. Not part of the verdict.
+        neutral: Of the decided level, with words that claim nothing instead of the claim: the effect of any added words. Not part of the verdict.
         scheduled: Of the level a scheduler uses: declared tier = true level, abstention and limited promotion.
         scheduled_max_levels: Most levels a claimed text is scheduled above its true level.
         by_language: Language -> jump rate of the decided level.
@@ -89,15 +88,15 @@ class AdversarialReport:
 
     @property
     def passed(self) -> bool:
-        """Scheduled levels do not jump more often than allowed: what waits behind whom.
+        """Whether scheduled levels jump at most as often as allowed.
 
-        A predictor for which every plain text is at the top already cannot be judged and does not pass.
+        A predictor for which every plain text is at the top already cannot be evaluated and does not pass.
         """
         return self._holds(self.scheduled)
 
     @property
-    def passed_alone(self) -> bool:
-        """Nor do the most likely and the decided level, without abstention and limited promotion."""
+    def passed_unguarded(self) -> bool:
+        """Whether the most likely and the decided level do so too, without abstention and limited promotion."""
         return self._holds(self.predicted) and self._holds(self.decided)
 
     def _holds(self, jumps: Jumps) -> bool:
@@ -112,7 +111,7 @@ class AdversarialReport:
         }
         return {
             "passed": self.passed,
-            "passed_alone": self.passed_alone,
+            "passed_unguarded": self.passed_unguarded,
             "allowed_rate": self.allowed_rate,
             "num_pairs": self.num_pairs,
             "predicted": self.predicted.to_json(),

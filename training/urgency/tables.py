@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
-from training.markdown_section import markdown_table
+from scheduler_core.report.markdown import markdown_table
 from training.urgency.evaluation import UrgencyReport
-from training.urgency.rates import Rate
+from training.urgency.metrics import Rate
 
 Number = Callable[[UrgencyReport], float | None]
 
@@ -48,7 +48,7 @@ def urgency_markdown(reports: Mapping[str, Sequence[UrgencyReport]]) -> str:
     Args:
         reports: Name of a predictor -> its reports, one for each seed; the first one's reliability is shown.
     """
-    rows = [(name, *(_cell(column, found) for column in COLUMNS)) for name, found in reports.items()]
+    rows = [(name, *(_cell(column, runs) for column in COLUMNS)) for name, runs in reports.items()]
     first = next(iter(reports))
     return "\n\n".join(
         [
@@ -63,14 +63,14 @@ def urgency_markdown(reports: Mapping[str, Sequence[UrgencyReport]]) -> str:
 def _cell(column: str, reports: Sequence[UrgencyReport]) -> str:
     is_share = column in SHARES
     number = SHARES[column] if is_share else SCORES[column]
-    known = [value for report in reports if (value := number(report)) is not None]
-    if not known:
+    values = [value for report in reports if (value := number(report)) is not None]
+    if not values:
         return "-"
     scale, digits, unit = (100, 1, " %") if is_share else (1, 3, "")
-    shown = f"{scale * statistics.fmean(known):.{digits}f}"
-    if len(known) > 1:
-        shown += f" ({scale * statistics.stdev(known):.{digits}f})"
-    return shown + unit
+    text = f"{scale * statistics.fmean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({scale * statistics.stdev(values):.{digits}f})"
+    return text + unit
 
 
 def _reliability(reports: Sequence[UrgencyReport]) -> str:
@@ -84,13 +84,13 @@ def _reliability(reports: Sequence[UrgencyReport]) -> str:
     rows = []
     for (low, high), cells in sorted(bins.items()):
         count = sum(cell[0] for cell in cells)
-        said = sum(cell[0] * cell[1] for cell in cells) / count
+        probability = sum(cell[0] * cell[1] for cell in cells) / count
         right = Rate(round(sum(cell[0] * cell[2] for cell in cells)), count)
         rows.append(
             (
                 f"{low:.1f} to {high:.1f}",
                 str(count),
-                f"{100 * said:.1f} %",
+                f"{100 * probability:.1f} %",
                 f"{100 * (right.value or 0):.1f} %",
             )
         )

@@ -1,0 +1,76 @@
+"""The command `read-feedback`: the proxy's log as pairs for `evaluate-stream`, or two predictors compared on it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from scheduler_core.command import run_command
+from scheduler_core.errors import InputError
+from scheduler_core.files import atomic_file, writable_target, write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedbackConfig:
+    """Read the log of finished requests that tailcast-proxy writes: compare its two predictors, or write pairs of prediction and outcome."""
+
+    INPUTS = ("log",)
+    OUTPUTS = ("pairs", "records", "json")
+
+    log: str
+    """Folder of the log, or one of its segments."""
+    pairs: str | None = None
+    """Write pairs for `evaluate-stream` to this file instead of comparing; - for standard output."""
+    records: str | None = None
+    """Write all valid records to this file, one a line, instead of comparing: what `import-lengths feedback` reads."""
+    side: Literal["main", "shadow"] = "main"
+    """Predictor of the pairs: main, or the shadow predictor."""
+    json: str | None = None
+    """Write the comparison to this file too."""
+
+    def __post_init__(self) -> None:
+        if self.pairs is not None and self.records is not None:
+            raise InputError("pairs, records", self.pairs, "one of them")
+
+
+def read(config: FeedbackConfig) -> None:
+    """Runs the command.
+
+    Raises:
+        InputError: The log cannot be read, or has nothing to compare.
+    """
+    from data_gen.importers.feedback import feedback_records
+    from training.feedback import compare, pairs
+
+    records = feedback_records(config.log)
+    if config.records is not None:
+        _write(config.records, "records", (record.model_dump(exclude_unset=True) for _, record in records))
+        return
+    if config.pairs is None:
+        comparison = compare(records)
+        if config.json is not None:
+            write_json(writable_target(config.json, "json"), comparison)
+        sys.stdout.write(json.dumps(comparison, indent=2) + "\n")
+        return
+    _write(config.pairs, "pairs", pairs(records, config.side))
+
+
+def _write(out: str, field: str, rows: Iterable[dict[str, Any]]) -> None:
+    lines = (json.dumps(row) + "\n" for row in rows)
+    if out == "-":
+        sys.stdout.writelines(lines)
+        return
+    with atomic_file(writable_target(out, field)) as temporary, open(temporary, "w") as target:
+        target.writelines(lines)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `read-feedback`."""
+    return run_command("read-feedback", FeedbackConfig, read, positionals=("log",), extra="train", args=args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
