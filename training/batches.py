@@ -1,4 +1,4 @@
-"""Which prompts and rows make a batch: by length under a budget of tokens, in an order that follows from seed and epoch."""
+"""Plans of batches: prompts by length under a budget of tokens, in an order that follows from seed and epoch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ IntArray = NDArray[np.int64]
 POOL_BATCHES = 64
 
 
-class Plan(NamedTuple):
-    """Positions of a batch in its split: prompts [P], rows [R], and for each row its place among the prompts [R]."""
+class BatchPlan(NamedTuple):
+    """Positions of a batch in its split: prompts [P], rows [R], and the position of each row's prompt among the prompts [R]."""
 
     prompts: IntArray
     rows: IntArray
@@ -27,14 +27,14 @@ class Plan(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """How prompts become batches.
+    """Options of batching.
 
     Attributes:
-        batch_size: Most prompts.
-        batch_tokens: Most tokens with padding; None: no bound. A prompt that alone has more is a batch of its own.
+        batch_size: Maximum number of prompts.
+        batch_tokens: Maximum number of tokens with padding; None: no limit. A longer prompt is a batch by itself.
         by_length: Prompts of similar length together.
-        shuffled: In another order in each epoch; else shortest first, or as they stand.
-        rows_per_prompt: Most rows of a prompt; None: all.
+        shuffled: Another order in each epoch; else shortest first, or the given order.
+        rows_per_prompt: Maximum number of rows of a prompt; None: all.
     """
 
     batch_size: int
@@ -44,7 +44,7 @@ class Batching:
     rows_per_prompt: int | None = None
 
 
-def cut(num_tokens: IntArray, batching: Batching) -> list[int]:
+def batch_ends(num_tokens: IntArray, batching: Batching) -> list[int]:
     """Ends of the batches of prompts in this order."""
     if batching.batch_tokens is None:
         size = batching.batch_size
@@ -62,17 +62,17 @@ def cut(num_tokens: IntArray, batching: Batching) -> list[int]:
     return [*ends, len(num_tokens)] if len(num_tokens) else []
 
 
-class EpochPlans(Sampler[Plan]):
+class EpochPlans(Sampler[BatchPlan]):
     """The plans of an epoch; they follow from seed and epoch alone, and every epoch has the same number of them.
 
     Args:
         num_tokens: Of each prompt [P].
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
-        batching: How prompts become batches.
+        batching: Options.
         seed: Base of the order; the trainer sets the epoch.
         num_epochs: Epochs for which the number of batches must be the same.
         weights: Draws P prompts with replacement, by weight [P]; None: each prompt once.
-        shared: Where several processes train together, each takes its share of the batches, the same number of them.
+        distributed: Each of several processes takes the same number of batches.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class EpochPlans(Sampler[Plan]):
         seed: int = 0,
         num_epochs: int = 1,
         weights: NDArray[np.float64] | None = None,
-        shared: bool = False,
+        distributed: bool = False,
     ) -> None:
         self._num_tokens = num_tokens
         self._row_offsets = row_offsets
@@ -92,26 +92,26 @@ class EpochPlans(Sampler[Plan]):
         self._seed = seed
         self._p = None if weights is None else weights / weights.sum()
         self._epoch = 0
-        self._shared = shared
+        self._distributed = distributed
         # A budget of tokens gives some epochs more batches than others; the trainer counts them once.
         varies = batching.shuffled and batching.batch_tokens is not None
-        self._num_batches = max(len(self._cut(epoch)) for epoch in range(num_epochs if varies else 1))
+        self._num_batches = max(len(self._batches(epoch)) for epoch in range(num_epochs if varies else 1))
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the trainer before each epoch."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return -(-self._num_batches // self._share()[1])
+        return -(-self._num_batches // self._rank()[1])
 
-    def _share(self) -> tuple[int, int]:
-        """This process and how many there are; known only once they have met."""
-        if self._shared and dist.is_available() and dist.is_initialized():
+    def _rank(self) -> tuple[int, int]:
+        """Rank of this process and number of processes, once they are connected."""
+        if self._distributed and dist.is_available() and dist.is_initialized():
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
 
-    def __iter__(self) -> Iterator[Plan]:
-        batches = self._cut(self._epoch)
+    def __iter__(self) -> Iterator[BatchPlan]:
+        batches = self._batches(self._epoch)
         # Largest batches are halved until there are as many as in the other epochs.
         while len(batches) < self._num_batches:
             largest = max(range(len(batches)), key=lambda number: len(batches[number]))
@@ -123,8 +123,8 @@ class EpochPlans(Sampler[Plan]):
         rng = np.random.default_rng([self._seed, self._epoch, 1])
         if self._batching.shuffled:
             batches = [batches[number] for number in rng.permutation(len(batches)).tolist()]
-        # The last round of several processes begins anew, so that none waits for another for ever.
-        rank, num_ranks = self._share()
+        # The last round of several processes repeats batches, so that none waits for another for ever.
+        rank, num_ranks = self._rank()
         missing = len(self) * num_ranks - len(batches)
         batches += [batches[number % len(batches)] for number in range(missing)]
         for number, prompts in enumerate(batches):
@@ -132,7 +132,7 @@ class EpochPlans(Sampler[Plan]):
             if number % num_ranks == rank:
                 yield plan
 
-    def _cut(self, epoch: int) -> list[IntArray]:
+    def _batches(self, epoch: int) -> list[IntArray]:
         rng = np.random.default_rng([self._seed, epoch])
         count = len(self._num_tokens)
         order = np.arange(count)
@@ -145,27 +145,23 @@ class EpochPlans(Sampler[Plan]):
             order = np.concatenate(
                 [order[:0], *(self._sorted(order[start : start + pool]) for start in range(0, count, pool))]
             )
-        ends = cut(self._num_tokens[order], self._batching)
+        ends = batch_ends(self._num_tokens[order], self._batching)
         return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
     def _sorted(self, prompts: IntArray) -> IntArray:
         return prompts[np.argsort(self._num_tokens[prompts], kind="stable")]
 
-    def _plan(self, prompts: IntArray, rng: np.random.Generator) -> Plan:
-        most = self._batching.rows_per_prompt
-        rows, places = [], []
-        for place, prompt in enumerate(prompts.tolist()):
+    def _plan(self, prompts: IntArray, rng: np.random.Generator) -> BatchPlan:
+        limit = self._batching.rows_per_prompt
+        rows = []
+        for prompt in prompts.tolist():
             start, end = self._row_offsets[prompt], self._row_offsets[prompt + 1]
-            if most is None or end - start <= most:
-                own = np.arange(start, end)
-            elif self._batching.shuffled:
-                own = start + np.sort(rng.choice(end - start, size=most, replace=False))
+            if limit is None or end - start <= limit:
+                rows.append(np.arange(start, end))
             else:
-                own = np.arange(start, start + most)
-            rows.append(own)
-            places.append(np.full(len(own), place, dtype=np.int64))
-        empty = np.empty(0, dtype=np.int64)
-        return Plan(prompts, np.concatenate([empty, *rows]), np.concatenate([empty, *places]))
+                rows.append(start + np.sort(rng.choice(end - start, size=limit, replace=False)))
+        row_prompt = np.repeat(np.arange(len(prompts)), [len(part) for part in rows])
+        return BatchPlan(prompts, np.concatenate([np.empty(0, dtype=np.int64), *rows]), row_prompt)
 
 
 def sampling_weights(

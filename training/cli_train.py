@@ -1,4 +1,4 @@
-"""The command `train`: a predictor of length distributions from prompts and fitted answers."""
+"""The command `train`: a predictor of output lengths or urgency from prompts and samples."""
 
 from __future__ import annotations
 

@@ -1,33 +1,182 @@
-"""Options of `train`."""
+"""Options of `train`: the run, its two stages, and for each head its objective, weight and layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from predictors.manifest import Head
 from scheduler_core.errors import InputError
 from scheduler_core.threads import check_threads
-from training.tasks import (
-    BucketTask,
-    ConditioningOptions,
-    LengthTask,
-    RankTask,
-    RegressionTask,
-    TowerOptions,
-    UrgencyTask,
-)
 
-HEADS = ("length", "urgency", "bucket", "regression", "rank")
-_TUPLES = ("pooling", "oversampling", "exclude_flags", "fractions", "data_weights")
+HEADS: tuple[str, ...] = get_args(Head)
+FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
 
 
-def _files(option: list[str] | str | None) -> tuple[str, ...]:
-    return () if not option else (option,) if isinstance(option, str) else tuple(option)
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not 0 < value < float("inf"):
+        raise InputError(name, value, "finite numbers > 0")
+
+
+def _check_not_negative(name: str, value: float) -> None:
+    if not 0 <= value < float("inf"):
+        raise InputError(name, value, "finite numbers >= 0")
+
+
+def _check_fraction(name: str, value: float | None) -> None:
+    if value is not None and not 0 <= value < 1:
+        raise InputError(name, value, "numbers >= 0 and < 1")
 
 
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and value < 1:
-        raise InputError(name, value, "a whole number of at least 1")
+        raise InputError(name, value, "integers > 0")
+
+
+def _make_tuples(options: Any, *names: str) -> None:
+    for name in names:
+        object.__setattr__(options, name, tuple(getattr(options, name)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerOptions:
+    """Layers of a head."""
+
+    hidden_sizes: tuple[int, ...] = (256, 256, 128)
+    """Widths of the hidden layers; none: one linear layer."""
+    dropouts: tuple[float, ...] = (0.2, 0.2, 0.1)
+    """Dropout after each hidden layer."""
+    activation: Literal["gelu", "relu"] = "gelu"
+    """Between the layers."""
+    layer_norm: bool = True
+    """A LayerNorm after all hidden layers but the last."""
+
+    def __post_init__(self) -> None:
+        _make_tuples(self, "hidden_sizes", "dropouts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthTask:
+    """The distribution of the output length."""
+
+    objective: Literal["nll", "crps", "mse"] = "nll"
+    """nll: censored likelihood of the raw samples; crps: quantile losses of the raw samples in log tokens; mse: the TIE paper's squared errors of parameters fitted to at least 3 samples of each prompt."""
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    nu: float = 3.5
+    """Degrees of freedom; with learn_nu the output of an untrained head."""
+    learn_nu: bool = False
+    """Predict nu too (objective nll)."""
+    within: bool = False
+    """Predict sigma_within too, the scale of samples of one prompt without the predictor's own error in mu; learned from rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
+    within_weight: float = 0.3
+    """Weight of that squared error."""
+    integers: bool = False
+    """Take a length x as the interval from x - 1/2 to x + 1/2 (objective nll)."""
+    sigma_weight_start: float = 3.0
+    """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma), in the first epoch (objective mse)."""
+    sigma_weight_end: float = 4.0
+    """The same in the last epoch of the last stage; linear in between."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
+    def __post_init__(self) -> None:
+        _check_positive("length.weight", self.weight)
+        for name in ("sigma_weight_start", "sigma_weight_end"):
+            _check_not_negative(name, getattr(self, name))
+        _check_positive("nu", self.nu)
+        _check_positive("length.within_weight", self.within_weight)
+        if self.within and self.objective == "mse":
+            raise InputError(
+                "length.within", True, "false with objective mse, whose sigma is that within a prompt"
+            )
+        if self.objective != "nll" and (self.learn_nu or self.integers):
+            raise InputError("length.objective", self.objective, "nll, with learn_nu or integers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class UrgencyTask:
+    """How urgent a request is, by ordered levels; learned from `urgency_data`."""
+
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    levels: tuple[str, ...] = ("emergency", "interactive", "standard", "batch", "background")
+    """Names of the levels, the most urgent first."""
+    odds: Literal["proportional", "free"] = "proportional"
+    """proportional: one number against ascending thresholds; free: a score for each level, for levels that are different kinds of text."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
+    def __post_init__(self) -> None:
+        _make_tuples(self, "levels")
+        _check_positive("urgency.weight", self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketTask:
+    """The interval that the length falls into."""
+
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    edges: tuple[float, ...] | None = None
+    """Bounds of the buckets in tokens, ascending; unset: quantiles of the training samples."""
+    num_buckets: int = 10
+    """Number of buckets where the edges are quantiles."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
+    def __post_init__(self) -> None:
+        if self.edges is not None:
+            object.__setattr__(self, "edges", tuple(float(edge) for edge in self.edges))
+        _check_positive("bucket.weight", self.weight)
+        if self.num_buckets < 2:
+            raise InputError("bucket.num_buckets", self.num_buckets, "integers >= 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegressionTask:
+    """One number of tokens."""
+
+    objective: Literal["l1", "mse"] = "l1"
+    """Absolute or squared error of the z-score of ln(1 + tokens)."""
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
+    def __post_init__(self) -> None:
+        _check_positive("regression.weight", self.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTask:
+    """A score that orders requests by length; ListMLE over the rows of a batch."""
+
+    group_tokens: float = 10.0
+    """Lengths within the same group of this many tokens count as equal."""
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
+    def __post_init__(self) -> None:
+        _check_positive("rank.weight", self.weight)
+        _check_positive("rank.group_tokens", self.group_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConditioningOptions:
+    """Input of all heads but urgency in addition to the prompt: the served model and the sampling temperature."""
+
+    width: int = 32
+    """Width of the embedding of a served model."""
+    temperature: bool = True
+    """Condition on the sampling temperature."""
+    served_model_dropout: float = 0.1
+    """Probability that a training row hides its served model, so that an unknown one can be predicted for; 0: predictions for unknown served models are refused."""
+
+    def __post_init__(self) -> None:
+        _check_fraction("conditioning.served_model_dropout", self.served_model_dropout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,52 +184,49 @@ class StageConfig:
     """One stage of training."""
 
     epochs: int
-    """Most passes over the training split; 0 leaves the stage out."""
+    """Maximum number of passes over the training split; 0 skips the stage."""
     learning_rate: float
     """Learning rate after warm-up."""
     heads_learning_rate: float | None = None
-    """Learning rate of the heads, if it differs from the encoder's."""
+    """Learning rate of the heads; unset: that of the encoder."""
     warmup_fraction: float = 0.0
-    """Share of the stage's steps over which the learning rate rises linearly."""
+    """Fraction of the stage's steps over which the learning rate rises linearly."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """What the learning rate does after warm-up: falls to 0, along a line or a cosine, or stays."""
+    """Learning rate after warm-up: falls to 0, along a line or a cosine, or stays."""
     layer_decay: float = 1.0
-    """Factor of the learning rate from each layer of the encoder to the one below; 1: all alike."""
+    """Factor of the learning rate from each layer of the encoder to the one below; 1: the same for all."""
     batch_size: int | None = None
-    """Prompts of a training step in this stage, if it differs from `batch_size`."""
+    """Prompts of a training step in this stage; unset: `batch_size`."""
     patience: int | None = None
     """Stop after this many epochs without a better validation loss; unset: never."""
 
     def __post_init__(self) -> None:
         if self.epochs < 0:
-            raise InputError("epochs", self.epochs, "a whole number, not negative")
+            raise InputError("epochs", self.epochs, "integers >= 0")
         for name in ("learning_rate", "heads_learning_rate"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise InputError(name, value, "a finite number above 0")
-        if not 0 <= self.warmup_fraction < 1:
-            raise InputError("warmup_fraction", self.warmup_fraction, "a number from 0 to below 1")
+            _check_positive(name, getattr(self, name))
+        _check_fraction("warmup_fraction", self.warmup_fraction)
         if not 0 < self.layer_decay <= 1:
-            raise InputError("layer_decay", self.layer_decay, "a number above 0, at most 1")
+            raise InputError("layer_decay", self.layer_decay, "numbers > 0 and <= 1")
         for name in ("batch_size", "patience"):
             _check_count(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a predictor of answer lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
+    """Train a predictor of output lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
-    OUTPUTS = ("out", "{out}.partial", "{out}.diverged.json", "tensorboard")
+    OUTPUTS = ("out", "{out}.partial", "tensorboard")
 
     out: str
-    """Checkpoint folder to write. State of an unfinished run is kept in OUT.partial."""
+    """Checkpoint folder to write. The state of an unfinished run is kept in OUT.partial."""
     data: list[str] | str | None = None
-    """Parquet file, or several, with answer lengths (samples/2 or lists) or with fits (fits/2)."""
+    """Parquet file, or several, with output lengths (samples/2 or lists) or with fits (fits/2)."""
     data_weights: tuple[float, ...] = ()
     """Weight of the rows of each file in the loss; unset: 1."""
     validation: list[str] | str | None = None
-    """Files whose prompts are the validation split; `data` is then used for training alone. Unset: prompts of `data` by their ids."""
+    """Files whose prompts are the validation split; all of `data` is then used for training. Unset: prompts of `data` by their ids."""
     validation_split: Literal["all", "train", "validation", "test"] = "all"
     """Of separate validation files, the prompts whose ids fall into this split."""
     urgency_data: list[str] | str | None = None
@@ -92,23 +238,19 @@ class TrainConfig:
     encoder_dropout: float | None = None
     """Dropout inside the encoder; unset: its own. On a CPU, 0 makes stage 1 about a quarter faster."""
     init: str | None = None
-    """Checkpoint to start from; encoder, layers and normalisation are then its own, and served models are added to it."""
+    """Checkpoint to start from; encoder, layers and normalization are then its own, and served models are added to it."""
     only_conditioning: bool = False
     """With init: train the embeddings of served models that are new to it and nothing else (stage 2 alone)."""
     max_length: int = 512
-    """Most tokens of a prompt that are read, special tokens included."""
+    """Maximum number of tokens of a prompt, special tokens included; the rest is truncated."""
     truncation_side: Literal["left", "right", "middle"] = "right"
-    """What of a longer prompt is dropped: its left or right end, or its middle."""
+    """Which part of a longer prompt is dropped: its left or right end, or its middle."""
     pooling: tuple[str, ...] = ("cls", "mean", "max")
     """Poolings of the encoder's states whose features are concatenated: cls, mean, max, last."""
     prompt_length: bool = False
-    """The heads see the number of tokens of the prompt too."""
+    """The number of tokens of the prompt is a feature too."""
     conversations: bool = False
-    """Read the whole conversation, system prompt and earlier turns included, where the data have `messages`; unset: its last user message alone."""
-    lexical: bool = False
-    """All heads but urgency see what can be counted in the prompt's whole text too (lines, digits, words that ask for a list, ...); who serves tokens alone leaves it out."""
-    lexical_dropout: float = 0.1
-    """Probability that a training prompt hides its lexical features, so that they may be unknown when serving."""
+    """Encode the whole conversation, system prompt and earlier turns included, where the data have `messages`; unset: its last user message alone."""
     tower: TowerOptions = field(default_factory=TowerOptions)
     """Layers of each head."""
     length: LengthTask | None = field(default_factory=LengthTask)
@@ -122,33 +264,33 @@ class TrainConfig:
     rank: RankTask | None = None
     """Order by length."""
     conditioning: ConditioningOptions | None = None
-    """What the heads see beside the prompt; unset: nothing."""
+    """Conditions of the heads; unset: the prompt alone."""
     stage1: StageConfig = StageConfig(epochs=12, learning_rate=2e-5, warmup_fraction=0.1)
     """All parameters."""
     stage2: StageConfig = StageConfig(epochs=8, learning_rate=5e-5)
     """The heads alone, on features of the frozen encoder that are computed once."""
     batch_size: int = 32
-    """Most prompts of a training step."""
+    """Maximum number of prompts of a training step."""
     batch_tokens: int | None = None
-    """Most tokens of a training step of stage 1, padding included."""
+    """Maximum number of tokens of a training step of stage 1, padding included."""
     batching: Literal["sorted", "shuffled"] = "sorted"
     """Stage 1: batches of prompts of similar length, in random order; or of random prompts."""
     rows_per_prompt: int | None = None
-    """Most rows of a prompt (served models, temperatures) in a step; of more, others are drawn in each epoch."""
+    """Maximum number of rows of a prompt (served models, temperatures) in a step; of more, a random subset in each epoch."""
     optimizer: Literal["adamw", "adam"] = "adamw"
-    """Weight decay apart from the gradient, or added to it."""
+    """Weight decay decoupled from the gradient, or added to it."""
     weight_decay: float = 0.01
     """Weight decay."""
     adam_epsilon: float = 1e-8
-    """Epsilon of the optimiser."""
+    """Epsilon of the optimizer."""
     clip_norm: float = 1.0
     """Largest norm of the gradient."""
     oversampling: tuple[tuple[float, float, float], ...] = ()
-    """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last rule that applies counts."""
+    """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last matching rule counts."""
     exclude_flags: tuple[str, ...] = ("all_censored", "too_few_samples")
-    """Where fits are used: those with one of these flags are left out."""
+    """Fits with one of these flags are left out."""
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
-    """Shares of training, validation and test split; a prompt's split follows from its id."""
+    """Fractions of training, validation and test split; a prompt's split follows from its id."""
     split_seed: int = 0
     """Another number gives another split."""
     seed: int = 0
@@ -156,35 +298,32 @@ class TrainConfig:
     served_model: str | None = None
     """Use only rows whose column `model` has this value."""
     censoring: Literal["right", "none"] = "right"
-    """What a cut answer means: at least as long, or ended; see fit-dist."""
+    """Meaning of an output truncated at max_tokens: right-censored, or finished; see fit-dist."""
     group_by: str = "prompt_id,model"
     """Columns that name a row, separated by commas; prompt_id must be one. With conditioning on temperature, temperature is one too where the file has it."""
     max_tokens: int | None = None
-    """Cap on all answers; see fit-dist."""
+    """Limit on all outputs; see fit-dist."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes a GPU if there is one."""
+    """Device; auto takes a GPU if there is one."""
     devices: int = 1
     """Devices, or processes on the CPU, that share the steps of stage 1."""
-    strategy: Literal["auto", "ddp_spawn", "ddp_fork"] = "auto"
-    """How several devices share the work; auto: ddp_spawn."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Arithmetic of stage 1 and of the features of stage 2."""
     deterministic: bool = False
-    """Only algorithms that give the same result every time, also on a GPU."""
+    """Use only deterministic algorithms, also on a GPU."""
     threads: int | None = None
     """Torch threads; unset: torch's own choice."""
     overwrite: bool = False
     """Replace an earlier checkpoint at `out`, if it holds nothing else; anything else there is never replaced."""
     resume: bool = True
-    """Go on with an interrupted run out of OUT.partial, if it had the same options and data; false starts anew."""
+    """Resume an interrupted run from OUT.partial, if it had the same options and data; false starts over."""
     tensorboard: str | None = None
     """Folder for TensorBoard event files; a CSV file with a row for each epoch is always written."""
     progress: bool = True
     """Show progress bars on a terminal, a line for each epoch elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in _TUPLES:
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _make_tuples(self, "pooling", "oversampling", "exclude_flags", "fractions", "data_weights")
         self._check_numbers()
         self._check_tasks()
         if self.stage1.epochs + self.stage2.epochs == 0:
@@ -193,7 +332,7 @@ class TrainConfig:
             )
         for rule in self.oversampling:
             if len(rule) != 3 or not 0 < rule[2] < float("inf"):
-                raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight above 0")
+                raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight > 0")
         if "prompt_id" not in self.keys:
             raise InputError(
                 "group_by", self.group_by, "column names separated by commas, prompt_id among them"
@@ -204,19 +343,19 @@ class TrainConfig:
     def _check_tasks(self) -> None:
         if not self.tasks:
             raise InputError("length, urgency, bucket, regression, rank", None, "at least one of these heads")
-        if self.needs_rows and not self.data_files:
-            raise InputError("data", self.data, "a Parquet file with answer lengths")
-        if self.urgency is not None and not self.urgency_files:
+        if self.needs_rows and not self.files["data"]:
+            raise InputError("data", self.data, "a Parquet file with output lengths")
+        if self.urgency is not None and not self.files["urgency_data"]:
             raise InputError("urgency_data", self.urgency_data, "a file with labelled texts")
-        if not self.needs_rows and self.data_files:
-            raise InputError("data", self.data, "nothing, because no head learns from answer lengths")
-        if self.urgency is None and self.urgency_files:
+        if not self.needs_rows and self.files["data"]:
+            raise InputError("data", self.data, "nothing, because no head learns from output lengths")
+        if self.urgency is None and self.files["urgency_data"]:
             raise InputError("urgency_data", self.urgency_data, "nothing, because there is no urgency head")
         weights = self.data_weights
         if weights and (
-            len(weights) != len(self.data_files) or not all(0 < w < float("inf") for w in weights)
+            len(weights) != len(self.files["data"]) or not all(0 < w < float("inf") for w in weights)
         ):
-            raise InputError("data_weights", weights, f"{len(self.data_files)} finite numbers above 0")
+            raise InputError("data_weights", weights, f"{len(self.files['data'])} finite numbers > 0")
         if self.only_conditioning and (self.init is None or self.conditioning is None):
             raise InputError("only_conditioning", True, "a run with init and conditioning")
         if self.oversampling and not self.needs_fits:
@@ -227,17 +366,12 @@ class TrainConfig:
             _check_count(name, getattr(self, name))
         check_threads("threads", self.threads)
         for name in ("clip_norm", "adam_epsilon"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(name, getattr(self, name), "a finite number above 0")
-        if self.encoder_dropout is not None and not 0 <= self.encoder_dropout < 1:
-            raise InputError("encoder_dropout", self.encoder_dropout, "a number from 0 to below 1, or unset")
-        if not 0 <= self.lexical_dropout < 1:
-            raise InputError("lexical_dropout", self.lexical_dropout, "a number from 0 to below 1")
-        if not 0 <= self.weight_decay < float("inf"):
-            raise InputError("weight_decay", self.weight_decay, "a finite number, not negative")
+            _check_positive(name, getattr(self, name))
+        _check_fraction("encoder_dropout", self.encoder_dropout)
+        _check_not_negative("weight_decay", self.weight_decay)
         for name in ("seed", "split_seed"):
             if not 0 <= getattr(self, name) < 2**31:
-                raise InputError(name, getattr(self, name), "a whole number from 0 to 2**31 - 1")
+                raise InputError(name, getattr(self, name), "integers from 0 to 2**31 - 1")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -251,7 +385,7 @@ class TrainConfig:
 
     @property
     def needs_rows(self) -> bool:
-        """Whether a head learns from answer lengths."""
+        """Whether a head learns from output lengths."""
         return self.tasks != ("urgency",)
 
     @property
@@ -260,21 +394,7 @@ class TrainConfig:
         return self.length is not None and self.length.objective == "mse"
 
     @property
-    def data_files(self) -> tuple[str, ...]:
-        """`data` as a list."""
-        return _files(self.data)
-
-    @property
-    def validation_files(self) -> tuple[str, ...]:
-        """`validation` as a list."""
-        return _files(self.validation)
-
-    @property
-    def urgency_files(self) -> tuple[str, ...]:
-        """`urgency_data` as a list."""
-        return _files(self.urgency_data)
-
-    @property
-    def urgency_validation_files(self) -> tuple[str, ...]:
-        """`urgency_validation` as a list."""
-        return _files(self.urgency_validation)
+    def files(self) -> dict[str, tuple[str, ...]]:
+        """Files of each option of `FILE_OPTIONS`."""
+        options = {name: getattr(self, name) or () for name in FILE_OPTIONS}
+        return {name: (value,) if isinstance(value, str) else tuple(value) for name, value in options.items()}

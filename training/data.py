@@ -12,26 +12,45 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from predictors.modules import Normalization, PredictorConfig, read_lexical, read_tokens
-from training.batches import EpochPlans, Plan
-from training.labels import Labels
-from training.objectives.answers import Answers
+from predictors.modules import Normalization, PredictorConfig, tokenize
+from training.batches import BatchPlan, EpochPlans
+from training.labels import UrgencyLabels
 from training.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class Batch(NamedTuple):
-    """One training step: P prompts, each read once, and R rows.
+class SampleLengths(NamedTuple):
+    """Output lengths of R rows, at most K of each.
 
     Attributes:
-        inputs: What the prompts are read from: token ids and mask [P, S] and, where they are read, lexical features
-            [P, L]; or features [P, F].
+        tokens: float32 [R, K]; of a censored sample the length it was truncated to; 1 where there is none.
+        finished: False: the length is a lower bound, bool [R, K].
+        present: Whether there is a sample, bool [R, K]; at least one in each row.
+        max_tokens: Length at which samples of the row are truncated, float32 [R]; infinite if unknown.
+    """
+
+    tokens: Tensor
+    finished: Tensor
+    present: Tensor
+    max_tokens: Tensor
+
+    def mean(self, values: Tensor) -> Tensor:
+        """Mean of values [R, K] over each row's samples [R]."""
+        total = torch.where(self.present, values, torch.zeros_like(values)).sum(dim=-1)
+        return total / self.present.sum(dim=-1)
+
+
+class TrainingBatch(NamedTuple):
+    """One training step: P prompts, each encoded once, and R rows.
+
+    Attributes:
+        inputs: Token ids and mask [P, S]; or features [P, F].
         row_prompt: Position of each row's prompt in this batch [R].
         served_model: 0 where it is unknown [R].
         temperature: NaN where it is unknown [R].
-        answers: Of the rows.
+        samples: Of the rows.
         fits: z-scores of fitted mu, of log(1 + sigma), and of the same as target of sigma_within; NaN where there is no
             fit [R, 3].
         weight: Of the rows in the loss, 1 on average over the split [R].
@@ -44,7 +63,7 @@ class Batch(NamedTuple):
     row_prompt: Tensor
     served_model: Tensor
     temperature: Tensor
-    answers: Answers
+    samples: SampleLengths
     fits: Tensor
     weight: Tensor
     level: Tensor
@@ -68,13 +87,12 @@ def pad(token_ids: Sequence[NDArray[Any]], pad_token_id: int) -> tuple[Tensor, T
 class SplitData:
     """One split: P prompts with their tokens, N rows, and a label for some of the prompts.
 
-    Prompts with rows come first, in the order of the rows; texts that have a label alone follow.
+    Prompts with rows come first, in the order of the rows; texts with only a label follow.
 
     Attributes:
-        rows: Rows and their answers.
+        rows: Rows and their samples.
         texts: Of all prompts [P].
         token_ids: Of all prompts [P].
-        lexical: Lexical features of all prompts [P, L]; None where they are not read.
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
         level: Urgency level [P].
         level_weight: 0 where a prompt has no label [P].
@@ -83,29 +101,27 @@ class SplitData:
     rows: Rows
     texts: list[str]
     token_ids: list[NDArray[np.int32]]
-    lexical: NDArray[np.float32] | None
     row_offsets: NDArray[np.int64]
     level: NDArray[np.int64]
     level_weight: NDArray[np.float64]
 
     @classmethod
     def of(
-        cls, rows: Rows, labels: Labels, tokenizer: PreTrainedTokenizerBase, config: PredictorConfig
+        cls, rows: Rows, labels: UrgencyLabels, tokenizer: PreTrainedTokenizerBase, config: PredictorConfig
     ) -> SplitData:
-        """Joins rows and labels by text and reads each text once, as the predictor's configuration says."""
+        """Joins rows and labels by text and tokenizes each text once, as the predictor's configuration says."""
         number = {text: at for at, text in enumerate(rows.prompts)}
-        where = [number.setdefault(text, len(number)) for text in labels.texts]
+        prompt = [number.setdefault(text, len(number)) for text in labels.texts]
         texts = list(number)
         level = np.zeros(len(texts), dtype=np.int64)
         weight = np.zeros(len(texts))
-        level[where], weight[where] = labels.level, labels.weight
+        level[prompt], weight[prompt] = labels.level, labels.weight
         return cls(
             rows=rows,
             texts=texts,
-            token_ids=read_tokens(
+            token_ids=tokenize(
                 tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
             ),
-            lexical=read_lexical(config.lexical, texts),
             row_offsets=np.searchsorted(rows.prompt, np.arange(len(texts) + 1)).astype(np.int64),
             level=level,
             level_weight=weight,
@@ -127,15 +143,15 @@ class SplitData:
         return text if len(text) <= 40 else text[:39] + "…"
 
 
-class Examples(Dataset[Batch]):
-    """Makes the batches of a split; an item is the batch of a plan.
+class Examples(Dataset[TrainingBatch]):
+    """The batches of a split; an item is the batch of a plan.
 
     Args:
         data: The split.
         normalization: Of the training split.
         model_numbers: Number that the predictor gives each of `data.rows.models`, with 0 in front for none [M + 1].
         pad_token_id: Token id of padding.
-        features: Pooled features [P, F], for stage 2; they take the place of the tokens.
+        features: Pooled features [P, F], for stage 2, instead of the tokens.
     """
 
     def __init__(
@@ -160,52 +176,50 @@ class Examples(Dataset[Batch]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, plan: Plan) -> Batch:
+    def __getitem__(self, plan: BatchPlan) -> TrainingBatch:
         data, rows = self.data, self.data.rows
-        prompts, at = plan.prompts, plan.rows
+        prompts, index = plan.prompts, plan.rows
         if self.features is not None:
             inputs: tuple[Tensor, ...] = (self.features[torch.from_numpy(prompts)],)
         else:
             inputs = pad([data.token_ids[number] for number in prompts.tolist()], self._pad_token_id)
-            if data.lexical is not None:
-                inputs = (*inputs, torch.from_numpy(data.lexical[prompts]))
-        return Batch(
+        return TrainingBatch(
             inputs=inputs,
             row_prompt=torch.from_numpy(plan.row_prompt),
-            served_model=torch.from_numpy(self._served_model[at]),
-            temperature=_floats(rows.temperature[at]),
-            answers=padded_answers(rows, at),
-            fits=_floats(self._fits[at]),
-            weight=_floats(self._weight[at]),
+            served_model=torch.from_numpy(self._served_model[index]),
+            temperature=_floats(rows.temperature[index]),
+            samples=padded_samples(rows, index),
+            fits=_floats(self._fits[index]),
+            weight=_floats(self._weight[index]),
             level=torch.from_numpy(data.level[prompts]),
             level_weight=_floats(self._level_weight[prompts]),
             prompt=torch.from_numpy(prompts),
-            row=torch.from_numpy(at),
+            row=torch.from_numpy(index),
         )
 
 
-def padded_answers(rows: Rows, at: NDArray[np.int64]) -> Answers:
-    """Answers of the rows at these positions [R, K], K the most answers of one of them."""
-    starts, counts = rows.offsets[at], rows.counts[at]
-    most = int(counts.max()) if len(at) else 0
-    places = np.arange(most)
-    present = places < counts[:, None]
-    flat = np.where(present, starts[:, None] + places, 0)
-    if len(rows.lengths) == 0:
-        flat = np.empty((len(at), most), dtype=np.int64)
-    lengths = np.where(present, rows.lengths[flat], 1)
-    finished = np.where(present, rows.finished[flat], True)
-    return Answers(
-        _floats(lengths), torch.from_numpy(finished), torch.from_numpy(present), _floats(rows.cap[at])
+def padded_samples(rows: Rows, index: NDArray[np.int64]) -> SampleLengths:
+    """Samples of the rows at these positions [R, K], K the largest number of samples of one of them."""
+    starts, counts = rows.offsets[index], rows.counts[index]
+    columns = np.arange(int(counts.max()) if len(index) else 0)
+    present = columns < counts[:, None]
+    flat = np.where(present, starts[:, None] + columns, 0)
+    tokens = np.where(present, rows.lengths[flat], 1) if present.size else np.ones(present.shape)
+    finished = np.where(present, rows.finished[flat], True) if present.size else present
+    return SampleLengths(
+        _floats(tokens),
+        torch.from_numpy(finished),
+        torch.from_numpy(present),
+        _floats(rows.max_tokens[index]),
     )
 
 
 def loader(examples: Examples, plans: EpochPlans) -> DataLoader[Any]:
     """A batch for each plan of the epoch."""
-    return DataLoader(examples, batch_size=None, sampler=plans, collate_fn=_same)
+    return DataLoader(examples, batch_size=None, sampler=plans, collate_fn=_unchanged)
 
 
-def _same(batch: Any) -> Any:
+def _unchanged(batch: Any) -> Any:
     return batch
 
 
@@ -219,7 +233,7 @@ def _floats(values: NDArray[Any]) -> Tensor:
 
 
 def length_ordered_batches(token_ids: Sequence[NDArray[Any]], batch_size: int) -> Iterator[list[int]]:
-    """Positions in batches of similar length, so that little is padding."""
+    """Positions in batches of similar length, for little padding."""
     order = sorted(range(len(token_ids)), key=lambda number: len(token_ids[number]))
     for start in range(0, len(order), batch_size):
         yield order[start : start + batch_size]

@@ -1,4 +1,4 @@
-"""Urgency labels: texts with a level."""
+"""Urgency labels: texts with a level, read from files and split by text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from training.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Labels:
+class UrgencyLabels:
     """L labelled texts.
 
     Attributes:
@@ -36,17 +36,17 @@ class Labels:
         return len(self.texts)
 
     @classmethod
-    def none(cls) -> Labels:
+    def none(cls) -> UrgencyLabels:
         """No labels."""
         return cls([], np.empty(0, dtype=np.int64), np.empty(0))
 
-    def take(self, at: Sequence[int] | NDArray[np.intp]) -> Labels:
+    def take(self, index: Sequence[int]) -> UrgencyLabels:
         """The labels at these positions."""
-        chosen = np.asarray(at, dtype=np.int64)
-        return Labels([self.texts[i] for i in chosen.tolist()], self.level[chosen], self.weight[chosen])
+        positions = np.asarray(index, dtype=np.int64)
+        return UrgencyLabels([self.texts[at] for at in index], self.level[positions], self.weight[positions])
 
 
-def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -> Labels:
+def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -> UrgencyLabels:
     """A file of labels: Parquet, or CSV or JSON lines by the end of its name.
 
     Args:
@@ -64,7 +64,7 @@ def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -
     if table.num_rows == 0:
         raise InputError(f"{name}, rows", 0, "at least one labelled text")
     texts = table.column("text").to_pylist()
-    found = [
+    numbers = [
         _level(value, levels, f"{name}, row {row}")
         for row, value in enumerate(table.column("level").to_pylist())
     ]
@@ -73,8 +73,8 @@ def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{name}, row {row}, column text", text, "text that is not empty")
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise InputError(f"{name}, row {row}, column weight", weight, "a finite number above 0")
-    return Labels(texts, np.array(found, dtype=np.int64), np.array(weights, dtype=np.float64))
+            raise InputError(f"{name}, row {row}, column weight", weight, "finite numbers > 0")
+    return UrgencyLabels(texts, np.array(numbers, dtype=np.int64), np.array(weights, dtype=np.float64))
 
 
 def _table(path: str, field: str) -> pa.Table:
@@ -105,36 +105,34 @@ def _level(value: Any, levels: Sequence[str], where: str) -> int:
     return value
 
 
-def join_labels(parts: Sequence[Labels]) -> Labels:
-    """All labels; of a text that is there more than once, the first stays."""
+def join_labels(parts: Sequence[UrgencyLabels]) -> UrgencyLabels:
+    """All labels; of several for one text the first."""
     texts = [text for part in parts for text in part.texts]
     first: dict[str, int] = {}
     for at, text in enumerate(texts):
         first.setdefault(text, at)
-    whole = Labels(
-        texts, np.concatenate([part.level for part in parts]), np.concatenate([part.weight for part in parts])
-    )
-    return whole.take(list(first.values()))
+    level, weight = (np.concatenate([getattr(part, name) for part in parts]) for name in ("level", "weight"))
+    return UrgencyLabels(texts, level, weight).take(list(first.values()))
 
 
-def read_split_labels(config: TrainConfig) -> tuple[Labels, Labels]:
+def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels]:
     """Labels of the training and of the validation split; both empty without an urgency head.
 
     Raises:
         InputError: A file cannot be used, or a split is empty.
     """
     if config.urgency is None:
-        return Labels.none(), Labels.none()
+        return UrgencyLabels.none(), UrgencyLabels.none()
     levels = config.urgency.levels
-    train = join_labels([read_labels(path, levels) for path in config.urgency_files])
-    if config.urgency_validation_files:
-        found = [read_labels(path, levels, "urgency_validation") for path in config.urgency_validation_files]
-        validation = join_labels(found)
+    train = join_labels([read_labels(path, levels) for path in config.files["urgency_data"]])
+    if files := config.files["urgency_validation"]:
+        validation = join_labels([read_labels(path, levels, "urgency_validation") for path in files])
         held_out = set(validation.texts)
         train = train.take([at for at, text in enumerate(train.texts) if text not in held_out])
     else:
-        split = [split_of(text, config.split_seed, config.fractions) for text in train.texts]
-        parts = {name: [at for at, found in enumerate(split) if found == name] for name in SPLITS}
+        parts: dict[str, list[int]] = {name: [] for name in SPLITS}
+        for at, text in enumerate(train.texts):
+            parts[split_of(text, config.split_seed, config.fractions)].append(at)
         train, validation = train.take(parts["train"]), train.take(parts["validation"])
     for name, part in (("train", train), ("validation", validation)):
         if len(part) == 0:

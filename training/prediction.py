@@ -1,4 +1,4 @@
-"""Running a predictor over many prompts outside of training: pooled features, predictions."""
+"""Inference of a torch predictor over many prompts: pooled features, predictions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules import PromptPredictor, read_lexical, read_tokens
+from predictors.modules import PromptPredictor, tokenize
 from scheduler_core.errors import InputError
 from training.data import length_ordered_batches, pad
 
@@ -26,7 +26,7 @@ def pick_device(accelerator: str) -> torch.device:
     """The torch device for "auto", "cpu" or "cuda".
 
     Raises:
-        InputError: CUDA is asked for, but there is none.
+        InputError: "cuda" without a CUDA device.
     """
     has_cuda = torch.cuda.is_available()
     if accelerator == "cuda" and not has_cuda:
@@ -38,7 +38,6 @@ def pooled_features(
     model: PromptPredictor,
     token_ids: Sequence[NDArray[np.int32]],
     pad_token_id: int,
-    lexical: NDArray[np.float32] | None = None,
     *,
     batch_size: int = 32,
     track: Track = lambda batches: batches,
@@ -49,20 +48,18 @@ def pooled_features(
         model: On any device; its mode is left as it was.
         token_ids: Tokens of each prompt [N].
         pad_token_id: Token id of padding.
-        lexical: Lexical features of each prompt [N, L]; None: unknown, or not read.
         batch_size: Prompts per call of the encoder.
         track: Wraps the loop over batches, e.g. in a progress bar.
     """
     was_training = model.training
-    device = model.mu_mean.device
+    device = model.device
     features = torch.empty(len(token_ids), model.num_features)
     model.eval()
     try:
         with torch.inference_mode():
             for numbers in track(list(length_ordered_batches(token_ids, batch_size))):
                 input_ids, mask = pad([token_ids[number] for number in numbers], pad_token_id)
-                own = None if lexical is None else torch.from_numpy(lexical[numbers]).to(device)
-                features[numbers] = model.features(input_ids.to(device), mask.to(device), own).float().cpu()
+                features[numbers] = model.features(input_ids.to(device), mask.to(device)).float().cpu()
     finally:
         model.train(was_training)
     return features
@@ -78,48 +75,49 @@ def predict_prompts(
     batch_size: int = 32,
     track: Track = lambda batches: batches,
 ) -> dict[str, NDArray[np.float64]]:
-    """Predictions of N rows in natural units, calibration included; each different prompt is read once.
+    """Predictions of N rows in natural units, calibration included; each different prompt is encoded once.
 
     Args:
         model: On any device; predicts in eval mode.
         tokenizer: Of the checkpoint.
         prompts: N texts.
-        served_models: Name for each; None, or one the predictor does not know: the unknown one.
+        served_models: Name for each; None, or one it was not trained on: the unknown one.
         temperatures: Sampling temperature for each; None: unknown.
         batch_size: Prompts per call of the encoder.
         track: Wraps the loop over batches.
 
     Returns:
-        As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learnt, urgency [N, K], bucket
+        As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learned, urgency [N, K], bucket
         [N, K], regression_tokens [N], rank [N], of the heads that are there.
 
     Raises:
-        InputError: A served model is unknown, and the predictor was trained for known ones alone.
+        InputError: A served model is unknown, and the predictor was not trained for unknown ones.
     """
     numbers: dict[str, int] = {}
     row_prompt = torch.tensor([numbers.setdefault(text, len(numbers)) for text in prompts], dtype=torch.int64)
     config, texts = model.config, list(numbers)
-    token_ids = read_tokens(
+    token_ids = tokenize(
         tokenizer, texts, max_length=config.max_length, truncation_side=config.truncation_side
     )
-    lexical = read_lexical(config.lexical, texts)
     features = pooled_features(
-        model, token_ids, int(tokenizer.pad_token_id), lexical, batch_size=batch_size, track=track
+        model, token_ids, int(tokenizer.pad_token_id), batch_size=batch_size, track=track
     )
     served = _served_models(model, served_models, len(prompts))
-    known = [np.nan if value is None else value for value in temperatures or [None] * len(prompts)]
-    temperature = torch.tensor(known, dtype=torch.float32)
-    was_training, device = model.training, model.mu_mean.device
+    temperature = torch.tensor(
+        [np.nan if value is None else value for value in temperatures or [None] * len(prompts)],
+        dtype=torch.float32,
+    )
+    was_training, device = model.training, model.device
     model.eval()
     parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
         for start in range(0, max(len(prompts), 1), ROWS_PER_CALL):
             rows = slice(start, start + ROWS_PER_CALL)
-            model_numbers = served[rows].to(device)
+            numbers_of_models = served[rows].to(device)
             scores = model.scores(
-                features[row_prompt[rows]].to(device), model_numbers, temperature[rows].to(device)
+                features[row_prompt[rows]].to(device), numbers_of_models, temperature[rows].to(device)
             )
-            parts.append(model.outputs(scores, model_numbers))
+            parts.append(model.outputs(scores, numbers_of_models))
     model.train(was_training)
     return {name: torch.cat([part[name] for part in parts]).cpu().double().numpy() for name in parts[0]}
 
@@ -132,7 +130,7 @@ def _served_models(
         return torch.zeros(count, dtype=torch.int64)
     names = served_models or [None] * count
     table = {name: conditioning.number_of(name) for name in dict.fromkeys(names)}
-    strangers = [name for name, number in table.items() if number == 0]
-    if strangers and not conditioning.unknown:
-        raise InputError("served model", strangers[0], f"one of {', '.join(conditioning.served_models)}")
+    unknown = [name for name, number in table.items() if number == 0]
+    if unknown and not conditioning.unknown:
+        raise InputError("served model", unknown[0], f"one of {', '.join(conditioning.served_models)}")
     return torch.tensor([table[name] for name in names], dtype=torch.int64)

@@ -11,8 +11,8 @@ import pyarrow as pa
 from scheduler_core.errors import InputError
 
 
-def mean_lengths(groups, log=None, stop_at=None, how=signal.SIGKILL):
-    """Stands in for a fit. With `log` it says which groups it saw; at group `stop_at` it ends its own process."""
+def mean_lengths(groups, options=None, log=None, stop_at=None, how=signal.SIGKILL):
+    """Stands in for a fit. `log` names its groups; at group `stop_at` it ends its own process."""
     names = [groups.name(number) for number in range(len(groups))]
     if log is not None:
         with open(log, "a", encoding="utf-8") as stream:
@@ -31,7 +31,7 @@ def mean_lengths(groups, log=None, stop_at=None, how=signal.SIGKILL):
     return table.replace_schema_metadata({"kind": "totals"})
 
 
-def die_once(groups, marker, stop_at):
+def die_once(groups, options, marker, stop_at):
     """The first process that comes to `stop_at` dies."""
     if stop_at in [groups.name(number) for number in range(len(groups))] and not marker.exists():
         marker.touch()

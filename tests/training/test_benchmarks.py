@@ -15,7 +15,7 @@ from benchmarks import drift, new_served_model, samples_per_prompt
 from benchmarks.answers.files import values_of, write_selected
 from scheduler_core.errors import InputError
 from tests.training.checkpoints import MODELS, random_checkpoint, write_drawn_answers
-from training.drift.outcome import Outcome
+from training.drift.monitor import ObservedOutput
 
 
 def metrics(r2):
@@ -71,7 +71,7 @@ def test_rows_are_selected_out_of_several_files(tmp_path):
 def outcomes(count, shift, rng):
     """Answers whose residuals are `shift` + T under the prediction mu = 5, sigma = 0.5."""
     lengths = np.exp(5.0 + 0.5 * (shift + rng.standard_t(3.5, count)))
-    return [Outcome(mu=5.0, sigma=0.5, output_tokens=max(1, round(x)), finished=True) for x in lengths]
+    return [ObservedOutput(mu=5.0, sigma=0.5, output_tokens=max(1, round(x)), finished=True) for x in lengths]
 
 
 def test_a_replaced_model_is_noticed_and_coverage_comes_back():

@@ -15,27 +15,32 @@ from predictors.modules import Calibration, Heads, RankHead, load_checkpoint
 from scheduler_core.errors import InputError
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
 from training.calibrating.cli import main
-from training.calibrating.conformal import ConformalQuantiles, conformal_offset, fit_conformal
+from training.calibrating.conformal import conformal_offset, fit_conformal
 from training.calibrating.residuals import CensoredCdf, Residuals
 from training.calibrating.shift_and_scale import (
     METHODS,
     POOLINGS,
-    choose,
-    coverage_of,
     fit_calibration,
-    moved_by,
+    select_calibration,
 )
 from training.evaluating.cli import main as evaluate
+from training.evaluating.conformal import ConformalQuantiles
 
 
-def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), cap=np.inf, seed=0):
-    """Answers of two served models whose residuals are shift + scale T, cut at `cap`."""
+def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf, seed=0):
+    """Answers of two served models whose residuals are shift + scale T, censored at `limit`."""
     rng = np.random.default_rng(seed)
     model = rng.integers(1, 3, count)
     z = np.array(shift)[model - 1] + np.array(scale)[model - 1] * rng.standard_t(3.5, count)
     row = np.arange(count)
     return Residuals(
-        np.minimum(z, cap), z <= cap, np.full(count, float(cap)), model, row // 2, row, np.full(count, 3.5)
+        np.minimum(z, limit),
+        z <= limit,
+        np.full(count, float(limit)),
+        model,
+        row // 2,
+        row,
+        np.full(count, 3.5),
     )
 
 
@@ -45,13 +50,13 @@ def folds(data, count=5):
 
 
 @pytest.mark.parametrize("method", list(METHODS))
-@pytest.mark.parametrize("cap", [np.inf, 4.0])
-def test_shift_and_scale_are_found_for_each_served_model(method, cap):
-    data = residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), cap=cap)
+@pytest.mark.parametrize("limit", [np.inf, 4.0])
+def test_shift_and_scale_are_found_for_each_served_model(method, limit):
+    data = residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), limit=limit)
     found = fit_calibration(data, 2, method)
     assert found.mu_shift[1:] == pytest.approx((0.5, -0.4), abs=0.08)
     assert found.sigma_scale[1:] == pytest.approx((1.5, 0.7), abs=0.12)
-    after = coverage_of(moved_by(residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), cap=cap, seed=1), found))
+    after = residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), limit=limit, seed=1).calibrated(found).coverage()
     assert after["largest_shift"] < 0.02
 
 
@@ -70,10 +75,10 @@ def test_no_change_is_kept_where_nothing_is_wrong():
         exact.z[own] = stats.t.ppf(levels, 3.5)
         exact.model[np.setdiff1d(np.flatnonzero(exact.model == number), own)] = 3
     exact = exact.take(exact.model < 3)
-    choice = choose(folds(exact), 2)
-    assert choice.method == "identity"
-    assert choice.calibration == Calibration.identity(2)
-    other = choose(folds(residuals(4000, scale=(2.0, 1.0))), 2)
+    selected = select_calibration(folds(exact), 2)
+    assert selected.method == "identity"
+    assert selected.calibration == Calibration.identity(2)
+    other = select_calibration(folds(residuals(4000, scale=(2.0, 1.0))), 2)
     assert other.method != "identity"
     chosen = other.trials[f"{other.method}, {other.pooling:g}"]
     assert other.trials["identity, 1"]["largest_shift"] > chosen["largest_shift"]
@@ -86,12 +91,12 @@ def test_what_few_prompts_say_of_one_model_is_pooled():
             few = residuals(300, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=seed)
             others = residuals(4000, shift=(0.6, 0.6), scale=(1.3, 1.3), seed=100 + seed)
             found = fit_calibration(few, 2, "quantiles", pooling)
-            shifts.append(coverage_of(moved_by(others, found))["mean_largest_shift"])
+            shifts.append(others.calibrated(found).coverage()["mean_largest_shift"])
         return np.mean(shifts)
 
     assert largest_shift(1.0) < 0.9 * largest_shift(0.0)
     many = residuals(20_000, shift=(1.0, -1.0))
-    assert choose(folds(many), 2).pooling == 0
+    assert select_calibration(folds(many), 2).pooling == 0
     own, half, pooled = (fit_calibration(many, 2, "likelihood", share) for share in (0.0, 0.5, 1.0))
     assert pooled.mu_shift[0] == pooled.mu_shift[1] == pooled.mu_shift[2] == own.mu_shift[0]
     assert half.mu_shift[1] == pytest.approx((own.mu_shift[1] + own.mu_shift[0]) / 2)
@@ -107,12 +112,12 @@ def test_another_shape_of_the_residuals_is_covered_too():
         data = residuals(40_000, seed=seed)
         return Residuals(
             rng.normal(0.3, 1.0, 40_000),
-            *(getattr(data, n) for n in ("finished", "z_cap", "model", "prompt", "row", "nu")),
+            *(getattr(data, n) for n in ("finished", "z_limit", "model", "prompt", "row", "nu")),
         )
 
     fitting, held_out = normal(0), normal(1)
     shifts = {
-        method: coverage_of(moved_by(held_out, fit_calibration(fitting, 2, method)))["largest_shift"]
+        method: held_out.calibrated(fit_calibration(fitting, 2, method)).coverage()["largest_shift"]
         for method in METHODS
     }
     assert shifts["coverage"] <= min(shifts.values()) + 0.005
@@ -142,10 +147,10 @@ def test_the_censored_distribution_function(values, at):
     count=st.integers(1, 150),
     level=st.sampled_from([0.5, 0.8, 0.9]),
     kind=st.sampled_from(["normal", "cauchy", "ties", "mixture"]),
-    share_cut=st.sampled_from([0.0, 0.2]),
+    censored_fraction=st.sampled_from([0.0, 0.2]),
     seed=st.integers(0, 10**6),
 )
-def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kind, share_cut, seed):
+def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kind, censored_fraction, seed):
     rng = np.random.default_rng(seed)
     repeats = 3000
     draw = {
@@ -156,16 +161,16 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
     }[kind]
     z = draw((repeats, count + 1))
     # A cap of each row's own, as exchangeable as the rest.
-    caps = np.where(rng.random(z.shape) < share_cut, draw(z.shape), np.inf)
-    finished = z <= caps
-    seen = np.minimum(z, caps)
+    limits = np.where(rng.random(z.shape) < censored_fraction, draw(z.shape), np.inf)
+    finished = z <= limits
+    observed = np.minimum(z, limits)
     offsets = np.array(
-        [conformal_offset(seen[run, :count], finished[run, :count], level) for run in range(repeats)]
+        [conformal_offset(observed[run, :count], finished[run, :count], level) for run in range(repeats)]
     )
     covered = float((z[:, count] <= offsets).mean())
     error = 4 * math.sqrt(level * (1 - level) / repeats)
     assert covered >= level - error
-    if kind in ("normal", "cauchy") and not share_cut:
+    if kind in ("normal", "cauchy") and not censored_fraction:
         assert covered <= level + 1 / (count + 1) + error
 
 
@@ -188,7 +193,10 @@ def test_conformal_quantiles_fall_back_where_rows_are_few():
 def test_one_answer_of_a_row_and_one_row_of_a_prompt_count():
     data = residuals(1000)
     repeated = Residuals(
-        *(np.repeat(getattr(data, n), 5) for n in ("z", "finished", "z_cap", "model", "prompt", "row", "nu"))
+        *(
+            np.repeat(getattr(data, n), 5)
+            for n in ("z", "finished", "z_limit", "model", "prompt", "row", "nu")
+        )
     )
     found = fit_conformal(repeated, MODELS, np.random.default_rng(0))
     assert found.num_rows[0].tolist() == [500] * 3
@@ -259,12 +267,12 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["{root}/nothing"], "predictor: got"),
+        (["{root}/nothing"], "an existing checkpoint folder"),
         (["{root}/checkpoint", "--data", "{root}/none.parquet"], "data: got"),
         (["{root}/checkpoint", "--method", "magic"], "method"),
         (["{root}/checkpoint", "--folds", "1"], "folds: got 1"),
         (["{root}/checkpoint", "--pooling", "1.5"], "pooling: got 1.5"),
-        (["{root}/checkpoint", "--conformal_share", "1"], "conformal_share: got 1"),
+        (["{root}/checkpoint", "--conformal_fraction", "1"], "conformal_fraction: got 1"),
         (["{root}/checkpoint", "--split", "test"], "the predictor does not say how it split"),
         (["{rank}"], "a checkpoint with a length head"),
         (["{root}/checkpoint", "--out", "{root}"], "a path that does not contain that of predictor"),

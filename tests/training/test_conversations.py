@@ -9,14 +9,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from predictors.conversation import conversation_text
+from predictors.tokenizer import conversation_text
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
-from training.config import StageConfig, TrainConfig
+from training.config import StageConfig, TowerOptions, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.fitting.reading.conversations import with_conversations
-from training.tasks import TowerOptions
+from training.fitting.samples import with_conversations
 from training.train import train
 
 SYSTEMS = ("write a short essay", "write a long story")

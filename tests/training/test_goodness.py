@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from tests.training.reference import scipy_distribution
-from training.fitting.estimate import Sample, estimate
-from training.fitting.families import compared_families, family_of
+from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of
 from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
 
 FAMILIES = {
@@ -28,7 +27,7 @@ FAMILIES = {
 def fitted(lengths, finished=None, name="log-t", weights=None):
     """(sample, estimates, scipy's distribution with their parameters) of one group."""
     ended = np.ones(len(lengths), bool) if finished is None else np.asarray(finished, bool)
-    sample = Sample.of(
+    sample = SortedLengths.of(
         np.asarray(lengths),
         ended,
         np.array([0, len(lengths)]),
@@ -45,11 +44,11 @@ lists = st.lists(st.integers(1, 900), min_size=4, max_size=40).filter(lambda x: 
 @settings(max_examples=50, deadline=None)
 @given(lengths=lists, name=st.sampled_from(list(FAMILIES)))
 def test_distances_of_uncut_answers_equal_scipys(lengths, name):
-    sample, fits, law = fitted(lengths, name=name)
+    sample, fits, distribution = fitted(lengths, name=name)
     ks, ad = fits.distances(sample)
     x = np.sort(np.asarray(lengths, dtype=float))
-    assert ks[0] == pytest.approx(stats.kstest(x, law.cdf).statistic, abs=1e-7)
-    u = law.cdf(x)
+    assert ks[0] == pytest.approx(stats.kstest(x, distribution.cdf).statistic, abs=1e-7)
+    u = distribution.cdf(x)
     if u[-1] < 1 - 1e-12 and u[0] > 1e-12:
         n = len(x)
         i = np.arange(1, n + 1)
@@ -63,15 +62,15 @@ def test_distances_of_cut_answers_look_below_the_smallest_cut(lengths, cap):
     x, finished = np.minimum(lengths, cap), np.asarray(lengths) < cap
     if not finished.any() or finished.all():
         return
-    sample, fits, law = fitted(x, finished)
+    sample, fits, distribution = fitted(x, finished)
     ks, ad = fits.distances(sample)
     grid = np.unique(np.concatenate([x[finished], x[finished] - 1e-9, [cap - 1e-9]]))
     empirical = np.array([(x[finished] <= at).mean() * finished.mean() for at in grid])
-    assert ks[0] == pytest.approx(np.abs(empirical - law.cdf(grid)).max(), abs=1e-6)
-    top = float(law.cdf(cap))
+    assert ks[0] == pytest.approx(np.abs(empirical - distribution.cdf(grid)).max(), abs=1e-6)
+    top = float(distribution.cdf(cap))
     if top < 1e-9 or top > 1 - 1e-9:
         return
-    levels = np.sort(law.cdf(np.sort(x[finished])))
+    levels = np.sort(distribution.cdf(np.sort(x[finished])))
 
     def weighted_square(u):
         share = np.searchsorted(levels, u, side="right") / len(x)
@@ -112,7 +111,7 @@ def test_p_values_equal_scipys_one_by_one_and_by_the_table():
 def drawn_groups(count, size, seed, *, cap=10**9, mu=6.0, sigma=0.4):
     rng = np.random.default_rng(seed)
     x = np.maximum(np.rint(np.exp(mu + sigma * rng.standard_t(3.5, (count, size)))), 1).astype(np.int64)
-    return Sample.of(np.minimum(x, cap).ravel(), (x <= cap).ravel(), np.arange(count + 1) * size)
+    return SortedLengths.of(np.minimum(x, cap).ravel(), (x <= cap).ravel(), np.arange(count + 1) * size)
 
 
 def run(sample, family, *, replicates=59, cap=math.inf, seed=0):
@@ -127,7 +126,7 @@ def run(sample, family, *, replicates=59, cap=math.inf, seed=0):
         replicates=replicates,
         confidence=0.8,
         integers=False,
-        caps=np.full(len(sample), cap),
+        limits=np.full(len(sample), cap),
         seeds=seeds,
     )
     return fits, ks, found
@@ -183,7 +182,9 @@ def test_bootstrap_depends_on_the_seed_and_nothing_else():
 
 
 def test_groups_without_a_fit_have_no_bootstrap():
-    sample = Sample.of(np.array([5, 6, 7, 9, 9, 9]), np.array([1, 1, 1, 0, 0, 0], bool), np.array([0, 3, 6]))
+    sample = SortedLengths.of(
+        np.array([5, 6, 7, 9, 9, 9]), np.array([1, 1, 1, 0, 0, 0], bool), np.array([0, 3, 6])
+    )
     _, _, found = run(sample, family_of("log-t"), replicates=19)
     assert np.isfinite(found.ks_p[0])
     assert np.isnan(found.ks_p[1])

@@ -10,7 +10,7 @@ import pytest
 from scipy import integrate, special, stats
 
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
-from training.fitting.kernels.likelihood import Answers, cdf, constants_of, evaluate
+from training.fitting.kernels.likelihood import Observations, cdf, constants_of, evaluate
 from training.fitting.kernels.special import (
     digamma,
     gamma_cdf,
@@ -94,7 +94,7 @@ def answers_of(points, intervals, *, plain=False):
         table[4] = np.linspace(1.5, 0.7, size)
     point_weight = table[1, : len(points)].sum()
     total = point_weight + table[4, : len(intervals)].sum()
-    return Answers(table, len(points), len(intervals), plain, point_weight, total)
+    return Observations(table, len(points), len(intervals), plain, point_weight, total)
 
 
 CASES = {
@@ -110,14 +110,14 @@ CASES = {
     ("family", "nu"), [(LOG_T, 3.5), (LOG_T, 1.0), (LOG_T, math.inf), (WEIBULL, 0.0), (GAMMA, 0.0)]
 )
 def test_derivatives_equal_differences(case, plain, family, nu):
-    answers = answers_of(*CASES[case], plain=plain)
+    observations = answers_of(*CASES[case], plain=plain)
     constant = constants_of(family, nu)
     m, s, h = 5.2, -0.4, 1e-5
     sigma = math.exp(s)
-    _, g1, g2, h11, h12, h22 = evaluate(family, nu, constant, answers, m, s)
+    _, g1, g2, h11, h12, h22 = evaluate(family, nu, constant, observations, m, s)
 
     def at(by_m, by_s):
-        return np.array(evaluate(family, nu, constant, answers, m + by_m, s + by_s))
+        return np.array(evaluate(family, nu, constant, observations, m + by_m, s + by_s))
 
     by_m = sigma * (at(h, 0) - at(-h, 0)) / (2 * h)
     by_s = (at(0, h) - at(0, -h)) / (2 * h)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler_core.errors import InputError
-from training.markdown_section import markdown_table, put_section
+from scheduler_core.report.markdown import markdown_table, put_section
 
 
 def test_only_the_section_is_replaced(tmp_path):

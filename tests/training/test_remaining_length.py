@@ -12,10 +12,9 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from tests.training.checkpoints import random_checkpoint, write_drawn_answers
 from tests.training.data import write_lists
-from training.evaluating.predictors import Prediction
+from training.evaluating.predictors import PredictedRows
 from training.evaluating.rows import EvaluationRows
-from training.fitting.fits_file import read_fits_or_fit
-from training.fitting.options import FitOptions
+from training.fitting.fits import FitOptions, read_fits_or_fit
 
 
 def test_it_runs_on_a_checkpoint_and_writes_its_table(tmp_path, capsys):
@@ -41,12 +40,12 @@ def test_with_the_true_distributions_the_conditional_median_is_the_best(tmp_path
     lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, None).astype(int)
     path = write_lists(tmp_path / "x.parquet", lengths.tolist())
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
-    for row in study(rows, Prediction(mu, sigma, 3.5), [50, 150]):
+    for row in study(rows, PredictedRows(mu, sigma, 3.5), [50, 150]):
         best = row["mae"]["conditional median"]
         for name in ("static mean", "static median", "conditional mean", "bins"):
             assert best < row["mae"][name] * 1.001
     with pytest.raises(InputError, match="length head"):
-        study(rows, Prediction(rank=mu), [0])
+        study(rows, PredictedRows(rank=mu), [0])
 
 
 def test_bins_move_down_and_stay_probabilities():

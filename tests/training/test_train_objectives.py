@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from scipy import integrate, stats
 
+from predictors.modules import LengthHead, Normalization
 from scheduler_core.lengths import LogT
-from training.objectives.answers import Answers
-from training.objectives.classes import bucket_cross_entropy, ordinal_cross_entropy
-from training.objectives.crps import log_t_crps, standard_quantiles
-from training.objectives.listmle import list_mle
-from training.objectives.mse import fitted_parameters_mse, sigma_weight, within_mse
-from training.objectives.nll import log_t_nll
-from training.objectives.regression import length_regression
-from training.objectives.student import log_interval, log_survival
-from training.objectives.total import HeadLoss
+from training.config import LengthTask, RegressionTask
+from training.data import SampleLengths
+from training.losses import (
+    LOSSES,
+    HeadLoss,
+    LossInputs,
+    bucket_cross_entropy,
+    list_mle,
+    log_t_crps,
+    log_t_nll,
+    ordinal_cross_entropy,
+    sigma_weight,
+    within_mse,
+)
+from training.student_t import log_interval, log_survival
 
 
-def answers(rows, cut=(), cap=None):
-    """Answers of rows of lengths; `cut` names (row, place) of those that were cut."""
-    most = max(map(len, rows))
-    present = torch.tensor([[place < len(row) for place in range(most)] for row in rows])
-    lengths = torch.ones(len(rows), most)
-    finished = torch.ones(len(rows), most, dtype=torch.bool)
+def samples(rows, censored=(), max_tokens=None):
+    """Samples of rows of lengths; `censored` holds the (row, column) of those that are."""
+    width = max(map(len, rows))
+    present = torch.tensor([[column < len(row) for column in range(width)] for row in rows])
+    tokens = torch.ones(len(rows), width)
+    finished = torch.ones(len(rows), width, dtype=torch.bool)
     for number, row in enumerate(rows):
-        lengths[number, : len(row)] = torch.tensor(row, dtype=torch.float32)
-    for row, place in cut:
-        finished[row, place] = False
-    caps = torch.full((len(rows),), float("inf")) if cap is None else torch.tensor(cap, dtype=torch.float32)
-    return Answers(lengths, finished, present, caps)
+        tokens[number, : len(row)] = torch.tensor(row, dtype=torch.float32)
+    for row, column in censored:
+        finished[row, column] = False
+    limits = torch.tensor(max_tokens or [float("inf")] * len(rows), dtype=torch.float32)
+    return SampleLengths(tokens, finished, present, limits)
 
 
 @pytest.mark.parametrize("nu", [1.0, 1.7, 3.5, 12.0, 100.0])
@@ -76,12 +85,12 @@ def test_derivatives_agree_with_differences():
 def test_nll_is_the_distributions_with_cut_answers_as_tails(nu):
     mu, sigma = [5.0, 6.2, 3.0], [0.4, 1.1, 0.05]
     rows = [[120, 200, 64], [500.0], [20, 19]]
-    told = answers(rows, cut=[(0, 1), (2, 0)])
-    found = log_t_nll(torch.tensor(mu), torch.tensor(sigma), torch.tensor(nu), told)
+    drawn = samples(rows, censored=[(0, 1), (2, 0)])
+    found = log_t_nll(torch.tensor(mu), torch.tensor(sigma), torch.tensor(nu), drawn)
     for row, lengths in enumerate(rows):
         law = LogT(float(np.float32(mu[row])), float(np.float32(sigma[row])), nu)
         terms = [
-            -float(law.logpdf(length) if told.finished[row, place] else law.logsf(length))
+            -float(law.logpdf(length) if drawn.finished[row, place] else law.logsf(length))
             for place, length in enumerate(lengths)
         ]
         assert float(found[row]) == pytest.approx(np.mean(terms), rel=1e-5)
@@ -92,12 +101,12 @@ def test_nll_is_the_distributions_with_cut_answers_as_tails(nu):
 @pytest.mark.parametrize("nu", [1.0, 3.5, 100.0])
 def test_gradients_of_nll_are_finite_and_point_uphill(integers, sigma, nu):
     lengths = [1.0, 2.0, 17.0, 300.0, 4000.0, 15_000.0]
-    told = answers([[x, x] for x in lengths], cut=[(row, 1) for row in range(len(lengths))])
+    rows = samples([[x, x] for x in lengths], censored=[(row, 1) for row in range(len(lengths))])
     for mu in (0.0, 5.0, 9.6):
         parameters = [
             torch.full((6,), value, dtype=torch.float32, requires_grad=True) for value in (mu, sigma, nu)
         ]
-        loss = log_t_nll(*parameters, told, integers=integers)
+        loss = log_t_nll(*parameters, rows, integers=integers)
         assert torch.isfinite(loss).all()
         loss.sum().backward()
         for parameter in parameters:
@@ -106,7 +115,7 @@ def test_gradients_of_nll_are_finite_and_point_uphill(integers, sigma, nu):
         steps = torch.full((6,), 1e-4, dtype=torch.float64)
         shifted = [value.detach().double() for value in parameters]
         up, down = (
-            log_t_nll(shifted[0] + sign * steps * sigma, *shifted[1:], told, integers=integers).double()
+            log_t_nll(shifted[0] + sign * steps * sigma, *shifted[1:], rows, integers=integers).double()
             for sign in (1, -1)
         )
         slope = (up - down) / (2e-4 * sigma)
@@ -115,24 +124,23 @@ def test_gradients_of_nll_are_finite_and_point_uphill(integers, sigma, nu):
 
 
 def test_lengths_as_integers_have_a_likelihood_below_one():
-    told = answers([[53.0, 53.0, 53.0]])
+    rows = samples([[53.0, 53.0, 53.0]])
     losses = [
         float(
-            log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([s]), torch.tensor(3.5), told, integers=True)
+            log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([s]), torch.tensor(3.5), rows, integers=True)
         )
         for s in (0.1, 1e-2, 1e-3, 1e-6)
     ]
     assert all(loss >= 0 for loss in losses)
     assert losses == sorted(losses, reverse=True)
-    density = log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([1e-6]), torch.tensor(3.5), told)
+    density = log_t_nll(torch.tensor([np.log(53.0)]), torch.tensor([1e-6]), torch.tensor(3.5), rows)
     assert float(density) < -5
 
 
 def test_crps_is_the_integral_of_its_definition():
     mu, sigma, nu = 4.0, 0.6, 3.5
-    levels, standard = standard_quantiles(nu, 64)
     for y in (20.0, 55.0, 400.0):
-        found = log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), levels, standard, answers([[y]]))
+        found = log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), nu, samples([[y]]))
         z = (np.log(y) - mu) / sigma
 
         def squared(t, z=z):
@@ -147,13 +155,12 @@ def test_crps_is_the_integral_of_its_definition():
 def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
     rng = np.random.default_rng(0)
     drawn = np.exp(4.0 + 0.5 * rng.standard_t(3.5, 20_000))
-    cap = 90.0
-    told = answers([np.minimum(drawn, cap).tolist()], cap=[cap])
-    told = told._replace(finished=told.lengths < cap)
-    levels, standard = standard_quantiles(3.5, 64)
+    limit = 90.0
+    drawn_samples = samples([np.minimum(drawn, limit).tolist()], max_tokens=[limit])
+    drawn_samples = drawn_samples._replace(finished=drawn_samples.tokens < limit)
 
     def score(mu, sigma):
-        return float(log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), levels, standard, told))
+        return float(log_t_crps(torch.tensor([mu]), torch.tensor([sigma]), 3.5, drawn_samples))
 
     best = score(4.0, 0.5)
     assert best < min(score(4.08, 0.5), score(3.92, 0.5), score(4.0, 0.6), score(4.0, 0.42))
@@ -161,9 +168,11 @@ def test_crps_is_best_at_the_truth_also_where_answers_are_cut():
 
 def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():
     scores = torch.tensor([[1.0, 2.0, 9.0], [0.0, -1.0, 9.0]])
-    mu, sigma = fitted_parameters_mse(scores, torch.tensor([[0.0, 0.5], [0.0, 1.0]]))
-    assert mu.tolist() == [1.0, 0.0]
-    assert sigma.tolist() == [2.25, 4.0]
+    batch = SimpleNamespace(fits=torch.tensor([[0.0, 0.5], [0.0, 1.0]]), weight=torch.ones(2))
+    model = SimpleNamespace(config=SimpleNamespace(heads=SimpleNamespace(length=LengthHead())))
+    config = SimpleNamespace(length=LengthTask(objective="mse"))
+    loss = LOSSES["length"](scores, LossInputs(config, model, batch, sigma_weight=2.0))
+    assert loss.values.tolist() == [1.0 + 2 * 2.25, 2 * 4.0]
     assert [sigma_weight(3.0, 4.0, epoch, 5) for epoch in range(5)] == [3.0, 3.25, 3.5, 3.75, 4.0]
     assert sigma_weight(3.0, 4.0, 0, 1) == 3.0
 
@@ -171,8 +180,8 @@ def test_mse_is_of_the_z_scores_and_its_weight_rises_linearly():
 def test_cross_entropy_over_buckets_counts_cut_answers_as_at_least_there():
     logits = torch.tensor([[0.3, -0.2, 1.0], [0.0, 2.0, 0.5]])
     p = torch.softmax(logits, dim=-1)
-    told = answers([[9, 10, 49], [50.0]], cut=[(0, 1), (1, 0)])
-    found = bucket_cross_entropy(logits, torch.tensor([10.0, 50.0]), told)
+    rows = samples([[9, 10, 49], [50.0]], censored=[(0, 1), (1, 0)])
+    found = bucket_cross_entropy(logits, torch.tensor([10.0, 50.0]), rows)
     first = -(p[0, 0].log() + (p[0, 1] + p[0, 2]).log() + p[0, 1].log()) / 3
     assert found.tolist() == pytest.approx([float(first), float(-p[1, 2].log())], rel=1e-5)
 
@@ -189,16 +198,13 @@ def test_ordinal_cross_entropy_is_the_mean_over_the_thresholds():
 
 
 def test_regression_compares_z_scores_of_each_answer():
-    told = answers([[9, 19]])
     target = (np.log1p([9, 19]) - 2.0) / 0.5
-    options = {"mean": 2.0, "std": 0.5}
-    score = torch.tensor([1.0])
-    assert float(length_regression(score, told, error="l1", **options)) == pytest.approx(
-        np.abs(1 - target).mean()
-    )
-    assert float(length_regression(score, told, error="mse", **options)) == pytest.approx(
-        ((1 - target) ** 2).mean()
-    )
+    batch = SimpleNamespace(samples=samples([[9, 19]]), weight=torch.ones(1))
+    model = SimpleNamespace(normalization=Normalization(regression_mean=2.0, regression_std=0.5))
+    for objective, expected in (("l1", np.abs(1 - target).mean()), ("mse", ((1 - target) ** 2).mean())):
+        config = SimpleNamespace(regression=RegressionTask(objective=objective))
+        loss = LOSSES["regression"](torch.tensor([1.0]), LossInputs(config, model, batch))
+        assert float(loss.values) == pytest.approx(expected)
 
 
 def test_light_examples_do_not_weigh_more_for_being_among_themselves():

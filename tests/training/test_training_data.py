@@ -11,19 +11,25 @@ import pytest
 import torch
 
 from data_gen.splits import split_of
-from predictors.modules import Heads, LengthHead, Normalization, PredictorConfig, load_tokenizer, read_tokens
+from predictors.modules import Heads, LengthHead, Normalization, PredictorConfig, load_tokenizer, tokenize
 from scheduler_core.errors import InputError
 from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
-from training.batches import Batching, EpochPlans, cut, sampling_weights
-from training.building import length_statistics, quantile_edges
-from training.config import StageConfig, TrainConfig
+from training.batches import Batching, EpochPlans, batch_ends, sampling_weights
+from training.config import (
+    BucketTask,
+    ConditioningOptions,
+    LengthTask,
+    RankTask,
+    StageConfig,
+    TrainConfig,
+    UrgencyTask,
+)
 from training.data import Examples, SplitData, length_ordered_batches, loader, pad
-from training.labels import Labels, read_labels, read_split_labels
-from training.rows import Rows, join
-from training.sources import read_split_rows
-from training.stage import rate_factor
-from training.tasks import BucketTask, ConditioningOptions, LengthTask, RankTask, UrgencyTask
+from training.initial_model import length_statistics, quantile_edges
+from training.labels import UrgencyLabels, read_labels, read_split_labels
+from training.module import rate_factor
+from training.rows import join, read_split_rows
 
 
 def config(**options):
@@ -61,7 +67,7 @@ def test_rows_of_a_prompt_stand_together_with_their_answers(rows_file):
         answers = slice(rows.offsets[at], rows.offsets[at + 1])
         assert rows.lengths[answers].tolist() == row["output_tokens"]
         assert rows.finished[answers].tolist() == row["finished"]
-        assert rows.cap[at] == (np.inf if all(row["finished"]) else 300)
+        assert rows.max_tokens[at] == (np.inf if all(row["finished"]) else 300)
         found = rows.temperature[at]
         assert np.isnan(found) if row["temperature"] is None else found == row["temperature"]
 
@@ -135,7 +141,7 @@ def test_temperature_names_a_row_where_it_is_a_condition(tmp_path):
 
 def test_too_few_prompts_are_refused(tmp_path):
     path = write_lists(tmp_path / "x.parquet", [[5, 6, 7], [8, 9, 10]])
-    with pytest.raises(InputError, match="usable answers in the .* split"):
+    with pytest.raises(InputError, match="usable samples in the .* split"):
         read_split_rows(config(data=str(path)))
 
 
@@ -189,7 +195,7 @@ def test_labels_are_split_by_their_text(tmp_path):
 
 
 def test_tokens_are_cut_and_padded_to_the_longest_of_the_batch(tokenizer):
-    ids = read_tokens(tokenizer, ["write a story", "a", "the " * 90], max_length=20)
+    ids = tokenize(tokenizer, ["write a story", "a", "the " * 90], max_length=20)
     assert [len(tokens) for tokens in ids] == [5, 3, 20]
     input_ids, mask = pad(ids[:2], 0)
     assert input_ids.shape == (2, 5)
@@ -200,7 +206,7 @@ def test_tokens_are_cut_and_padded_to_the_longest_of_the_batch(tokenizer):
 
 def test_a_batch_reads_each_prompt_once_for_all_its_rows(rows_file, tokenizer):
     rows = all_rows(rows_file)
-    data = SplitData.of(rows, Labels.none(), tokenizer, READING)
+    data = SplitData.of(rows, UrgencyLabels.none(), tokenizer, READING)
     numbers = np.array([0, 7, 8, 9])
     examples = Examples(data, Normalization(), numbers)
     plans = EpochPlans(
@@ -212,14 +218,14 @@ def test_a_batch_reads_each_prompt_once_for_all_its_rows(rows_file, tokenizer):
     assert sorted(batch.served_model[:3].tolist()) == [7, 8, 9]
     for row, at in enumerate(batch.row.tolist()):
         own = rows.lengths[rows.offsets[at] : rows.offsets[at + 1]]
-        assert batch.answers.lengths[row][batch.answers.present[row]].tolist() == own.tolist()
+        assert batch.samples.tokens[row][batch.samples.present[row]].tolist() == own.tolist()
     assert batch.level_weight.tolist() == [0.0] * 4
     assert torch.isnan(batch.fits).all()
 
 
 def test_labels_join_the_prompts_by_text(rows_file, tokenizer):
     rows = all_rows(rows_file)
-    labels = Labels([rows.prompts[2], "the server is down"], np.array([3, 0]), np.array([1.0, 2.0]))
+    labels = UrgencyLabels([rows.prompts[2], "the server is down"], np.array([3, 0]), np.array([1.0, 2.0]))
     data = SplitData.of(rows, labels, tokenizer, READING)
     assert len(data) == 31
     assert data.level[[2, 30]].tolist() == [3, 0]
@@ -231,13 +237,8 @@ def test_labels_join_the_prompts_by_text(rows_file, tokenizer):
             prompts=np.array([30])
         )
     ]
-    assert batch.answers.lengths.shape == (0, 0)
+    assert batch.samples.tokens.shape == (0, 0)
     assert batch.level.tolist() == [0]
-
-
-def test_rows_without_any_are_none():
-    assert len(Rows.none()) == 0
-    assert Rows.none().counts.tolist() == []
 
 
 def plans_of(num_tokens, batching, **options):
@@ -277,8 +278,8 @@ def test_the_order_follows_from_seed_and_epoch():
 
 def test_a_prompt_longer_than_the_budget_is_a_batch_of_its_own():
     batching = Batching(batch_size=8, batch_tokens=20)
-    assert cut(np.array([3, 4, 50, 5, 5]), batching) == [2, 3, 5]
-    assert cut(np.array([], dtype=np.int64), batching) == []
+    assert batch_ends(np.array([3, 4, 50, 5, 5]), batching) == [2, 3, 5]
+    assert batch_ends(np.array([], dtype=np.int64), batching) == []
 
 
 def test_of_many_rows_others_are_drawn_in_each_epoch():
@@ -348,7 +349,7 @@ NO_STAGES = {name: StageConfig(epochs=0, learning_rate=1.0) for name in ("stage1
         ({"urgency_data": "x"}, "there is no urgency head"),
         (
             {"length": None, "urgency": UrgencyTask(), "urgency_data": "x"},
-            "no head learns from answer lengths",
+            "no head learns from output lengths",
         ),
         ({"data_weights": (1.0, 2.0)}, "data_weights"),
         ({"only_conditioning": True}, "init and conditioning"),

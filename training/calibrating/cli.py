@@ -8,10 +8,7 @@ from collections.abc import Sequence
 from scheduler_core.command import entry_point, run_command
 from scheduler_core.errors import MissingExtraError
 from scheduler_core.threads import wait_without_spinning
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from training.calibrating.config import CalibrateConfig
+from training.calibrating.config import CalibrateConfig
 
 
 def _command(config: CalibrateConfig) -> None:
@@ -30,8 +27,6 @@ def _command(config: CalibrateConfig) -> None:
 @entry_point("calibrate", extra="train")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibrate`."""
-    from training.calibrating.config import CalibrateConfig
-
     return run_command(
         "calibrate", CalibrateConfig, _command, positionals=("predictor",), extra="train", args=args
     )

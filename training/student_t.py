@@ -1,6 +1,7 @@
 """Student-t tails and intervals as differentiable torch functions, in float64.
 
-Torch has no incomplete beta function. The tail is I_x(nu/2, 1/2) / 2 with x = nu / (nu + t^2), by the continued
+Separate from the numpy distribution of scheduler_core.lengths because training needs autograd, and torch has no
+incomplete beta function. The tail is I_x(nu/2, 1/2) / 2 with x = nu / (nu + t^2), by the continued
 fraction of DLMF 8.17.22 (modified Lentz method) on the side where it converges fast.
 """
 
@@ -138,9 +139,9 @@ def _log_interval(low: Tensor, high: Tensor, nu: Tensor) -> Tensor:
     flip = middle < 0
     near, far = torch.where(flip, -high, low), torch.where(flip, -low, high)
     outer, inner = log_tail(far, nu), log_tail(near.abs(), nu)
-    beside = inner + torch.log(-torch.expm1(torch.where(narrow, -1.0, (outer - inner).clamp_max(-1e-12))))
-    around = torch.log1p(-(torch.exp(outer) + torch.exp(inner)).clamp_max(1 - 1e-16))
-    return torch.where(narrow, density, torch.where(near >= 0, beside, around))
+    same_side = inner + torch.log(-torch.expm1(torch.where(narrow, -1.0, (outer - inner).clamp_max(-1e-12))))
+    both_sides = torch.log1p(-(torch.exp(outer) + torch.exp(inner)).clamp_max(1 - 1e-16))
+    return torch.where(narrow, density, torch.where(near >= 0, same_side, both_sides))
 
 
 def log_interval(low: Tensor, high: Tensor, nu: Tensor) -> Tensor:

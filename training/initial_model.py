@@ -1,4 +1,4 @@
-"""The predictor a run starts with: fresh heads on a pretrained encoder, or what a checkpoint holds."""
+"""The predictor a run starts from: fresh heads on a pretrained encoder, or a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,53 +12,45 @@ import numpy as np
 import torch
 from torch import nn
 
-from predictors.lexical import FEATURE_NAMES, FEATURE_VERSION, MAX_CHARS
-from predictors.manifest import LexicalInput
 from predictors.modules import (
-    BucketHead,
+    HEADS,
     Calibration,
     Conditioning,
     Heads,
-    LengthHead,
     Normalization,
     PredictorConfig,
     PromptPredictor,
-    RankHead,
-    RegressionHead,
     Tower,
-    UrgencyHead,
     load_checkpoint,
     load_encoder,
     load_tokenizer,
-    read_lexical,
 )
 from predictors.modules.checkpoint import TRAINING
-from predictors.modules.heads import FreeOdds, OrdinalTower
+from predictors.modules.heads import FreeOdds, ProportionalOdds
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
-from training.labels import Labels
+from training.labels import UrgencyLabels
 from training.rows import Rows
-from training.tasks import TowerOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-# Standard deviation of the Student-t distribution at nu = 3.5: what turns a standard deviation into a scale.
+# Standard deviation of the Student-t distribution at nu = 3.5: the ratio of a standard deviation to a scale.
 T_STD = (3.5 / 1.5) ** 0.5
-# Share of the spread of mu between prompts that sigma starts with.
-SHARE_OF_SPREAD = 0.5
-# Scale of log(1 + sigma) where no row has answers enough to show its spread, and the smallest where some have.
+# Initial sigma as a fraction of the standard deviation of mu between prompts.
+INITIAL_SIGMA_FRACTION = 0.5
+# Scale of log(1 + sigma) where no row has samples enough to estimate one, and the smallest where some have.
 SIGMA_LOG_STD, MIN_SIGMA_LOG_STD = 0.2, 0.1
-# Answers of a row that show its spread.
-MIN_ANSWERS = 3
-# Below this spread of log lengths there is nothing to learn.
-MIN_SPREAD = 1e-6
+# Minimum number of samples of a row for an estimate of its sigma.
+MIN_SAMPLES = 3
+# Below this standard deviation of log lengths there is nothing to learn.
+MIN_LOG_STD = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class InitialModel:
     """A predictor to be trained.
 
     Attributes:
@@ -72,22 +64,22 @@ class Start:
     first_new_model: int | None = None
 
 
-def build(config: TrainConfig, train: Rows, labels: Labels) -> Start:
+def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
     """The predictor that `config` describes, for the rows and labels it is trained on.
 
     Raises:
         InputError: Encoder or checkpoint cannot be used, or do not fit the configuration or the data.
     """
-    start = (
+    initial = (
         _fresh(config, train, labels) if config.init is None else _from_checkpoint(config, config.init, train)
     )
     if config.encoder_dropout is not None:
-        set_dropout(start.model.encoder, config.encoder_dropout)
-    return start
+        set_dropout(initial.model.encoder, config.encoder_dropout)
+    return initial
 
 
 def set_dropout(encoder: nn.Module, rate: float) -> None:
-    """Gives all dropouts of an encoder another rate; some architectures keep them as numbers instead of modules."""
+    """Sets the rate of all dropouts of an encoder; some architectures keep it as a number instead of a module."""
     for module in encoder.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
@@ -97,20 +89,19 @@ def set_dropout(encoder: nn.Module, rate: float) -> None:
 
 
 def _encoder(encoder: str) -> nn.Module:
-    """A pretrained encoder; of a checkpoint folder of `train` the encoder that it ended with."""
+    """A pretrained encoder, or that of a checkpoint folder of `train`."""
     if (Path(encoder) / TRAINING).is_file():
         return load_checkpoint(encoder).model.encoder
     return load_encoder(encoder)
 
 
-def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
+def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
     tokenizer = load_tokenizer(config.encoder, truncation_side=config.truncation_side)
     names = tuple(sorted(train.models))
     conditioning = None
-    if config.conditioning is not None:
+    if (options := config.conditioning) is not None:
         if not names:
             raise InputError("conditioning", "rows without a served model", "data with a column model")
-        options = config.conditioning
         conditioning = Conditioning(
             served_models=names,
             width=options.width,
@@ -125,7 +116,6 @@ def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
         truncation_side=config.truncation_side,
         pooling=config.pooling,
         prompt_length=config.prompt_length,
-        lexical=_lexical() if config.lexical else None,
         conversations=config.conversations,
         served_models=() if conditioning is not None else names,
     )
@@ -134,52 +124,35 @@ def _fresh(config: TrainConfig, train: Rows, labels: Labels) -> Start:
         predictor, _encoder(config.encoder), _normalization(config, train), generator=generator
     )
     _check_vocabulary(config.encoder, model, tokenizer)
-    if model.lexical is not None:
-        table = read_lexical(predictor.lexical, train.prompts)
-        assert table is not None
-        model.lexical.set_scale(torch.from_numpy(table))
     if config.urgency is not None:
-        set_level_shares(model, labels)
-    return Start(model, tokenizer)
-
-
-def _lexical() -> LexicalInput:
-    """The features that this version computes."""
-    return LexicalInput(feature_names=FEATURE_NAMES, feature_version=FEATURE_VERSION, max_chars=MAX_CHARS)
+        set_level_frequencies(model, labels)
+    return InitialModel(model, tokenizer)
 
 
 def _heads(config: TrainConfig, train: Rows) -> Heads:
-    def tower(own: TowerOptions | None) -> Tower:
-        return Tower(**asdict(own or config.tower))
-
+    """The heads of `config`: those of their options that are fields of the head."""
     heads: dict[str, Any] = {}
-    if (length := config.length) is not None:
-        heads["length"] = LengthHead(
-            tower=tower(length.tower), nu=length.nu, learn_nu=length.learn_nu, within=length.within
-        )
-    if (urgency := config.urgency) is not None:
-        heads["urgency"] = UrgencyHead(tower=tower(urgency.tower), levels=urgency.levels, odds=urgency.odds)
-    if (bucket := config.bucket) is not None:
-        edges = bucket.edges if bucket.edges is not None else quantile_edges(train, bucket.num_buckets)
-        heads["bucket"] = BucketHead(tower=tower(bucket.tower), edges=edges)
-    if config.regression is not None:
-        heads["regression"] = RegressionHead(tower=tower(config.regression.tower))
-    if config.rank is not None:
-        heads["rank"] = RankHead(tower=tower(config.rank.tower))
+    for name in config.tasks:
+        options = getattr(config, name)
+        fields = {field: value for field, value in vars(options).items() if field in HEADS[name].__slots__}
+        fields["tower"] = Tower(**asdict(options.tower or config.tower))
+        if name == "bucket" and options.edges is None:
+            fields["edges"] = quantile_edges(train, options.num_buckets)
+        heads[name] = HEADS[name](**fields)
     return Heads(**heads)
 
 
 def quantile_edges(train: Rows, num_buckets: int) -> tuple[float, ...]:
-    """Bounds of buckets with about the same number of training answers each; fewer where answers are equal.
+    """Bounds of buckets with about the same number of training samples each; fewer where lengths are equal.
 
     Raises:
-        InputError: All answers are alike.
+        InputError: All lengths are equal.
     """
     levels = np.arange(1, num_buckets) / num_buckets
     edges = np.unique(np.quantile(train.lengths, levels, method="higher"))
     edges = edges[edges > train.lengths.min()]
     if len(edges) == 0:
-        raise InputError("bucket.edges", None, "edges in tokens, because most training answers are alike")
+        raise InputError("bucket.edges", None, "edges in tokens, because most training lengths are equal")
     return tuple(float(edge) for edge in edges)
 
 
@@ -189,57 +162,55 @@ def _normalization(config: TrainConfig, train: Rows) -> Normalization:
         statistics = Normalization.of(tokens=train.lengths)
     if config.length is None:
         return statistics
-    fitted = Normalization.of(train.mu, train.sigma) if config.needs_fits else length_statistics(train)
+    length = Normalization.of(train.mu, train.sigma) if config.needs_fits else length_statistics(train)
+    values = {
+        name: getattr(length, name) for name in ("mu_mean", "mu_std", "sigma_log_mean", "sigma_log_std")
+    }
     if config.length.within:
         within = Normalization.of(within=train.sigma[np.isfinite(train.sigma)])
-        statistics = replace(
-            statistics, within_log_mean=within.within_log_mean, within_log_std=within.within_log_std
-        )
-    names = ("mu_mean", "mu_std", "sigma_log_mean", "sigma_log_std")
-    return replace(statistics, **{name: getattr(fitted, name) for name in names})
+        values |= {name: getattr(within, name) for name in ("within_log_mean", "within_log_std")}
+    return replace(statistics, **values)
 
 
 def length_statistics(train: Rows) -> Normalization:
-    """Scales of mu and sigma out of raw answers: only where training starts depends on them.
+    """Scales of mu and sigma from raw samples, on which only the start of training depends.
 
-    mu: mean and spread over rows of their mean log length. sigma: the spread of the answers of a row, as a scale of the t
-    distribution, together with half the spread of mu, which an untrained predictor cannot tell.
+    mu: mean and standard deviation over rows of their mean log length. sigma: the standard deviation of a row's samples,
+    as a scale of the t distribution, combined with half that of mu, which an untrained predictor cannot predict.
 
     Raises:
-        InputError: All answers are alike.
+        InputError: All lengths are equal.
     """
     logs = np.log(train.lengths.astype(np.float64))
     means = train.row_means(logs)
-    spread = float(logs.std())
-    if spread < MIN_SPREAD:
-        raise InputError("answers in the training split", int(train.lengths[0]), "lengths that differ")
-    mu_std = max(float(means.std()), 0.1 * spread)
+    std = float(logs.std())
+    if std < MIN_LOG_STD:
+        raise InputError("output_tokens in the training split", int(train.lengths[0]), "lengths that differ")
+    mu_std = max(float(means.std()), 0.1 * std)
     within, sigma_log_std = 0.0, SIGMA_LOG_STD
-    repeated = train.counts >= MIN_ANSWERS
-    if repeated.any():
-        counts = train.counts[repeated]
-        variance = np.maximum(train.row_means(logs**2) - means**2, 0.0)[repeated] * counts / (counts - 1)
+    is_repeated = train.counts >= MIN_SAMPLES
+    if is_repeated.any():
+        counts = train.counts[is_repeated]
+        variance = np.maximum(train.row_means(logs**2) - means**2, 0.0)[is_repeated] * counts / (counts - 1)
         scale = np.log1p(np.sqrt(variance) / T_STD)
         within, sigma_log_std = float(np.expm1(scale.mean())), max(float(scale.std()), MIN_SIGMA_LOG_STD)
-    start = np.hypot(within, SHARE_OF_SPREAD * mu_std / T_STD)
+    sigma = np.hypot(within, INITIAL_SIGMA_FRACTION * mu_std / T_STD)
     return Normalization(
         mu_mean=float(means.mean()),
         mu_std=mu_std,
-        sigma_log_mean=float(np.log1p(start)),
+        sigma_log_mean=float(np.log1p(sigma)),
         sigma_log_std=sigma_log_std,
     )
 
 
-def set_level_shares(model: PromptPredictor, labels: Labels) -> None:
-    """Lets the urgency head start with the levels' shares of the training labels, each level counted once more."""
+def set_level_frequencies(model: PromptPredictor, labels: UrgencyLabels) -> None:
+    """Sets the urgency head's thresholds to the levels' frequencies in the training labels, each level counted once more."""
     head = model.heads["urgency"]
-    assert isinstance(head, OrdinalTower | FreeOdds)
-    assert model.config.heads.urgency is not None
-    counts = (
-        np.bincount(labels.level, weights=labels.weight, minlength=len(model.config.heads.urgency.levels)) + 1
-    )
-    below = np.cumsum(counts)[:-1] / counts.sum()
-    head.set_thresholds(torch.from_numpy(np.log(below / (1 - below))).float())
+    assert isinstance(head, ProportionalOdds | FreeOdds) and model.config.heads.urgency is not None  # noqa: PT018
+    num_levels = len(model.config.heads.urgency.levels)
+    counts = np.bincount(labels.level, weights=labels.weight, minlength=num_levels) + 1
+    cumulative = np.cumsum(counts)[:-1] / counts.sum()
+    head.set_thresholds(torch.from_numpy(np.log(cumulative / (1 - cumulative))).float())
 
 
 def _check_vocabulary(encoder: str, model: PromptPredictor, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -251,16 +222,16 @@ def _check_vocabulary(encoder: str, model: PromptPredictor, tokenizer: PreTraine
         )
 
 
-def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> Start:
+def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialModel:
     checkpoint = load_checkpoint(path)
-    model, held = checkpoint.model, checkpoint.config
-    _check_heads(config, held.heads, path)
-    if held.conditioning is None:
+    model, conditioning = checkpoint.model, checkpoint.config.conditioning
+    _check_heads(config, checkpoint.config.heads, path)
+    if conditioning is None:
         if config.conditioning is not None:
-            raise InputError("conditioning", path, "a checkpoint that sees the served model")
-        return Start(model, checkpoint.tokenizer)
-    new = tuple(sorted(set(train.models) - set(held.conditioning.served_models)))
-    first_new = len(held.conditioning.served_models) + 1
+            raise InputError("conditioning", path, "a checkpoint that is conditioned on the served model")
+        return InitialModel(model, checkpoint.tokenizer)
+    new = tuple(sorted(set(train.models) - set(conditioning.served_models)))
+    first_new = len(conditioning.served_models) + 1
     if config.only_conditioning and not new:
         raise InputError(
             "only_conditioning", sorted(train.models), "data of a served model that is new to the checkpoint"
@@ -268,7 +239,7 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> Start:
     if new:
         log.info("served models added: %s", ", ".join(new))
         model = with_served_models(model, new)
-    return Start(model, checkpoint.tokenizer, first_new if config.only_conditioning else None)
+    return InitialModel(model, checkpoint.tokenizer, first_new if config.only_conditioning else None)
 
 
 def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
@@ -285,28 +256,28 @@ def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:
 
 
 def with_served_models(model: PromptPredictor, names: Sequence[str]) -> PromptPredictor:
-    """A predictor that knows further served models, each with the embedding and calibration of the unknown one.
+    """A predictor with further served models, each with the embedding and calibration of the unknown one.
 
-    All other weights are the same tensors' values, and predictions for the served models it had stay as they were.
+    All other weights and the predictions for the earlier served models are unchanged.
     """
-    held, table = model.config.conditioning, model.calibration
-    assert held is not None
-    conditioning = replace(held, served_models=(*held.served_models, *names))
+    conditioning, table = model.config.conditioning, model.calibration
+    assert conditioning is not None
+    larger_conditioning = replace(conditioning, served_models=(*conditioning.served_models, *names))
     calibration = Calibration(
         (*table.sigma_scale, *(table.sigma_scale[:1] * len(names))),
         (*table.mu_shift, *(table.mu_shift[:1] * len(names))),
     )
     larger = PromptPredictor(
-        replace(model.config, conditioning=conditioning),
+        replace(model.config, conditioning=larger_conditioning),
         model.encoder,
         model.normalization,
         calibration=calibration,
     )
     weights = model.state_dict()
     name = "conditions.served_model.weight"
-    known = weights[name]
-    # Without a trained entry for unknown models, the middle of the known ones is the best guess.
-    start = known[:1] if held.unknown else known[1:].mean(dim=0, keepdim=True)
-    weights[name] = torch.cat([known, start.expand(len(names), -1)])
+    embeddings = weights[name]
+    # Without a trained entry for unknown models, the mean of the others is the best guess.
+    new = embeddings[:1] if conditioning.unknown else embeddings[1:].mean(dim=0, keepdim=True)
+    weights[name] = torch.cat([embeddings, new.expand(len(names), -1)])
     larger.load_state_dict(weights)
     return larger.eval()

@@ -1,1 +1,0 @@
-"""Gradient-boosted trees on lexical features of the prompt: the cheap predictor of the length distribution."""

@@ -1,0 +1,303 @@
+"""One stage of training as a Lightning module: loss, metrics, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from predictors.modules import PromptPredictor
+from predictors.modules.heads import level_probabilities
+from training.config import StageConfig, TrainConfig
+from training.data import SplitData, TrainingBatch
+from training.failures import DivergedError
+from training.losses import LOSSES, HeadLoss, LossInputs
+
+# Urgency levels whose under-triage decides which epoch is best.
+CRITICAL_LEVELS = 2
+# Monitored by checkpoints and early stopping; smaller is better.
+MONITOR = "validation_score"
+_LAYER = re.compile(r"\.(?:layers?|h)\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """Settings of a stage that do not follow from its `StageConfig`.
+
+    Attributes:
+        number: 1 trains all parameters on tokens, 2 the heads on features of the frozen encoder.
+        options: Epochs, learning rates, schedule.
+        sigma_weights: Weight of sigma in the objective mse, by epoch.
+        first_new_model: Train only the embeddings of served models from this number on; None: as `number` says.
+    """
+
+    number: int
+    options: StageConfig
+    sigma_weights: tuple[float, ...]
+    first_new_model: int | None = None
+
+
+def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str = "linear") -> float:
+    """Factor of the learning rate in a step: linear warm-up, then by the schedule."""
+    if step < num_warmup_steps:
+        return (step + 1) / num_warmup_steps
+    if schedule == "constant":
+        return 1.0
+    remaining = max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
+    return remaining if schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(remaining, 1.0))
+
+
+class StageModule(L.LightningModule):
+    """Trains `network` to minimize the weighted sum of its heads' losses.
+
+    Logged: train_HEAD and validation_HEAD, the unweighted mean losses; validation_loss, their sum; validation_r2_log,
+    validation_accuracy, validation_under_triage; validation_score, which decides which epoch is best.
+
+    Args:
+        network: The predictor.
+        config: Heads that are trained, optimizer.
+        settings: The stage.
+        splits: "train" and "validation", to name a batch in errors.
+    """
+
+    def __init__(
+        self,
+        network: PromptPredictor,
+        config: TrainConfig,
+        settings: StageSettings,
+        splits: Mapping[str, SplitData],
+    ) -> None:
+        super().__init__()
+        # Checkpoints of stage 2 leave the frozen encoder out.
+        self.strict_loading = False
+        self.network = network
+        self.current: tuple[TrainingBatch, SplitData] | None = None
+        self._config = config
+        self._settings = settings
+        self._splits = splits
+        self._sums: dict[str, Tensor] = {}
+
+    @property
+    def _trains_encoder(self) -> bool:
+        return self._settings.number == 1
+
+    def set_modes(self) -> None:
+        """Training mode for the trained parts, eval mode for all else, dropout of a frozen encoder included."""
+        self.train()
+        self.network.requires_grad_(True)
+        if self._settings.first_new_model is not None:
+            self.network.requires_grad_(False).eval()
+            self._embedding.requires_grad_(True)
+        elif not self._trains_encoder:
+            self.network.encoder.requires_grad_(False).eval()
+
+    @property
+    def _embedding(self) -> nn.Parameter:
+        assert self.network.conditions is not None
+        weight = self.network.conditions.served_model.weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+    @property
+    def sigma_weight(self) -> float:
+        """Weight of sigma in the objective mse in the current epoch."""
+        return self._settings.sigma_weights[self.current_epoch]
+
+    def on_train_batch_start(self, batch: TrainingBatch, batch_idx: int) -> None:
+        """Seeds torch at an epoch's first batch, because checkpoints hold no random state, and resets the sums."""
+        if batch_idx == 0:
+            self._sums = {}
+            entropy = np.random.SeedSequence([self._config.seed, self._settings.number, self.current_epoch])
+            torch.manual_seed(int(entropy.generate_state(1)[0]) + self.global_rank)
+
+    def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
+        """Loss of one batch.
+
+        Raises:
+            DivergedError: It is not finite.
+        """
+        self.current = batch, self._splits["train"]
+        conditioning = self._config.conditioning
+        if conditioning is not None and self._settings.first_new_model is None:
+            hidden = torch.rand_like(batch.temperature) < conditioning.served_model_dropout
+            batch = batch._replace(served_model=batch.served_model.masked_fill(hidden, 0))
+        _, losses = self._losses(batch, self.sigma_weight)
+        self._add({name: loss.sums().detach() for name, loss in losses.items()})
+        weights = {name: float(getattr(self._config, name).weight) for name in losses}
+        loss = torch.stack([weights[name] * head.mean() for name, head in losses.items()]).sum()
+        self._check(loss, losses)
+        self.log("loss", loss.detach())
+        return loss
+
+    def on_validation_epoch_start(self) -> None:
+        """Logs the training losses of the epoch, over all its examples."""
+        self._log_losses("train")
+        self._sums = {}
+
+    def validation_step(self, batch: TrainingBatch, batch_idx: int) -> None:
+        """Adds up the unweighted losses and the metrics of a batch."""
+        self.current = batch, self._splits["validation"]
+        scores, losses = self._losses(batch, 1.0)
+        sums = {name: loss.sums() for name, loss in losses.items()}
+        self._check(torch.stack([pair[0] for pair in sums.values()]).sum(), losses)
+        if "urgency" in losses:
+            sums |= _triage(scores["urgency"], batch)
+        if "length" in losses:
+            sums["squares"] = self._squares(scores["length"], batch)
+        self._add(sums)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs losses, metrics and score of the validation split."""
+        loss = self._log_losses("validation")
+        metrics = self._metrics()
+        # With urgency alone, loss would prefer an epoch that takes everything for urgent.
+        is_urgency = self._config.tasks == ("urgency",)
+        score = loss + (metrics.get("under_triage", 0.0) if is_urgency else 0.0)
+        self.log_dict({f"validation_{name}": value for name, value in metrics.items()}, sync_dist=True)
+        self.log_dict({"validation_loss": loss, MONITOR: score}, sync_dist=True)
+
+    def _log_losses(self, split: str) -> float:
+        means = {}
+        for name in self._config.tasks:
+            total, count = self._sums[name].tolist()
+            means[name] = total / max(count, 1.0)
+        self.log_dict({f"{split}_{name}": value for name, value in means.items()}, sync_dist=True)
+        return float(sum(means.values()))
+
+    def _losses(
+        self, batch: TrainingBatch, sigma_weight: float
+    ) -> tuple[dict[str, Tensor], dict[str, HeadLoss]]:
+        features = self.network.features(*batch.inputs) if self._trains_encoder else batch.inputs[0]
+        scores = self.network.scores(features, batch.served_model, batch.temperature, batch.row_prompt)
+        inputs = LossInputs(self._config, self.network, batch, sigma_weight)
+        losses = {name: LOSSES[name](scores[name].float(), inputs) for name in self._config.tasks}
+        return scores, losses
+
+    def _squares(self, score: Tensor, batch: TrainingBatch) -> Tensor:
+        """For R2 of mu: count, squared errors, sum and squares of the mean log lengths of the rows [4].
+
+        No length exceeds max_tokens, so for this no mu does either.
+        """
+        samples = batch.samples
+        mu = torch.minimum(self.network.length_parameters(score)["mu"], torch.log(samples.max_tokens))
+        target = samples.mean(torch.log(samples.tokens)).double()
+        parts = (torch.ones_like(target), (target - mu.double()) ** 2, target, target**2)
+        return torch.stack([part.sum() for part in parts])
+
+    def _metrics(self) -> dict[str, float]:
+        """R2 of mu as a prediction of each row's mean log length; accuracy of urgency levels; the fraction of the
+        critical levels' prompts that are predicted less urgent."""
+        sums = {name: value.tolist() for name, value in self._sums.items()}
+        metrics: dict[str, float] = {}
+        if "squares" in sums:
+            count, errors, total, squares = sums["squares"]
+            variation = squares - total**2 / max(count, 1.0)
+            if variation > 0:
+                metrics["r2_log"] = 1 - errors / variation
+        for name in ("accuracy", "under_triage"):
+            if name in sums and sums[name][1] > 0:
+                metrics[name] = sums[name][0] / sums[name][1]
+        return metrics
+
+    def _add(self, sums: Mapping[str, Tensor]) -> None:
+        for name, value in sums.items():
+            total = self._sums.get(name)
+            self._sums[name] = value.double() if total is None else total + value.double()
+
+    def _check(self, loss: Tensor, losses: Mapping[str, HeadLoss]) -> None:
+        if not torch.isfinite(loss):
+            raise self._diverged(
+                "loss", {name: float(value.mean().detach()) for name, value in losses.items()}
+            )
+
+    def _diverged(self, what: str, losses: Mapping[str, float]) -> DivergedError:
+        assert self.current is not None
+        return DivergedError(what, self.current_epoch, *self.current, losses)
+
+    def configure_optimizers(self) -> Any:
+        """Adam or AdamW in groups, heads and layers of the encoder; the schedule steps after each batch."""
+        config, options = self._config, self._settings.options
+        kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
+        # Embeddings of served models that are not new get no gradient, and must not decay either.
+        decay = 0.0 if self._settings.first_new_model is not None else config.weight_decay
+        groups = parameter_groups(self.network, options)
+        # A fused optimizer undoes the scaling of half-precision gradients itself, after they were clipped.
+        fused = self.trainer.precision != "16-mixed"
+        optimizer = kind(groups, eps=config.adam_epsilon, weight_decay=decay, fused=fused)
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        num_warmup = math.ceil(options.warmup_fraction * num_steps)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rate_factor(step, num_steps, num_warmup, options.schedule)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clips the norm of the whole gradient.
+
+        Raises:
+            DivergedError: It is not finite, and no scaling of the loss can be to blame.
+        """
+        if self._settings.first_new_model is not None and self._embedding.grad is not None:
+            self._embedding.grad[: self._settings.first_new_model] = 0.0
+        trained = [value for value in self.network.parameters() if value.requires_grad]
+        norm = torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
+        if not torch.isfinite(norm) and self.trainer.precision != "16-mixed":
+            raise self._diverged("gradient", {})
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Leaves out a frozen encoder."""
+        if not self._trains_encoder:
+            weights = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {
+                name: value for name, value in weights.items() if not name.startswith("network.encoder.")
+            }
+
+
+def parameter_groups(network: PromptPredictor, stage: StageConfig) -> list[dict[str, Any]]:
+    """Trained parameters with their learning rates: heads and conditions, then the encoder by layer."""
+    by_depth: dict[int, list[nn.Parameter]] = {}
+    heads: list[nn.Parameter] = []
+    for name, parameter in network.named_parameters():
+        if parameter.requires_grad:
+            is_encoder = name.startswith("encoder.")
+            (by_depth.setdefault(_depth(name), []) if is_encoder else heads).append(parameter)
+    groups: list[dict[str, Any]] = [{"params": heads, "lr": stage.heads_learning_rate or stage.learning_rate}]
+    if stage.layer_decay == 1 and by_depth:
+        by_depth = {
+            0: [parameter for depth in sorted(by_depth, reverse=True) for parameter in by_depth[depth]]
+        }
+    deepest = max(by_depth, default=0)
+    for depth in sorted(by_depth, reverse=True):
+        rate = stage.learning_rate * stage.layer_decay ** (deepest - depth)
+        groups.append({"params": by_depth[depth], "lr": rate})
+    return groups
+
+
+def _depth(name: str) -> int:
+    """Layer i as i + 1; 0 for embeddings and other parameters outside of layers."""
+    match = _LAYER.search(name)
+    return int(match.group(1)) + 1 if match else 0
+
+
+def _triage(logits: Tensor, batch: TrainingBatch) -> dict[str, Tensor]:
+    """Correct levels, and critical ones predicted less urgent; each with the number they are out of [2]."""
+    has_label = batch.level_weight > 0
+    level = level_probabilities(logits.float()).argmax(dim=-1)
+    critical = has_label & (batch.level < CRITICAL_LEVELS)
+    pairs = {
+        "accuracy": ((level == batch.level) & has_label, has_label),
+        "under_triage": ((level > batch.level) & critical, critical),
+    }
+    return {name: torch.stack([hits.sum(), total.sum()]) for name, (hits, total) in pairs.items()}

@@ -1,0 +1,447 @@
+"""The two-stage training loop: all parameters, then the heads on features of the frozen encoder, computed once.
+
+Source: TIE, training of the predictor. Differs from the released code: in stage 2 the encoder is in eval mode too (its
+dropout is off) and is run once for each prompt instead of once for each prompt and epoch.
+
+Each stage is a Lightning `Trainer.fit` with a checkpoint after every epoch, from which an interrupted run is resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import logging
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from numpy.typing import NDArray
+
+from predictors.modules import PromptPredictor
+from scheduler_core.files import atomic_file
+from training.batches import Batching, EpochPlans, sampling_weights
+from training.config import StageConfig, TrainConfig
+from training.data import Examples, SplitData, TrainingBatch, loader
+from training.failures import memory_errors
+from training.initial_model import InitialModel
+from training.losses import sigma_weight
+from training.module import MONITOR, StageModule, StageSettings
+from training.prediction import pooled_features
+from training.progress import tracked
+
+log = logging.getLogger(__name__)
+
+BEST, LAST = "best.ckpt", "last.ckpt"
+FEATURES = "features.safetensors"
+# Steps between two points of the curves in TensorBoard.
+STEPS_PER_POINT = 20
+
+History = list[dict[str, Any]]
+
+
+def train_stages(
+    config: TrainConfig,
+    initial: InitialModel,
+    splits: Mapping[str, SplitData],
+    work: Path,
+    device: torch.device,
+) -> History:
+    """Trains the model in place; it ends with the weights of the best epoch, on the CPU, in eval mode.
+
+    Args:
+        config: The recipe.
+        initial: Pretrained encoder and fresh heads, or a loaded checkpoint.
+        splits: Tokenized "train" and "validation".
+        work: Folder for checkpoints; those of an interrupted run are resumed.
+        device: Where to train.
+
+    Returns:
+        A row of metrics for each epoch of both stages.
+
+    Raises:
+        DivergedError: Loss or gradient was not finite.
+        OutOfMemoryError: A batch does not fit.
+        KeyboardInterrupt: Interrupted; `work` holds the checkpoint of the last finished epoch.
+    """
+    model = initial.model
+    history: History = []
+    if config.stage1.epochs:
+        examples = _examples(initial, splits, {})
+        history += _fit(config, 1, initial, examples, work / "stage1", device)
+        _load_best(model, work / "stage1")
+    model.requires_grad_(False).eval()
+    if config.stage2.epochs:
+        features = _features(config, initial, splits, work / "stage2", device)
+        examples = _examples(initial, splits, features)
+        history += _fit(config, 2, initial, examples, work / "stage2", device)
+        _load_best(model, work / f"stage{best_row(history)['stage']}")
+        model.requires_grad_(False).eval()
+    model.to("cpu")
+    return history
+
+
+def _examples(
+    initial: InitialModel, splits: Mapping[str, SplitData], features: Mapping[str, torch.Tensor]
+) -> dict[str, Examples]:
+    """The splits with the predictor's numbers of served models; with features instead of tokens where there are some."""
+    model, pad_token_id = initial.model, int(initial.tokenizer.pad_token_id)
+    conditioning = model.config.conditioning
+    examples = {}
+    for name, split in splits.items():
+        models = split.rows.models
+        numbers = [0 if conditioning is None else conditioning.number_of(served) for served in models]
+        examples[name] = Examples(
+            split,
+            model.normalization,
+            np.array([0, *numbers], dtype=np.int64),
+            pad_token_id=pad_token_id,
+            features=features.get(name),
+        )
+    return examples
+
+
+def best_row(history: History) -> dict[str, Any]:
+    """Row of the epoch with the best score; the first of several."""
+    return min(history, key=lambda row: row[MONITOR])
+
+
+def _load_best(model: PromptPredictor, folder: Path) -> None:
+    weights = torch.load(folder / BEST, weights_only=True, map_location="cpu")["state_dict"]
+    model.load_state_dict(
+        {name.removeprefix("network."): value for name, value in weights.items()}, strict=False
+    )
+
+
+def _features(
+    config: TrainConfig,
+    initial: InitialModel,
+    splits: Mapping[str, SplitData],
+    folder: Path,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """Features of both splits by the frozen encoder, kept in a file for a resumed run."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(exist_ok=True)
+    path = folder / FEATURES
+    if not path.exists():
+        initial.model.to(device)
+        with memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"):
+            features = {
+                name: pooled_features(
+                    initial.model,
+                    split.token_ids,
+                    int(initial.tokenizer.pad_token_id),
+                    batch_size=config.batch_size,
+                    track=lambda batches: tracked(batches, "features", _shows_bars(config)),
+                )
+                for name, split in splits.items()
+            }
+        with atomic_file(path) as temporary:
+            save_file(features, str(temporary))
+    return dict(load_file(path))
+
+
+def _fit(
+    config: TrainConfig,
+    number: int,
+    initial: InitialModel,
+    examples: Mapping[str, Examples],
+    folder: Path,
+    device: torch.device,
+) -> History:
+    """Trains one stage, or what an interrupted run left of it."""
+    options = _options(config, number)
+    folder.mkdir(exist_ok=True)
+    last = folder / LAST
+    history = read_history(last) if last.exists() else []
+    if _is_finished(history, options):
+        return history
+    if history:
+        log.info("stage %d resumes after epoch %d", number, len(history))
+    splits = {name: part.data for name, part in examples.items()}
+    settings = _settings(config, number, initial.first_new_model)
+    module = StageModule(initial.model, config, settings, splits)
+    # Modules are in the mode they were left in, and encoders are loaded in eval mode.
+    module.set_modes()
+    plans = _plans(config, number, **splits)
+    training, validation = (loader(examples[name], plans[name]) for name in ("train", "validation"))
+    with _quiet(), _deterministic_state(), memory_errors(lambda: module.current):
+        trainer = _trainer(config, number, folder, device)
+        with _interruptible(trainer):
+            trainer.fit(
+                module,
+                training,
+                validation,
+                ckpt_path=str(last) if history else None,
+                weights_only=True,
+            )
+    return read_history(last)
+
+
+def read_history(checkpoint: Path) -> History:
+    """Rows of the finished epochs in a stage's checkpoint."""
+    content = torch.load(checkpoint, weights_only=True, map_location="cpu")
+    return list(content["callbacks"]["EpochHistory"]["rows"])
+
+
+def _is_finished(history: History, options: StageConfig) -> bool:
+    if len(history) >= options.epochs:
+        return True
+    if not history or options.patience is None:
+        return False
+    return bool(history[-1]["epoch"] - best_row(history)["epoch"] >= options.patience)
+
+
+class EpochHistory(Callback):
+    """A row of metrics for each epoch, logged and kept in the checkpoints.
+
+    Args:
+        stage: Number of the stage, 1 or 2.
+        log_every: Epochs between log lines.
+    """
+
+    def __init__(self, stage: int, log_every: int) -> None:
+        self._stage = stage
+        self._log_every = log_every
+        self._rows: History = []
+        self._start = self._train_seconds = 0.0
+        self._counts = np.zeros(4, dtype=np.int64)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Starts the clock of an epoch."""
+        if batch_idx == 0:
+            self._start = time.monotonic()
+            self._counts = np.zeros(4, dtype=np.int64)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: TrainingBatch, batch_idx: int
+    ) -> None:
+        """Counts prompts, rows, tokens, and tokens with padding."""
+        mask = batch.inputs[1] if len(batch.inputs) > 1 else None
+        tokens = (0, 0) if mask is None else (int(mask.sum()), mask.numel())
+        self._counts += np.array([len(batch.prompt), len(batch.row), *tokens])
+        self._train_seconds = time.monotonic() - self._start
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Adds the row; the checkpoint callbacks run after this one."""
+        metrics = {
+            name: float(value)
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith(("train_", "validation_"))
+        }
+        counts = ("num_prompts", "num_rows", "num_tokens", "num_padded_tokens")
+        row = {
+            "stage": self._stage,
+            "epoch": trainer.current_epoch,
+            "learning_rate": float(trainer.optimizers[0].param_groups[-1]["lr"]),
+            "sigma_weight": pl_module.sigma_weight,
+            **metrics,
+            **dict(zip(counts, self._counts.tolist(), strict=True)),
+            "train_seconds": round(self._train_seconds, 3),
+            "seconds": round(time.monotonic() - self._start, 3),
+        }
+        self._rows.append(row)
+        epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or 0
+        if epoch % self._log_every == 0 or epoch == epochs:
+            shown = ", ".join(
+                f"{name.removeprefix('validation_')} {value:.4f}"
+                for name, value in metrics.items()
+                if name.startswith("validation_") and name != MONITOR
+            )
+            best = " best" if best_row(self._rows) is row else ""
+            log.info(
+                "stage %d epoch %d/%d: %s%s, %.1f s", self._stage, epoch, epochs, shown, best, row["seconds"]
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """From `state_dict`."""
+        self._rows = list(state_dict["rows"])
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoint files that are complete or not there, also if the process is killed."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes to a temporary file beside `path` and renames it."""
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        with atomic_file(Path(path)) as temporary:
+            temporary.write_bytes(content.getbuffer())
+
+
+def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.device) -> L.Trainer:
+    options = _options(config, number)
+    devices = config.devices if number == 1 else 1
+    files: dict[str, Any] = {
+        "dirpath": str(folder),
+        "enable_version_counter": False,
+        "save_on_train_epoch_end": True,
+    }
+    # Best weights first, then the state: a crash in between repeats the epoch and nothing else.
+    callbacks: list[Callback] = [
+        EpochHistory(number, log_every=1 if number == 1 else max(1, options.epochs // 10)),
+        ModelCheckpoint(**files, filename=Path(BEST).stem, monitor=MONITOR, save_weights_only=True),
+        ModelCheckpoint(**files, filename=Path(LAST).stem),
+    ]
+    if options.patience is not None:
+        callbacks.append(EarlyStopping(MONITOR, patience=options.patience, check_on_train_epoch_end=True))
+    logger = None
+    if config.tensorboard is not None:
+        logger = TensorBoardLogger(config.tensorboard, name="", version=f"stage{number}")
+        callbacks.append(LearningRateMonitor("step"))
+    return L.Trainer(
+        accelerator=device.type,
+        devices=devices,
+        strategy="ddp_spawn" if devices > 1 else "auto",
+        precision=config.precision if number == 1 else "32-true",
+        max_epochs=options.epochs,
+        callbacks=callbacks,
+        plugins=[AtomicCheckpointIO()],
+        deterministic=config.deterministic,
+        logger=logger or False,
+        log_every_n_steps=STEPS_PER_POINT,
+        enable_model_summary=False,
+        enable_progress_bar=_shows_bars(config),
+        num_sanity_val_steps=0,
+        use_distributed_sampler=False,
+        default_root_dir=str(folder),
+    )
+
+
+def _options(config: TrainConfig, number: int) -> StageConfig:
+    return config.stage1 if number == 1 else config.stage2
+
+
+def _settings(config: TrainConfig, number: int, first_new_model: int | None) -> StageSettings:
+    options = _options(config, number)
+    first_epoch = 0 if number == 1 else config.stage1.epochs
+    num_epochs = config.stage1.epochs + config.stage2.epochs
+    weights = [1.0] * options.epochs
+    if config.length is not None and config.length.objective == "mse":
+        start, end = config.length.sigma_weight_start, config.length.sigma_weight_end
+        weights = [
+            sigma_weight(start, end, first_epoch + epoch, num_epochs) for epoch in range(options.epochs)
+        ]
+    return StageSettings(
+        number=number,
+        options=options,
+        sigma_weights=tuple(weights),
+        first_new_model=first_new_model,
+    )
+
+
+def _plans(
+    config: TrainConfig, number: int, train: SplitData, validation: SplitData
+) -> dict[str, EpochPlans]:
+    options = _options(config, number)
+    batching = Batching(
+        batch_size=options.batch_size or config.batch_size,
+        batch_tokens=config.batch_tokens if number == 1 else None,
+        by_length=config.batching == "sorted" and number == 1,
+        rows_per_prompt=config.rows_per_prompt,
+    )
+    training = EpochPlans(
+        train.num_tokens,
+        train.row_offsets,
+        batching,
+        seed=2 * config.seed + number,
+        num_epochs=options.epochs,
+        weights=_prompt_weights(config, train),
+        distributed=number == 1 and config.devices > 1,
+    )
+    in_order = replace(batching, shuffled=False, by_length=number == 1, rows_per_prompt=None)
+    return {
+        "train": training,
+        "validation": EpochPlans(validation.num_tokens, validation.row_offsets, in_order),
+    }
+
+
+def _prompt_weights(config: TrainConfig, train: SplitData) -> NDArray[np.float64] | None:
+    """How often each prompt is drawn: the largest weight of one of its rows; None: every prompt once."""
+    if not config.oversampling:
+        return None
+    weights = np.ones(len(train))
+    rows = train.rows
+    np.maximum.at(weights, rows.prompt, sampling_weights(rows.mu, rows.sigma, config.oversampling))
+    return weights
+
+
+def _shows_bars(config: TrainConfig) -> bool:
+    return config.progress and sys.stderr.isatty()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the trainer's remarks on devices, worker processes (batches take no time to make) and its own files."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in (
+                ".*does not have many workers.*",
+                ".*GPU available but not used.*",
+                ".*module.s. in eval mode at the start.*",
+                ".*isinstance.treespec, LeafSpec.*",
+                ".*Checkpoint directory .* exists and is not empty.*",
+                ".*smaller than the logging interval.*",
+            ):
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _deterministic_state() -> Iterator[None]:
+    """Restores torch's choice of algorithms, which the trainer sets for the whole process."""
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextlib.contextmanager
+def _interruptible(trainer: L.Trainer) -> Iterator[None]:
+    """Raises KeyboardInterrupt on Ctrl-C instead of the trainer's SystemExit(1), and restores the signal handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    try:
+        yield
+    except SystemExit as error:
+        if trainer.interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, handler)
+
+
+def write_history(path: Path, history: History) -> None:
+    """Rows of all epochs as CSV."""
+    columns = list(dict.fromkeys(name for row in history for name in row))
+    with atomic_file(path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(history)
