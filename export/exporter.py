@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from predictors.artifact import (
-    CAPPED_MODEL,
     CONFORMAL,
     KIND,
     MANIFEST,
     MODEL,
     NORMALIZATION,
     TOKENIZER,
-    CappedLengths,
     Conditions,
     EncoderCard,
     Head,
@@ -31,11 +29,12 @@ from predictors.artifact import (
     open_artifact,
     write_manifest,
 )
-from predictors.minisign import SecretKey, read_secret_key, sign_file
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, folder_target, write_json
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
     from predictors.modules import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -77,16 +76,9 @@ class ExportConfig:
     abstain_threshold: float | None = None
     """Lowest probability of the likeliest urgency level that counts as an answer; default: urgency.abstain_threshold
     of the checkpoint's training.json, and without one every answer counts."""
-    capped: bool = True
-    """With a length head, also write length.onnx: a small second graph with the expectation, CVaR and quantiles of
-    min(X, max_tokens). Who does not load it does not pay for it."""
-    cvar_level: float = 0.9
-    """Level of the CVaR in length.onnx: the mean of the worst 1 - cvar_level share."""
-    quantile_levels: tuple[float, ...] = (0.5, 0.9, 0.99)
-    """Levels of the quantiles in length.onnx, ascending."""
     sign: str | None = None
-    """Secret key file of minisign: also write manifest.json.minisig. Its password, if it has one, is read from the
-    environment variable TAILCAST_SIGNING_PASSWORD."""
+    """PEM file with an Ed25519 private key: also write manifest.json.sig. The key's password, if it has one, is read
+    from the environment variable TAILCAST_SIGNING_PASSWORD."""
     legacy_exporter: bool = False
     """Use torch's older TorchScript exporter: several times faster, a larger graph with the same numbers."""
     tolerance: float = 1e-4
@@ -110,11 +102,6 @@ class ExportConfig:
             raise InputError("tolerance", self.tolerance, "a number in (0, 1)")
         if self.abstain_threshold is not None and not 0 <= self.abstain_threshold <= 1:
             raise InputError("abstain_threshold", self.abstain_threshold, "a number in [0, 1], or unset")
-        if not 0 < self.cvar_level < 1:
-            raise InputError("cvar_level", self.cvar_level, "a number in (0, 1)")
-        levels = self.quantile_levels
-        if not levels or not all(0 < level < 1 for level in levels) or list(levels) != sorted(set(levels)):
-            raise InputError("quantile_levels", levels, "one or more ascending numbers in (0, 1)")
         for name, least in (("parity_tokens", 64), ("parity_shapes", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise InputError(name, getattr(self, name), f"an integer >= {least}")
@@ -133,7 +120,7 @@ def export_onnx(config: ExportConfig) -> Manifest:
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     from predictors.modules import load_checkpoint
 
-    key = None if config.sign is None else read_secret_key(config.sign, os.environ.get(PASSWORD))
+    key = None if config.sign is None else signing_key(config.sign)
     checkpoint = load_checkpoint(config.checkpoint)
     with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
         manifest = _write(config, checkpoint, folder)
@@ -143,30 +130,35 @@ def export_onnx(config: ExportConfig) -> Manifest:
     return manifest
 
 
-def sign_artifact(folder: Path, key: SecretKey) -> None:
+def signing_key(path: str) -> Ed25519PrivateKey:
+    """The private key of `--sign`; raises InputError if the file holds none."""
+    from predictors.signing import read_private_key
+
+    return read_private_key(path, os.environ.get(PASSWORD))
+
+
+def sign_artifact(folder: Path, key: Ed25519PrivateKey) -> None:
     """Writes the signature of an artifact's manifest, and so of all its files, after verifying them.
 
     Raises:
         InputError: The artifact is refused.
     """
-    manifest = open_artifact(folder).manifest
-    named = f"artifact:{manifest.artifact_id} version:{manifest.artifact_version} created:{manifest.created}"
-    sign_file(folder / MANIFEST, key, " ".join(named.split()))
+    from predictors.signing import sign_file
+
+    open_artifact(folder)
+    sign_file(folder / MANIFEST, key)
 
 
 def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manifest:
     import numpy as np
 
-    from export.capped_graph import export_capped_graph
     from export.graph import export_graph
-    from export.parity import check_tokenizer, measure_capped, measure_parity
+    from export.parity import check_tokenizer, measure_parity
     from predictors.runtime import open_runtime
     from predictors.tokenizer import PromptTokenizer
 
     manifest = _manifest(config, checkpoint)
     export_graph(checkpoint.model, manifest, folder / MODEL, legacy_exporter=config.legacy_exporter)
-    if manifest.capped is not None:
-        export_capped_graph(manifest.capped, manifest.nu, folder / CAPPED_MODEL)
     for name in (TOKENIZER, NORMALIZATION):
         shutil.copyfile(checkpoint.path / name, folder / name)
     if (checkpoint.path / CONFORMAL).is_file():
@@ -191,10 +183,7 @@ def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manife
         max_tokens=config.parity_tokens,
         num_random=config.parity_shapes,
     )
-    found: dict[str, Any] = {"seed": config.seed} | dataclasses.asdict(parity)
-    if manifest.capped is not None:
-        found["capped"] = measure_capped(runtime.artifact, rng=rng)
-    manifest = dataclasses.replace(manifest, parity=found)
+    manifest = manifest.model_copy(update={"parity": {"seed": config.seed} | dataclasses.asdict(parity)})
     return write_manifest(folder, manifest, version_prefix=config.artifact_version)
 
 
@@ -204,21 +193,15 @@ def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
     heads, conditioning = predictor.heads, predictor.conditioning
     calibration = checkpoint.model.calibration
     nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
-    return Manifest(
+    return Manifest.draft(
         artifact_id=config.artifact_id or checkpoint.path.resolve().name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         heads=cast(tuple[Head, ...], heads.names),
         encoder=_encoder_card(checkpoint),
-        capped=None
-        if heads.length is None or not config.capped
-        else CappedLengths(
-            cvar_level=config.cvar_level, quantile_levels=tuple(config.quantile_levels), has_nu=nu is None
-        ),
         nu=nu,
         within=heads.length is not None and heads.length.within,
         max_length=predictor.max_length,
         truncation_side=cast(TruncationSide, predictor.truncation_side),
-        lexical=predictor.lexical,
         conversations=predictor.conversations,
         pad_token_id=int(cast(int, checkpoint.tokenizer.pad_token_id)),
         served_models=predictor.known_models,
@@ -260,12 +243,14 @@ def _abstain_threshold(config: ExportConfig, checkpoint: Checkpoint) -> float | 
         return None
     if config.abstain_threshold is not None:
         return config.abstain_threshold
-    found = _object(checkpoint.training_info, "urgency").get("abstain_threshold")
-    if found is not None and (
-        isinstance(found, bool) or not isinstance(found, int | float) or not 0 <= found <= 1
+    threshold = _object(checkpoint.training_info, "urgency").get("abstain_threshold")
+    if threshold is not None and (
+        isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1
     ):
-        raise InputError("checkpoint training.json, urgency.abstain_threshold", found, "a number in [0, 1]")
-    return None if found is None else float(found)
+        raise InputError(
+            "checkpoint training.json, urgency.abstain_threshold", threshold, "a number in [0, 1]"
+        )
+    return None if threshold is None else float(threshold)
 
 
 def toolchain_versions() -> dict[str, str]:

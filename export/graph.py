@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predictors.artifact import Manifest
-from predictors.manifest import LEXICAL_INPUT
 from scheduler_core.errors import MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ def export_graph(
 ) -> None:
     """Writes `model` as an ONNX file with free batch and sequence.
 
-    De-normalisation, sigma floor and calibration are inside.
+    De-normalization, sigma floor and calibration are inside.
 
     Args:
         model: Predictor in eval mode on the CPU.
@@ -62,48 +61,7 @@ def export_graph(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
-    for tensor in manifest.inputs:
-        if tensor.optional:
-            make_optional(path, tensor.name)
     save_clean(path)
-
-
-def make_optional(path: Path, name: str) -> None:
-    """Gives the input `name` [batch, width] of an ONNX file a default: NaN in all rows, if it is left out.
-
-    A default must have a shape of its own: it is one row, repeated as often as `input_ids` has rows.
-    """
-    import numpy as np
-    import onnx
-    from onnx import helper, numpy_helper
-
-    model = onnx.load(path, load_external_data=False)
-    graph = model.graph
-    [value] = [entry for entry in graph.input if entry.name == name]
-    batch, width = value.type.tensor_type.shape.dim
-    batch.ClearField("dim_value")
-    batch.dim_param = f"{name}_rows"  # 1, or as many as there are prompts
-    rows = f"{name}_of_all_rows"
-    for node in graph.node:
-        for position, given in enumerate(node.input):
-            if given == name:
-                node.input[position] = rows
-    sizes = (f"{rows}_batch", f"{rows}_width", f"{rows}_shape")
-    made = [
-        helper.make_node("Shape", ["input_ids"], [sizes[0]], start=0, end=1),
-        helper.make_node("Concat", [sizes[0], sizes[1]], [sizes[2]], axis=0),
-        helper.make_node("Expand", [name, sizes[2]], [rows]),
-    ]
-    graph.initializer.extend(
-        [
-            numpy_helper.from_array(np.array([width.dim_value], dtype=np.int64), sizes[1]),
-            numpy_helper.from_array(np.full((1, width.dim_value), np.nan, dtype=np.float32), name),
-        ]
-    )
-    others = list(graph.node)
-    del graph.node[:]
-    graph.node.extend([*made, *others])
-    onnx.save(model, path)
 
 
 def save_clean(path: Path) -> None:
@@ -118,7 +76,7 @@ def save_clean(path: Path) -> None:
 
 
 def drop_unused_domains(model: onnx.ModelProto) -> None:
-    """Removes operator sets that no node uses, in place: exporters and optimisers list some for the case."""
+    """Removes operator sets that no node uses, in place: exporters and optimizers list unused ones."""
     used = {"ai.onnx"}
 
     def visit(nodes: Iterable[onnx.NodeProto]) -> None:
@@ -132,9 +90,9 @@ def drop_unused_domains(model: onnx.ModelProto) -> None:
     visit(model.graph.node)
     for function in model.functions:
         visit(function.node)
-    kept = [entry for entry in model.opset_import if (entry.domain or "ai.onnx") in used]
+    opsets = [entry for entry in model.opset_import if (entry.domain or "ai.onnx") in used]
     del model.opset_import[:]
-    model.opset_import.extend(kept)
+    model.opset_import.extend(opsets)
 
 
 def _torch_export(
@@ -187,8 +145,8 @@ def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[s
             self.model = model
 
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-            found = self.model(**dict(zip(inputs, tensors, strict=True)))
-            return tuple(found[name] for name in outputs)
+            outputs = self.model(**dict(zip(inputs, tensors, strict=True)))
+            return tuple(outputs[name] for name in outputs)
 
     return InOrder().eval()
 
@@ -206,10 +164,6 @@ def _example(model: PromptPredictor, manifest: Manifest) -> tuple[Tensor, ...]:
         "served_model": torch.tensor([1, 0]),
         "temperature": torch.tensor([1.0, float("nan")]),
     }
-    if manifest.lexical is not None:
-        features = torch.zeros((2, len(manifest.lexical.feature_names)))
-        features[1] = float("nan")
-        values[LEXICAL_INPUT] = features
     return tuple(values[tensor.name] for tensor in manifest.inputs)
 
 

@@ -1,26 +1,89 @@
-"""Does the artifact give torch's numbers? Measured over batch and sequence shapes before anything is published."""
+"""Comparison of an artifact with torch over shapes and padding patterns, before anything is published."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from export.padding import Shape, shapes
-from predictors.artifact import Artifact, Precision
+from predictors.artifact import Precision
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import TailcastError
-from scheduler_core.lengths import LogT
 
 if TYPE_CHECKING:
     from predictors.modules import Checkpoint, PromptPredictor
     from predictors.runtime import ArtifactRuntime
+
+MAX_BATCH = 64
+
+PATTERNS = ("full", "one long", "one short", "all short", "steps", "alternating", "random")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A batch of `batch` rows and `seq` columns, padded on the right as `pattern` says."""
+
+    batch: int
+    seq: int
+    pattern: str
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.seq} {self.pattern}"
+
+    def lengths(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Tokens in each row [batch], from 1 to seq.
+
+        full: no padding. one long, one short: one row has all columns, or 1, the others the opposite. all short: every row
+        is padded, as where columns are rounded up. steps: from 1 to all. alternating: 1 and all. random: any.
+        """
+        full = np.full(self.batch, self.seq, dtype=np.int64)
+        ones = np.ones(self.batch, dtype=np.int64)
+        one = int(rng.integers(self.batch))
+        if self.pattern == "one long":
+            ones[one] = self.seq
+            return ones
+        if self.pattern == "one short":
+            full[one] = 1
+            return full
+        if self.pattern == "all short":
+            return rng.integers(1, max(self.seq, 2), size=self.batch, dtype=np.int64)
+        if self.pattern == "steps":
+            return np.linspace(1, self.seq, self.batch).round().astype(np.int64)
+        if self.pattern == "alternating":
+            full[1::2] = 1
+            return full
+        if self.pattern == "random":
+            return rng.integers(1, self.seq + 1, size=self.batch, dtype=np.int64)
+        assert self.pattern == "full"
+        return full
+
+
+def shapes(longest: int, *, max_tokens: int, num_random: int, rng: np.random.Generator) -> Iterator[Shape]:
+    """Every pattern at one small shape; edge shapes and random ones, patterns in turn.
+
+    Args:
+        longest: Most columns.
+        max_tokens: Most rows times columns; one row of `longest` columns comes in any case.
+        num_random: Random shapes, log-uniform over 1 to 64 rows and 1 to `longest` columns.
+        rng: Draws them.
+    """
+    small = (5, min(16, longest))
+    yield from (Shape(*small, pattern) for pattern in PATTERNS)
+    sizes = [(1, 1), (1, 2), (2, 1), (1, longest), (3, 17)]
+    sizes += [(min(MAX_BATCH, max_tokens), 1), (min(MAX_BATCH, max_tokens // 2), 2)]
+    sizes += [(min(MAX_BATCH, max_tokens // longest), longest), (MAX_BATCH, max_tokens // MAX_BATCH)]
+    for _ in range(num_random):
+        batch, seq = np.exp(rng.uniform(0, np.log([MAX_BATCH + 0.99, longest + 0.99]))).astype(int).tolist()
+        sizes.append((batch, min(seq, max_tokens // batch)))
+    for number, (batch, seq) in enumerate(sizes):
+        if batch >= 1 and seq >= 1:
+            yield Shape(batch, min(seq, longest), PATTERNS[number % len(PATTERNS)])
+
 
 MAX_TOKENS = 2048
 NUM_RANDOM = 8
@@ -30,8 +93,6 @@ RELATIVE_ABOVE_1 = ("nu", "regression_tokens", "rank")
 # Largest difference from torch in single precision that passes. What int8 may cost is told by the task's metrics
 # alone; this bound only catches a graph that is broken.
 TOLERANCES: Mapping[Precision, float] = {"fp32": 1e-4, "fp16": 5e-2, "int8": 1.0}
-# The capped length's numbers may be off by so much, relative to scheduler_core's.
-CAPPED_TOLERANCE = 1e-4
 
 PROBES = (
     "Name three rivers in Europe.",
@@ -66,12 +127,11 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Token ids of each prompt, served models by name, temperatures, lexical features; columns with padding."""
+    """Token ids of each prompt, served models by name, temperatures; columns with padding."""
 
     prompts: list[NDArray[np.int64]]
     served_models: list[str | None]
     temperatures: list[float | None]
-    lexical: list[NDArray[np.float32] | None]
     seq: int
 
 
@@ -128,91 +188,50 @@ def measure_padding(
     """
     longest = model.config.max_length
     rows = _random_batch(model, Shape(6, min(33, longest), "random"), rng)
-    alone = [
-        _onnx(runtime, _Batch([prompt], [served], [temperature], [lexical], len(prompt)))
-        for prompt, served, temperature, lexical in zip(
-            rows.prompts, rows.served_models, rows.temperatures, rows.lexical, strict=True
+    single = [
+        _onnx(runtime, _Batch([prompt], [served], [temperature], len(prompt)))
+        for prompt, served, temperature in zip(
+            rows.prompts, rows.served_models, rows.temperatures, strict=True
         )
     ]
-    joined = {name: np.concatenate([one[name] for one in alone]) for name in alone[0]}
+    joined = {name: np.concatenate([one[name] for one in single]) for name in single[0]}
     batched = _differences(joined, _onnx(runtime, rows))
     padded = _differences(joined, _onnx(runtime, dataclasses.replace(rows, seq=longest)))
     return {name: max(batched[name], padded[name]) for name in batched}
 
 
-def measure_capped(artifact: Artifact, *, rng: np.random.Generator, num_rows: int = 512) -> float:
-    """Largest relative difference of the capped length's graph from scheduler_core over random parameters.
-
-    Raises:
-        TailcastError: It is above 1e-4.
-    """
-    import onnxruntime as ort
-
-    capped, nu = artifact.manifest.capped, artifact.manifest.nu
-    assert capped is not None
-    feed: dict[str, NDArray[Any]] = {
-        "mu": rng.uniform(0, 10, num_rows).astype(np.float32),
-        "sigma": np.exp(rng.uniform(math.log(1e-3), math.log(3), num_rows)).astype(np.float32),
-        "nu": np.exp(rng.uniform(0, math.log(100), num_rows)).astype(np.float32),
-        "max_tokens": np.exp(rng.uniform(0, math.log(131072), num_rows)).astype(np.int64),
-    }
-    session = ort.InferenceSession(str(artifact.capped_model_path), providers=["CPUExecutionProvider"])
-    found = session.run(None, {tensor.name: feed[tensor.name] for tensor in capped.inputs})
-    mu, sigma = (feed[name].astype(np.float64) for name in ("mu", "sigma"))
-    lengths = LogT(mu, sigma, feed["nu"].astype(np.float64) if nu is None else nu)
-    cap = feed["max_tokens"].astype(np.float64)
-    expected, cvar = lengths.expected_and_cvar(capped.cvar_level, cap)
-    logs = np.stack([lengths.logppf(level) for level in capped.quantile_levels], axis=1)
-    quantiles = np.exp(np.minimum(logs, np.log(cap)[:, None]))
-    worst = 0.0
-    for tensor, got, wanted in zip(capped.outputs, found, (expected, cvar, quantiles), strict=True):
-        difference = float(np.max(np.abs(got / wanted - 1)))
-        _check({tensor.name: difference}, CAPPED_TOLERANCE, "the capped length's graph and scheduler_core")
-        worst = max(worst, difference)
-    return worst
-
-
 def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
     """Raises TailcastError unless the artifact's tokenizer gives the token ids that training used."""
-    from predictors.modules import read_tokens
+    from predictors.modules import tokenize
 
     config = checkpoint.config
     for probe in PROBES:
-        [ids] = read_tokens(
+        [ids] = tokenize(
             checkpoint.tokenizer,
             [probe],
             max_length=tokenizer.max_length,
             truncation_side=config.truncation_side,
         )
-        wanted = ids.tolist()
-        [found] = tokenizer([probe])
-        if found.ids.tolist() != wanted:
+        expected = ids.tolist()
+        [prompt] = tokenizer([probe])
+        if prompt.ids.tolist() != expected:
             raise TailcastError(
                 f"tokenizer.json and the checkpoint's tokenizer differ on {probe[:40]!r}: "
-                f"{found.ids[:8].tolist()}... and {wanted[:8]}..."
+                f"{prompt.ids[:8].tolist()}... and {expected[:8]}..."
             )
 
 
 def _random_batch(model: PromptPredictor, shape: Shape, rng: np.random.Generator) -> _Batch:
     vocabulary: int = model.encoder.config.vocab_size  # type: ignore[union-attr,assignment]
     conditioning = model.config.conditioning
-    known: tuple[str | None, ...] = () if conditioning is None else conditioning.served_models
-    names = known if conditioning is not None and not conditioning.unknown else (*known, None)
+    served_models: tuple[str | None, ...] = () if conditioning is None else conditioning.served_models
+    names = served_models if conditioning is not None and not conditioning.unknown else (*served_models, None)
     return _Batch(
         [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in shape.lengths(rng)],
         [names[number] for number in rng.integers(len(names), size=shape.batch)],
         [TEMPERATURES[number] for number in rng.integers(len(TEMPERATURES), size=shape.batch)],
-        [_random_lexical(model, rng) for _ in range(shape.batch)],
         shape.seq,
     )
-
-
-def _random_lexical(model: PromptPredictor, rng: np.random.Generator) -> NDArray[np.float32] | None:
-    """Features around those of training; now and then unknown."""
-    if model.lexical is None or rng.random() < 0.3:
-        return None
-    mean, std = model.lexical.mean.numpy(), model.lexical.std.numpy()
-    return np.asarray(mean + std * rng.normal(0, 2, size=len(mean)), dtype=np.float32)
 
 
 def _torch(model: PromptPredictor, rows: _Batch) -> Arrays:
@@ -224,37 +243,31 @@ def _torch(model: PromptPredictor, rows: _Batch) -> Arrays:
         ids[row, : len(prompt)] = torch.from_numpy(prompt)
         mask[row, : len(prompt)] = 1
     conditions: dict[str, torch.Tensor] = {}
-    if model.lexical is not None:
-        unknown = np.full(model.lexical.width - 1, np.nan, dtype=np.float32)
-        table = [unknown if features is None else features for features in rows.lexical]
-        conditions["lexical"] = torch.from_numpy(np.stack(table))
     if model.config.conditioning is not None:
         numbers = [model.config.conditioning.number_of(name) for name in rows.served_models]
         temperatures = [float("nan") if value is None else value for value in rows.temperatures]
         conditions["served_model"] = torch.tensor(numbers)
         conditions["temperature"] = torch.tensor(temperatures, dtype=torch.float32)
     with torch.no_grad():
-        found = model(ids, mask, **conditions)
-    return {name: values.double().numpy() for name, values in found.items()}
+        outputs = model(ids, mask, **conditions)
+    return {name: values.double().numpy() for name, values in outputs.items()}
 
 
 def _onnx(runtime: ArtifactRuntime, rows: _Batch) -> Arrays:
-    found = runtime.run(
-        rows.prompts, rows.served_models, rows.temperatures, lexical=rows.lexical, seq=rows.seq
-    ).arrays()
-    return {tensor.name: found[tensor.name] for tensor in runtime.artifact.manifest.outputs}
+    arrays = runtime.run(rows.prompts, rows.served_models, rows.temperatures, seq=rows.seq).arrays()
+    return {tensor.name: arrays[tensor.name] for tensor in runtime.artifact.manifest.outputs}
 
 
 def _differences(one: Arrays, other: Arrays) -> dict[str, float]:
     if set(one) != set(other):
         raise TailcastError(f"torch gives {', '.join(one)}; the artifact {', '.join(other)}")
-    found = {}
+    differences = {}
     for name, values in one.items():
         difference = np.abs(values - other[name])
         if name in RELATIVE_ABOVE_1:
             difference = difference / np.maximum(np.abs(values), 1.0)
-        found[name] = float(difference.max())
-    return found
+        differences[name] = float(difference.max())
+    return differences
 
 
 def _check(differences: Mapping[str, float], tolerance: float, what: str) -> None:

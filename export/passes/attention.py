@@ -1,4 +1,4 @@
-"""Attention found in a graph, proved on numbers, and put into one operator.
+"""Attention of a graph, verified on numbers, as one operator.
 
 What the exporters write as a dozen nodes per layer (projections split into heads, scores, mask, softmax, context, heads
 joined) becomes one `MultiHeadAttention` of ONNX Runtime, which needs no copies between them. Relative positions as DeBERTa
@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
 from export.passes.disentangled import PositionTerm, RelativeBias, position_tables
-from export.passes.probe import probe, random_feed
-from export.passes.view import MICROSOFT, GraphView
+from export.passes.graph import MICROSOFT, GraphView, probe, random_feed
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +42,10 @@ class Scale:
 
     def value(self, values: Mapping[str, Array]) -> float | None:
         """The factor; None if the tensor is no scalar."""
-        found = values[self.name]
-        if found.size != 1:
+        tensor = values[self.name]
+        if tensor.size != 1:
             return None
-        return 1 / float(found.reshape(())) if self.divides else float(found.reshape(()))
+        return 1 / float(tensor.reshape(())) if self.divides else float(tensor.reshape(()))
 
 
 @dataclass(slots=True)
@@ -263,13 +262,13 @@ def _prove(
 ) -> Proof | None:
     """Calculates the attention in numpy from the reading and compares; None if it differs."""
     batch, seq = tokens.shape
-    found = values[reading.softmax.output[0]]
+    probabilities = values[reading.softmax.output[0]]
     parts = [values[name] for name in (reading.query, reading.key, reading.value, reading.context)]
-    if any(part.ndim != 3 or part.shape[:2] != (batch, seq) for part in parts) or found.size % (
+    if any(part.ndim != 3 or part.shape[:2] != (batch, seq) for part in parts) or probabilities.size % (
         batch * seq * seq
     ):
         return None
-    num_heads = found.size // (batch * seq * seq)
+    num_heads = probabilities.size // (batch * seq * seq)
     if any(part.shape[2] % num_heads for part in parts):
         return None
     query, key, value = (_heads(part, num_heads) for part in parts[:3])
@@ -294,15 +293,15 @@ def _prove(
         )
         scores = scores + (one.swapaxes(-1, -2) if term.by_key else one)
         scaled_tables.append(table)
-    kept = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
-    scores = np.where(kept, scores, -np.inf)
+    visible = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
+    scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    found = found.reshape(batch, num_heads, seq, seq)
+    probabilities = probabilities.reshape(batch, num_heads, seq, seq)
     context = (weights @ value).swapaxes(1, 2).reshape(batch, seq, -1)
-    error = np.abs(weights - found).swapaxes(1, 2)[tokens].max()
-    spread = np.abs(parts[3][tokens]).max() + 1e-6
-    error = max(error, np.abs(context - parts[3])[tokens].max() / spread)
+    error = np.abs(weights - probabilities).swapaxes(1, 2)[tokens].max()
+    magnitude = np.abs(parts[3][tokens]).max() + 1e-6
+    error = max(error, np.abs(context - parts[3])[tokens].max() / magnitude)
     if not error <= TOLERANCE:
         return None
     return Proof(num_heads, scale, causal, tuple(scaled_tables))
@@ -323,15 +322,15 @@ def _mask_kind(reading: Reading, values: Mapping[str, Array], tokens: Array) -> 
         return None
     try:
         mask = np.broadcast_to(mask, (batch, *mask.shape[1:-2], seq, seq)) if mask.ndim > 2 else mask[None]
-        kept = (mask if reading.keep else mask > BLOCKED).astype(bool).reshape(batch, -1, seq, seq)
+        visible = (mask if reading.keep else mask > BLOCKED).astype(bool).reshape(batch, -1, seq, seq)
     except ValueError:
         return None
     if not reading.keep and (mask[mask > BLOCKED] != 0).any():
         return None
     for causal in (False, True):
-        wanted = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
-        wanted = np.broadcast_to(wanted, (batch, kept.shape[1], seq, seq))
-        if (kept == wanted).swapaxes(1, 2)[tokens].all():
+        expected = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
+        expected = np.broadcast_to(expected, (batch, visible.shape[1], seq, seq))
+        if (visible == expected).swapaxes(1, 2)[tokens].all():
             return causal
     return None
 

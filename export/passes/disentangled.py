@@ -20,8 +20,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 
-from export.passes.probe import probe, random_feed
-from export.passes.view import GraphView
+from export.passes.graph import GraphView, probe, random_feed
 
 Array = NDArray[Any]
 
@@ -84,7 +83,7 @@ def position_tables(
     longest = probe(model, names, random_feed(model, 1, max_length, rng, vocabulary))
     shorter = probe(model, names, random_feed(model, 1, max(1, max_length // 3), rng, vocabulary))
     distances = np.clip(max_length - np.arange(2 * max_length), 1 - max_length, max_length - 1)
-    found: dict[str, Array] = {}
+    tables: dict[str, Array] = {}
     for term in terms:
         table, other = longest[term.table], shorter[term.table]
         if table.shape != other.shape or not np.array_equal(table, other):
@@ -96,8 +95,8 @@ def position_tables(
         heads = table.reshape(-1, *table.shape[-2:])
         if columns.min() < -heads.shape[-1] or columns.max() >= heads.shape[-1]:
             continue
-        found[term.key] = np.ascontiguousarray(heads[:, :, columns].astype(np.float32))
-    return found
+        tables[term.key] = np.ascontiguousarray(heads[:, :, columns].astype(np.float32))
+    return tables
 
 
 def _by_distance(index: Array) -> Array | None:

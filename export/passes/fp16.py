@@ -13,8 +13,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto
 
-from export.passes.probe import Feed, probe
-from export.passes.view import GraphView
+from export.passes.graph import Feed, GraphView, probe
 from scheduler_core.errors import TailcastError
 
 #: Stands for minus infinity where half precision must hold it and be added to.
@@ -40,22 +39,22 @@ def to_half(model: onnx.ModelProto, last_states: str, feed: Feed) -> int:
     if not halved:
         raise TailcastError("no word embeddings lead to the hidden states")
     inside = {id(node) for node in halved}
-    made = {name for node in halved for name in node.output}
+    internal = {name for node in halved for name in node.output}
     entering = sorted(
         {
             name
             for node in halved
             for name in node.input
-            if name and name not in made and not graph.is_constant(name)
+            if name and name not in internal and not graph.is_constant(name)
         }
     )
     leaving = sorted(
-        name for name in made if any(id(reader) not in inside for reader in graph.consumers(name))
+        name for name in internal if any(id(reader) not in inside for reader in graph.consumers(name))
     )
     types = {name: value.dtype for name, value in probe(model, [*entering, *leaving], feed).items()}
     halves: dict[str, str] = {}
     for node in halved:
-        _halve_node(graph, node, made, types, halves)
+        _halve_node(graph, node, internal, types, halves)
     for name in leaving:
         if types[name] == np.float32:
             outside = [reader for reader in graph.consumers(name) if id(reader) not in inside]
@@ -68,15 +67,15 @@ def to_half(model: onnx.ModelProto, last_states: str, feed: Feed) -> int:
 def _between(graph: GraphView, last_states: str) -> Sequence[NodeProto]:
     """Nodes on a path from the word embeddings to the last hidden states."""
     ahead = _reached(graph, ["input_ids"], lambda node: node.op_type == "Gather" and _is_table(graph, node))
-    found, stack, seen = [], [last_states], set()
+    nodes, stack, visited = [], [last_states], set()
     while stack:
         node = graph.producer(stack.pop())
-        if node is not None and id(node) not in seen:
-            seen.add(id(node))
+        if node is not None and id(node) not in visited:
+            visited.add(id(node))
             stack += node.input
             if id(node) in ahead:
-                found.append(node)
-    return found
+                nodes.append(node)
+    return nodes
 
 
 def _is_table(graph: GraphView, node: NodeProto) -> bool:
@@ -86,26 +85,26 @@ def _is_table(graph: GraphView, node: NodeProto) -> bool:
 
 def _reached(graph: GraphView, names: Sequence[str], starts: Any) -> set[int]:
     """Nodes behind those nodes that read one of the tensors (by way of others) and that `starts` accepts."""
-    stack, begun, seen = list(names), set(), set()
+    stack, behind, visited = list(names), set(), set()
     while stack:
         name = stack.pop()
         for node in graph.consumers(name):
-            after = name in begun or starts(node)
-            if node.op_type == "Shape" or (id(node), after) in seen:
+            after = name in behind or starts(node)
+            if node.op_type == "Shape" or (id(node), after) in visited:
                 continue
-            seen.add((id(node), after))
+            visited.add((id(node), after))
             for output in node.output:
                 if after:
-                    begun.add(output)
+                    behind.add(output)
                 stack.append(output)
-    return {number for number, after in seen if after}
+    return {number for number, after in visited if after}
 
 
 def _halve_node(
-    graph: GraphView, node: NodeProto, made: set[str], types: dict[str, Any], halves: dict[str, str]
+    graph: GraphView, node: NodeProto, internal: set[str], types: dict[str, Any], halves: dict[str, str]
 ) -> None:
     for position, name in enumerate(node.input):
-        if not name or name in made:
+        if not name or name in internal:
             continue
         if name not in halves:
             value = graph.constant(name)

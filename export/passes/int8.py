@@ -1,35 +1,274 @@
-"""Products in 8-bit integers whose answers do not depend on batch mates, nor on the processor.
+"""Products of an encoder in 8-bit integers whose results depend neither on batch mates nor on the processor.
 
-Activations: one scale and zero point per tensor, fixed from calibration prompts. A scale taken from each batch (ONNX
-Runtime's dynamic quantisation) lets one prompt change the rounding of all others; scales per row cost as much time as they
-save. Weights: one scale per output channel.
+`find_products` finds products of computed states with stored weights, where nearly all time of an encoder goes.
+`measure_ranges` measures their inputs on calibration prompts. `smooth` moves outlying channels of activations into the
+weights, exactly, so that eight bits per tensor suffice. `quantize` then replaces the products.
 
-Processors without VNNI multiply unsigned by signed bytes in pairs and keep the sum of a pair in 16 bits, cut off at 32,767.
-Weights of 7 bits avoid that at the price of half of the precision. Here the scale of a channel is chosen so that no pair
-can get there with any activation: positive weights of neighbours sum to at most 128, and so do negative ones. That costs
-about a third of a bit, and all processors give the same integers.
+Activations: one scale and zero point per tensor. A scale taken from each batch (ONNX Runtime's dynamic quantization)
+lets one prompt change the rounding of all others; scales per row cost as much time as they save. Weights: one scale per
+output channel.
 
-Source of the pairs: Intel 64 manual, VPMADDUBSW; ONNX Runtime, "Quantize ONNX models", when and why reduce_range.
+Smoothing: one scale for a whole tensor is what the fast integer product needs; a few channels far from zero leave few
+steps for the others. Channel k of the states is shifted by c_k and divided by s_k, and the weights take it back:
+x W + b = ((x - c) / s) (s W) + (b + c W). Where x comes from a layer normalization, a second one with other gains gives
+(x - c) / s; where it is the context of attention, the value projection does, because attention weights sum to 1.
+
+Processors without VNNI multiply unsigned by signed bytes in pairs and saturate the sum of a pair at 32,767 (16 bits).
+Weights of 7 bits avoid that at the price of half of the precision. Here the scale of a channel is such that no pair can
+saturate with any activation: positive weights of neighbors sum to at most 128, and so do negative ones. That costs about
+a third of a bit, and all processors give the same integers.
+
+Sources: Xiao et al., SmoothQuant, ICML 2023, equation 4, with the shift of Wei et al., Outlier Suppression+, EMNLP 2023;
+Intel 64 manual, VPMADDUBSW; ONNX Runtime, "Quantize ONNX models", when and why reduce_range.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import onnx
 from numpy.typing import NDArray
-from onnx import TensorProto
+from onnx import NodeProto, TensorProto
 
-from export.passes.products import Product, Range
-from export.passes.view import MICROSOFT, GraphView, attribute
+from export.passes.graph import MICROSOFT, Feed, GraphView, attribute, part, session
 
-#: Largest sum of two neighbouring weights of the same sign: 255 x 128 fits into 16 bits with a sign.
+Array = NDArray[np.float32]
+#: Smaller products cost next to nothing.
+SMALLEST_WEIGHT = 64 * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """`source @ weight + bias`.
+
+    Attributes:
+        node: The MatMul.
+        source: States [B, S, K].
+        weight: Name of the stored weight [K, N].
+        add: The Add of a stored bias [N], if there is one.
+        bias: Name of that bias.
+    """
+
+    node: NodeProto
+    source: str
+    weight: str
+    add: NodeProto | None
+    bias: str
+
+    @property
+    def output(self) -> str:
+        """Where the result is [B, S, N]."""
+        return str((self.node if self.add is None else self.add).output[0])
+
+
+def find_products(graph: GraphView, tokens_of: Callable[[str], bool]) -> list[Product]:
+    """Products worth quantising.
+
+    Args:
+        graph: The graph.
+        tokens_of: Whether a tensor has one row per token: the small products behind the pooling stay exact.
+    """
+    products = []
+    for node in graph.nodes:
+        if node.op_type != "MatMul":
+            continue
+        shape = graph.constant_shape(node.input[1])
+        if shape is None or len(shape) != 2 or shape[0] * shape[1] < SMALLEST_WEIGHT:
+            continue
+        if tokens_of(node.input[0]):
+            add, bias = _bias(graph, node, shape[1])
+            products.append(Product(node, node.input[0], node.input[1], add, bias))
+    return products
+
+
+def _bias(graph: GraphView, node: NodeProto, width: int) -> tuple[NodeProto | None, str]:
+    readers = graph.consumers(node.output[0])
+    if len(readers) != 1 or readers[0].op_type != "Add" or node.output[0] in graph.outputs:
+        return None, ""
+    [other] = [name for name in readers[0].input if name != node.output[0]] or [""]
+    return (readers[0], other) if graph.constant_shape(other) == (width,) else (None, "")
+
+
+def token_states(model: onnx.ModelProto, feed: Feed) -> Callable[[str], bool]:
+    """Tells of a tensor whether it has the shape [B, S, K], by running the graph on `feed`."""
+    graph = GraphView(model)
+    sources = {
+        node.input[0]
+        for node in graph.nodes
+        if node.op_type == "MatMul" and len(graph.constant_shape(node.input[1]) or ()) == 2
+    }
+    computed = [name for name in sources if graph.producer(name) is not None]
+    batch, seq = feed["input_ids"].shape
+    if not computed:
+        return lambda name: False
+    runner = session(part(model, computed))
+    needed = {value.name for value in runner.get_inputs()}
+    values = runner.run(computed, {name: value for name, value in feed.items() if name in needed})
+    right = {
+        name
+        for name, value in zip(computed, values, strict=True)
+        if value.ndim == 3 and value.shape[:2] == (batch, seq)
+    }
+    return lambda name: name in right
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What a tensor [.., K] held over the calibration prompts, for each of the K channels."""
+
+    low: Array
+    high: Array
+
+
+def measure_ranges(
+    model: onnx.ModelProto, names: Sequence[str], feeds: Iterable[Feed]
+) -> Mapping[str, Range]:
+    """Smallest and largest value of each channel of some tensors.
+
+    Args:
+        model: The graph.
+        names: Tensors [B, S, K].
+        feeds: Inputs without padding.
+    """
+    names = list(dict.fromkeys(names))
+    runner: Any = session(part(model, names))
+    needed = {value.name for value in runner.get_inputs()}
+    ranges: dict[str, Range] = {}
+    for feed in feeds:
+        values = runner.run(names, {name: value for name, value in feed.items() if name in needed})
+        for name, value in zip(names, values, strict=True):
+            rows = value.reshape(-1, value.shape[-1])
+            low, high = rows.min(axis=0), rows.max(axis=0)
+            if name in ranges:
+                low, high = np.minimum(low, ranges[name].low), np.maximum(high, ranges[name].high)
+            ranges[name] = Range(low, high)
+    return ranges
+
+
+#: How much of a channel's spread goes into the weights.
+STRENGTH = 0.5
+#: Channels narrower than this do not vary.
+_NARROW = 1e-5
+
+
+def smooth(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, Range]) -> int:
+    """Rewrites a graph in place, with the same numbers; returns how many tensors were smoothed.
+
+    Args:
+        graph: The graph.
+        products: Its products.
+        ranges: Of the products' sources.
+    """
+    readers: dict[str, list[Product]] = defaultdict(list)
+    for product in products:
+        readers[product.source].append(product)
+    by_output = {product.output: product for product in products}
+    done = 0
+    for source, group in readers.items():
+        if any(product.add is None for product in group):
+            continue
+        shift, scale = _shift_and_scale(ranges[source], [_weight(graph, p) for p in group])
+        smoothed = _from_normalization(graph, source, shift, scale)
+        if smoothed is None:
+            if not _from_values(graph, source, group, by_output, shift, scale):
+                continue
+        else:
+            for product in group:
+                graph.replace_uses(source, smoothed, among=[product.node])
+        for product in group:
+            _take_back(graph, product, shift, scale)
+        done += 1
+    graph.finish()
+    return done
+
+
+def _weight(graph: GraphView, product: Product) -> Array:
+    value = graph.constant(product.node.input[1])
+    assert value is not None
+    return value
+
+
+def _shift_and_scale(range_: Range, weights: Sequence[Array]) -> tuple[Array, Array]:
+    shift = (range_.low + range_.high) / 2
+    half_width = np.maximum((range_.high - range_.low) / 2, _NARROW)
+    height = np.maximum(np.max([np.abs(weight).max(axis=1) for weight in weights], axis=0), _NARROW)
+    scale = half_width**STRENGTH / height ** (1 - STRENGTH)
+    # The whole tensor keeps its size; only the channels change relative to each other.
+    scale = scale / np.exp(np.log(scale).mean())
+    return shift.astype(np.float32), scale.astype(np.float32)
+
+
+def _from_normalization(graph: GraphView, source: str, shift: Array, scale: Array) -> str | None:
+    node = graph.producer(source)
+    if node is None or node.op_type != "LayerNormalization" or len(node.input) != 3:
+        return None
+    gain, offset = graph.constant(node.input[1]), graph.constant(node.input[2])
+    if gain is None or offset is None:
+        return None
+    return graph.add(
+        "LayerNormalization",
+        [
+            node.input[0],
+            graph.add_constant("smooth_gain", gain / scale),
+            graph.add_constant("smooth_offset", (offset - shift) / scale),
+        ],
+        axis=attribute(node, "axis", -1),
+        epsilon=attribute(node, "epsilon", 1e-5),
+    )
+
+
+def _from_values(
+    graph: GraphView,
+    source: str,
+    group: Sequence[Product],
+    by_output: Mapping[str, Product],
+    shift: Array,
+    scale: Array,
+) -> bool:
+    node = graph.producer(source)
+    if node is None or node.op_type != "MultiHeadAttention" or len(graph.consumers(source)) != len(group):
+        return False
+    values = by_output.get(node.input[2])
+    if values is None or values.add is None or len(graph.consumers(values.output)) != 1:
+        return False
+    weight, bias = _weight(graph, values), graph.constant(_bias_name(values))
+    assert bias is not None
+    _store(graph, values, weight / scale, (bias - shift) / scale)
+    return True
+
+
+def _take_back(graph: GraphView, product: Product, shift: Array, scale: Array) -> None:
+    weight, bias = _weight(graph, product), graph.constant(_bias_name(product))
+    assert bias is not None
+    _store(graph, product, weight * scale[:, None], bias + shift @ weight)
+
+
+def _bias_name(product: Product) -> str:
+    assert product.add is not None
+    [name] = [name for name in product.add.input if name != product.node.output[0]]
+    return str(name)
+
+
+def _store(graph: GraphView, product: Product, weight: Array, bias: Array) -> None:
+    assert product.add is not None
+    old = _bias_name(product)
+    graph.replace_uses(
+        product.node.input[1], graph.add_constant("smooth_weight", weight), among=[product.node]
+    )
+    graph.replace_uses(old, graph.add_constant("smooth_bias", bias), among=[product.add])
+
+
+#: Largest sum of two neighboring weights of the same sign: 255 x 128 fits into 16 bits with a sign.
 LARGEST_PAIR = 128
 #: Calibration prompts do not show everything: so much beyond their range is still represented.
 MARGIN = 1.05
 
 
-def quantise(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, Range]) -> int:
+def quantize(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, Range]) -> int:
     """Puts products into 8-bit integers, in place; returns how many.
 
     Args:
@@ -37,17 +276,17 @@ def quantise(graph: GraphView, products: Sequence[Product], ranges: Mapping[str,
         products: Its products.
         ranges: Of the products' sources.
     """
-    quantised: dict[str, tuple[str, str, str]] = {}
+    quantized: dict[str, tuple[str, str, str]] = {}
     for product in products:
-        if product.source not in quantised:
+        if product.source not in quantized:
             scale, zero = activation_scale(ranges[product.source])
             names = (graph.add_constant("act_scale", scale), graph.add_constant("act_zero", zero))
             integers = graph.add("QuantizeLinear", [product.source, *names])
-            quantised[product.source] = (integers, *names)
-        integers, act_scale, act_zero = quantised[product.source]
+            quantized[product.source] = (integers, *names)
+        integers, act_scale, act_zero = quantized[product.source]
         weight = graph.constant(product.weight)
         assert weight is not None
-        rounded, scales = quantise_weight(weight)
+        rounded, scales = quantize_weight(weight)
         result = graph.add(
             "MatMulIntegerToFloat",
             [
@@ -66,14 +305,14 @@ def quantise(graph: GraphView, products: Sequence[Product], ranges: Mapping[str,
     return len(products)
 
 
-def activation_scale(found: Range) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+def activation_scale(range_: Range) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     """Scale and zero point of unsigned bytes for a tensor; 0 is always represented exactly."""
-    low, high = min(float(found.low.min()), 0.0) * MARGIN, max(float(found.high.max()), 0.0) * MARGIN
+    low, high = min(float(range_.low.min()), 0.0) * MARGIN, max(float(range_.high.max()), 0.0) * MARGIN
     scale = max(high - low, 1e-8) / 255
     return np.float32(scale), np.array(np.clip(round(-low / scale), 0, 255), dtype=np.uint8)  # type: ignore[return-value]
 
 
-def quantise_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+def quantize_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Integers [K, N] and a scale per output channel [N], such that weight is about integers * scale."""
     largest = np.abs(weight).max(axis=0)
     scale = np.maximum(np.maximum(largest / 127, _largest_pairs(weight) / LARGEST_PAIR), 1e-12)
@@ -89,7 +328,7 @@ def quantise_weight(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDAr
 
 
 def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Largest sum of the same sign of two neighbours (0 and 1, 2 and 3, ...) in each column."""
+    """Largest sum of the same sign of two neighbors (0 and 1, 2 and 3, ...) in each column."""
     if len(weight) % 2:
         weight = np.concatenate([weight, np.zeros((1, weight.shape[1]), dtype=weight.dtype)])
     pairs = weight.reshape(-1, 2, weight.shape[1])
@@ -98,7 +337,7 @@ def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(np.maximum(positive, negative))
 
 
-def quantise_tables(graph: GraphView, *, least_rows: int = 1000) -> int:
+def quantize_tables(graph: GraphView, *, least_rows: int = 1000) -> int:
     """Stores embedding tables in bytes with a scale per row, in place; returns how many.
 
     A row is turned back into floats when it is looked up: that makes the file smaller and no answer slower, at a rounding

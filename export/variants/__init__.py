@@ -1,1 +1,1 @@
-"""Variants of an artifact: faster or smaller graphs, each judged by what it is for before it is accepted."""
+"""Faster variants of an artifact: graphs, quality, latency, report."""

@@ -11,20 +11,20 @@ KINDS = ("fused", "int8", "fp16", "fp16-fused")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What a variant may lose against the artifact it is made from."""
+class AcceptanceLimits:
+    """Maximum losses of a variant against the artifact."""
 
     r2_drop: float = 0.01
     """Drop of R2 of mu."""
     tau_drop: float = 0.01
     """Drop of Kendall's tau between the predicted order and the fitted medians."""
     coverage_shift: float = 0.01
-    """Change of the coverage of P50, P90 or P99, as a share (0.01 is one point)."""
+    """Change of the coverage of P50, P90 or P99, as a fraction (0.01 is one point)."""
     probability_shift: float = 0.01
     """Mean absolute change of urgency and bucket probabilities."""
     batch_mates: float = 0.01
-    """Largest change of an answer by other prompts in its batch, as a share of the output's spread; without rounding to
-    8 or 16 bits it may be 1e-5."""
+    """Largest change of an output by other prompts in its batch, relative to its standard deviation; 1e-5 for variants
+    in single precision."""
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:
@@ -35,7 +35,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class VariantsConfig:
-    """Makes faster variants of an artifact, keeps those whose answers hold, and says which is best on this machine."""
+    """Make faster variants of an artifact, keep those whose quality holds, and choose the fastest on this machine."""
 
     INPUTS = ("artifact", "data", "public_key", "sign")
     OUTPUTS = ("out", "markdown")
@@ -43,35 +43,35 @@ class VariantsConfig:
     artifact: str
     """Artifact folder of export-onnx, with an encoder."""
     data: str
-    """Parquet file of answer lengths that evaluate reads (samples/2), with prompts the artifact was not trained on.
-    Up to a third of its prompts calibrate int8; the others judge all variants."""
+    """Parquet file of output lengths, as evaluate takes it (samples/2), with prompts the artifact was not trained on.
+    Up to a third of its prompts calibrate int8; the others evaluate all variants."""
     out: str
     """Folder to write: an artifact folder for each accepted variant, report.json and report.md."""
     overwrite: bool = False
     """Replace an earlier set of variants at `out`, if it holds nothing else; anything else there is never replaced."""
     public_key: str | None = None
-    """Public key of minisign, file or base64 line: the artifact must be signed with it."""
+    """PEM file of an Ed25519 public key that the artifact has to be signed with."""
     sign: str | None = None
-    """Secret key file of minisign: sign the variants, for consumers that verify. Its password, if it has one, is read
-    from the environment variable TAILCAST_SIGNING_PASSWORD."""
+    """PEM file with an Ed25519 private key: sign the variants. The key's password, if it has one, is read from the
+    environment variable TAILCAST_SIGNING_PASSWORD."""
     variants: list[str] = field(default_factory=lambda: list(KINDS))
-    """Which to try: fused (attention in one operator), int8 (for the CPU), fp16 and fp16-fused (for a GPU)."""
+    """Variants to make: fused (attention in one operator), int8 (for the CPU), fp16 and fp16-fused (for a GPU)."""
     calibration_prompts: int = 128
-    """At most so many prompts calibrate the ranges of int8."""
+    """Maximum number of prompts that calibrate the ranges of int8."""
     max_groups: int | None = None
-    """Judge on at most so many (prompt, served model) groups; unset: all."""
+    """Maximum number of (prompt, served model) groups of the evaluation; unset: all."""
     group_by: str = "prompt_id,model"
     """Columns that name a group, as in evaluate."""
     max_tokens: int | None = None
-    """Cap on all answers, as in evaluate."""
+    """Limit of all outputs, as in evaluate."""
     shapes: list[str] = field(default_factory=lambda: ["1x32", "8x128"])
-    """Batches to time, each BATCHxTOKENS; tokens beyond what the artifact reads are left out."""
+    """Batches to measure, each BATCHxTOKENS; those beyond the max_length of the artifact are skipped."""
     repetitions: int = 5
-    """Each variant is timed so many times per shape, in turn with the others."""
+    """Calls of each variant at each shape, interleaved with the others."""
     threads: int = 1
     """Threads of a model call."""
-    limits: Limits = field(default_factory=Limits)
-    """What a variant may lose."""
+    limits: AcceptanceLimits = field(default_factory=AcceptanceLimits)
+    """Maximum losses of a variant."""
     markdown: str | None = None
     """Also write the Markdown report to this file."""
     seed: int = 0
@@ -88,19 +88,19 @@ class VariantsConfig:
             raise InputError("variants", self.variants, f"one or more of {', '.join(KINDS)}, each once")
         for name, least in (("calibration_prompts", 1), ("repetitions", 1), ("seed", 0)):
             if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"a whole number of at least {least}")
+                raise InputError(name, getattr(self, name), f"an integer >= {least}")
         check_threads("threads", self.threads)
-        self.timed_shapes  # noqa: B018  (raises for a wrong shape)
+        self.measured_shapes  # noqa: B018  (raises for a wrong shape)
 
     @property
-    def timed_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of each batch to time."""
-        found = []
+    def measured_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(batch, tokens) of each batch to measure."""
+        shapes = []
         for shape in self.shapes:
             batch, cross, tokens = shape.partition("x")
             if not cross or not (batch.isdecimal() and tokens.isdecimal()) or not int(batch) * int(tokens):
                 raise InputError("shapes", shape, "BATCHxTOKENS, as 8x128")
-            found.append((int(batch), int(tokens)))
-        if not found:
+            shapes.append((int(batch), int(tokens)))
+        if not shapes:
             raise InputError("shapes", self.shapes, "one or more BATCHxTOKENS")
-        return tuple(found)
+        return tuple(shapes)

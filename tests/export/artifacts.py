@@ -10,9 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 
-from export.capped_graph import export_capped_graph
 from predictors.artifact import (
-    CappedLengths,
     Conditions,
     EncoderCard,
     Manifest,
@@ -71,7 +69,7 @@ def word_pieces() -> Tokenizer:
 def write_text_artifact(
     folder: Path, *, tokenizer: Tokenizer | None = None, truncation_side: str = "right", opset: int = 20
 ) -> Path:
-    """mu = 3 + 0.01 mean id + served model, sigma = 0.5 + temperature (0 if unknown); nu = 3.5 and length.onnx."""
+    """mu = 3 + 0.01 mean id + served model, sigma = 0.5 + temperature (0 if unknown); nu = 3.5."""
     folder.mkdir(parents=True, exist_ok=True)
     nodes = [
         helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
@@ -112,14 +110,11 @@ def write_text_artifact(
     onnx.save(model, folder / "model.onnx")
     (tokenizer or word_pieces()).save(str(folder / "tokenizer.json"))
     (folder / "normalization.json").write_text("{}")
-    capped = CappedLengths(cvar_level=0.9, quantile_levels=(0.5, 0.9), has_nu=False)
-    export_capped_graph(capped, 3.5, folder / "length.onnx")
-    manifest = Manifest(
+    manifest = Manifest.draft(
         artifact_id="text",
         created="2026-01-02T03:04:05+00:00",
         heads=("length",),
         encoder=EncoderCard(architecture="mean", source="fake", num_parameters=1, num_layers=None, width=1),
-        capped=capped,
         nu=3.5,
         max_length=MAX_LENGTH,
         truncation_side=truncation_side,  # type: ignore[arg-type]

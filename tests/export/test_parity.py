@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from export.exporter import ExportConfig, export_onnx
-from export.padding import MAX_BATCH, PATTERNS, Shape, shapes
-from export.parity import TOLERANCES, measure_padding, measure_parity
+from export.parity import MAX_BATCH, PATTERNS, TOLERANCES, Shape, measure_padding, measure_parity, shapes
 from predictors.modules import load_checkpoint
 from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError, TailcastError

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from export.graph import export_graph
-from export.passes.probe import random_feed, session
-from predictors.artifact import Manifest
+from export.passes.graph import random_feed, session
+from predictors.artifact import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
 from tests.predictors.predictors import predictor
 from tests.predictors.tiny_encoders import ENCODERS
@@ -19,10 +19,11 @@ from tests.training.tiny import tiny_bert
 LONGEST = 48
 # All tiny vocabularies have these.
 VOCABULARY = 20
-MANIFEST = Manifest(
+MANIFEST = Manifest.draft(
     artifact_id="tiny",
     created="",
     heads=("length",),
+    encoder=EncoderCard(architecture="bert", source="fake", num_parameters=1, num_layers=None, width=1),
     nu=3.5,
     max_length=LONGEST,
     truncation_side="right",

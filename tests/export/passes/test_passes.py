@@ -9,19 +9,20 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.passes.attention import attention_layers, fuse_attention
 from export.passes.fp16 import last_of, to_half
+from export.passes.graph import MICROSOFT, GraphView, attribute, probe, random_feed, session
 from export.passes.int8 import (
     LARGEST_PAIR,
+    Range,
     activation_scale,
-    quantise,
-    quantise_tables,
-    quantise_weight,
+    find_products,
+    measure_ranges,
+    quantize,
+    quantize_tables,
+    quantize_weight,
+    smooth,
+    token_states,
 )
-from export.passes.offline import simplified
-from export.passes.probe import probe, random_feed, session
-from export.passes.products import Range, find_products, measure_ranges, token_states
-from export.passes.residuals import keep_residuals_apart
-from export.passes.smoothing import smooth
-from export.passes.view import MICROSOFT, GraphView, attribute
+from export.passes.simplify import keep_residuals_apart, simplified
 from scheduler_core.errors import TailcastError
 from tests.export.passes.conftest import LONGEST, VOCABULARY, largest_difference
 
@@ -101,7 +102,7 @@ def measured(model):
     return graph, find_products(graph, rows), ranges
 
 
-def test_only_products_of_states_are_quantised(graphs):
+def test_only_products_of_states_are_quantized(graphs):
     model = fused(graphs["bert"])
     products, _ = quantisable(model)
     # Query, key and value share a source; then the output and the two of the feed-forward part.
@@ -144,8 +145,8 @@ def test_int8_is_near_and_independent_of_batch_mates(graphs):
     plain = session(onnx.load(graphs["bert"]))
     model = fused(graphs["bert"])
     graph, products, ranges = measured(model)
-    assert quantise(graph, products, ranges) == 12
-    assert quantise_tables(GraphView(model), least_rows=50) == 2
+    assert quantize(graph, products, ranges) == 12
+    assert quantize_tables(GraphView(model), least_rows=50) == 2
     assert operators(model)["MatMulIntegerToFloat"] == 12
     assert {entry.domain for entry in model.opset_import} >= {"", MICROSOFT}
     small = session(model)
@@ -167,11 +168,11 @@ def test_int8_is_near_and_independent_of_batch_mates(graphs):
 
 def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
     rng = np.random.default_rng(0)
-    weight = rng.standard_normal((65, 7)).astype(np.float32)  # odd: the last row has no neighbour
+    weight = rng.standard_normal((65, 7)).astype(np.float32)  # odd: the last row has no neighbor
     weight[10:12, 3] = 5.0  # an outlying pair of one sign
     weight[20:22, 4] = -5.0
     weight[30, 5], weight[31, 5] = 6.0, -6.0  # of both signs, which cancel
-    rounded, scale = quantise_weight(weight)
+    rounded, scale = quantize_weight(weight)
     pairs = rounded[:64].astype(np.int64).reshape(32, 2, 7)
     assert np.maximum(pairs, 0).sum(axis=1).max() <= LARGEST_PAIR
     assert np.minimum(pairs, 0).sum(axis=1).min() >= -LARGEST_PAIR
@@ -183,7 +184,7 @@ def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
 def test_integer_products_are_exact_here():
     """On this machine the product of the largest activations and weights is what integers say."""
     rng = np.random.default_rng(0)
-    rounded, scale = quantise_weight(np.abs(rng.standard_normal((128, 16))).astype(np.float32))
+    rounded, scale = quantize_weight(np.abs(rng.standard_normal((128, 16))).astype(np.float32))
     states = np.full((1, 3, 128), 255, dtype=np.float32)
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "one", "zero"], ["q"]),

@@ -1,9 +1,10 @@
-"""A graph that can be asked who makes and who reads a tensor, and changed."""
+"""Graphs to rewrite: producers and consumers of tensors, changes, and values inside of a graph that is run."""
 
 from __future__ import annotations
 
+import graphlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, helper, numpy_helper
 
-from scheduler_core.errors import TailcastError
+from scheduler_core.errors import MissingExtraError, TailcastError
 
 MICROSOFT = "com.microsoft"
 
@@ -116,19 +117,19 @@ class GraphView:
         return name
 
     def finish(self) -> onnx.ModelProto:
-        """The model as changed: in order, without what nobody reads, without stored shapes (they may be stale)."""
+        """The model as changed: sorted, without unused nodes and constants, without stored shapes (they may be stale)."""
         needed: set[str] = set(self.outputs)
         stack = [node for name in self.outputs if (node := self.producer(name)) is not None]
-        kept: dict[int, NodeProto] = {}
+        used: dict[int, NodeProto] = {}
         while stack:
             node = stack.pop()
-            if id(node) in kept:
+            if id(node) in used:
                 continue
-            kept[id(node)] = node
+            used[id(node)] = node
             needed.update(node.input)
             stack += [maker for name in node.input if (maker := self.producer(name)) is not None]
         graph = self.model.graph
-        ordered = self._ordered([node for node in self.nodes if id(node) in kept])
+        ordered = self._ordered([node for node in self.nodes if id(node) in used])
         constants = [tensor for name, tensor in self._constants.items() if name in needed]
         copied = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
         del graph.node[:], graph.value_info[:]
@@ -146,27 +147,17 @@ class GraphView:
                 self.model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
         return self.model
 
-    def _ordered(self, nodes: Sequence[NodeProto]) -> list[NodeProto]:
-        makers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
-        missing = [{makers[name] for name in node.input if name in makers} for node in nodes]
-        readers: dict[int, list[int]] = defaultdict(list)
-        for number, needs in enumerate(missing):
-            for need in needs:
-                readers[need].append(number)
-        ready = [number for number, needs in enumerate(missing) if not needs]
-        found: list[NodeProto] = []
-        at = 0
-        while at < len(ready):
-            number = ready[at]
-            at += 1
-            found.append(nodes[number])
-            for reader in readers[number]:
-                missing[reader].discard(number)
-                if not missing[reader]:
-                    ready.append(reader)
-        if len(found) != len(nodes):
-            raise TailcastError("the rewritten graph has a cycle")
-        return found
+    @staticmethod
+    def _ordered(nodes: Sequence[NodeProto]) -> list[NodeProto]:
+        producers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
+        needs = {
+            number: {producers[name] for name in node.input if name in producers}
+            for number, node in enumerate(nodes)
+        }
+        try:
+            return [nodes[number] for number in graphlib.TopologicalSorter(needs).static_order()]
+        except graphlib.CycleError as error:
+            raise TailcastError("the rewritten graph has a cycle") from error
 
 
 def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
@@ -175,3 +166,115 @@ def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
         if entry.name == name:
             return helper.get_attribute_value(entry)
     return default
+
+
+Feed = Mapping[str, NDArray[Any]]
+#: A graph with its weights inside one message may not be larger than this.
+_LARGEST = 2_000_000_000
+
+
+def session(model: onnx.ModelProto, *, optimize: bool = True, threads: int = 1) -> Any:
+    """An ONNX Runtime session on the CPU.
+
+    Raises:
+        MissingExtraError: onnxruntime is not installed.
+        TailcastError: The graph is refused or too large.
+    """
+    try:
+        import onnxruntime as ort
+    except ImportError as error:
+        raise MissingExtraError("onnxruntime", "export") from error
+    if model.ByteSize() > _LARGEST:
+        raise TailcastError(
+            "variants of models beyond 2 GB cannot be made: the graph must fit into one message"
+        )
+    options: Any = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    level = ort.GraphOptimizationLevel
+    options.graph_optimization_level = level.ORT_ENABLE_ALL if optimize else level.ORT_DISABLE_ALL
+    try:
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # ONNX Runtime's exceptions share no base class
+        raise TailcastError(f"ONNX Runtime refuses the rewritten graph: {error}") from error
+
+
+def random_feed(
+    model: onnx.ModelProto, batch: int, seq: int, rng: np.random.Generator, vocabulary: int
+) -> dict[str, NDArray[Any]]:
+    """Inputs for a graph of token ids: random tokens, rows padded on the right from the second on, zeros for the rest.
+
+    Inputs with a default are left out.
+
+    Args:
+        model: Its inputs have the axes batch and seq in this order, as the manifest says.
+        batch, seq: Shape.
+        rng: Draws tokens and lengths.
+        vocabulary: Number of token ids.
+    """
+    feed: dict[str, NDArray[Any]] = {}
+    lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])
+    defaults = {tensor.name for tensor in model.graph.initializer}
+    for value in model.graph.input:
+        if value.name in defaults:
+            continue
+        dims = [batch, seq][: len(value.type.tensor_type.shape.dim)]
+        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        if value.name == "input_ids":
+            feed[value.name] = rng.integers(0, vocabulary, size=dims).astype(dtype)
+        elif value.name == "attention_mask":
+            feed[value.name] = (np.arange(seq) < lengths[:, None]).astype(dtype)
+        else:
+            feed[value.name] = np.zeros(dims, dtype=dtype)
+    return feed
+
+
+def probe(model: onnx.ModelProto, names: Iterable[str], feed: Feed) -> dict[str, NDArray[Any]]:
+    """Values of tensors inside a graph, nothing optimized away.
+
+    Args:
+        model: The graph; it is not changed.
+        names: Tensors, also inputs and constants of the graph.
+        feed: Inputs.
+    """
+    names = list(dict.fromkeys(names))
+    computed = {name for node in model.graph.node for name in node.output}
+    inside = [name for name in names if name in computed]
+    tensors = {name: feed[name] for name in names if name in feed}
+    constants = {tensor.name: tensor for tensor in model.graph.initializer}
+    tensors |= {name: onnx.numpy_helper.to_array(constants[name]) for name in names if name in constants}
+    if inside:
+        graph = part(model, inside)
+        inputs = {value.name for value in graph.graph.input}
+        values = session(graph, optimize=False).run(
+            inside, {name: value for name, value in feed.items() if name in inputs}
+        )
+        tensors |= dict(zip(inside, values, strict=True))
+    return tensors
+
+
+def part(model: onnx.ModelProto, outputs: Iterable[str]) -> onnx.ModelProto:
+    """The part of a graph that some of its tensors need, with those as outputs of unstated shape."""
+    outputs = list(dict.fromkeys(outputs))
+    makers = {name: node for node in model.graph.node for name in node.output}
+    needed: set[str] = set()
+    stack = list(outputs)
+    while stack:
+        name = stack.pop()
+        if name in needed:
+            continue
+        needed.add(name)
+        if name in makers:
+            stack += list(makers[name].input)
+    graph = onnx.GraphProto(name=model.graph.name)
+    graph.node.extend(node for node in model.graph.node if needed.intersection(node.output))
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)
+    graph.input.extend(value for value in model.graph.input if value.name in needed)
+    graph.output.extend(onnx.ValueInfoProto(name=name) for name in outputs)
+    return helper.make_model(
+        graph,
+        opset_imports=list(model.opset_import),
+        ir_version=model.ir_version,
+        functions=list(model.functions),
+    )

@@ -1,4 +1,4 @@
-"""ONNX Runtime's own exact simplifications, done once and kept."""
+"""Exact simplifications by ONNX Runtime, done once and stored, and one that it must not do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx
 
+from export.passes.graph import GraphView
 from scheduler_core.errors import MissingExtraError, TailcastError
 
 
@@ -36,11 +37,28 @@ def simplified(path: str | Path) -> onnx.ModelProto:
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise TailcastError(f"ONNX Runtime cannot simplify {path}: {error}") from error
         model = onnx.load(target)
-    # Shapes found before the simplification can contradict it, and the quantiser believes them.
+    # Shapes found before the simplification can contradict it, and the quantizer believes them.
     del model.graph.value_info[:]
     # It also names every operator set it knows of.
     used = {node.domain for node in model.graph.node}
-    kept = [entry for entry in model.opset_import if entry.domain in used]
+    opsets = [entry for entry in model.opset_import if entry.domain in used]
     del model.opset_import[:]
-    model.opset_import.extend(kept)
+    model.opset_import.extend(opsets)
     return model
+
+
+def keep_residuals_apart(model: onnx.ModelProto) -> int:
+    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many."""
+    graph = GraphView(model)
+    done = 0
+    for node in list(graph.nodes):
+        if node.op_type != "LayerNormalization":
+            continue
+        added = graph.producer(node.input[0])
+        if added is None or added.op_type != "Add" or any(graph.is_constant(name) for name in added.input):
+            continue
+        added.op_type = "Sum"
+        done += 1
+    if done:
+        graph.finish()
+    return done

@@ -1,1 +1,0 @@
-"""What Triton's Python backend runs; copied into a repository, where nothing of tailcast is installed."""

@@ -1,0 +1,1 @@
+"""Commands that combine packages which do not import each other."""
