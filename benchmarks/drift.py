@@ -5,7 +5,7 @@
 
 FILE holds samples that PREDICTOR was not trained on, of several served models. A stream is --before answers of OLD, in
 random order, then --after answers of NEW to the same prompts, as if the model behind the name had been replaced; all are
-predicted for as OLD's. It goes through what `evaluate --stream` keeps of a served model. Without --swap every model is
+predicted for as OLD's. It goes through what `evaluate-stream` keeps of a served model. Without --swap every model is
 replaced by the next one in the alphabet, and each also goes on as it was (NEW = OLD), where an alarm is a false one or
 says that the predictor is wrong on OLD itself.
 
@@ -28,14 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from training.drift.monitor import LEVELS, ModelMonitor
-from training.drift.outcome import Outcome
-from training.drift.student import cdf
-from training.evaluating.predictors import RunOptions, open_predictor
-from training.evaluating.rows import EvaluationRows, known_cap
-from training.fitting.fits_file import read_fits_or_fit
-from training.fitting.options import FitOptions
-from training.markdown_section import markdown_table, put_section
+from scheduler_core.lengths.student_t import student_t_cdf
+from scheduler_core.report.markdown import markdown_table, put_section
+from training.drift.monitor import LEVELS, ModelMonitor, ObservedOutput
+from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.rows import EvaluationRows, implied_max_tokens
+from training.fitting.fits import FitOptions, read_fits_or_fit
 
 FloatArray = NDArray[np.float64]
 SECTION = "drift"
@@ -48,27 +46,27 @@ HEADER = (
     "alarms in all",
     "as predicted",
     "recalibrated at alarms",
-    "recalibrated with every answer",
+    "recalibrated with every output",
 )
 
 
 @dataclass(slots=True)
 class Coverage:
-    """Answers at or below the predicted quantiles."""
+    """Outputs at or below the predicted quantiles."""
 
     covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
     count: int = 0
 
-    def add(self, outcome: Outcome, shift: float, scale: float) -> None:
-        """Counts one answer under mu + shift sigma, scale sigma."""
-        z = (math.log(outcome.output_tokens) - outcome.mu) / outcome.sigma
-        place = cdf((z - shift) / scale, outcome.nu)
+    def add(self, output: ObservedOutput, shift: float, scale: float) -> None:
+        """Counts one output under mu + shift sigma, scale sigma."""
+        z = (math.log(output.output_tokens) - output.mu) / output.sigma
+        probability = student_t_cdf((z - shift) / scale, output.nu)
         self.count += 1
         for name, level in LEVELS.items():
-            self.covered[name] += outcome.finished and place <= level
+            self.covered[name] += output.finished and probability <= level
 
     def shares(self) -> dict[str, float] | None:
-        """Level -> share; None without answers."""
+        """Level -> fraction; None without outputs."""
         return {name: hits / self.count for name, hits in self.covered.items()} if self.count else None
 
 
@@ -97,7 +95,9 @@ class Swap:
     running: dict[str, float] | None
 
 
-def watched(old: str, new: str, outcomes: Sequence[Outcome], change: int, window: int, arl: float) -> Swap:
+def watched(
+    old: str, new: str, outcomes: Sequence[ObservedOutput], change: int, window: int, arl: float
+) -> Swap:
     """Sends a stream through a monitor; the answers from `change` on are those of `new`."""
     monitor = ModelMonitor(window, arl)
     predicted, at_alarms, running = Coverage(), Coverage(), Coverage()
@@ -151,7 +151,7 @@ class Answered:
 
     def stream(
         self, old: str, new: str, before: int, after: int, rng: np.random.Generator
-    ) -> tuple[list[Outcome], int]:
+    ) -> tuple[list[ObservedOutput], int]:
         """Outcomes, and how many come before the change.
 
         Raises:
@@ -167,15 +167,17 @@ class Answered:
         second = own[before:] if new == old else self._answers([(prompt, new) for prompt in shared], old, rng)
         return first + second[:after], len(first)
 
-    def _answers(self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator) -> list[Outcome]:
+    def _answers(
+        self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator
+    ) -> list[ObservedOutput]:
         """Outcomes of all answers of some rows in random order, predicted for as those of `old`."""
         found = []
-        offsets, answers = self.rows.fits.groups.offsets, self.rows.answers
+        offsets, answers = self.rows.fits.groups.offsets, self.rows.outputs
         for prompt, model in keys:
             row, said = self.row_of[prompt, model], self.row_of[prompt, old]
-            cap = answers.caps[row]
+            cap = answers.max_tokens[row]
             found += [
-                Outcome(
+                ObservedOutput(
                     mu=float(self.mu[said]),
                     sigma=float(self.sigma[said]),
                     nu=float(self.nu[said]),
@@ -189,14 +191,16 @@ class Answered:
         return [found[number] for number in rng.permutation(len(found)).tolist()]
 
 
-def read_answered(predictor: str, data: str, options: RunOptions) -> Answered:
+def read_answered(predictor: str, data: str, options: InferenceOptions) -> Answered:
     """Opens the predictor and predicts each row of the file.
 
     Raises:
         InputError: The predictor has no distribution, or the data have no served models.
     """
     opened = open_predictor(predictor, options)
-    fits = read_fits_or_fit(data, FitOptions(nu=opened.fit_nu, max_tokens=known_cap(data)), min_samples=1)
+    fits = read_fits_or_fit(
+        data, FitOptions(nu=opened.fit_nu, max_tokens=implied_max_tokens(data)), min_samples=1
+    )
     rows = EvaluationRows.of(fits)
     if None in rows.served_models:
         raise InputError("--data", data, "samples with served models (column model)")
@@ -269,8 +273,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--swap", nargs="+", help="OLD=NEW")
     parser.add_argument("--before", type=int, default=1500, help="most answers before the change")
     parser.add_argument("--after", type=int, default=3000, help="most answers after it")
-    parser.add_argument("--window", type=int, default=1000, help="as in evaluate --stream")
-    parser.add_argument("--arl", type=float, default=100_000, help="as in evaluate --stream")
+    parser.add_argument("--window", type=int, default=1000, help="as in evaluate-stream")
+    parser.add_argument("--arl", type=float, default=100_000, help="as in evaluate-stream")
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
@@ -281,7 +285,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     try:
         answered = read_answered(
-            options.predictor, options.data, RunOptions(options.batch_size, progress=False)
+            options.predictor, options.data, InferenceOptions(options.batch_size, progress=False)
         )
         found = []
         for old, new in pairs_of(answered.models, options.swap):

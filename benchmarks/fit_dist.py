@@ -2,12 +2,12 @@
 
     python benchmarks/fit_dist.py [--prompts 45000] [--samples 20] [--subset 150] [--repeats 5] [--castillo FILE] [--largest 1000000]
 
-1. One fit per prompt with fixed nu = 3.5, answers uncut: scipy.stats.t.fit of the log lengths; scipy's L-BFGS-B with
+1. One fit per prompt with fixed nu = 3.5, no sample censored: scipy.stats.t.fit of the log lengths; scipy's L-BFGS-B with
    numeric and with analytic gradient, one prompt after another (today's practice; these three on a subset of the
    prompts); and `training.fitting.estimate` on all prompts, from integer lengths to estimates with standard errors, on
    one core. The largest differences of mu and ln sigma from the analytic loop show that it is the same optimum.
-   Synthetic prompts, and answers drawn with replacement from CASTILLO's real ones if its file is given.
-2. What else costs: answers cut at one cap per prompt, answers with caps of their own, distances, other families.
+   Synthetic prompts, and lengths drawn with replacement from CASTILLO's real ones if its file exists.
+2. Costs of samples censored at one limit per prompt, or at limits of their own, of distances, and of other families.
 3. Growth: prompts in blocks of 65,536, as the command works through a file; peak memory of each run in its own process.
 
 Times are the smallest of the repeats, in CPU time; a compiled kernel is loaded before the clock starts.
@@ -28,9 +28,7 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from scheduler_core.files import existing_file
-from training.fitting.estimate import Sample, estimate
-from training.fitting.families import compared_families, family_of
-from training.fitting.threads import one_blas_thread
+from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of, one_blas_thread
 
 NU = 3.5
 BLOCK = 65_536
@@ -46,7 +44,7 @@ def synthetic(prompts: int, samples: int, seed: int) -> Lengths:
 
 
 def resampled(path: str, prompts: int, samples: int, seed: int) -> Lengths:
-    """[prompts, samples] lengths drawn with replacement from the answers of that many rows of CASTILLO."""
+    """[prompts, samples] lengths drawn with replacement from the samples of that many rows of CASTILLO."""
     import pyarrow.parquet as pq
 
     column = (
@@ -71,7 +69,7 @@ def objective(theta: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float
 
 def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
     """(mu, ln sigma) of each row, one after another."""
-    found = []
+    solutions = []
     for row in rows:
         y = np.log(row)
         first = np.array([np.median(y), math.log(max(y.std(), 1e-2))])
@@ -85,8 +83,8 @@ def by_lbfgsb(rows: Lengths, *, analytic: bool) -> NDArray[np.float64]:
             bounds=[(None, None), (math.log(1e-3), None)],
             options={"ftol": 1e-13, "gtol": 1e-8},
         )
-        found.append(result.x)
-    return np.array(found)
+        solutions.append(result.x)
+    return np.array(solutions)
 
 
 def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
@@ -95,10 +93,12 @@ def by_scipy_fit(rows: Lengths) -> NDArray[np.float64]:
     return np.array([(fit[1], math.log(max(fit[2], 1e-3))) for fit in fits])
 
 
-def ours(rows: Lengths, cap: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
-    """(mu, ln sigma) of all rows at once; lengths above `cap`, which broadcasts, are cut there."""
-    kept = rows if cap is None else np.minimum(rows, cap)
-    sample = Sample.of(kept.ravel(), (kept == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1])
+def ours(rows: Lengths, limit: NDArray[np.int64] | None = None) -> NDArray[np.float64]:
+    """(mu, ln sigma) of all rows at once; lengths above `limit`, which broadcasts, are censored."""
+    observed = rows if limit is None else np.minimum(rows, limit)
+    sample = SortedLengths.of(
+        observed.ravel(), (observed == rows).ravel(), np.arange(len(rows) + 1) * rows.shape[1]
+    )
     at = estimate(sample, family_of("log-t", NU)).solution
     return np.column_stack([at.m, at.s])
 
@@ -129,7 +129,7 @@ def compare(name: str, rows: Lengths, subset: int, repeats: int) -> None:
         for side, (action, count) in sides.items():
             best[side] = min(best[side], cpu(action) / count)
     mine = best["tailcast, one core"]
-    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} answers")
+    print(f"\n{name}: {len(rows)} prompts x {rows.shape[1]} samples")
     print(f"{'one fit':<30} {'us / prompt':>12} {'all prompts, s':>15} {'tailcast is':>12}")
     for side, seconds in best.items():
         print(f"{side:<30} {1e6 * seconds:>12.2f} {seconds * len(rows):>15.3f} {seconds / mine:>10.0f} x")
@@ -141,29 +141,33 @@ def extras(rows: Lengths, repeats: int, seed: int) -> None:
     """Table 2."""
     rng = np.random.default_rng(seed)
     typical = np.median(rows, axis=1, keepdims=True)
-    one_cap = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
-    own_caps = np.maximum(np.rint(typical * np.exp(rng.normal(0.35, 0.3, rows.shape))), 2).astype(np.int64)
+    one_limit = np.maximum(np.rint(typical * 1.35), 2).astype(np.int64)
+    own_limits = np.maximum(np.rint(typical * np.exp(rng.normal(0.35, 0.3, rows.shape))), 2).astype(np.int64)
     ends = np.arange(len(rows) + 1) * rows.shape[1]
-    sample = Sample.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
+    sample = SortedLengths.of(rows.ravel(), np.ones(rows.size, dtype=bool), ends)
     fits = estimate(sample, family_of("log-t", NU))
     actions: dict[str, Callable[[], object]] = {
-        "uncut answers": lambda: ours(rows),
-        f"one cap per prompt ({100 * (rows > one_cap).mean():.0f} % cut)": lambda: ours(rows, one_cap),
-        f"caps of their own ({100 * (rows > own_caps).mean():.0f} % cut)": lambda: ours(rows, own_caps),
-        "KS and AD distances alone": lambda: fits.distances(sample),
+        "uncensored": lambda: ours(rows),
+        f"one limit per prompt ({100 * (rows > one_limit).mean():.0f} % censored)": lambda: ours(
+            rows, one_limit
+        ),
+        f"limits of their own ({100 * (rows > own_limits).mean():.0f} % censored)": lambda: ours(
+            rows, own_limits
+        ),
+        "KS and AD distances": lambda: fits.distances(sample),
     }
     for label, family in compared_families(NU).items():
         if label != "log_t":
-            actions[f"{label} alone"] = lambda family=family: estimate(sample, family)  # type: ignore[misc]
+            actions[label] = lambda family=family: estimate(sample, family)  # type: ignore[misc]
     for action in actions.values():
         action()
     best = dict.fromkeys(actions, math.inf)
     for _ in range(repeats):
         for name, action in actions.items():
             best[name] = min(best[name], cpu(action))
-    print(f"\n{'cost of':<36} {'s':>8} {'of uncut':>9}")
+    print(f"\n{'cost of':<36} {'s':>8} {'of uncensored':>9}")
     for name, seconds in best.items():
-        print(f"{name:<36} {seconds:>8.3f} {seconds / best['uncut answers']:>7.1f} x")
+        print(f"{name:<36} {seconds:>8.3f} {seconds / best['uncensored']:>7.1f} x")
 
 
 def peak_megabytes() -> float:
@@ -173,7 +177,7 @@ def peak_megabytes() -> float:
 
 
 def _grow(
-    prompts: int, samples: int, seed: int, answer: multiprocessing.queues.Queue[tuple[float, float, float]]
+    prompts: int, samples: int, seed: int, results: multiprocessing.queues.Queue[tuple[float, float, float]]
 ) -> None:
     ours(synthetic(100, samples, seed))
     before = peak_megabytes()
@@ -181,7 +185,7 @@ def _grow(
     for first in range(0, prompts, BLOCK):
         rows = synthetic(min(BLOCK, prompts - first), samples, seed + first)
         spent += cpu(lambda rows=rows: ours(rows))  # type: ignore[misc]
-    answer.put((spent, peak_megabytes(), before))
+    results.put((spent, peak_megabytes(), before))
 
 
 def growth(largest: int, samples: int, seed: int) -> None:
@@ -190,10 +194,10 @@ def growth(largest: int, samples: int, seed: int) -> None:
     sizes = [size for size in (10_000, 45_000, 100_000, 1_000_000, 10_000_000) if size <= largest]
     context = multiprocessing.get_context("spawn")
     for size in sizes:
-        answer: multiprocessing.queues.Queue[tuple[float, float, float]] = context.Queue()
-        process = context.Process(target=_grow, args=(size, samples, seed, answer))
+        results: multiprocessing.queues.Queue[tuple[float, float, float]] = context.Queue()
+        process = context.Process(target=_grow, args=(size, samples, seed, results))
         process.start()
-        seconds, peak, before = answer.get()
+        seconds, peak, before = results.get()
         process.join()
         print(f"{size:>10} {seconds:>8.3f} {1e6 * seconds / size:>12.2f} {peak:>8.0f} {before:>19.0f}")
 
@@ -227,7 +231,7 @@ def main() -> None:
                 args.repeats,
             )
         else:
-            print("\nno CASTILLO file: only synthetic answers")
+            print("\nno CASTILLO file: only synthetic lengths")
         extras(rows, args.repeats, args.seed)
         growth(args.largest, args.samples, args.seed)
 

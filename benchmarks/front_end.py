@@ -83,23 +83,22 @@ async def _echo(*, by_thread: bool) -> int:
 async def _service(artifact: str) -> int:
     import numpy as np
 
-    from predictors.predicted import Predicted
-    from predictors.runtime import open_runtime
-    from predictors.service.grouping import BatchingSettings
+    from predictors.runtime import Predicted, open_runtime
+    from predictors.service.batcher import BatchingSettings
     from predictors.service.server import PredictionServer, ServerSettings
 
     runtime: Any = open_runtime(artifact, provider="cpu")
     batching = BatchingSettings.cpu(2)
 
     numbers = [np.ones(size) for size in range(batching.max_batch + 1)]
-    known = [Predicted(mu=ones * 5, sigma=ones, nu=ones * 3.5) for ones in numbers]
+    predictions = [Predicted(mu=ones * 5, sigma=ones, nu=ones * 3.5) for ones in numbers]
 
     def run(prompts: Any, *conditions: Any, **options: Any) -> Predicted:
-        return known[len(prompts)]
+        return predictions[len(prompts)]
 
-    read = runtime.tokenizer([PROMPT])[0]
-    runtime.tokenizer = lambda prompts: [read] * len(prompts)
-    runtime.run = run
+    tokens = runtime.tokenizer([PROMPT])[0]
+    runtime.tokenizer = lambda prompts: [tokens] * len(prompts)
+    runtime.run, runtime.warm_up = run, lambda: None
     server = PredictionServer(runtime, batching, ServerSettings())
     _keep.append(server)
     return await server.start()
@@ -191,7 +190,7 @@ def main() -> None:
     parser.add_argument("--artifact", help="default: a tiny one")
     options = parser.parse_args()
     if options.serve:
-        from predictors.service.loop import run
+        from predictors.edge import run
 
         run(serve(options.serve, options.artifact))
         return

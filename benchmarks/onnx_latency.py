@@ -84,12 +84,15 @@ def make_model(encoder: str) -> Any:
 def export(model: Any, path: Path, *, legacy: bool) -> None:
     """The graph of the predictor."""
     from export.graph import export_graph
-    from predictors.artifact import Manifest
+    from predictors.artifact import EncoderCard, Manifest
 
-    manifest = Manifest(
+    manifest = Manifest.draft(
         artifact_id="benchmark",
         created="",
         heads=("length",),
+        encoder=EncoderCard(
+            architecture="bert", source="benchmark", num_parameters=1, num_layers=None, width=1
+        ),
         nu=3.5,
         max_length=512,
         truncation_side="right",

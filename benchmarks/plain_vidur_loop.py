@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from scheduler_core.simulator.operator_table import OperatorTable
+from scheduler_core.simulator.step_time.operator_table import OperatorTable
 
 BLOCK = 16
 

@@ -12,7 +12,6 @@ is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
   gain is that of the mean completion time of all requests; the mean time per token is beside it.
 - frontier: that share against how tight the tail is bound, with true lengths and with predicted ones, and what a fluid
   queue says is there to keep (e).
-- gittins: wide distributions, displacement allowed (a).
 - trust: boosts from predictions that are right, and from ones that are wrong (b).
 - slo: share of requests within their target (d).
 """
@@ -152,9 +151,9 @@ def tail(options: argparse.Namespace) -> None:
         ("tie, tau as 30 s of 20 ms steps", "tie", {"tau_s": 1500.0}),
         ("hrrn", "hrrn", {"token_s": 1.0}),
         ("tail_guard", "tail_guard", {}),
-        ("tail_guard, nobody exempt", "tail_guard", {"exempt_share": 0.0}),
+        ("tail_guard, no exemptions", "tail_guard", {"exempt_fraction": 0.0}),
         ("tail_guard, P99 of FCFS known before", "tail_guard", known),
-        ("the same, nobody exempt", "tail_guard", {"exempt_share": 0.0, **known}),
+        ("the same, no exemptions", "tail_guard", {"exempt_fraction": 0.0, **known}),
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
@@ -188,7 +187,7 @@ def frontier(options: argparse.Namespace) -> None:
     heading("tail_guard with", *(f"ratio {ratio}" for ratio in RATIOS))
     for title, known, parameters in (
         ("predictions", jobs, {}),
-        ("predictions, nobody exempt", jobs, {"exempt_share": 0.0}),
+        ("predictions, no exemptions", jobs, {"exempt_fraction": 0.0}),
         ("predictions, P99 of FCFS known before", jobs, {"prior_s": p99}),
         ("true lengths", true, {}),
         ("true lengths, P99 of FCFS known before", true, {"prior_s": p99}),
@@ -199,7 +198,7 @@ def frontier(options: argparse.Namespace) -> None:
             kept = kept_share(latency, fcfs, sept)
             cells.append(f"{100 * kept:.0f} % ({np.percentile(latency, 99) / p99:.2f})")
         row(title, *cells)
-    for title, exempt in (("fluid, 0.85 % exempt", 0.0085), ("fluid, nobody exempt", 0.0)):
+    for title, exempt in (("fluid, 0.85 % exempt", 0.0085), ("fluid, no exemptions", 0.0)):
         row(title, *(f"{100 * fluid_gain(jobs, options.load, ratio, exempt):.0f} %" for ratio in RATIOS))
 
 
@@ -241,22 +240,6 @@ def tail_jobs(options: argparse.Namespace) -> list[Job]:
     return read_jobs(
         options.lengths, options.requests, options.slots, options.load, options.noise, rng(options)
     )
-
-
-def gittins(options: argparse.Namespace) -> None:
-    """(a): Gittins on the predicted log-t."""
-    num = min(options.requests, 1500)
-    jobs = read_jobs(options.lengths, num, options.slots, options.load, 0.8, rng(options))
-    print(
-        f"\ngittins: {num} requests, {options.slots} slots, load {options.load}, predictor's error 0.8; steps; displacement is free"
-    )
-    heading("policy", "mean", "P50", "P99", "preemptions")
-    for name, parameters in (
-        ("fcfs", {}), ("sept", {}), ("srpt", {}), ("las", {}), ("trail", {"limit": 1.0}), ("gittins", {"switch_cost": 0.0}),
-    ):  # fmt: skip
-        found = run(jobs, name, parameters, max_num_seqs=options.slots)
-        p50, p99 = np.percentile(found.latency, [50, 99])
-        row(name, found.latency.mean(), p50, p99, found.preemptions)
 
 
 def trust(options: argparse.Namespace) -> None:
@@ -333,7 +316,7 @@ def rng(options: argparse.Namespace) -> np.random.Generator:
 
 
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "tail": tail, "frontier": frontier, "gittins": gittins, "trust": trust, "slo": slo,
+    "tail": tail, "frontier": frontier, "trust": trust, "slo": slo,
 }  # fmt: skip
 
 

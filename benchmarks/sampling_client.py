@@ -179,7 +179,8 @@ async def with_openai(url: str, concurrency: int, stream: bool, meter: Meter) ->
 def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> None:
     """Our backend, asked for 20 answers to each of endlessly many prompts."""
     from data_gen.backend import SamplingSettings, Work
-    from data_gen.openai import OpenAIBackend, OpenAIOptions
+    from data_gen.openai.backend import OpenAIBackend
+    from data_gen.openai.options import OpenAIOptions
     from data_gen.prompts import Prompt
 
     options = OpenAIOptions(base_urls=(url,), concurrency=concurrency, stream=stream)
@@ -187,7 +188,7 @@ def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> Non
     work = (Work(Prompt(str(number), TEXT), indices) for number in itertools.count())
     with OpenAIBackend(options) as backend:
         for result in backend.sample(work, SamplingSettings(20, 32, 1.0, 1.0, 0)):
-            if [answer.output_tokens for answer in result.answers] != [32]:
+            if [output.output_tokens for output in result.outputs] != [32]:
                 raise SystemExit("a wrong answer")
             if not meter.count():
                 break
@@ -197,7 +198,7 @@ def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> Non
 
 def measure(options: argparse.Namespace) -> None:
     """One side, in this process; prints its figures as JSON."""
-    from data_gen.openai.client import allow_descriptors
+    from data_gen.openai.http_client import allow_descriptors
 
     allow_descriptors(options.concurrency[0])
     meter = Meter(options.warm_up_s, options.seconds)

@@ -18,7 +18,8 @@ from importlib.util import find_spec
 import torch
 
 from data_gen.backend import Backend, SamplingSettings, Work
-from data_gen.prompts import Prompt, read_prompts
+from data_gen.prompts import Prompt
+from data_gen.sources.open import read_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 from data_gen.vllm_backend import VllmBackend, VllmOptions
 
@@ -60,8 +61,8 @@ def measure(
     for result in backend.sample(work(), settings):
         if result.failures:
             raise SystemExit(f"{result.failures[0].kind}: {result.failures[0].reason}")
-        answers += len(result.answers)
-        tokens += sum(answer.output_tokens for answer in result.answers)
+        answers += len(result.outputs)
+        tokens += sum(output.output_tokens for output in result.outputs)
         prompt_tokens[result.prompt.prompt_id] = result.prompt_tokens or 0
     return answers, tokens, sum(prompt_tokens.values()), time.perf_counter() - began
 

@@ -31,9 +31,9 @@ from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import Tie, make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.predictions import LengthPrediction
+from scheduler_core.queues import WaitingQueue
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.waiting_queue import WaitingQueue
 
 OPERATIONS = ("add", "re-key", "abort", "take")
 CAP = 1024

@@ -42,11 +42,11 @@ from benchmarks.vidur_validation import SARATHI, Case, limits_of, read_case, tab
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.fetch import no_predictions
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.operator_table import OperatorTable
-from scheduler_core.simulator.roofline_time import RooflineStepTime
+from scheduler_core.simulator.predictions import no_predictions
 from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWork
+from scheduler_core.simulator.step_time.operator_table import OperatorTable
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 CHUNK = 512
@@ -200,8 +200,8 @@ def speed(case: Case, table: OperatorTable, repeats: int) -> list[Speed]:
 START_UP = """
 import time
 start = time.process_time()
-import scheduler_core.simulator
-from scheduler_core.simulator.operator_profile import read_operator_table
+import scheduler_core.simulator.loop
+from scheduler_core.simulator.step_time.operator_table import read_operator_table
 imported = time.process_time()
 if {folder!r}:
     read_operator_table({folder!r}, num_layers=32)

@@ -40,8 +40,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from training.config import StageConfig, TrainConfig
-from training.tasks import LengthTask
+from training.config import LengthTask, StageConfig, TrainConfig
 from training.train import train
 
 Precision = Literal["32-true", "bf16-mixed"]

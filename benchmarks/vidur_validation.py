@@ -25,11 +25,14 @@ import numpy as np
 from scheduler_core.policies import make_policy
 from scheduler_core.routing import make_router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator import ClusterSimulation, Trace, TraceRequest
-from scheduler_core.simulator.fetch import no_predictions
-from scheduler_core.simulator.loop import Outcome, Simulation
-from scheduler_core.simulator.operator_profile import read_operator_table
-from scheduler_core.simulator.operator_table import TOKEN_OPERATORS, OperatorTable
+from scheduler_core.simulator.loop import Simulation, SimulationOutcome
+from scheduler_core.simulator.predictions import no_predictions
+from scheduler_core.simulator.step_time.operator_table import (
+    TOKEN_OPERATORS,
+    OperatorTable,
+    read_operator_table,
+)
+from scheduler_core.simulator.trace import Trace, TraceRequest
 
 #: By model: layers, and whether its attention has grouped queries (then batches cost 10 % more).
 MODELS = {
@@ -146,15 +149,13 @@ def table_of(case: Case, tables: Path) -> OperatorTable:
     )
 
 
-def simulate(case: Case, table: OperatorTable, *, exact_steps: bool = False) -> Outcome:
+def simulate(case: Case, table: OperatorTable, *, exact_steps: bool = False) -> SimulationOutcome:
     """Runs the case."""
-    cores = [Scheduler(case.limits, make_policy("fcfs")) for _ in range(case.num_replicas)]
-    if len(cores) == 1:
-        return Simulation(case.trace, cores[0], table, no_predictions(), exact_steps=exact_steps).run()
-    named = {str(index): core for index, core in enumerate(cores)}
-    route = make_router("jsq", {"waiting_only": True})
-    cluster = ClusterSimulation(case.trace, named, route, table, no_predictions(), exact_steps=exact_steps)
-    return cluster.run().total
+    schedulers = {
+        str(index): Scheduler(case.limits, make_policy("fcfs")) for index in range(case.num_replicas)
+    }
+    router = make_router("jsq", {"waiting_only": True}) if case.num_replicas > 1 else None
+    return Simulation(case.trace, schedulers, table, no_predictions(), router, exact_steps=exact_steps).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class Errors:
     num_restarts: int
 
 
-def errors(case: Case, out: Outcome) -> Errors:
+def errors(case: Case, out: SimulationOutcome) -> Errors:
     """Compares a run with Vidur's; every request of the case must be in it."""
     expected = {str(row["id"]): row for row in case.rows}
     found = {record.request_id: record for record in out.records}

@@ -50,12 +50,12 @@ from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
 from benchmarks.vllm_runs.results import METRICS, calibrated, measured_capacity, run_metrics
 from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_server
-from data_gen.prompts import read_prompts
+from data_gen.sources.open import read_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.simulator.fetch import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
+from scheduler_core.report.markdown import put_section
+from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
-from training.markdown_section import put_section
 
 SECTION = "vllm cpu"
 #: The rest are vLLM's own.
@@ -179,7 +179,7 @@ def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -
     )  # fmt: skip
     found = fetch_predictions(Trace(rows), f"grpc://{address}", timeout_s=60.0)
     told = {}
-    for name, answer in found.answers.items():
+    for name, answer in found.by_id.items():
         length = answer.length if isinstance(answer, Prediction) else answer
         if length is not None:
             told[name] = [length.mu, length.sigma, length.nu]

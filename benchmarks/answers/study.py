@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.answers.files import check_file_options
 from benchmarks.answers.table import Table
 from scheduler_core.errors import InputError
-from training.markdown_section import put_section
+from scheduler_core.report.markdown import put_section
 
 Results = dict[str, Any]
 

@@ -1,13 +1,13 @@
 """The results of five papers beside ours.
 
     python -m benchmarks.reproduce [STUDY ...] [--quick | --scale 0.25] [--seeds 3] [--data FOLDER] [--predictions FILE]
-                                   [--missing] [--out out/reproduce] [--markdown docs/reproduction.md]
+                                   [--missing] [--out out/reproduce] [--markdown docs/reproduction]
 
 Each study prints the paper's value, ours, their ratio, and whether the effect points the same way, and keeps its findings
-under --out; --markdown writes the page of all studies whose findings are there, whatever their scales. --missing leaves out
+under --out; --markdown writes the pages of all studies whose findings are there, whatever their scales. --missing leaves out
 those that are there at this scale or a larger one, so that an interrupted run goes on. --list names them and what they cost.
 
-The page in docs is that of --out benchmarks/results/reproduction: run a study into it and write the page again.
+The pages in docs/reproduction are those of --out benchmarks/results/reproduction: run a study into it and write them again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from benchmarks.reproduce import (
     semantic,
     slai,
     tie,
+    tie_lengths,
     uniboost,
     uniboost_appendix,
 )
-from benchmarks.reproduce.page import load, page, save, section
+from benchmarks.reproduce.page import load, pages, save, section
 from benchmarks.reproduce.study import Effort, Study
 from scheduler_core.errors import InputError
 
@@ -42,6 +43,7 @@ STUDIES: tuple[Study, ...] = (
     *uniboost.STUDIES,
     *uniboost_appendix.STUDIES,
     *tie.STUDIES,
+    *tie_lengths.STUDIES,
 )
 
 
@@ -63,9 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         "--missing", action="store_true", help="only studies not kept yet at this scale or a larger one"
     )
     parser.add_argument("--out", type=Path, default=Path("out/reproduce"), help="where findings are kept")
-    parser.add_argument("--markdown", type=Path, help="write the page of all findings that are there")
+    parser.add_argument("--markdown", type=Path, help="folder for the pages of all findings that are there")
     parser.add_argument(
-        "--page-only", action="store_true", help="run nothing: write the page of what is there"
+        "--page-only", action="store_true", help="run nothing: write the pages of what is there"
     )
     parser.add_argument("--list", action="store_true", help="name the studies and what they cost")
     return parser
@@ -138,7 +140,9 @@ def main() -> int:
     if given.markdown is not None:
         kept = [(study, given.out / f"{study.name}.json") for study in STUDIES]
         parts = [(study, *load(path)) for study, path in kept if path.exists()]
-        given.markdown.write_text(page(parts), encoding="utf-8")
+        given.markdown.mkdir(parents=True, exist_ok=True)
+        for name, text in pages(parts).items():
+            (given.markdown / name).write_text(text, encoding="utf-8")
     return 0
 
 

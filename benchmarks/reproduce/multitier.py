@@ -83,8 +83,8 @@ def _speedups(effort: Effort, table: str, num: int, num_tiers: int) -> dict[str,
 
 
 def _tier_ttft(outcome: Outcome, tier: int) -> float:
-    found = [record.ttft_s for record in outcome.records if record.tier == tier]
-    return sum(found) / len(found)
+    times = [record.ttft_s for record in outcome.records if record.tier == tier]
+    return float(sum(times) / len(times))
 
 
 def tables(effort: Effort) -> Findings:

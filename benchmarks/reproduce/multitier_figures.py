@@ -16,7 +16,7 @@ from benchmarks.reproduce.multitier_systems import (
 )
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
-from scheduler_core.simulator.cluster_config import ClusterConfig
+from scheduler_core.simulator.config import ClusterConfig
 
 MIXES = {
     "figure 5, uniform": "uniform",

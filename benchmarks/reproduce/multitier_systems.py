@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from benchmarks.reproduce.simulate import Outcome, System, percentile
 from scheduler_core.routing import Llumnix, released_decay
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.cluster_config import ClusterConfig
-from scheduler_core.simulator.decode_run import DecodeRun
-from scheduler_core.simulator.roofline_time import RooflineStepTime
+from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.step_time import StepTime, StepWork
-from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Tiers, Workload
+from scheduler_core.simulator.step_time.decode_run import DecodeRun
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
+from scheduler_core.simulator.workloads import Arrivals, Lengths, Tiers, TokenDistribution, Workload
 
 #: Released code: 4 replicas of 128 blocks of 16 tokens, at most 64 requests in a batch.
 REPLICAS, BLOCKS, SEATS = 4, 128, 64
@@ -58,7 +58,9 @@ def workload(num: int, num_tiers: int, mix: str, rate_rps: float = QPS) -> Workl
     return Workload(
         num_requests=num,
         arrivals=Arrivals(rate_rps=rate_rps, max_gap_ratio=3.0),
-        lengths=Lengths(total=Law(law="zipf", low=64, high=512, theta=1.2), prompt_share=2 / 3),
+        lengths=Lengths(
+            total=TokenDistribution(kind="zipf", low=64, high=512, theta=1.2), prompt_fraction=2 / 3
+        ),
         tiers=Tiers(num_tiers=num_tiers, mix=mix),  # type: ignore[arg-type]
     )
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file
-from training.evaluating.predictors import Prediction, RunOptions, open_predictor
+from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
 
 #: Columns of the result.
 COLUMNS = (
@@ -58,7 +58,7 @@ def groups(samples: Path, models: Sequence[str], num_prompts: int, seed: int) ->
     return [found[prompts[int(place)], model] for model in models for place in chosen]
 
 
-def predictions(rows: Sequence[dict[str, Any]], folder: Path, options: RunOptions) -> Prediction:
+def predictions(rows: Sequence[dict[str, Any]], folder: Path, options: InferenceOptions) -> PredictedRows:
     """What the artifact or checkpoint says of them."""
     opened = open_predictor(folder, options)
     return opened.predict(
@@ -69,7 +69,7 @@ def predictions(rows: Sequence[dict[str, Any]], folder: Path, options: RunOption
 
 
 def table(
-    rows: Sequence[dict[str, Any]], length: Prediction, regression: Prediction, rank: Prediction
+    rows: Sequence[dict[str, Any]], length: PredictedRows, regression: PredictedRows, rank: PredictedRows
 ) -> pa.Table:
     """`COLUMNS` of all rows.
 
@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> int:
     """Entry point; returns the exit code."""
     given = _parser().parse_args()
-    options = RunOptions(threads=1, progress=False)
+    options = InferenceOptions(threads=1, progress=False)
     try:
         rows = groups(given.samples, given.model, given.prompts, given.seed)
         parts = [

@@ -11,15 +11,18 @@ from benchmarks.reproduce.simulate import System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.decode_run import DecodeRun, PolynomialRun
 from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Workload
+from scheduler_core.simulator.workloads import Arrivals, Lengths, TokenDistribution, Workload
 
 #: Tiles: a small t_col, so that cycles and runs are short; t_lcm = 32.
 T_ROW, T_COL, T_RED, CYCLE = 32, 32, 32, 256
 #: Prompts are whole tiles, so that nobody gains by filling one up.
-LENGTHS = Lengths(prompt=Law(law="fixed", low=256, high=256), output=Law(law="uniform", low=8, high=128))
+LENGTHS = Lengths(
+    prompt=TokenDistribution(kind="fixed", low=256, high=256),
+    output=TokenDistribution(kind="uniform", low=8, high=128),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from benchmarks.reproduce.simulate import Outcome, System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.fetch import Predictions
-from scheduler_core.simulator.quadratic_time import PRESETS
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.step_time.quadratic import PRESETS
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Tiers, Workload
+from scheduler_core.simulator.workloads import Arrivals, Lengths, Tiers, TokenDistribution, Workload
 
 LEVELS = 5
 #: Released code: lengths U{1..499}, buckets of 50 tokens, batches of 16, 20 spikes.
@@ -58,7 +58,7 @@ def spikes(gap_s: float, most: int, seed: int, scale: float = 1.0) -> Trace:
         num_requests=num,
         arrivals=Arrivals(process="spikes", gap_s=gap_s, max_burst=most),
         lengths=Lengths(
-            prompt=Law(law="uniform", low=1, high=LONGEST), output=Law(law="uniform", low=1, high=LONGEST),
+            prompt=TokenDistribution(kind="uniform", low=1, high=LONGEST), output=TokenDistribution(kind="uniform", low=1, high=LONGEST),
             max_tokens=LONGEST + 1,
         ),
         tiers=Tiers(num_tiers=LEVELS),
@@ -127,7 +127,7 @@ def as_lengths(predictions: Predictions, trace: Trace) -> Predictions:
     """Buckets as lengths: their middles, for policies that order by a length."""
     answers: dict[str, LengthPrediction] = {}
     for row in trace.requests:
-        answer = predictions.answers[row.request_id]
+        answer = predictions.by_id[row.request_id]
         assert isinstance(answer, Prediction)
         assert answer.bucket is not None
         answers[row.request_id] = LengthPrediction(math.log((answer.bucket.bucket + 0.5) * BUCKET), 0.1, 3.5)

@@ -11,10 +11,9 @@ import numpy as np
 from scheduler_core.policies import make_policy
 from scheduler_core.routing import Router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.cluster import ClusterSimulation
-from scheduler_core.simulator.cluster_config import ClusterConfig
-from scheduler_core.simulator.fetch import Predictions, no_predictions
+from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.loop import Simulation
+from scheduler_core.simulator.predictions import Predictions, no_predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time import LinearStepTime, StepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
@@ -81,26 +80,26 @@ def simulate(
     segments: bool = False,
 ) -> Outcome:
     """Runs a trace to its end; with `segments` its watch says who ran when."""
-    watch, answers = RunWatch(segments=[] if segments else None), predictions or no_predictions()
-    schedulers: dict[str, Scheduler] = {
-        name: watch.scheduler(system.scheduler, make_policy(system.policy, system.parameters), None, name)
+    watch = RunWatch(segments=[] if segments else None)
+    schedulers = {
+        name: Scheduler(system.scheduler, make_policy(system.policy, system.parameters))
         for name in system.cluster.replica_ids
     }
-    migrations = 0
-    if system.cluster.is_single:
-        (core,) = schedulers.values()
-        done = Simulation(trace, core, system.step_time, answers, delays_s=delays_s).run()
-    else:
-        arguments: dict[str, Any] = dict(system.cluster.arguments(seed, None))
-        if system.router is not None:
-            arguments["router"] = system.router()
-        cluster = ClusterSimulation(
-            trace, schedulers, step_time=system.step_time, predictions=answers, delays_s=delays_s, **arguments
-        ).run()
-        done, migrations = cluster.total, cluster.num_migrations
+    arguments: dict[str, Any] = dict(system.cluster.simulation_arguments(seed))
+    if system.router is not None:
+        arguments["router"] = system.router()
+    done = Simulation(
+        trace,
+        schedulers,
+        system.step_time,
+        predictions or no_predictions(),
+        delays_s=delays_s,
+        watch=watch,
+        **arguments,
+    ).run()
     block = system.scheduler.kv_block_tokens
     resident = max(core.peak_kv_blocks for core in schedulers.values()) * block
-    return Outcome(done.records, watch, len(done.refused), migrations, resident, done.end_s)
+    return Outcome(done.records, watch, len(done.refused), done.num_migrations, resident, done.end_s)
 
 
 def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentil
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import LinearStepTime
-from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, Workload, paying_and_free
+from scheduler_core.simulator.workloads import Arrivals, Lengths, TokenDistribution, Workload, paying_and_free
 
 #: RTX 6000 Ada, Mistral-7B: 90 % of 48 GB less 7.24e9 weights of 2 bytes, 131,072 bytes of keys and values per token.
 KV_BLOCKS = int((0.9 * 48e9 - 2 * 7.24e9) / 131_072) // 16
@@ -79,15 +79,17 @@ def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) 
     )
 
 
-def _log_normal(median: float, p90: float) -> Law:
+def _log_normal(median: float, p90: float) -> TokenDistribution:
     z90 = 1.2815515655446004
-    return Law(law="log_t", mu=math.log(median), sigma=math.log(p90 / median) / z90, nu=1e6, high=LONGEST)
+    return TokenDistribution(
+        kind="log_t", mu=math.log(median), sigma=math.log(p90 / median) / z90, nu=1e6, high=LONGEST
+    )
 
 
 def measures(outcome: Outcome) -> dict[str, float]:
     """Median and mean TTFT, mean of the paying, P99 TBT of both classes, share of KV memory in the second half of the run."""
     points = [point for line in outcome.watch.loads.values() for point in line.points]
-    late = [point.kv_share for point in points if point.time_s > points[-1].time_s / 2]
+    late = [point.kv_usage for point in points if point.time_s > points[-1].time_s / 2]
     first = [one.ttft_s for one in outcome.records]
     paying = [one.ttft_s for one in outcome.records if one.tenant == "paying"]
     return {

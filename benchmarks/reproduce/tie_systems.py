@@ -11,8 +11,8 @@ from benchmarks.reproduce.simulate import Outcome, System, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from benchmarks.reproduce.tie_requests import Order, Requests, requests, told
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.roofline_time import RooflineStepTime
-from scheduler_core.simulator.service_time import saturation_rate_rps
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.workloads import Arrivals
 
@@ -117,7 +117,7 @@ def run(
 
 def online(outcome: Outcome) -> dict[str, float]:
     """Per-token latency and TTFT, mean and P90."""
-    token = [one.per_token_latency_s for one in outcome.records]
+    token = [one.normalized_latency_s for one in outcome.records]
     first = [one.ttft_s for one in outcome.records]
     return {
         "token mean": sum(token) / len(token),

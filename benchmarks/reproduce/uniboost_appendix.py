@@ -26,7 +26,7 @@ from benchmarks.reproduce.uniboost_systems import (
     run,
 )
 from scheduler_core.simulator.metrics import starvation_slope
-from scheduler_core.simulator.workloads import Law, Lengths, RequestClass, Workload
+from scheduler_core.simulator.workloads import Lengths, RequestClass, TokenDistribution, Workload
 
 #: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted; section A.3: slope in
 #: s per request. SRPT is TRAIL+.
@@ -55,16 +55,19 @@ def starvation(effort: Effort) -> Findings:
     num = effort.num(6000, 400)
     findings = Findings(size=effort.size(6000, 400))
     short = Lengths(
-        prompt=Law(law="fixed", low=125, high=125),
-        output=Law(law="fixed", low=100, high=100),
+        prompt=TokenDistribution(kind="fixed", low=125, high=125),
+        output=TokenDistribution(kind="fixed", low=100, high=100),
         max_tokens=6000,
     )
-    long = Lengths(prompt=Law(law="fixed", low=2000, high=2000), output=Law(law="fixed", low=6000, high=6000))
+    long = Lengths(
+        prompt=TokenDistribution(kind="fixed", low=2000, high=2000),
+        output=TokenDistribution(kind="fixed", low=6000, high=6000),
+    )
     workload = Workload(
         num_requests=num,
         classes=(
-            RequestClass(share=0.9, category="short", lengths=short),
-            RequestClass(share=0.1, category="long", lengths=long),
+            RequestClass(weight=0.9, category="short", lengths=short),
+            RequestClass(weight=0.1, category="long", lengths=long),
         ),
     )
     for name in TABLE_3:

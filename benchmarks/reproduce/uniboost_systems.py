@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from benchmarks.reproduce.simulate import Outcome, System, percentile, simulate
 from benchmarks.reproduce.study import Effort
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.cluster_config import ClusterConfig
-from scheduler_core.simulator.fetch import oracle_predictions
-from scheduler_core.simulator.roofline_time import RooflineStepTime
-from scheduler_core.simulator.service_time import saturation_rate_rps
+from scheduler_core.simulator.config import ClusterConfig
+from scheduler_core.simulator.predictions import oracle_predictions
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals, Law, Lengths, RequestClass, Workload
+from scheduler_core.simulator.workloads import Arrivals, Lengths, RequestClass, TokenDistribution, Workload
 
 SEATS, CHUNK = 256, 1024
 #: Share of the capacity estimated for full batches; the paper's loads are 0.9 to 0.99 of what the system attains.
@@ -108,10 +108,14 @@ MEASURES = (
 )
 
 
-def law(median: float, p90: float, high: int = 4096) -> Law:
+def law(median: float, p90: float, high: int = 4096) -> TokenDistribution:
     """Log-normal through a median and a P90."""
-    return Law(
-        law="log_t", mu=math.log(median), sigma=math.log(p90 / median) / 1.2815515655446004, nu=1e6, high=high
+    return TokenDistribution(
+        kind="log_t",
+        mu=math.log(median),
+        sigma=math.log(p90 / median) / 1.2815515655446004,
+        nu=1e6,
+        high=high,
     )
 
 
@@ -133,8 +137,8 @@ def mixture(effort: Effort, num: int, share: float = 0.7, answers: Lengths | Non
     return Workload(
         num_requests=num,
         classes=(
-            RequestClass(share=share, category="reasoning", lengths=answers or reasoning()),
-            RequestClass(share=1 - share, category="azure", lengths=azure(effort)),
+            RequestClass(weight=share, category="reasoning", lengths=answers or reasoning()),
+            RequestClass(weight=1 - share, category="azure", lengths=azure(effort)),
         ),
     )
 

@@ -211,22 +211,22 @@ async def connected(load: Load) -> AsyncIterator[Ask]:
 @contextlib.asynccontextmanager
 async def _grpc(load: Load, address: str, *, streams: bool) -> AsyncIterator[Ask]:
     """Through our own client without its retries; every prompt is a request of its own."""
-    from predictors.client import ClientSettings, GrpcPredictor, PredictorError, RetrySettings
+    from predictors.client import ClientSettings, GrpcPredictor, PredictorError
     from scheduler_core.predictor import PredictionRequest
 
     settings = ClientSettings(
         timeout_s=load.timeout_s,
-        retries=RetrySettings(max_attempts=1),
+        max_attempts=1,
         num_connections=load.connections,
         transport="stream" if streams else "calls",
     )
-    capped = load.max_tokens is not None
+    truncated_length = load.max_tokens is not None
     async with GrpcPredictor(address, settings) as predictor:
 
         async def ask(prompt: str) -> str:
             try:
                 await predictor.responses(
-                    [PredictionRequest("", prompt, load.max_tokens or 1)], capped=capped
+                    [PredictionRequest("", prompt, load.max_tokens or 1)], truncated_length=truncated_length
                 )
             except PredictorError as error:
                 return error.code

@@ -80,13 +80,13 @@ class Variant:
     def _ours(
         self, artifact: Path, port: int, http_port: int | None
     ) -> contextlib.AbstractContextManager[Process]:
-        from predictors.client import ClientSettings, PredictorError, RetrySettings, SyncPredictor
+        from predictors.client import ClientSettings, PredictorError, SyncPredictor
         from scheduler_core.predictor import PredictionRequest
 
         command = [sys.executable, "-m", "predictors.cli", str(artifact), f"--port={port}", "--provider=cpu"]
         if http_port is not None:
             command.append(f"--http_port={http_port}")
-        settings = ClientSettings(timeout_s=5.0, retries=RetrySettings(max_attempts=1))
+        settings = ClientSettings(timeout_s=5.0, max_attempts=1)
 
         def answers() -> bool:
             if not listens(port):

@@ -12,11 +12,12 @@ from scipy.stats import t as student
 from benchmarks.vllm_runs.step_work import step_work
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator import SimulationConfig, Trace, TraceRequest, run_simulation
-from scheduler_core.simulator.calibrate import fit_calibration
-from scheduler_core.simulator.fetch import Predictions, oracle_predictions
-from scheduler_core.simulator.fitting import Fit, StepSample
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.fitting import StepSample, StepTimeFit, fit_step_time
+from scheduler_core.simulator.predictions import Predictions, oracle_predictions
+from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import StepTime
+from scheduler_core.simulator.trace import Trace, TraceRequest
 
 #: Metric -> unit.
 METRICS = {
@@ -84,7 +85,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     return mean, float(student.ppf(0.5 + level / 2, len(values) - 1)) * scale
 
 
-def slowness(steps: Steps, fit: Fit) -> float:
+def slowness(steps: Steps, fit: StepTimeFit) -> float:
     """How many times as long steps took as the fit says of their work, all together."""
     return sum(step[1] for step in steps) / sum(fit.step_time.step_s(step_work(step)) for step in steps)
 
@@ -94,13 +95,14 @@ def scheduling_s(steps: Steps) -> float:
     return float(np.mean([step[6] for step in steps]))
 
 
-def calibrated(steps: Steps) -> Fit:
+def calibrated(steps: Steps) -> StepTimeFit:
     """The model of step times that `simulate calibrate` fits, from the engine's own log.
 
     Raises:
         InputError: There are too few steps.
     """
-    return fit_calibration([StepSample(float(step[1]), step_work(step)) for step in steps])
+    samples = [StepSample(float(step[1]), step_work(step)) for step in steps]
+    return fit_step_time(samples, keep_total=True)
 
 
 def simulated(

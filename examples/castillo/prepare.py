@@ -1,4 +1,4 @@
-"""From the public sets to the files that the CASTILLO predictors are trained, calibrated and judged on.
+"""From the public sets to the files that the CASTILLO predictors are trained, calibrated and evaluated on.
 
 CASTILLO's validation part is split by prompt: 60 % is trained on, 15 % decides when to stop and calibrates, 25 % is the
 report and is touched by nothing else. A prompt of another set whose words are those of a report prompt is left out.
@@ -24,25 +24,54 @@ from scheduler_core.files import atomic_file
 log = logging.getLogger(__name__)
 
 SPLIT_SEED = 0
-SHARES = (0.6, 0.15, 0.25)
+FRACTIONS = (0.6, 0.15, 0.25)
 SPLIT_NAMES = {"train": "tune", "validation": "calibration", "test": "report"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """A set that is trained on beside CASTILLO: name, kind of importer, file under the data folder."""
+class TrainingSet:
+    """A set that is trained on beside CASTILLO: name, file under the data folder, and options of `import-lengths log`."""
 
     name: str
-    kind: str
     file: str
+    columns: str
+    model: str = ""
+    dataset: str = ""
 
 
-SOURCES = (
-    Source("alpaca_eval", "alpaca-eval", "multi_model/alpaca_eval.parquet"),
-    Source("zeroeval", "zeroeval", "multi_model/zeroeval.parquet"),
-    Source("oasst", "oasst", "repeated_samples/oasst_sampling_reports.parquet"),
-    Source("alpaca_52k", "alpaca-52k", "many_prompts/alpaca_52k.parquet"),
-    Source("alpaca_52k_vicuna", "alpaca-52k-vicuna", "many_prompts/alpaca_52k.parquet"),
+_COMMON = "dataset=dataset,model=model,prompt=prompt,temperature=temperature"
+_ALPACA = "many_prompts/alpaca_52k.parquet"
+#: As docs/importing.md describes them.
+TRAINING_SETS = (
+    TrainingSet(
+        "alpaca_eval",
+        "multi_model/alpaca_eval.parquet",
+        "prompt=prompt,category=subset,model=model,output_tokens=n_tokens",
+        dataset="alpaca_eval",
+    ),
+    TrainingSet(
+        "zeroeval",
+        "multi_model/zeroeval.parquet",
+        f"{_COMMON},prompt_id=prompt_id,prompt_tokens=full_prompt_tokens,output_tokens=n_tokens",
+    ),
+    TrainingSet(
+        "oasst",
+        "repeated_samples/oasst_sampling_reports.parquet",
+        f"{_COMMON},top_p=top_p,output_tokens=tokens,finish_reason=finished",
+    ),
+    TrainingSet(
+        "alpaca_52k",
+        _ALPACA,
+        "prompt=prompt,prompt_tokens=prompt_tokens,model=model,output_tokens=n_tokens",
+        dataset="alpaca",
+    ),
+    TrainingSet(
+        "alpaca_52k_vicuna",
+        _ALPACA,
+        "prompt=prompt,output_tokens=vicuna7b_len_t00",
+        model="vicuna-7b",
+        dataset="alpaca",
+    ),
 )
 
 
@@ -52,7 +81,7 @@ def prepare(data: Path, out: Path, *, alpaca_share: float) -> list[Path]:
     Args:
         data: Folder of the sets, see the README of this example.
         out: Folder to write into; files that are there are kept.
-        alpaca_share: Share of the 52,000 Alpaca prompts that is used, by a hash of the prompt, in (0, 1].
+        alpaca_share: Fraction of the 52,000 Alpaca prompts that is used, by a hash of the prompt, in (0, 1].
 
     Returns:
         The files to train on.
@@ -60,18 +89,19 @@ def prepare(data: Path, out: Path, *, alpaca_share: float) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     validation = _imported("castillo", data / "castillo_validation.parquet", out / "validation.parquet")
     split = _splits(validation)
-    for name, part in SPLIT_NAMES.items():
-        _write(validation.filter(pc.equal(split, name)), out / f"{part}.parquet")
+    for name, file in SPLIT_NAMES.items():
+        _write(validation.filter(pc.equal(split, name)), out / f"{file}.parquet")
     report = {_words(text) for text in _prompts(read_parquet(out / "report.parquet", "report"))}
     training = [out / "tune.parquet"]
     train = _imported("castillo", data / "castillo_train.parquet", out / "all_train.parquet")
     training.append(_without(train, report, out / "train_castillo.parquet"))
-    for source in SOURCES:
-        options = ImportOptions(unknown="stop")
-        table = _imported(source.kind, data / source.file, out / f"all_{source.name}.parquet", options)
-        if source.file.endswith("alpaca_52k.parquet"):
-            table = _as_castillo(_share(table, alpaca_share), data / source.file)
-        training.append(_without(table, report, out / f"train_{source.name}.parquet"))
+    for part in TRAINING_SETS:
+        source = _usable_rows(part, data / part.file, out / f"raw_{part.name}.parquet")
+        options = ImportOptions(unknown="stop", columns=part.columns, model=part.model, dataset=part.dataset)
+        table = _imported("log", source, out / f"all_{part.name}.parquet", options)
+        if part.file == _ALPACA:
+            table = _as_castillo(_fraction(table, alpaca_share), data / part.file)
+        training.append(_without(table, report, out / f"train_{part.name}.parquet"))
     return training
 
 
@@ -82,10 +112,27 @@ def _imported(kind: str, file: Path, out: Path, options: ImportOptions | None = 
     return table.filter(pc.not_equal(table.column("finish_reason"), "error"))
 
 
+def _usable_rows(part: TrainingSet, file: Path, out: Path) -> Path:
+    """A copy of the file that `log` can read: no rows without an output, and no end marks where a report shows none."""
+    table = read_parquet(file, part.name)
+    if part.name == "alpaca_52k_vicuna":
+        table = table.filter(pc.is_valid(table.column("vicuna7b_len_t00")))
+    elif part.name == "oasst":
+        rows = table.select(["run", "finished"]).to_pylist()
+        marked = {row["run"] for row in rows if row["finished"] is not None and True in row["finished"]}
+        ends = [row["finished"] if row["run"] in marked else None for row in rows]
+        position = table.column_names.index("finished")
+        table = table.set_column(position, "finished", pa.array(ends, table.schema.field("finished").type))
+    else:
+        return file
+    _write(table, out)
+    return out
+
+
 def _splits(table: pa.Table) -> pa.Array:
     ids = table.column("prompt_id").to_pylist()
-    known = {prompt_id: split_of(prompt_id, SPLIT_SEED, SHARES) for prompt_id in set(ids)}
-    return pa.array([known[prompt_id] for prompt_id in ids])
+    split_of_id = {prompt_id: split_of(prompt_id, SPLIT_SEED, FRACTIONS) for prompt_id in set(ids)}
+    return pa.array([split_of_id[prompt_id] for prompt_id in ids])
 
 
 def _prompts(table: pa.Table) -> Iterable[str]:
@@ -101,14 +148,14 @@ def _without(table: pa.Table, held_out: set[str], path: Path) -> Path:
     shared = {text for text in _prompts(table) if _words(text) in held_out}
     if shared:
         log.info("%s: %d prompts left out, which the report has too", path.name, len(shared))
-    kept = pa.array([text not in shared for text in table.column("prompt").to_pylist()])
-    _write(table.filter(kept), path)
+    mask = pa.array([text not in shared for text in table.column("prompt").to_pylist()])
+    _write(table.filter(mask), path)
     return path
 
 
-def _share(table: pa.Table, share: float) -> pa.Table:
+def _fraction(table: pa.Table, fraction: float) -> pa.Table:
     texts = table.column("prompt").to_pylist()
-    return table.filter(pa.array([unit_hash(text) < share for text in texts]))
+    return table.filter(pa.array([unit_hash(text) < fraction for text in texts]))
 
 
 def _as_castillo(table: pa.Table, file: Path) -> pa.Table:
@@ -119,9 +166,9 @@ def _as_castillo(table: pa.Table, file: Path) -> pa.Table:
         text.replace("\n\n", "\nInput: ", 1) if text in with_input else text
         for text in table.column("prompt").to_pylist()
     ]
-    place = table.column_names.index("prompt")
+    position = table.column_names.index("prompt")
     return table.set_column(
-        place, table.schema.field("prompt"), pa.array(texts, table.schema.field("prompt").type)
+        position, table.schema.field("prompt"), pa.array(texts, table.schema.field("prompt").type)
     )
 
 

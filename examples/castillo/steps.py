@@ -56,7 +56,6 @@ class Castillo:
         self._calibrate("c", "minilm-cpu")
         self._multitask(files)
         self._calibrate("e", "multitask")
-        self._lexical()
         for name, config in BASELINES.items():
             self._baseline(name, config)
         self._urgency()
@@ -105,11 +104,6 @@ class Castillo:
     def _on_own_encoder(self) -> list[str]:
         return ["--encoder", str(self.out / "minilm-cpu"), "--stage1.epochs", "0"]
 
-    def _lexical(self) -> None:
-        data = json.dumps([str(self._file("tune")), str(self._file("train_castillo"))])
-        words: list[str | Path] = ["train-lexical", "--config", CONFIGS / "gbm-lexical.yaml", "--data", data]
-        self._once("f", "gbm-lexical", lambda out: self.shell.run("f", [*words, "--out", out]))
-
     def _calibrate(self, letter: str, name: str) -> None:
         words: list[str | Path] = [
             "calibrate",
@@ -131,8 +125,8 @@ class Castillo:
         self._once("h", f"{name}-artifact", lambda out: self.shell.run("h", [*words, "--out", out]))
 
     def _evaluate(self, markdown: str) -> None:
-        beside = ["minilm-cpu", "gbm-lexical", *BASELINES]
-        folders = {name: self.out / name for name in beside}
+        names = ["minilm-cpu", *BASELINES]
+        folders = {name: self.out / name for name in names}
         folders["minilm-cpu"] = self.out / "minilm-cpu-artifact"
         since = time.monotonic()
         command: list[str | Path] = [
@@ -145,7 +139,7 @@ class Castillo:
             "--progress", "false",
         ]  # fmt: skip
         for name, folder in folders.items():
-            command += ["--beside", f"{name}={folder}"]
+            command += ["--compare+", f"{name}={folder}"]
         self.shell.run("i", command)
         self.shell.finished("i", "evaluate", "", since, markdown)
 
@@ -168,7 +162,7 @@ class Castillo:
         command: list[str | Path] = [
             "evaluate-urgency", self.out / "urgency-minilm",
             "--name", "urgency-minilm",
-            "--beside", json.dumps([f"multitask={self.out / 'multitask-calibrated'}"]),
+            "--compare", json.dumps([f"multitask={self.out / 'multitask-calibrated'}"]),
             "--data", self._labels("all", COPIES),
             "--json", self.out / "urgency.json",
             "--figure", self.out / "urgency.png",

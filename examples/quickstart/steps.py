@@ -81,24 +81,24 @@ class Quickstart:
         tokens = pc.sum(samples.column("output_tokens")).as_py()
         model = samples.column("model")[0].as_py()
         self._finished(
-            "a", "gen-samples", command, since, f"{samples.num_rows} answers, {tokens} tokens from {model}"
+            "a", "gen-samples", command, since, f"{samples.num_rows} samples, {tokens} tokens from {model}"
         )
 
     def _join(self) -> None:
         since = time.monotonic()
         shipped = read_samples(SHIPPED_SAMPLES)
         if self.size.num_shipped_prompts is not None:
-            kept = list(dict.fromkeys(shipped.column("prompt_id").to_pylist()))[
+            prompt_ids = list(dict.fromkeys(shipped.column("prompt_id").to_pylist()))[
                 : self.size.num_shipped_prompts
             ]
-            shipped = shipped.filter(pc.is_in(shipped.column("prompt_id"), pa.array(kept)))
+            shipped = shipped.filter(pc.is_in(shipped.column("prompt_id"), pa.array(prompt_ids)))
         part = self.out / "shipped.parquet"
         write_samples(part, shipped)
         joined = join_samples([part, self.out / "live.parquet"])
         write_samples(self.out / "samples.parquet", joined)
         prompts = pc.count_distinct(joined.column("prompt_id")).as_py()
         self._finished(
-            "b", "join", [], since, f"{joined.num_rows} answers to {prompts} prompts with the shipped set"
+            "b", "join", [], since, f"{joined.num_rows} samples of {prompts} prompts with the shipped set"
         )
 
     def _fit_dist(self) -> None:
@@ -116,8 +116,8 @@ class Quickstart:
         since = time.monotonic()
         self.shell.run("c", command)
         rates = _read(summary)["ks"]
-        shown = ", ".join(f"{name} {_percent(row['pass_rate'])}" for name, row in rates.items())
-        self._finished("c", "fit-dist", command, since, f"KS pass rates: {shown}")
+        rates_text = ", ".join(f"{name} {_percent(row['pass_rate'])}" for name, row in rates.items())
+        self._finished("c", "fit-dist", command, since, f"KS pass rates: {rates_text}")
 
     def _train(self) -> None:
         checkpoint, metrics = self.out / "checkpoint", self.out / "evaluation-checkpoint.json"
@@ -189,7 +189,7 @@ class Quickstart:
             yield f"127.0.0.1:{port}"
 
     def _predict(self, address: str) -> None:
-        """All test prompts at once through the asynchronous client; the predictions are kept for the report."""
+        """All test prompts at once through the asynchronous client; the predictions are written for the report."""
         fits = pq.read_table(self.out / "fits.parquet").to_pylist()
         test = [fit for fit in fits if split_of(fit["prompt_id"], SPLIT_SEED) == "test"]
         requests = [PredictionRequest(fit["prompt_id"], fit["prompt"], fit["max_tokens"]) for fit in test]
@@ -231,7 +231,7 @@ class Quickstart:
             name for name in samples.column("prompt_id").to_pylist() if split_of(name, SPLIT_SEED) == "test"
         }
         trace = self.out / "trace.parquet"
-        # The times only give the order; `simulate` draws its own at the asked load.
+        # The times only give the order; `simulate` draws its own at the load of the run.
         write_trace(trace, trace_of(samples, PoissonArrivals(rate_rps=10.0, seed=1), test))
         commands: list[str] = []
         ttft: dict[str, float] = {}
@@ -258,8 +258,8 @@ class Quickstart:
             self.shell.run("g", command)
             commands.append(" ".join(command))
             ttft[label] = _read(result)["metrics"]["ttft_s"]["mean"]
-        shown = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in ttft.items())
-        self.shell.finished("g", "simulate", "\n".join(commands), since, f"mean TTFT: {shown}")
+        means = ", ".join(f"{label} {seconds:.2f} s" for label, seconds in ttft.items())
+        self.shell.finished("g", "simulate", "\n".join(commands), since, f"mean TTFT: {means}")
 
     def _finished(self, letter: str, title: str, command: Sequence[str], since: float, result: str) -> None:
         self.shell.finished(letter, title, " ".join(command), since, result)
@@ -270,8 +270,8 @@ async def _check_health(address: str) -> None:
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with grpc.aio.insecure_channel(address) as channel:
-        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
-    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    if health.status != health_pb2.HealthCheckResponse.SERVING:
         raise StepFailedError(f"step f: the endpoint at {address} says it is not serving")
 
 

@@ -11,7 +11,6 @@ import pytest
 
 from examples.shell import Shell, StepFailedError
 from scheduler_core.errors import TailcastError
-from training.page import page, section, table
 
 STEPS = ("gen-samples", "join", "fit-dist", "train", "export-onnx", "serve-predictor", "simulate", "report")
 
@@ -83,10 +82,3 @@ def test_a_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
         shell.serving("f", command, tmp_path / "port"),
     ):
         pass
-
-
-def test_the_page_escapes_what_comes_from_data() -> None:
-    text = page("<t>", "a & b", [section("<s>", table(("<h>",), [("<script>",)]))])
-    assert "<script>" not in text
-    assert "&lt;script&gt;" in text
-    assert "a &amp; b" in text
