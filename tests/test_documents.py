@@ -1,0 +1,83 @@
+"""Documents: links lead somewhere, commands have the options they are shown with, README stays short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted(
+    path
+    for pattern in (
+        "*.md",
+        "docs/**/*.md",
+        "*/README.md",
+        "*/*/README.md",
+        "examples/quickstart/data/README.md",
+    )
+    for path in ROOT.glob(pattern)
+    if not {"out", "build"} & set(path.relative_to(ROOT).parts)
+)
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+
+
+def _anchors(path: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (document.parent / name).resolve() if name else document
+        assert target.exists(), f"{link} in {document.relative_to(ROOT)}"
+        if anchor:
+            assert anchor in _anchors(target), f"{link} in {document.relative_to(ROOT)}"
+
+
+def _commands() -> list[tuple[str, str]]:
+    return [
+        (document.name, line.strip())
+        for document in (ROOT / "README.md", *sorted((ROOT / "docs/tutorials").glob("*.md")))
+        for line in document.read_text(encoding="utf-8").splitlines()
+        if line.startswith("    ") and line.split()[0] in SCRIPTS
+    ]
+
+
+@pytest.mark.parametrize(("document", "line"), _commands())
+def test_commands_accept_what_documents_show(
+    document: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    name, *arguments = shlex.split(line)
+    module, function = SCRIPTS[name].split(":")
+    with pytest.raises(SystemExit) as end:
+        getattr(import_module(module), function)([*arguments, "--print_config"])
+    assert end.value.code == 0, capsys.readouterr().err
+
+
+def test_readme_shows_each_of_its_steps() -> None:
+    commands = {line.split()[0] for document, line in _commands() if document == "README.md"}
+    assert {
+        "gen-samples",
+        "train",
+        "export-onnx",
+        "serve-predictor",
+        "simulate",
+        "tailcast-proxy",
+    } <= commands
+
+
+def test_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 110
+    assert len(text.split()) <= 1100
