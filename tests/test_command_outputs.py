@@ -20,61 +20,58 @@ import pyarrow.parquet as pq
 import pytest
 from docstring_parser import parse_from_object
 
-from scheduler_core.cli import COMMANDS as SIMULATE
+from scheduler_core.simulator.commands.simulate import COMMANDS as SIMULATE
 
 CONTENT = "years of work"
 #: Command -> configuration, and the words it cannot do without; {NAME} is the path of an option.
 COMMANDS = {
     "gen-samples": ("data_gen.gen_samples:GenSamplesConfig", "{prompts} --out {out}"),
-    "import-lengths": ("data_gen.cli_import:ImportLengthsConfig", "log {file} --out {out}"),
-    "import-urgency": ("data_gen.urgency.cli:ImportUrgencyConfig", "{out} --sources llm,labels={sources}"),
+    "import-lengths": ("data_gen.cli_import_lengths:ImportLengthsConfig", "log {file} --out {out}"),
+    "import-urgency": (
+        "data_gen.cli_import_urgency:ImportUrgencyConfig",
+        "{out} --sources llm,labels={sources}",
+    ),
     "fit-dist": ("training.cli_fit_dist:FitDistConfig", "{samples} --out {out}"),
-    "study-lengths families": ("training.cli_studies:FamiliesConfig", "{samples} --out {out}"),
-    "study-lengths nu": ("training.cli_studies:NuConfig", "{samples} --out {out}"),
-    "study-lengths sample-size": ("training.cli_studies:SampleSizeConfig", "{samples} --out {out}"),
     "train": (
         "training.config:TrainConfig",
         "--data {data} --urgency_data {urgency_data} --urgency {} --out {out}",
     ),
     "evaluate": ("training.evaluating.config:EvaluateConfig", "{predictor} --data {data} --json {json}"),
-    "evaluate --stream": ("training.drift.cli:StreamConfig", "{stream} --out {out}"),
+    "evaluate-stream": ("training.drift.cli:StreamConfig", "{stream} --out {out}"),
     "calibrate": ("training.calibrating.config:CalibrateConfig", "{predictor} --data {data} --out {out}"),
-    "train-lexical": ("training.lexical.config:TrainLexicalConfig", "--data {data} --out {out}"),
     "evaluate-urgency": (
         "training.urgency.cli:EvaluateUrgencyConfig",
         "{predictor} --data {data} --json {json}",
     ),
     "export-onnx": ("export.exporter:ExportConfig", "{checkpoint} --out {out}"),
-    "package-artifact": ("export.packaging:PackageConfig", "text {artifact} --out {out}"),
+    "package-artifact": ("export.packages:PackageConfig", "triton {artifact} --out {out}"),
     "export-variants": ("export.variants.config:VariantsConfig", "{artifact} --data {data} --out {out}"),
     "serve-predictor": (
         "predictors.cli:ServeConfig",
         "{artifact} --tls_cert {tls_cert} --tls_key {tls_key}",
     ),
     "tailcast-proxy": ("predictors.cli_proxy:ProxyConfig", "http://127.0.0.1:9 --feedback {feedback}"),
-    "read-feedback": ("training.feedback.cli:FeedbackConfig", "{log}"),
-    "simulate run": ("scheduler_core.simulate.run:RunConfig", "--trace {trace} --policy fcfs --json {json}"),
-    "simulate compare": ("scheduler_core.simulate.compare:CompareConfig", "{a} {b}"),
-    "simulate workload": ("scheduler_core.simulate.workload:WorkloadConfig", "--out {out}"),
-    "simulate sweep": ("scheduler_core.simulate.sweep:SweepConfig", "{out} --trace {trace}"),
+    "read-feedback": ("training.cli_read_feedback:FeedbackConfig", "{log}"),
+    "simulate run": (
+        "scheduler_core.simulator.commands.run:RunConfig",
+        "--trace {trace} --policy fcfs --json {json}",
+    ),
+    "simulate compare": ("scheduler_core.simulator.commands.compare:CompareConfig", "{a} {b}"),
+    "simulate workload": ("scheduler_core.simulator.commands.workload:WorkloadConfig", "--out {out}"),
+    "simulate sweep": ("scheduler_core.simulator.commands.sweep:SweepConfig", "{out} --trace {trace}"),
     "simulate capacity": (
-        "scheduler_core.simulate.capacity:CapacityConfig",
+        "scheduler_core.simulator.commands.capacity:CapacityConfig",
         "--trace {trace} --json {json} --at_most.ttft_s 1",
     ),
-    "simulate search": (
-        "scheduler_core.simulate.search:SearchConfig",
-        "{out} --workload {workload} --vary {vary}",
-    ),
     "simulate calibrate": (
-        "scheduler_core.simulate.calibrate:CalibrateCommand",
+        "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig",
         "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
     ),
 }
 #: Options whose value is more than a path.
 VALUES = {
-    "beside": '["other={}"]',
+    "compare": '["other={}"]',
     "more_artifacts": '["{}"]',
-    "train-lexical data": '["{}"]',
     "vary": '{"trace": ["{}"]}',
     "workload": '{"lengths": {"file": "{}", "output": null}}',
     "lengths": '{"file": "{}", "output": null}',
@@ -82,8 +79,7 @@ VALUES = {
 }
 #: Refused, or opened, while options are checked.
 NOT_POSSIBLE = {
-    *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity", "search")),
-    ("simulate search", "trace"),
+    *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity")),
 }
 #: Options whose help speaks of files, and which name none.
 NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_uri"}
@@ -210,10 +206,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
     pq.write_table(pa.table(names | {"output_tokens": lengths.tolist()}), tmp_path / "lists.parquet")
     pq.write_table(pa.table(names | {"output_tokens": lengths[:, 0]}), tmp_path / "rows.parquet")
     commands = [
-        "data_gen.cli_import lengths DATA/rows.parquet --out lengths.parquet",
+        "data_gen.cli_import_lengths log DATA/rows.parquet --schema trace --out lengths.parquet",
         "training.cli_fit_dist DATA/lists.parquet --out fits.parquet --max_tokens 1000 --progress false --alternatives false",
-        "scheduler_core.cli workload --out trace.parquet --num_requests 5000",
-        "data_gen.cli templates:400 --out samples.parquet --backend synthetic --num_samples 40 --progress false",
+        "scheduler_core.simulator.commands.simulate workload --out trace.parquet --num_requests 5000",
+        "data_gen.cli_gen_samples templates:400 --out samples.parquet --backend synthetic --num_samples 40 --progress false",
     ]
     (tmp_path / "disk").mkdir()
     script = 'mount -t tmpfs -o size=64k none "$1" && shift && exec "$@"'
@@ -249,7 +245,10 @@ def test_commands_with_unfinished_runs_write_through_links(tmp_path: Path) -> No
     data = [str(tmp_path / "lists.parquet"), "--max_tokens", "10"]
     assert importlib.import_module("training.cli_fit_dist").main([*data, *out, str(tmp_path / "fits")]) == 0
     source = ["templates:2", "--backend", "synthetic"]
-    assert importlib.import_module("data_gen.cli").main([*source, *out, str(tmp_path / "samples")]) == 0
+    assert (
+        importlib.import_module("data_gen.cli_gen_samples").main([*source, *out, str(tmp_path / "samples")])
+        == 0
+    )
     assert pq.read_table(tmp_path / "disk" / "fits").num_rows == 2
     assert pq.read_table(tmp_path / "disk" / "samples").num_rows == 40
     assert all((tmp_path / name).is_symlink() for name in ("fits", "samples"))

@@ -92,31 +92,28 @@ _WORKLOAD = '{"num_requests": 4, "lengths": {"prompt": {"law": "fixed", "low": 5
 _RUN = {"policy": "fcfs", "workload": _WORKLOAD}
 
 COMMANDS = {
-    "simulate run": Command("scheduler_core.cli", "scheduler_core.simulate.run:RunConfig", _RUN | {"json": "OUT/r.json"}, ("run",)),
-    "simulate run trace": Command("scheduler_core.cli", "scheduler_core.simulate.run:RunConfig", {"policy": "fcfs", "trace": "GOOD/trace.jsonl", "json": "OUT/r.json", "requests": "OUT/r.csv"}, ("run",)),
-    "simulate compare": Command("scheduler_core.cli", "scheduler_core.simulate.compare:CompareConfig", {"a": "BAD/list.json", "b": "BAD/null.json"}, ("compare",), ("a", "b")),
-    "simulate workload": Command("scheduler_core.cli", "scheduler_core.simulate.workload:WorkloadConfig", {"num_requests": "4", "out": "OUT/w.csv"}, ("workload",)),
-    "simulate sweep": Command("scheduler_core.cli", "scheduler_core.simulate.sweep:SweepConfig", {"out": "OUT/sweep", "workload": _WORKLOAD, "num_seeds": "1"}, ("sweep",), ("out",)),
-    "simulate capacity": Command("scheduler_core.cli", "scheduler_core.simulate.capacity:CapacityConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "tolerance": "0.5", "max_seeds": "2"}, ("capacity",)),
-    "simulate calibrate": Command("scheduler_core.cli", "scheduler_core.simulate.calibrate:CalibrateCommand", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
-    "simulate search": Command("scheduler_core.cli", "scheduler_core.simulate.search:SearchConfig", {"out": "OUT/s", "workload": _WORKLOAD, "vary": "{policy: [fcfs, spf]}", "num_seeds": "1"}, ("search",), ("out",)),
-    "gen-samples": Command("data_gen.cli", "data_gen.gen_samples:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
-    "import-lengths": Command("data_gen.cli_import", "data_gen.cli_import:ImportLengthsConfig", {"kind": "lengths", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
-    "import-urgency": Command("data_gen.urgency.cli", "data_gen.urgency.cli:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
+    "simulate run": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.run:RunConfig", _RUN | {"json": "OUT/r.json"}, ("run",)),
+    "simulate run trace": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.run:RunConfig", {"policy": "fcfs", "trace": "GOOD/trace.jsonl", "json": "OUT/r.json", "requests": "OUT/r.csv"}, ("run",)),
+    "simulate compare": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.compare:CompareConfig", {"a": "BAD/list.json", "b": "BAD/null.json"}, ("compare",), ("a", "b")),
+    "simulate workload": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.workload:WorkloadConfig", {"num_requests": "4", "out": "OUT/w.csv"}, ("workload",)),
+    "simulate sweep": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.sweep:SweepConfig", {"out": "OUT/sweep", "workload": _WORKLOAD, "num_seeds": "1"}, ("sweep",), ("out",)),
+    "simulate capacity": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.capacity:CapacityConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "tolerance": "0.5", "max_seeds": "2"}, ("capacity",)),
+    "simulate calibrate": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
+    "gen-samples": Command("data_gen.cli_gen_samples", "data_gen.gen_samples:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
+    "import-lengths": Command("data_gen.cli_import_lengths", "data_gen.cli_import_lengths:ImportLengthsConfig", {"kind": "log", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
+    "import-urgency": Command("data_gen.cli_import_urgency", "data_gen.cli_import_urgency:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
     "fit-dist": Command("training.cli_fit_dist", "training.cli_fit_dist:FitDistConfig", {"samples": "GOOD/samples.parquet", "out": "OUT/f.parquet", "alternatives": "false"}, (), ("samples",)),
-    "study-lengths": Command("training.cli_studies", "training.cli_studies:FamiliesConfig", {"samples": "BAD/rowless.parquet", "out": "OUT/study"}, ("families",), ("samples",)),
     "train": Command("training.cli_train", "training.config:TrainConfig", {"data": "BAD/rowless.parquet", "out": "OUT/t"}),
     "evaluate": Command("training.evaluating.cli", "training.evaluating.config:EvaluateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "json": "OUT/e.json"}, (), ("predictor",)),
-    "evaluate --stream": Command("training.evaluating.cli", "training.drift.cli:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}),
+    "evaluate-stream": Command("training.drift.cli", "training.drift.cli:StreamConfig", {"stream": "GOOD/trace.jsonl", "out": "OUT/events.jsonl"}, (), ("stream",)),
     "calibrate": Command("training.calibrating.cli", "training.calibrating.config:CalibrateConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/samples.parquet", "out": "OUT/c"}, (), ("predictor",)),
-    "train-lexical": Command("training.lexical.cli", "training.lexical.config:TrainLexicalConfig", {"data": "BAD/rowless.parquet", "out": "OUT/l"}),
     "evaluate-urgency": Command("training.urgency.cli", "training.urgency.cli:EvaluateUrgencyConfig", {"predictor": "BAD/checkpoint", "data": "GOOD/labels.parquet", "json": "OUT/u.json", "baselines": "false"}, (), ("predictor",)),
     "export-onnx": Command("export.cli", "export.exporter:ExportConfig", {"checkpoint": "BAD/checkpoint", "out": "OUT/a"}, (), ("checkpoint",)),
-    "package-artifact": Command("export.cli_package", "export.packaging:PackageConfig", {"target": "text", "artifact": "BAD/artifact", "out": "OUT/p.onnx"}, (), ("target", "artifact")),
-    "export-variants": Command("export.variants.cli", "export.variants.config:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
+    "package-artifact": Command("export.cli_package", "export.packages:PackageConfig", {"target": "triton", "artifact": "BAD/artifact", "out": "OUT/p"}, (), ("target", "artifact")),
+    "export-variants": Command("tailcast.cli_variants", "export.variants.config:VariantsConfig", {"artifact": "BAD/artifact", "out": "OUT/v"}, (), ("artifact",)),
     "serve-predictor": Command("predictors.cli", "predictors.cli:ServeConfig", {"artifact": "BAD/artifact"}, (), ("artifact",)),
     "tailcast-proxy": Command("predictors.cli_proxy", "predictors.cli_proxy:ProxyConfig", {"engine_url": "http://127.0.0.1:9"}, (), ("engine_url",)),
-    "read-feedback": Command("training.feedback.cli", "training.feedback.cli:FeedbackConfig", {"log": "BAD/list.jsonl", "json": "OUT/c.json"}, (), ("log",)),
+    "read-feedback": Command("training.cli_read_feedback", "training.cli_read_feedback:FeedbackConfig", {"log": "BAD/list.jsonl", "json": "OUT/c.json"}, (), ("log",)),
 }  # fmt: skip
 
 
@@ -321,9 +318,10 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
 @pytest.fixture
 def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that has been built ends at once."""
-    from predictors.service import loop
+    from predictors import cli, edge
 
-    monkeypatch.setattr(loop, "run", lambda work: work.close())
+    for module in (cli, edge):
+        monkeypatch.setattr(module, "run", lambda work: work.close())
 
 
 def _left_behind(out: Path) -> list[str]:

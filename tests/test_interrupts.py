@@ -71,17 +71,17 @@ def interrupted(
 @pytest.mark.parametrize(
     ("module", "prog", "moment", "args"),
     [
-        ("scheduler_core.cli", "simulate", "numpy", ("run",)),
-        ("scheduler_core.cli", "simulate run", "jsonargparse", ("run",)),
-        ("scheduler_core.cli", "simulate run", "yaml.cyaml", ("run",)),
-        ("data_gen.cli", "gen-samples", "pyarrow", ()),
-        ("data_gen.cli", "gen-samples", "data_gen.gen_samples", ()),
-        ("data_gen.cli_import", "import-lengths", "docstring_parser", ()),
+        ("scheduler_core.simulator.commands.simulate", "simulate", "numpy", ("run",)),
+        ("scheduler_core.simulator.commands.simulate", "simulate run", "jsonargparse", ("run",)),
+        ("scheduler_core.simulator.commands.simulate", "simulate run", "yaml.cyaml", ("run",)),
+        ("data_gen.cli_gen_samples", "gen-samples", "numpy", ()),
+        ("data_gen.cli_gen_samples", "gen-samples", "data_gen.gen_samples", ()),
+        ("data_gen.cli_import_lengths", "import-lengths", "docstring_parser", ()),
         ("training.cli_fit_dist", "fit-dist", "docstring_parser", ()),
         ("training.cli_train", "train", "training.config", ()),
-        ("export.cli_package", "package-artifact", "numpy", ()),
+        ("export.cli_package", "package-artifact", "export.packages", ()),
         ("predictors.cli", "serve-predictor", "jsonargparse", ()),
-        ("training.feedback.cli", "read-feedback", "logging", ()),
+        ("training.cli_read_feedback", "read-feedback", "logging", ()),
     ],
 )
 def test_an_interrupt_while_modules_are_imported(
@@ -112,7 +112,7 @@ def test_an_interrupt_while_processes_of_a_sweep_start(site: Path, tmp_path: Pat
         "--workload.num_requests",
         "9",
     ]
-    done = interrupted(site, moment, "scheduler_core.cli", *args, INTERRUPT_CHILD="1")
+    done = interrupted(site, moment, "scheduler_core.simulator.commands.simulate", *args, INTERRUPT_CHILD="1")
     assert (done.returncode, done.stderr) == (130, "simulate sweep: interrupted\n")
 
 
