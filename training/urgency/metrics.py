@@ -114,8 +114,8 @@ class UrgencyMetrics:
     def selection_key(self) -> tuple[float, float, float]:
         """Smallest is best: under-triage of critical levels first, then of emergencies, then -kappa.
 
-        Checkpoints are selected by it, not by accuracy. A predictor that calls everything an emergency has no
-        under-triage: choose among those whose `critical_over_triage` is acceptable.
+        For comparing predictors; `train` selects epochs by validation loss plus under-triage. A predictor that calls
+        everything an emergency has no under-triage: choose among those whose `critical_over_triage` is acceptable.
         """
         return (
             _or(self.critical_under_triage.value, 1.0),
