@@ -27,11 +27,8 @@ TRACEBACK_VARIABLE = "TAILCAST_TRACEBACK"
 
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
-    """Decorator of a `main` that imports what it needs: its errors become one line and an exit code.
-
-    Args:
-        prog: Name of the command, for errors.
-        extra: The extra of `tailcast` that installs what the command needs.
+    """Decorator of a `main` that imports what it needs: its errors become one line, with the name of the command, and an exit
+    code. `extra` is the extra of `tailcast` that installs what the command needs.
     """
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
@@ -54,15 +51,11 @@ def run_command(
     extra: str,
     args: Sequence[str] | None = None,
 ) -> int:
-    """Parses `args` (default: the process's) into `config_class`, runs `function`, returns the exit code.
+    """Parses `args` (default: the process's) into `config_class`, runs `function`, whose value is the exit code (None: 0).
 
     Args:
         prog: Name of the command, for help and errors.
-        config_class: Frozen dataclass with one documented field per option; see `options.read_config`.
-        function: The command; its return value is the exit code (None means 0).
-        positionals: Names of string fields given by position, in order; all are required.
-        extra: The extra of `tailcast` that installs what the command needs.
-        args: Command line without the program name.
+        config_class, positionals, extra: As of `options.read_config`.
 
     Returns:
         0 on success, 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
@@ -83,14 +76,7 @@ def run_command(
 
 
 def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: bool) -> int:
-    """The outermost handler of every command.
-
-    Args:
-        prog: Name of the command.
-        extra: The extra that installs what the command needs.
-        run: The command.
-        owns_process: The interpreter exits after it: Ctrl-C has no traceback from then on.
-    """
+    """The outermost handler of every command; `owns_process`: the interpreter exits after it, without a traceback at Ctrl-C."""
     if owns_process:
         _open_missing_streams()
     try:

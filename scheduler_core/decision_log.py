@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, existing_file
+from scheduler_core.files import atomic_file
 from scheduler_core.request import RequestState
 
 Entry = dict[str, Any]
 
-SCHEMA = "tailcast.decisions/2"
+SCHEMA = "tailcast.decisions/3"
 
 
 class DecisionLog:
@@ -47,30 +45,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def read_log(path: str | Path) -> list[Entry]:
-    """Entries of a written log.
-
-    Raises:
-        InputError: Not a file, a line is not a JSON object, or another version wrote it.
-    """
-    entries: list[Entry] = []
-    with open(existing_file(path, "decision log"), encoding="utf-8") as stream:
-        for number, line in enumerate(_lines(stream, path), start=1):
-            try:
-                entry = json.loads(line)
-                entry["op"]
-            except (ValueError, TypeError, KeyError, RecursionError) as error:
-                raise InputError(f"{path} line {number}", line.strip(), "a decision log entry") from error
-            entries.append(entry)
-    if entries and entries[0].get("schema", SCHEMA) != SCHEMA:
-        raise InputError("decision log", entries[0]["schema"], f"a log of schema {SCHEMA}")
-    return entries
-
-
-def _lines(stream: TextIO, path: str | Path) -> Iterator[str]:
-    try:
-        yield from stream
-    except UnicodeDecodeError as error:
-        raise InputError("decision log", str(path), f"UTF-8 text ({error.reason})") from error

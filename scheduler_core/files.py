@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -51,11 +52,11 @@ def inside_package(source: str, field: str) -> Path:
 def writable_target(path: str | Path, field: str) -> Path:
     """`path`, after its parent was created; `InputError` if it cannot be written."""
     path = Path(path)
-    if path.is_file() or is_stream(path):
-        if not os.access(path, os.W_OK):
-            raise InputError(field, str(path), "a path that can be written to")
-        if is_stream(path):
-            return path
+    stream = is_stream(path)
+    if (stream or path.is_file()) and not os.access(path, os.W_OK):
+        raise InputError(field, str(path), "a path that can be written to")
+    if stream:
+        return path
     folder = Path(os.path.realpath(path)).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,13 +115,8 @@ def remove_output(path: str | Path) -> None:
 def folder_target(path: str | Path, kind: str, *, overwrite: bool) -> Path:
     """The folder of an option `out` that `atomic_directory` can write, after its parent was created.
 
-    Args:
-        path: The folder.
-        kind: Kind of output, such as "checkpoint".
-        overwrite: Replace an earlier output of this kind.
-
     Raises:
-        TailcastError: It cannot be written, or holds something else than an earlier output that may be replaced.
+        TailcastError: It cannot be written, or holds something else than an earlier output of this kind to `overwrite`.
     """
     out = writable_target(path, "out")
     if out.exists() and not out.is_dir():
@@ -212,19 +208,11 @@ def shared_folder(
 
 @contextlib.contextmanager
 def locked_folder(folder: Path, field: str) -> Iterator[None]:
-    """Creates `folder` if it is missing and locks it against other processes; an empty one is removed at the end.
-
-    Where the system has no locks for folders there is none.
+    """Creates `folder` if it is missing and locks it against other processes, if the system can; an empty one is removed.
 
     Raises:
         InputError: It cannot be created, or another process has locked it.
     """
-    try:
-        import fcntl
-    except ImportError:
-        folder.mkdir(exist_ok=True)
-        yield
-        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
         try:
@@ -301,12 +289,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
 
 def _sync(path: Path) -> None:
     """Forces a file, or the entries of a folder, to the disk; a folder only where the system allows it."""
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except OSError:
-        if path.is_dir():
-            return
-        raise
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     except OSError:

@@ -87,8 +87,9 @@ def read_json_object(path: Path, field: str) -> dict[str, Any]:
     existing_file(path, field)
     try:
         content = parse_json(path.read_bytes(), finite=True, unique_keys=True)
-        _check_depth(content)
-    except ValueError as error:
+        if _depth(content) > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+    except (ValueError, RecursionError) as error:
         raise InputError(field, str(path), f"a file with valid JSON ({error})") from error
     if not isinstance(content, dict):
         raise InputError(field, str(path), "a file with a JSON object")
@@ -111,15 +112,6 @@ def _finite(text: str) -> float:
     return number
 
 
-def _check_depth(content: object) -> None:
-    values = [content]
-    for _ in range(MAX_DEPTH + 1):
-        parts = [
-            value.values() if isinstance(value, dict) else value
-            for value in values
-            if isinstance(value, dict | list)
-        ]
-        values = [value for part in parts for value in part]
-        if not parts:
-            return
-    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+def _depth(content: object) -> int:
+    values = content.values() if isinstance(content, dict) else content if isinstance(content, list) else ()
+    return 1 + max(map(_depth, values), default=-1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
 #: Engines have 16 to 256; per replica there is a table with an entry for each token of a block.
 MAX_BLOCK_TOKENS = 65_536
@@ -38,20 +39,12 @@ class Limits:
     """Swap: blocks in the host's memory. Unset: as many as in the KV cache."""
 
     def __post_init__(self) -> None:
-        if self.max_num_seqs <= 0:
-            raise InputError("max_num_seqs", self.max_num_seqs, "integers > 0")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            allowed = f"integers >= max_num_seqs = {self.max_num_seqs}"
-            raise InputError("max_num_batched_tokens", self.max_num_batched_tokens, allowed)
-        if self.preemption not in ("recompute", "swap"):
-            raise InputError("preemption", self.preemption, "recompute, swap")
-        if self.kv_block_tokens > MAX_BLOCK_TOKENS:
-            raise InputError(
-                "kv_block_tokens", self.kv_block_tokens, f"integers from 1 to {MAX_BLOCK_TOKENS}"
-            )
+        check_ranges(self, max_num_seqs=(1, INTEGERS), max_num_batched_tokens=(self.max_num_seqs, INTEGERS))
+        check_ranges(self, num_kv_blocks=(1, INTEGERS), kv_block_tokens=(1, MAX_BLOCK_TOKENS))
+        check_ranges(self, kv_watermark=(0.0, 0.999), num_swap_blocks=(0, INTEGERS))
+        check_choice("preemption", self.preemption, ("recompute", "swap"))
         if self.num_swap_blocks is not None and self.preemption != "swap":
             raise InputError("num_swap_blocks", self.num_swap_blocks, "unset, unless preemption is swap")
-        self.kv_cache()
 
     def kv_cache(self) -> KVCache:
         """An empty cache of this size."""
@@ -70,23 +63,13 @@ class KVCache:
     prefix cache are not modeled: each request is charged for all of its tokens.
 
     Args:
-        num_blocks: Blocks in the cache, > 0.
-        block_tokens: Tokens per block, > 0.
-        watermark: Fraction of the blocks that admission leaves free, in [0, 1).
-        num_host_blocks: Blocks on the host for offloaded requests, >= 0.
+        num_blocks, block_tokens, watermark: See `Limits`.
+        num_host_blocks: Blocks on the host for offloaded requests.
     """
 
     def __init__(
         self, num_blocks: int, block_tokens: int, watermark: float, num_host_blocks: int = 0
     ) -> None:
-        if num_blocks <= 0:
-            raise InputError("num_kv_blocks", num_blocks, "integers > 0")
-        if block_tokens <= 0:
-            raise InputError("kv_block_tokens", block_tokens, "integers > 0")
-        if not 0.0 <= watermark < 1.0:
-            raise InputError("kv_watermark", watermark, "numbers in [0, 1)")
-        if num_host_blocks < 0:
-            raise InputError("num_swap_blocks", num_host_blocks, "integers >= 0")
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         #: Tokens that fit when one request has the cache to itself.

@@ -6,11 +6,10 @@ constants are those of its code (Wenyueh/latency_optimization_with_priority_cons
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 
 Form = Literal["exact", "paper"]
 
@@ -52,12 +51,8 @@ class KVCost:
     beta: float = 1e-4
 
     def __post_init__(self) -> None:
-        for name in ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InputError(name, value, "finite numbers >= 0")
-        if self.gamma_1 == 0:
-            raise InputError("gamma_1", self.gamma_1, "numbers > 0")
+        check_ranges(self, alpha_1=(0, FINITE), alpha_2=(0, FINITE), beta=(0, FINITE))
+        check_ranges(self, gamma_1=(POSITIVE, FINITE), gamma_2=(0, FINITE))
 
     def prefill_s(self, num_tokens: float) -> float:
         """Time of a prefill of `num_tokens` tokens, in seconds."""

@@ -66,9 +66,6 @@ class LockstepGroup:
         self._states: list[RequestState] | None = []
         self._ids: tuple[str, ...] | None = ()
 
-    def __len__(self) -> int:
-        return len(self._members)
-
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._members
 
@@ -272,7 +269,6 @@ class LockstepGroup:
             member.since = self.num_steps
             state.num_computed_tokens += steps
             state.num_output_tokens += steps
-            state.attained_tokens += steps
             state.last_token_s = state.last_scheduled_s = self._last_s
         past = self.allocated_until - member.due
         if past > 0:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -37,11 +38,10 @@ def read_config(
         config_class: Frozen dataclass with one documented field per option.
         positionals: Names of string fields given by position, in order; all are required.
         extra: The extra of `tailcast` that installs jsonargparse.
-        args: Command line without the program name.
+        args: Words after the name of the command.
 
     Raises:
         TailcastError: An option is unknown, missing, or has a value that is not allowed, or an output is an input.
-        MissingExtraError: jsonargparse is not installed.
     """
     parser = _parser(prog, config_class, positionals, extra)
     from jsonargparse import ArgumentError
@@ -63,8 +63,11 @@ def read_config(
         message = f"--config: not a text in UTF-8 ({error.reason} at byte {error.start})"
         raise TailcastError(message) from error
     except (ArgumentError, ValueError) as error:
-        if (cause := _tailcast_cause(error)) is not None:
-            raise cause from None
+        cause: BaseException | None = error
+        while cause is not None:  # the error of the configuration, inside what jsonargparse made of it
+            if isinstance(cause, TailcastError):
+                raise cause from None
+            cause = cause.__cause__
         if isinstance(error, ArgumentError) or "null byte" in str(error):
             raise TailcastError(str(error)) from error
         raise
@@ -111,14 +114,6 @@ def _parse(parser: Any, args: Sequence[str]) -> Any:
     except (AttributeError, KeyError, IndexError, TypeError) as error:
         # Only jsonargparse runs in there: it trips over such things as a configuration file with a key `config`.
         raise TailcastError(f"the options cannot be read ({type(error).__name__}: {error})") from error
-
-
-def _tailcast_cause(error: BaseException) -> TailcastError | None:
-    """The error that a configuration raised, inside what jsonargparse made of it."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, TailcastError):
-        cause = cause.__cause__
-    return cause
 
 
 def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
@@ -192,19 +187,13 @@ def _check_value(name: str, value: object) -> None:
             raise InputError(name, value, "text without NUL characters")
         if any("\ud800" <= character <= "\udfff" for character in value):
             raise InputError(name, value, "text that is valid UTF-8")
-    for item_name, item in _items(name, value):
-        _check_value(item_name, item)
-
-
-def _items(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """The parts of a collection with their names."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield f"{name} key", key
-            yield f"{name}.{key}", item
+            _check_value(f"{name} key", key)
+            _check_value(f"{name}.{key}", item)
     elif isinstance(value, list | tuple | set):
         for index, item in enumerate(value):
-            yield f"{name}[{index}]", item
+            _check_value(f"{name}[{index}]", item)
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
@@ -215,7 +204,10 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
             may also be a pattern such as "{out}.run.json". Without them nothing is checked.
         config_files: Values of --config.
     """
-    inputs = {name: _input_paths(_option(config, name)) for name in getattr(config, "INPUTS", ())}
+    inputs = {
+        name: _input_paths(reduce(lambda part, word: getattr(part, word, None), name.split("."), config))
+        for name in getattr(config, "INPUTS", ())
+    }
     outputs: dict[str, str | Path | None] = {}
     for name in getattr(config, "OUTPUTS", ()):
         options = re.findall(r"{(.+?)}", name) or [name]
@@ -242,14 +234,12 @@ def check_outputs(
         if path is not None and str(path) != "-" and not is_stream(Path(path))
     }
     others = [
-        *(
-            (field, Path(path), "read")
-            for field, paths in inputs.items()
-            for path in paths
-            if os.path.exists(path)
-        ),
-        *((field, target, "written too") for field, target in targets.items()),
+        (field, Path(path), "read")
+        for field, paths in inputs.items()
+        for path in paths
+        if os.path.exists(path)
     ]
+    others += [(field, target, "written too") for field, target in targets.items()]
     for field, target in targets.items():
         for other_field, other, use in others:
             relation = None if field == other_field else _overlap(target, other)
@@ -259,21 +249,12 @@ def check_outputs(
 
 def _overlap(target: Path, other: Path) -> str | None:
     """What `target` would have to be so that writing it does not change `other`; None if it does not."""
-    if target.exists() and other.exists() and target.samefile(other):
-        return "another path than that"
     real, other_real = Path(os.path.realpath(target)), Path(os.path.realpath(other))
-    if real == other_real:
+    if real == other_real or (target.exists() and other.exists() and target.samefile(other)):
         return "another path than that"
     if real.is_relative_to(other_real):
         return "a path outside the folder"
     return "a path that does not contain that" if other_real.is_relative_to(real) else None
-
-
-def _option(config: object, name: str) -> object:
-    """Value of an option by its dotted name; None where a group on the way is unset."""
-    for part in name.split("."):
-        config = getattr(config, part, None)
-    return config
 
 
 def _input_paths(value: object) -> list[str]:

@@ -18,7 +18,7 @@ class Pool:
 
     Args:
         max_num_seqs: Maximum number of requests in one step.
-        max_running: Maximum number of requests that hold memory at the same time; None: max_num_seqs.
+        max_running: Maximum number of requests that hold memory at the same time.
         preemption: Whether a preempted request keeps a copy of its cache on the host, if that has memory left.
         evicts_by_key: Victims are chosen by the policy's eviction key; False: the youngest goes.
         group: See `WaitingQueue`.
@@ -31,16 +31,16 @@ class Pool:
         kv: KVCache,
         max_num_seqs: int,
         *,
-        max_running: int | None = None,
-        preemption: Preemption = "recompute",
-        evicts_by_key: bool = False,
-        group: Callable[[RequestState], int] | None = None,
-        lockstep: bool = False,
+        max_running: int,
+        preemption: Preemption,
+        evicts_by_key: bool,
+        group: Callable[[RequestState], int] | None,
+        lockstep: bool,
     ) -> None:
         self.policy = policy
         self.kv = kv
         self.max_num_seqs = max_num_seqs
-        self.max_running = max_num_seqs if max_running is None else max_running
+        self.max_running = max_running
         self.preemption = preemption
         self._states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, group)
@@ -72,9 +72,9 @@ class Pool:
         return len(self._running)
 
     @property
-    def is_empty(self) -> bool:
-        """There is no live request."""
-        return not self._states
+    def num_live(self) -> int:
+        """Running and waiting requests."""
+        return len(self._states)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._states
@@ -140,13 +140,8 @@ class Pool:
         return min(max(self.policy.admission_tokens(state), state.known_tokens), longest)
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
-        """Moves a waiting request to the running ones, with blocks for all it has to process; False if there is no
-        slot or too few blocks.
-
-        Args:
-            state: Waits.
-            now: Time in seconds.
-            reserve_tokens: Take blocks for so many tokens; None: for `Pool.reserve_tokens`.
+        """Moves a waiting request to the running ones, with blocks for all it has to process, or for `reserve_tokens` tokens;
+        False if there is no slot or too few blocks.
         """
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
@@ -162,17 +157,15 @@ class Pool:
                 state.num_computed_tokens = state.request.cached_prefix_tokens
         if state.first_scheduled_s is None:
             state.first_scheduled_s = now
-        self._update_kv_tokens(state)
         running[state.request_id] = state
+        state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
         if self.lockstep is not None:
             self._num_admitted = rank = self._num_admitted + 1
             if state.num_computed_tokens < state.prefill_target_tokens:
                 self._prefilling[state.request_id] = (state, rank)
             else:
                 self.lockstep.join(state, rank)
-        self.policy.on_admit(state, now)
-        if self.evictions is not None:
-            self.evictions.push(state, now)
+        self._on_running(state, now)
         return True
 
     def grow(self, state: RequestState, num_tokens: int) -> bool:
@@ -190,11 +183,8 @@ class Pool:
     def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
         """Takes a running request's memory away; it waits again.
 
-        Args:
-            state: Runs.
-            now: Time in seconds.
-            offload_tokens: Copy the first so many tokens to the host; None: all if preemption is by swap, else none. The
-                others will be processed again, and all if the host has no memory left.
+        The first `offload_tokens` are copied to the host (None: all if preemption is by swap, else none), and none if that has
+        no memory left; the others will be processed again.
 
         Returns:
             The tokens copied.
@@ -288,17 +278,16 @@ class Pool:
 
     def take_out(self, state: RequestState) -> None:
         """Removes a request that moves to another replica. Blocks and slot of a running one stay reserved for it."""
-        name = state.request_id
         if state.status is Status.WAITING:
             self.leave(state)
             state.num_computed_tokens, state.prefill_target_tokens = 0, state.known_tokens
             return
         self.end_lockstep()
         self._stop_running(state)
-        self.reserved.add(name)
+        self.reserved.add(state.request_id)
         self.max_running -= 1
         state.status, state.kv_tokens = Status.GONE, 0
-        del self._states[name]
+        del self._states[state.request_id]
 
     def put_in(self, state: RequestState, now: float) -> None:
         """Adds a request of another replica: it runs on what is reserved for it, or waits if nothing is."""
@@ -312,7 +301,10 @@ class Pool:
         self.max_running += 1
         self._states[name] = self._running[name] = state
         state.status = Status.RUNNING
-        self._update_kv_tokens(state)
+        self._on_running(state, now)
+
+    def _on_running(self, state: RequestState, now: float) -> None:
+        state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
         self.policy.on_admit(state, now)
         if self.evictions is not None:
             self.evictions.push(state, now)
@@ -324,9 +316,6 @@ class Pool:
             self.lockstep.leave(state)
         if self.evictions is not None:
             self.evictions.remove(state)
-
-    def _update_kv_tokens(self, state: RequestState) -> None:
-        state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
 
     def validate(self, now: float, *, keys_are_fresh: bool) -> None:
         """Checks the invariants; AssertionError names the one that does not hold.
@@ -349,17 +338,13 @@ class Pool:
             self.evictions.validate()
         if self.lockstep is not None:
             self.lockstep.validate(self._running.values())
-        if keys_are_fresh:
-            self._validate_keys(now)
+        if keys_are_fresh:  # the keys that are not recomputed at every use
+            if self.policy.key_changes != "with_time":
+                self.waiting.validate_keys(now)
+            if self.evictions is not None and self.policy.running_keys == "on_event":
+                self.evictions.validate_keys(now)
         for state in self.states.values():
             self._validate_state(state)
-
-    def _validate_keys(self, now: float) -> None:
-        """Checks the keys that are not recomputed at every use."""
-        if self.policy.key_changes != "with_time":
-            self.waiting.validate_keys(now)
-        if self.evictions is not None and self.policy.running_keys == "on_event":
-            self.evictions.validate_keys(now)
 
     def _validate_state(self, state: RequestState) -> None:
         kv, name = self.kv, state.request_id

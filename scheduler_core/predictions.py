@@ -1,4 +1,4 @@
-"""Predictions about a request before its first token, and their effect on its state.
+"""Predictions about a request before its first token.
 
 The constructors raise InputError for values outside their range, NaN included.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from scheduler_core.urgency import expected_cost_levels
+from scheduler_core.urgency import effective_level, expected_cost_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +51,30 @@ class UrgencyPrediction:
 
     Attributes:
         probabilities: Probability of each level, the most urgent (0) first; at least two, of sum 1.
+        abstain_threshold: The artifact's: lowest probability of the likeliest level that counts, in [0, 1]; None: every
+            one counts; 1: none does, even one that rounding made certain.
     """
 
     probabilities: tuple[float, ...]
+    abstain_threshold: float | None = None
 
     def __post_init__(self) -> None:
         _check_distribution("urgency probabilities", self.probabilities)
+        if self.abstain_threshold is not None and not 0 <= self.abstain_threshold <= 1:
+            raise InputError("abstain_threshold", self.abstain_threshold, "numbers in [0, 1], or None")
 
     @property
     def level(self) -> int:
         """The level of least expected cost, 0 = most urgent (see `urgency.expected_cost_levels`)."""
         return int(expected_cost_levels(self.probabilities))
+
+    def effective_level(self, declared_tier: int, max_promotion: float = 1) -> int:
+        """The level to schedule a request at, 0 the most urgent; see `urgency.effective_level`.
+
+        The declared tier holds where the predictor abstains, where the tier is none of the levels, and where the text is
+        less urgent; `level` itself if `max_promotion` is at least the number of levels: the text is trusted without limit.
+        """
+        return _effective_level(self, declared_tier, max_promotion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +104,21 @@ class BucketPrediction:
 
 
 @dataclass(frozen=True, slots=True)
+class PointPrediction:
+    """Predicted output length as one number, without a distribution.
+
+    Attributes:
+        tokens: Predicted number of tokens, > 0.
+    """
+
+    tokens: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tokens < math.inf:
+            raise InputError("predicted tokens", self.tokens, "finite numbers > 0")
+
+
+@dataclass(frozen=True, slots=True)
 class RankPrediction:
     """A score whose order is that of the expected output lengths; its size means nothing.
 
@@ -112,37 +141,29 @@ class Prediction:
     urgency: UrgencyPrediction | None = None
     bucket: BucketPrediction | None = None
     rank: RankPrediction | None = None
+    point: PointPrediction | None = None
 
 
-class PredictedState(Protocol):
-    """The predictions of a live request; see `request.RequestState`."""
+#: The heads of a `Prediction`, by name.
+HEADS: dict[str, Any] = {
+    "length": LengthPrediction,
+    "urgency": UrgencyPrediction,
+    "bucket": BucketPrediction,
+    "rank": RankPrediction,
+    "point": PointPrediction,
+}
 
-    prediction: LengthPrediction | None
-    urgency: UrgencyPrediction | None
-    bucket: BucketPrediction | None
-    rank: RankPrediction | None
-    prediction_failed: bool
 
-
-def apply_prediction(state: PredictedState, prediction: Prediction | LengthPrediction | None) -> bool:
-    """Writes a prediction into a request's state; None means that the predictor failed.
-
-    A bundle replaces those predictions that it contains; a bare length is a bundle of one. A failure keeps what was
-    predicted before.
-
-    Returns:
-        Whether there is a new prediction, so that the request's key may have changed.
-    """
-    state.prediction_failed = prediction is None
-    if prediction is None:
-        return False
-    if isinstance(prediction, LengthPrediction):
-        prediction = Prediction(length=prediction)
-    state.prediction = prediction.length or state.prediction
-    state.urgency = prediction.urgency or state.urgency
-    state.bucket = prediction.bucket or state.bucket
-    state.rank = prediction.rank or state.rank
-    return True
+@lru_cache(maxsize=65536)
+def _effective_level(urgency: UrgencyPrediction, declared_tier: int, max_promotion: float) -> int:
+    if max_promotion >= len(urgency.probabilities):
+        return urgency.level
+    if declared_tier >= len(urgency.probabilities):
+        return declared_tier
+    threshold = 0.0 if urgency.abstain_threshold is None else urgency.abstain_threshold
+    # `effective_level` takes None for "always abstain".
+    limit = None if threshold >= 1 else threshold
+    return int(effective_level(urgency.probabilities, declared_tier, limit, int(max_promotion)))
 
 
 def _check_distribution(name: str, probabilities: Sequence[float]) -> None:

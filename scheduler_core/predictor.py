@@ -4,15 +4,8 @@ A `Predictor` is anything with an asynchronous `predict`. `open_predictor` looks
 packages (entry point group "tailcast.predictors"), so that this package imports no client itself. `AsyncPredictor`
 submits requests to it with bounded concurrency and returns one event per request.
 
-| status | meaning |
-| --- | --- |
-| (none yet) | the scheduler goes on without the prediction; the policy's key is that of unknown lengths |
-| answered | the event has the prediction; `Scheduler.update` gives the request its new key |
-| late | the prediction came after `withdraw` |
-| failed | the event has the reason (error, timeout, wrong number of predictions, closed) |
-| absent | there is no predictor: every request fails at once, without a call |
-
-So a policy with a predictor that never responds is the policy without predictions.
+Without an event the scheduler goes on with the policy's key of unknown lengths, so a policy with a predictor that never
+responds is the policy without predictions.
 """
 
 from __future__ import annotations
@@ -27,7 +20,7 @@ from importlib import metadata
 from typing import Protocol, runtime_checkable
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.predictions import Prediction
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
 
@@ -51,9 +44,9 @@ class PredictionRequest:
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Predicts output lengths; an instance belongs to one event loop."""
+    """Predicts lengths and urgency of requests; an instance belongs to one event loop."""
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[LengthPrediction | Prediction]:
+    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
         """One prediction per request, in the same order; raises `TailcastError` if that is not possible."""
         ...
 
@@ -80,7 +73,7 @@ def open_predictor(url: str) -> Predictor:
 
 
 class PredictionStatus(Enum):
-    """Outcome of a submitted request; see the module's docstring."""
+    """Outcome of a submitted request: late came after `withdraw`, absent is without a predictor and without a call."""
 
     ANSWERED = "answered"
     LATE = "late"
@@ -99,15 +92,10 @@ class PredictionEvent:
     """
 
     request_id: str
-    prediction: LengthPrediction | Prediction | None
+    prediction: Prediction | None
     error: str | None
     latency_s: float
     status: PredictionStatus
-
-    @property
-    def length(self) -> LengthPrediction | None:
-        """The predicted length; None if there is none."""
-        return self.prediction.length if isinstance(self.prediction, Prediction) else self.prediction
 
 
 class AsyncPredictor:
@@ -136,9 +124,8 @@ class AsyncPredictor:
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for name, limit in (("max_in_flight", max_in_flight), ("max_batch", max_batch)):
-            if limit <= 0:
-                raise InputError(name, limit, "integers > 0")
+        if min(max_in_flight, max_batch) <= 0:
+            raise InputError("max_in_flight, max_batch", (max_in_flight, max_batch), "integers > 0")
         if timeout_s is not None and not timeout_s > 0:
             raise InputError("timeout_s", timeout_s, "seconds > 0, or None")
         self._predictor = predictor
@@ -180,9 +167,7 @@ class AsyncPredictor:
             self._end(request, error="there is no predictor", status=PredictionStatus.ABSENT)
             return
         self._unsent.append(request)
-        if (
-            not self._pump_is_due
-        ):  # at the end of this turn, so that what is submitted together is sent together
+        if not self._pump_is_due:  # at the end of this turn: what is submitted together is sent together
             self._pump_is_due = True
             loop.call_soon(self._pump)
 
@@ -209,19 +194,16 @@ class AsyncPredictor:
 
     def ready_events(self) -> list[PredictionEvent]:
         """The events that are there already, without waiting."""
-        events = []
-        while not self._events.empty():
-            events.append(self._events.get_nowait())
-            self._open.remove(events[-1].request_id)
+        events = [self._events.get_nowait() for _ in range(self._events.qsize())]
+        self._open -= {event.request_id for event in events}
         return events
 
     async def close(self) -> None:
         """Cancels calls in flight and closes the predictor; requests still open fail, their events can be taken."""
         self._closed = True
-        tasks = list(self._tasks)
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._unsent.clear()
         for request in list(self._pending.values()):
             self._end(request, error="closed")
@@ -236,17 +218,14 @@ class AsyncPredictor:
             batch = [self._unsent.popleft() for _ in range(size)]
             task = asyncio.get_running_loop().create_task(self._call(batch))
             self._tasks.add(task)
-            task.add_done_callback(self._on_done)
-
-    def _on_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._pump()
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda _: self._pump())
 
     async def _call(self, batch: list[PredictionRequest]) -> None:
         """One call; if it fails for several other than by the timeout, one for each."""
         assert self._predictor is not None
         start = self._clock()
-        predictions: Sequence[LengthPrediction | Prediction | None] = [None] * len(batch)
+        predictions: Sequence[Prediction | None] = [None] * len(batch)
         error, retry = None, len(batch) > 1
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -272,7 +251,7 @@ class AsyncPredictor:
     def _end(
         self,
         request: PredictionRequest,
-        prediction: LengthPrediction | Prediction | None = None,
+        prediction: Prediction | None = None,
         error: str | None = None,
         latency_s: float = 0.0,
         status: PredictionStatus = PredictionStatus.FAILED,

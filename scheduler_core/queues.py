@@ -97,14 +97,13 @@ class LazyHeap(ABC):
     def validate(self) -> None:
         """Checks that the heap covers the live entries."""
         assert {id(e) for e in self._live.values()} <= {id(e) for e in self._heap}
-        assert all(request_id == e[-1].request_id for request_id, e in self._live.items())
 
     def validate_keys(self, now: float) -> None:
         """Checks that every entry is what it would be now."""
         for entry in self._live.values():
-            expected = self._entry(entry[-1], now)
-            assert entry[:-2] == expected[:-2], (
-                f"stale key of {entry[-1].request_id} in {type(self).__name__}"
+            name = type(self).__name__
+            assert entry[:-2] == self._entry(entry[-1], now)[:-2], (
+                f"stale key of {entry[-1].request_id} in {name}"
             )
 
 
@@ -174,9 +173,7 @@ class EvictionQueue(LazyHeap):
             return None if state is None or self.key_of(state) == -math.inf else state
         # Comparing all once is cheaper than a new heap, and mostly enough.
         states, keys = self._current_keys(now)
-        if not keys or max(keys) == -math.inf:
-            return None
-        return self._latest_of_largest(states, keys)
+        return self._latest_of_largest(states, keys) if max(keys, default=-math.inf) > -math.inf else None
 
     def _current_keys(self, now: float) -> tuple[list[RequestState], list[float]]:
         states = [entry[-1] for entry in self._live.values()]

@@ -17,20 +17,15 @@ _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 
 @contextmanager
 def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
-    """Connects this process to a cluster, unless it is connected already: then that one is used and left as it is.
+    """Connects to a cluster and yields the module `ray`; one that this process is connected to is used and left as it is.
 
     Args:
         address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
         field: How the address is called in errors.
         num_cpus: Processors of the local cluster; None: all.
 
-    Yields:
-        The module `ray`.
-
     Raises:
-        InputError: There is no cluster at the address.
-        MissingExtraError: Ray is not installed.
-        TailcastError: A local cluster does not start.
+        TailcastError: There is no cluster at the address, or none can be started, or Ray is not installed.
     """
     try:
         import ray
@@ -52,9 +47,8 @@ def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: st
     Args:
         ray: The module, connected.
         reference: Reference to the result.
-        task: The task in words, for errors: "a block".
+        task, finished: In words, for errors: "a block", "finished blocks are kept".
         retries: How often Ray has tried it again when its worker or node was lost.
-        finished: What is not lost with it, in words: "finished blocks are kept".
 
     Raises:
         TailcastError: The task's own, as it was raised there; or it was lost again and again.

@@ -2,33 +2,60 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 from scheduler_core.decision_log import SCHEMA, DecisionLog, Entry
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import existing_file
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-    apply_prediction,
-)
+from scheduler_core.predictions import HEADS, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+
+#: Arguments of the calls that are recorded, in order; the time is the last one of each.
+_ARGUMENTS = {
+    "add": ("request",),
+    "update": ("request_id", "prediction"),
+    "schedule": (),
+    "complete": ("result",),
+    "abort": ("request_id",),
+    "reserve": ("request_id", "num_blocks"),
+    "unreserve": ("request_id",),
+    "detach": ("request_id",),
+    "attach": ("state",),
+}
 
 
 class ReplayError(TailcastError):
     """A replayed call had another outcome than the recorded one."""
 
 
-def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Repeats the calls on a new scheduler and compares every outcome, number by number.
+def read_log(path: str | Path) -> list[Entry]:
+    """Entries of a written log.
 
-    Returns:
-        The scheduler in its last state.
+    Raises:
+        InputError: Not a file, a line is not a JSON object, or another version wrote it.
+    """
+    entries: list[Entry] = []
+    lines = existing_file(path, "decision log").read_bytes().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            entry = json.loads(line)
+            entry["op"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise InputError(f"{path} line {number}", line[:80], "a decision log entry") from error
+        entries.append(entry)
+    if entries and entries[0].get("schema", SCHEMA) != SCHEMA:
+        raise InputError("decision log", entries[0]["schema"], f"a log of schema {SCHEMA}")
+    return entries
+
+
+def replay(entries: Iterable[Entry]) -> Scheduler:
+    """Repeats the calls on a new scheduler, which is returned, and compares every outcome, number by number.
 
     Raises:
         ReplayError: An outcome differs; the message names the entry.
@@ -42,57 +69,44 @@ def replay(entries: Iterable[Entry]) -> Scheduler:
     config = SchedulerConfig(**head["config"])
     scheduler = Scheduler(config, make_policy(head["policy"], head["parameters"]), log)
     for number, entry in enumerate(remaining, start=2):
-        _repeat(scheduler, entry)
+        op = entry["op"]
+        if op not in _ARGUMENTS:
+            raise InputError("op", op, ", ".join(_ARGUMENTS))
+        arguments = [_argument(name, entry[name]) for name in _ARGUMENTS[op]]
+        if op == "complete" and arguments[0].num_steps > 1:
+            scheduler.steady_steps(arguments[0].num_steps)
+        getattr(scheduler, op)(*arguments, entry["now"])
         if log.entries[-1] != entry:
             raise ReplayError(f"entry {number}: recorded {entry}, replayed {log.entries[-1]}")
     return scheduler
 
 
-def _repeat(scheduler: Scheduler, entry: Entry) -> None:
-    now = entry["now"]
-    match entry["op"]:
-        case "add":
-            scheduler.add(Request(**entry["request"]), now)
-        case "update":
-            content = entry["prediction"]
-            scheduler.update(entry["request_id"], None if content is None else _prediction(content), now)
-        case "schedule":
-            scheduler.schedule(now)
-        case "complete":
-            result = entry["result"]
-            if result["num_steps"] > 1:
-                scheduler.steady_steps(result["num_steps"])
-            scheduler.complete(StepResult(result["step"], tuple(result["stopped"]), result["num_steps"]), now)
-        case "abort":
-            scheduler.abort(entry["request_id"], now)
-        case "reserve":
-            scheduler.reserve(entry["request_id"], entry["num_blocks"], now)
-        case "unreserve":
-            scheduler.unreserve(entry["request_id"], now)
-        case "detach":
-            scheduler.detach(entry["request_id"], now)
-        case "attach":
-            scheduler.attach(_state(entry["state"]), now)
-        case other:
-            allowed = "add, update, schedule, complete, abort, reserve, unreserve, detach, attach"
-            raise InputError("op", other, allowed)
+def _argument(name: str, content: Any) -> Any:
+    match name:
+        case "request":
+            return Request(**content)
+        case "result":
+            return StepResult(content["step"], tuple(content["stopped"]), content["num_steps"])
+        case "prediction":
+            return None if content is None else _prediction(content)
+        case "state":
+            return _state(content)
+    return content
 
 
 def _state(content: Entry) -> RequestState:
     """The state of a request that came from another replica."""
     state = RequestState(Request(**content["request"]), order=0)
-    for name in content.keys() - {"request", "request_id", "prediction", "urgency", "bucket", "rank"}:
+    for name in content.keys() - {"request", "request_id", "prediction", *HEADS}:
         setattr(state, name, content[name])
-    apply_prediction(state, _prediction({**content, "length": content["prediction"]}))
-    state.prediction_failed = content["prediction_failed"]
+    state.apply_prediction(_prediction({**content, "length": content["prediction"]}))
     return state
 
 
 def _prediction(content: Entry) -> Prediction:
-    length, urgency, bucket, rank = (content[name] for name in ("length", "urgency", "bucket", "rank"))
-    return Prediction(
-        length=LengthPrediction(**length) if length else None,
-        urgency=UrgencyPrediction(tuple(urgency["probabilities"])) if urgency else None,
-        bucket=BucketPrediction(tuple(bucket["probabilities"]), tuple(bucket["edges"])) if bucket else None,
-        rank=RankPrediction(**rank) if rank else None,
-    )
+    heads: dict[str, Any] = {}
+    for name, kind in HEADS.items():
+        if content[name] is not None:
+            values = {key: tuple(v) if isinstance(v, list) else v for key, v in content[name].items()}
+            heads[name] = kind(**values)
+    return Prediction(**heads)

@@ -10,10 +10,11 @@ from scheduler_core.errors import InputError
 from scheduler_core.predictions import (
     BucketPrediction,
     LengthPrediction,
+    PointPrediction,
+    Prediction,
     RankPrediction,
     UrgencyPrediction,
 )
-from scheduler_core.urgency import effective_level
 
 #: Maximum number of tiers: orders that combine tier and key in one float keep so many apart.
 MAX_TIERS = 100
@@ -103,8 +104,6 @@ class RequestState:
         num_computed_tokens: Tokens with keys and values: in the cache while it runs, on the host while it waits.
         kv_tokens: Tokens for which it holds blocks of the cache; 0 while it waits.
         num_output_tokens: Tokens generated so far.
-        attained_tokens: Tokens of work done for it so far in both phases: processed prompt tokens and decode steps.
-            Grows only; what is computed again after a preemption counts again.
         decode_entered_s: End of its latest prefill.
         last_token_s: Time of its latest token.
         last_scheduled_s: End of the latest step it took part in.
@@ -117,12 +116,11 @@ class RequestState:
     urgency: UrgencyPrediction | None = None
     bucket: BucketPrediction | None = None
     rank: RankPrediction | None = None
-    prediction_failed: bool = False
+    point: PointPrediction | None = None
     prefill_target_tokens: int = 0
     num_computed_tokens: int = 0
     kv_tokens: int = 0
     num_output_tokens: int = 0
-    attained_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -145,13 +143,32 @@ class RequestState:
         """Prompt plus output tokens generated so far."""
         return self.request.prompt_tokens + self.num_output_tokens
 
-    def effective_level(self) -> int:
-        """The level it is scheduled at, 0 the most urgent: its tier, raised by at most one level where its text is predicted
-        to be more urgent with a probability of at least one half (`urgency.effective_level`).
+    def apply_prediction(self, prediction: Prediction | None) -> bool:
+        """Takes over the predictions that there are and keeps the others; None means that the predictor failed.
 
-        The declared tier while nothing is predicted, and where it is none of the predictor's levels. The one source of a
-        request's urgency for policies and routers. Tens of microseconds with a prediction.
+        Returns:
+            Whether there is a new prediction, so that the request's key may have changed.
         """
-        if self.urgency is None or self.request.tier >= len(self.urgency.probabilities):
-            return self.request.tier
-        return int(effective_level(self.urgency.probabilities, self.request.tier, threshold=0.5))
+        if prediction is None:
+            return False
+        self.prediction = prediction.length or self.prediction
+        self.urgency = prediction.urgency or self.urgency
+        self.bucket = prediction.bucket or self.bucket
+        self.rank = prediction.rank or self.rank
+        self.point = prediction.point or self.point
+        return True
+
+    @property
+    def has_prediction(self) -> bool:
+        """Whether anything is predicted of it."""
+        heads = (self.prediction, self.urgency, self.bucket, self.rank, self.point)
+        return any(head is not None for head in heads)
+
+    def effective_level(self, max_promotion: float = 1) -> int:
+        """The level it is scheduled at, 0 the most urgent; the declared tier while no urgency is predicted.
+
+        The one source of a request's urgency for policies, routers and engine hints; see
+        `UrgencyPrediction.effective_level`.
+        """
+        tier = self.request.tier
+        return tier if self.urgency is None else self.urgency.effective_level(tier, max_promotion)

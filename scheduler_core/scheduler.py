@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_core.batching import BATCH_FORMERS, Batch, make_former
+from scheduler_core.batching import BATCH_FORMERS, make_former
+from scheduler_core.batching.batch import Batch
 from scheduler_core.decision_log import SCHEMA, DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.kv_cache import Limits
@@ -19,7 +20,7 @@ from scheduler_core.plan import Counters, Finished, StepPlan, StepResult
 from scheduler_core.policies import policy_name, policy_parameters
 from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
-from scheduler_core.predictions import LengthPrediction, Prediction, apply_prediction
+from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request, RequestState, Status
 from scheduler_core.step_end import StepEnd
 
@@ -34,7 +35,7 @@ class SchedulerConfig(Limits):
 
     batching: str = "chunked_prefill"
     """How a step is formed; one of: chunked_prefill (Sarathi-Serve), orca, rad, rad_prefill_first, request_level,
-    slai, stage_aware, vllm (prefill first)."""
+    slai, stage_aware, uniboost, vllm (prefill first)."""
     batching_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Overrides of the batch former's parameters, such as {max_decodes: 64} for slai."""
 
@@ -49,7 +50,7 @@ class Scheduler:
     Args:
         config: Limits of the replica.
         policy: Orders the waiting requests; belongs to this scheduler alone.
-        log: Records every call and plan for `decision_log.replay`; None records nothing.
+        log: Records every call and plan for `replay.replay`; None records nothing.
 
     Raises:
         InputError: Policy and batch former do not go together.
@@ -63,7 +64,8 @@ class Scheduler:
         former = make_former(config.batching, config.batching_parameters)
         former.check_policy(policy)
         self._former = former
-        self._pool = Pool(
+        #: The live requests and the memory they hold, to read.
+        self.pool = Pool(
             policy,
             config.kv_cache(),
             config.max_num_seqs,
@@ -73,7 +75,7 @@ class Scheduler:
             group=former.group,
             lockstep=former.lockstep and policy.progress == "unused",
         )
-        self._step_end = StepEnd(self._pool, policy)
+        self._step_end = StepEnd(self.pool, policy)
         self._now = -math.inf
         self._num_steps = 0
         self._open: tuple[StepPlan, Batch] | None = None
@@ -81,82 +83,53 @@ class Scheduler:
         self._promised_steps = 1
         self._keys_are_fresh = False
         if log is not None:
-            parameters = policy_parameters(policy)
-            log.record(
-                "open", schema=SCHEMA, config=config, policy=policy_name(policy), parameters=parameters
-            )
+            name, parameters = policy_name(policy), policy_parameters(policy)
+            log.record("open", schema=SCHEMA, config=config, policy=name, parameters=parameters)
 
     @property
     def num_waiting(self) -> int:
         """Requests that hold no memory and wait to be admitted."""
-        return len(self._pool.waiting)
+        return len(self.pool.waiting)
 
     @property
     def num_running(self) -> int:
         """Admitted requests."""
-        return self._pool.num_running
-
-    @property
-    def num_free_kv_blocks(self) -> int:
-        """Free KV blocks."""
-        return self._pool.kv.num_free_blocks
-
-    @property
-    def peak_kv_blocks(self) -> int:
-        """Most KV blocks ever held at the same time."""
-        return self._pool.kv.peak_blocks
+        return self.pool.num_running
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._pool
+        return request_id in self.pool
 
     @property
     def decoding(self) -> Sequence[RequestState]:
         """The requests that generate a token in the open step, to read, in the plan's order."""
         batch = self._open_step()[1]
-        self._pool.sync()
+        self.pool.sync()
         return batch.decodes
 
     @property
     def num_common_steps(self) -> int | None:
-        """Decode steps taken in lockstep so far; None if requests are advanced individually.
-
-        In lockstep all requests that have processed their prompts generate a token in every step in which one of them
-        does.
-        """
-        group = self._pool.lockstep
+        """Decode steps taken in lockstep so far (see `LockstepGroup`); None if requests are advanced individually."""
+        group = self.pool.lockstep
         return None if group is None else group.num_steps
-
-    @property
-    def pool(self) -> Pool:
-        """The live requests and the memory they hold, to read."""
-        return self._pool
-
-    @property
-    def kv_block_tokens(self) -> int:
-        """Tokens per KV block."""
-        return self._pool.kv.block_tokens
 
     def find(self, request_id: str) -> RequestState | None:
         """The request as it is now, to read until the next step; None if it is not here."""
-        return self._pool.find(request_id)
+        return self.pool.find(request_id)
 
     def state(self, request_id: str) -> RequestState:
         """As `find`; KeyError if the request is not here."""
-        state = self._pool.find(request_id)
+        state = self.pool.find(request_id)
         if state is None:
             raise KeyError(request_id)
         return state
 
     def refusal(self, request: Request) -> InputError | None:
         """Why the request could never be finished here; None if it could."""
-        need = request.prompt_tokens + request.max_tokens
-        if need <= self._pool.kv.capacity_tokens:
+        need, capacity = request.prompt_tokens + request.max_tokens, self.pool.kv.capacity_tokens
+        if need <= capacity:
             return self._former.refusal(request, self.config)
-        return InputError(
-            f"prompt_tokens + max_tokens of request {request.request_id}",
-            need,
-            f"at most {self._pool.kv.capacity_tokens} tokens, the whole KV cache",
-        )
+        name = f"prompt_tokens + max_tokens of request {request.request_id}"
+        return InputError(name, need, f"at most {capacity} tokens, the whole KV cache")
 
     def add(self, request: Request, now: float) -> None:
         """A request arrives and waits.
@@ -165,41 +138,33 @@ class Scheduler:
             InputError: Its id is already here, or it can never be finished (see `refusal`). Nothing has changed then.
         """
         self._check_time(now)
-        if request.request_id in self._pool:
-            raise InputError("request_id", request.request_id, "an id that is not in the scheduler already")
-        refusal = self.refusal(request)
-        if refusal is not None:
-            raise refusal
+        self._check_new(request)
         self._now = now
         state = RequestState(request, order=self.counters.num_added)
         self.policy.on_arrival(state, now)
-        self._pool.enter(state, now)
+        self.pool.enter(state, now)
         self.counters.num_added += 1
-        if self._log is not None:
-            self._log.record("add", now, request=request)
+        self._record("add", now, request=request)
 
-    def update(self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
+    def update(self, request_id: str, prediction: Prediction | None, now: float) -> None:
         """The prediction of a request has come; None means that the predictor failed.
 
         A prediction for a request that is no longer here is counted as late and otherwise ignored. A failure keeps
-        the request's position. See `predictions.apply_prediction`.
+        the request's position. See `RequestState.apply_prediction`.
         """
         self._check_time(now)
         self._now = now
-        if isinstance(prediction, LengthPrediction):
-            prediction = Prediction(length=prediction)
-        if self._log is not None:
-            self._log.record("update", now, request_id=request_id, prediction=prediction)
-        state = self._pool.find(request_id)
+        self._record("update", now, request_id=request_id, prediction=prediction)
+        state = self.pool.find(request_id)
         if state is None:
             self.counters.num_late_predictions += 1
             return
-        if not apply_prediction(state, prediction):
+        if not state.apply_prediction(prediction):
             self.counters.num_failed_predictions += 1
             return
         self.counters.num_predictions += 1
         self.policy.on_prediction(state)
-        self._pool.rekey(state, now)
+        self.pool.rekey(state, now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None if there is nothing to do. SchedulerStateError if the last step is not complete."""
@@ -209,20 +174,18 @@ class Scheduler:
             raise SchedulerStateError(f"step {self._open[0].step} is not complete yet")
         self._now = now
         self._rekey(now)
-        batch = self._former.form(self._pool, self.config.max_num_batched_tokens, now)
+        batch = self._former.form(self.pool, self.config.max_num_batched_tokens, now)
         if batch.preempted:
             self.counters.num_preemptions += len(batch.preempted)
             self.counters.num_swaps += len(batch.swapped_out)
         plan = None
         if batch.prefills or batch.decodes or batch.preempted:
-            plan = batch.plan(self._num_steps, self._pool.lockstep)
+            plan = batch.plan(self._num_steps, self.pool.lockstep)
             self._num_steps += 1
-            self._open = (plan, batch)
-            self._opened_s = now
-            self._promised_steps = 1
+            self._open, self._opened_s, self._promised_steps = (plan, batch), now, 1
         else:
-            waits_for_memory = self._pool.reserved and not self._pool.num_running
-            assert waits_for_memory or self._pool.is_empty, "no request is served although there are some"
+            waits_for_memory = self.pool.reserved and not self.pool.num_running
+            assert waits_for_memory or not self.pool.num_live, "no request is served although there are some"
         self._keys_are_fresh = True
         if self._log is not None:
             self._log.record("schedule", now, plan=plan)
@@ -236,8 +199,10 @@ class Scheduler:
         """
         _, batch = self._open_step()
         self._promised_steps = 1
-        group = self._pool.lockstep
-        if batch.preempted or self._needs_every_step():
+        group, policy = self.pool.lockstep, self.policy
+        # The policy may want another batch after a step, although nothing has happened.
+        reorders = policy.progress == "every_step" or (policy.preemptive and len(self.pool.waiting) > 0)
+        if batch.preempted or reorders:
             return 1
         if batch.prefills:
             limit = 1 if group is None else self._former.steady_chunks(batch, limit)
@@ -249,24 +214,11 @@ class Scheduler:
             rests = [state.request.max_tokens - state.num_output_tokens for state in batch.decodes]
             limit = min(limit, min(rests, default=limit))
         if limit > 1:
-            self._promised_steps = self._former.steady_steps(self._pool, batch, limit)
+            self._promised_steps = self._former.steady_steps(self.pool, batch, limit)
         return self._promised_steps
 
-    def _needs_every_step(self) -> bool:
-        """Whether the policy may want another batch after a step, although nothing has happened."""
-        return self.policy.progress == "every_step" or (
-            self.policy.preemptive and len(self._pool.waiting) > 0
-        )
-
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
-        """Ends the open step: tokens are counted, finished requests leave and free their memory.
-
-        Args:
-            result: Of the engine; requests aborted meanwhile may still be named.
-            now: End of the step, in seconds.
-
-        Returns:
-            The finished requests, in the order of the plan.
+        """Ends the open step at `now`; returns the finished requests, in the order of the plan. Their memory is free.
 
         Raises:
             SchedulerStateError: No step is open, or another one.
@@ -298,12 +250,11 @@ class Scheduler:
         """Removes a request in any state, also during a step; False if it is not here (any more)."""
         self._check_time(now)
         self._now = now
-        if self._log is not None:
-            self._log.record("abort", now, request_id=request_id)
-        state = self._pool.find(request_id)
+        self._record("abort", now, request_id=request_id)
+        state = self.pool.find(request_id)
         if state is None:
             return False
-        self._pool.leave(state)
+        self.pool.leave(state)
         self.policy.on_finish(state)
         self.counters.num_aborted += 1
         return True
@@ -316,22 +267,20 @@ class Scheduler:
 
         Raises:
             InputError: The request is not here, or it runs and the batch former does not migrate running requests.
-            SchedulerStateError: It takes part in the open step.
         """
         self._check_time(now)
-        state = self._pool.find(request_id)
+        state = self.pool.find(request_id)
         if state is None:
             raise InputError("request_id", request_id, "a request that is here")
         if state.status is Status.RUNNING:
             self._check_migratable()
-            if self._open is not None and request_id in _request_ids(self._open[0]):
-                raise SchedulerStateError(f"request {request_id} takes part in step {self._open[0].step}")
+            plan = self._open[0] if self._open else None
+            assert plan is None or request_id not in plan.decodes, "it takes part in the open step"
         self._now = now
-        self._pool.take_out(state)
+        self.pool.take_out(state)
         self.policy.on_finish(state)
         self.counters.num_moved_out += 1
-        if self._log is not None:
-            self._log.record("detach", now, request_id=request_id)
+        self._record("detach", now, request_id=request_id)
         return state
 
     def attach(self, state: RequestState, now: float) -> None:
@@ -339,81 +288,75 @@ class Scheduler:
 
         Raises:
             InputError: Its id is here already, or it can never be finished here. Nothing has changed then.
-            SchedulerStateError: Less is reserved for it than it has computed.
         """
         self._check_time(now)
-        name, pool = state.request_id, self._pool
-        if name in pool:
-            raise InputError("request_id", name, "an id that is not in the scheduler already")
-        refusal = self.refusal(state.request)
-        if refusal is not None:
-            raise refusal
+        name, pool = state.request_id, self.pool
+        self._check_new(state.request)
         reserved_tokens = pool.kv.held_by(name) * pool.kv.block_tokens
-        if name in pool.reserved and reserved_tokens < state.num_computed_tokens:
-            raise SchedulerStateError(f"{reserved_tokens} tokens are reserved for request {name}, too few")
+        assert name not in pool.reserved or reserved_tokens >= state.num_computed_tokens, (
+            "too few are reserved"
+        )
         self._now = now
-        if self._log is not None:
-            self._log.record("attach", now, state=state)
+        self._record("attach", now, state=state)
         state.order = self.counters.num_added
         self.policy.on_arrival(state, now)
-        if any(item is not None for item in (state.prediction, state.urgency, state.bucket, state.rank)):
+        if state.has_prediction:
             self.policy.on_prediction(state)
         pool.put_in(state, now)
         self.counters.num_added += 1
         self.counters.num_moved_in += 1
 
     def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
-        """Reserves that many blocks more for a request on its way here, and with the first ones a slot.
-
-        Returns:
-            False, with nothing reserved, if there are too few blocks or no slot.
+        """Reserves that many blocks more for a request on its way here, and with the first ones a slot; False if there are none.
 
         Raises:
-            InputError: The first `num_blocks` is not above 0, or the batch former does not migrate running requests.
-            SchedulerStateError: The request is here, or the open step was promised to be repeated.
+            InputError: The batch former does not migrate running requests.
         """
         self._check_time(now)
         self._check_migratable()
-        if num_blocks < (0 if request_id in self._pool.reserved else 1):
-            raise InputError("num_blocks", num_blocks, "integers > 0")
-        if request_id in self._pool:
-            raise SchedulerStateError(f"request {request_id} is here already")
-        if self._open is not None and self._promised_steps > 1:
-            raise SchedulerStateError(f"step {self._open[0].step} was promised {self._promised_steps} times")
+        assert request_id not in self.pool, "the request is here already"
+        assert self._open is None or self._promised_steps == 1, "the open step was promised to be repeated"
         self._now = now
-        granted = self._pool.reserve(request_id, num_blocks)
-        if self._log is not None:
-            self._log.record("reserve", now, request_id=request_id, num_blocks=num_blocks, granted=granted)
+        granted = self.pool.reserve(request_id, num_blocks)
+        self._record("reserve", now, request_id=request_id, num_blocks=num_blocks, granted=granted)
         return granted
 
     def unreserve(self, request_id: str, now: float) -> None:
         """Frees what is reserved for the request, if anything is."""
         self._check_time(now)
         self._now = now
-        self._pool.unreserve(request_id)
+        self.pool.unreserve(request_id)
+        self._record("unreserve", now, request_id=request_id)
+
+    def _record(self, op: str, now: float, **content: object) -> None:
         if self._log is not None:
-            self._log.record("unreserve", now, request_id=request_id)
+            self._log.record(op, now, **content)
+
+    def _check_new(self, request: Request) -> None:
+        if request.request_id in self.pool:
+            raise InputError("request_id", request.request_id, "an id that is not in the scheduler already")
+        refusal = self.refusal(request)
+        if refusal is not None:
+            raise refusal
 
     def _check_migratable(self) -> None:
         if not self._former.migratable:
             allowed = ", ".join(name for name, kind in BATCH_FORMERS.items() if kind.migratable)
-            raise InputError(
-                "batching of a replica that takes part in migration", self.config.batching, allowed
-            )
+            name = "batching of a replica that takes part in migration"
+            raise InputError(name, self.config.batching, allowed)
 
     def validate(self) -> None:
         """Checks all invariants, O(requests); AssertionError names the one that does not hold.
 
         Directly after `schedule` also that no key is stale.
         """
-        self._pool.validate(self._now, keys_are_fresh=self._keys_are_fresh)
+        self.pool.validate(self._now, keys_are_fresh=self._keys_are_fresh)
         counters = self.counters
-        gone = counters.num_finished + counters.num_aborted + counters.num_moved_out
-        live = counters.num_added - gone
-        assert live == len(self._pool.states), "requests were lost or duplicated"
+        live = counters.num_added - counters.num_finished - counters.num_aborted - counters.num_moved_out
+        assert live == len(self.pool.states), "requests were lost or duplicated"
 
     def _rekey(self, now: float) -> None:
-        pool = self._pool
+        pool = self.pool
         pool.start_step(now)
         pressed = self.policy.on_pressure(len(pool.waiting), self.config.max_num_seqs)
         if pressed or self.policy.key_changes == "with_time":
@@ -431,10 +374,6 @@ class Scheduler:
         if not self._now <= now < math.inf:
             raise SchedulerStateError(f"time {now} is not at or after {self._now}")
         self._keys_are_fresh = False
-
-
-def _request_ids(plan: StepPlan) -> set[str]:
-    return {*plan.decodes, *(chunk.request_id for chunk in plan.prefills)}
 
 
 def _check_stopped(stopped: tuple[str, ...], plan: StepPlan) -> None:

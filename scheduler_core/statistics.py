@@ -16,18 +16,17 @@ from scheduler_core.lengths.student_t import student_t_quantile
 FloatArray = NDArray[np.float64]
 
 
-def coefficients_of_variation(values: FloatArray, offsets: NDArray[np.int64], ddof: int = 1) -> FloatArray:
-    """Standard deviation over mean of each group [G]; NaN for a group of `ddof` values or fewer.
+def coefficients_of_variation(values: FloatArray, offsets: NDArray[np.int64]) -> FloatArray:
+    """Standard deviation over mean of each group [G]; NaN for a group of one value.
 
     Args:
         values: Values >= 0 of all groups, one group after the other [N].
         offsets: Bounds of the groups in `values` [G + 1].
-        ddof: The divisor of the variance is the number of values less this.
     """
     counts, starts = np.diff(offsets), offsets[:-1]
     mean = np.add.reduceat(values, starts) / counts
     squares = np.add.reduceat((values - np.repeat(mean, counts)) ** 2, starts)
-    variance = np.divide(squares, counts - ddof, out=np.full(len(counts), np.nan), where=counts > ddof)
+    variance = np.divide(squares, counts - 1, out=np.full(len(counts), np.nan), where=counts > 1)
     return np.asarray(np.sqrt(variance) / mean)
 
 
@@ -57,25 +56,23 @@ class Interval:
     num: int
 
 
-def interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
-    """mean +- t s / sqrt(n); infinitely wide with one value.
+def interval(values: Sequence[float]) -> Interval:
+    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value.
 
     Raises:
-        InputError: There is no value, or the confidence is not between 0 and 1.
+        InputError: There is no value.
     """
     if not values:
         raise InputError("values", values, "at least one number")
-    if not 0 < confidence < 1:
-        raise InputError("confidence", confidence, "numbers between 0 and 1")
     array = np.asarray(values, float)
     mean, num = float(array.mean()), len(array)
     if num == 1:
         return Interval(mean, -math.inf, math.inf, 1)
-    half = student_t_quantile((1 + confidence) / 2, num - 1) * float(array.std(ddof=1)) / math.sqrt(num)
+    half = student_t_quantile(0.975, num - 1) * float(array.std(ddof=1)) / math.sqrt(num)
     return Interval(mean, mean - half, mean + half, num)
 
 
-def over_seeds(runs: Sequence[Mapping[str, Any]], confidence: float = 0.95) -> dict[str, Any]:
+def over_seeds(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Trees of metrics of several runs as one tree: each number becomes {mean, low, high, num}.
 
     A number that is None in some runs, or missing, is that of the others. With one run low and high are None.
@@ -86,8 +83,8 @@ def over_seeds(runs: Sequence[Mapping[str, Any]], confidence: float = 0.95) -> d
         if not values:
             merged[name] = None
         elif isinstance(values[0], Mapping):
-            merged[name] = over_seeds(values, confidence)
+            merged[name] = over_seeds(values)
         else:
-            ends = asdict(interval([float(value) for value in values], confidence))
+            ends = asdict(interval([float(value) for value in values]))
             merged[name] = {key: None if math.isinf(value) else value for key, value in ends.items()}
     return merged

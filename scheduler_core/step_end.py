@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
-from scheduler_core.batching import Batch
+from scheduler_core.batching.batch import Batch
 from scheduler_core.lockstep import LockstepGroup
 from scheduler_core.plan import Finished, PrefillChunk, StepResult
 from scheduler_core.policies.base import Policy
@@ -84,7 +83,6 @@ class StepEnd:
                 continue
             state.num_computed_tokens = computed = state.num_computed_tokens + num_steps
             state.num_output_tokens = outputs = state.num_output_tokens + num_steps
-            state.attained_tokens += num_steps
             state.last_scheduled_s = state.last_token_s = now
             if computed > state.kv_tokens:
                 grown = self._pool.grow(state, computed)
@@ -99,7 +97,6 @@ class StepEnd:
         """So many chunks have been processed; after the last one of a prompt there is a token."""
         tokens = chunk.num_tokens * num_steps
         state.num_computed_tokens += tokens
-        state.attained_tokens += tokens
         state.last_scheduled_s = now
         if state.num_computed_tokens > state.kv_tokens:
             grown = self._pool.grow(state, state.num_computed_tokens)
@@ -121,22 +118,16 @@ class StepEnd:
         """Notifies the policy of the request's work in this step, and ends the request if it is done."""
         if self._on_tokens is not None:
             self._on_tokens(state, num_tokens, now)
-        if state.request_id in stopped:
-            self._finish(state, "stop", finished)
-        elif state.num_output_tokens == state.request.max_tokens:
-            self._finish(state, "length", finished)
-
-    def _finish(
-        self, state: RequestState, reason: Literal["stop", "length"], finished: list[Finished]
-    ) -> None:
+        has_stopped = state.request_id in stopped
+        if not has_stopped and state.num_output_tokens < state.request.max_tokens:
+            return
         self._pool.leave(state)
         self._policy.on_finish(state)
-        assert state.first_scheduled_s is not None
-        assert state.first_token_s is not None
+        assert state.first_scheduled_s is not None and state.first_token_s is not None  # noqa: PT018
         finished.append(
             Finished(
                 request_id=state.request_id,
-                reason=reason,
+                reason="stop" if has_stopped else "length",
                 output_tokens=state.num_output_tokens,
                 num_preemptions=state.num_preemptions,
                 first_scheduled_s=state.first_scheduled_s,

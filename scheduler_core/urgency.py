@@ -58,17 +58,14 @@ def effective_level(
 
     1. Where the highest probability is below `threshold` the predictor abstains: the declared tier holds.
     2. Else the level of least expected cost (`expected_cost_levels`) is taken, ...
-    3. ... but at most `max_promotion` levels above and `max_demotion` levels below the declared tier.
-
-    The third rule limits what a deceptive text can gain to `max_promotion` levels; an emergency tier declared by an
-    operator is never left by more than the two limits.
+    3. ... but at most `max_promotion` levels above and `max_demotion` levels below the declared tier: what a deceptive text
+       can gain at most.
 
     Args:
         probabilities: Probability of each level, the most urgent first; [N, K] or [K].
         declared_tier: Level the client declared; one number or [N].
         threshold: Least highest probability that counts, from 0 (never abstain) to 1; None: the declared tier always holds.
-        max_promotion: Maximum number of levels that a text can raise its own request, at least 0.
-        max_demotion: Maximum number of levels that it can lower it, at least 0; by default none.
+        max_promotion, max_demotion: At least 0.
         under_triage_cost: See `expected_cost_levels`.
 
     Returns:

@@ -18,8 +18,7 @@ class BatchFormer(ABC):
     """Chooses the next step's work, admitting and evicting through the batch. Belongs to one scheduler.
 
     A batch former is a keyword-only slots dataclass whose fields are the parameters of its paper; values outside their
-    range raise InputError. It keeps no requests
-    itself.
+    range raise InputError. It keeps no requests itself.
 
     Attributes:
         evicts_by_key: It evicts by the policy's eviction key, whether the policy is preemptive or not.
@@ -69,11 +68,10 @@ class BatchFormer(ABC):
     def check_policy(self, policy: Policy) -> None:
         """Raises InputError if the policy does not go together with this former."""
         if policy.preemptive and not self.allows_preemptive:
-            raise InputError(
-                f"policy under {type(self).__name__}",
-                type(policy).__name__,
-                "policies that are not preemptive: this batch former keeps a request running until it is done",
+            allowed = (
+                "policies that are not preemptive: this batch former keeps a request running until it is done"
             )
+            raise InputError(f"policy under {type(self).__name__}", type(policy).__name__, allowed)
 
     def max_running(self, limits: Limits) -> int:
         """Maximum number of requests that hold memory at the same time."""
@@ -96,11 +94,9 @@ def whole_prompts_refusal(request: Request, num_tokens: int, limits: Limits) -> 
     """The refusal of formers that process `num_tokens` of the request in one step; None if they fit."""
     if num_tokens <= limits.max_num_batched_tokens:
         return None
-    return InputError(
-        f"tokens of request {request.request_id} to process in one step",
-        num_tokens,
-        f"at most max_num_batched_tokens = {limits.max_num_batched_tokens}: this batch former splits no prompts",
-    )
+    name = f"tokens of request {request.request_id} to process in one step"
+    most = f"at most max_num_batched_tokens = {limits.max_num_batched_tokens}"
+    return InputError(name, num_tokens, f"{most}: this batch former splits no prompts")
 
 
 def steady_decodes(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) -> int:

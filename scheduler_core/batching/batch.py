@@ -36,12 +36,7 @@ class Batch:
         self.swapped_in: list[KVTransfer] = []
 
     def plan(self, step: int, group: LockstepGroup | None) -> StepPlan:
-        """The plan for the engine.
-
-        Args:
-            step: Its number.
-            group: The requests that decode, if they do so in lockstep.
-        """
+        """The plan for the engine; `group`: the requests that decode in lockstep, if they do."""
         decodes: tuple[str, ...] = ()
         context_tokens = 0
         if self.decodes:
@@ -53,16 +48,9 @@ class Batch:
         chunks = tuple([chunk for _, chunk in self.prefills]) if self.prefills else ()
         for chunk in chunks:
             context_tokens += chunk.start_token
-        return StepPlan(
-            step,
-            chunks,
-            decodes,
-            context_tokens,
-            tuple(self.admitted),
-            tuple(self.preempted),
-            tuple(self.swapped_out),
-            tuple(self.swapped_in),
-        )
+        admitted, preempted = tuple(self.admitted), tuple(self.preempted)
+        swaps = tuple(self.swapped_out), tuple(self.swapped_in)
+        return StepPlan(step, chunks, decodes, context_tokens, admitted, preempted, *swaps)
 
     def add_chunk(self, state: RequestState, max_tokens: int | None = None) -> None:
         """A running request processes as many tokens as the budget (and `max_tokens`) allow; one at least."""
@@ -126,13 +114,7 @@ class Batch:
         self, pool: Pool, decodes: list[RequestState], now: float, spare_block: bool = False
     ) -> list[RequestState]:
         """Takes the block for the next token of each, in this order, evicting victims if need be (perhaps the request
-        itself); returns those that still run.
-
-        Args:
-            pool: Live requests.
-            decodes: Run and decode.
-            now: Time in seconds.
-            spare_block: There must be a free block also for a decode that needs none (Vidur's rule).
+        itself); returns those that still run. `spare_block`: a decode that needs none needs a free one too (Vidur's rule).
         """
         group = pool.lockstep
         if group is None:

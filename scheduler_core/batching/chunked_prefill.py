@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes
 from scheduler_core.batching.batch import Batch, still_running
-from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.request import RequestState
 
 
@@ -42,8 +42,7 @@ class ChunkedPrefill(BatchFormer):
     spare_block: bool = False
 
     def __post_init__(self) -> None:
-        if self.chunk_tokens is not None and self.chunk_tokens <= 0:
-            raise InputError("chunk_tokens", self.chunk_tokens, "integers > 0, or None")
+        check_ranges(self, chunk_tokens=(1, INTEGERS))
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)

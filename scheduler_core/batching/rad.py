@@ -14,6 +14,7 @@ from scheduler_core.batching.batch import Batch
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cache import Limits
 from scheduler_core.pool import Pool
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,19 +48,14 @@ class Rad(BatchFormer):
     _num_started: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("n", "t_row", "t_col", "t_red"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value <= 0):
-                raise InputError(name, value, "integers > 0")
+        check_ranges(self, **dict.fromkeys(("n", "t_row", "t_col", "t_red"), (1, INTEGERS)))
 
     def check(self, limits: Limits) -> None:
         if self.t_col is not None and self.t_col > limits.max_num_seqs:
             raise InputError("t_col", self.t_col, f"at most max_num_seqs = {limits.max_num_seqs}")
         t_lcm = self.chunk_tokens(limits.max_num_seqs)
         if t_lcm > limits.max_num_batched_tokens:
-            allowed = (
-                f"a least common multiple of at most max_num_batched_tokens = {limits.max_num_batched_tokens}"
-            )
+            allowed = f"a least common multiple of at most {limits.max_num_batched_tokens} batched tokens"
             raise InputError("t_row, t_col, t_red", (self.t_row, self.t_col, self.t_red), allowed)
 
     def tile_columns(self, max_num_seqs: int) -> int:

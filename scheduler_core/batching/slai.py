@@ -6,14 +6,13 @@ Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer
 from scheduler_core.batching.batch import Batch, still_running
-from scheduler_core.errors import InputError
 from scheduler_core.pool import Pool
+from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.request import RequestState, Status
 
 
@@ -63,16 +62,9 @@ class Slai(BatchFormer):
     _num_steps: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("delta_low", "delta_high", "default_tbt_s", "paying_tbt_s"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InputError(name, value, "finite numbers >= 0")
-        for name in ("memory_limit", "mean_weight"):
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise InputError(name, value, "numbers in [0, 1]")
-        if not isinstance(self.max_decodes, int) or self.max_decodes <= 0:
-            raise InputError("max_decodes", self.max_decodes, "integers > 0")
+        finite, fraction = (0, FINITE), (0.0, 1.0)
+        check_ranges(self, delta_low=finite, delta_high=finite, default_tbt_s=finite, paying_tbt_s=finite)
+        check_ranges(self, memory_limit=fraction, mean_weight=fraction, max_decodes=(1, INTEGERS))
 
     @property
     def group(self) -> Callable[[RequestState], int] | None:
@@ -81,11 +73,6 @@ class Slai(BatchFormer):
     def _unpaid(self, state: RequestState) -> int:
         target = state.request.tbt_slo_s
         return int((self.default_tbt_s if target is None else target) > self.paying_tbt_s)
-
-    @property
-    def mean_step_s(self) -> float:
-        """t_batch, in seconds; 0 before the first batch."""
-        return self._mean_s
 
     def on_step(self, step_s: float) -> None:
         self._num_steps += 1

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
-from scheduler_core.errors import InputError
 from scheduler_core.kv_cache import Limits
 from scheduler_core.kv_cost import Form, KVCost
 from scheduler_core.pool import Pool
+from scheduler_core.ranges import check_choice
 from scheduler_core.request import RequestState, Status
 
 Ranked = tuple[float, float, int, RequestState]
@@ -52,8 +52,7 @@ class StageAware(BatchFormer):
     _cost: KVCost = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.cache_rule not in ("exact", "paper"):
-            raise InputError("cache_rule", self.cache_rule, "exact, paper")
+        check_choice("cache_rule", self.cache_rule, ("exact", "paper"))
         names = ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta")
         self._cost = KVCost(**{name: getattr(self, name) for name in names})
 

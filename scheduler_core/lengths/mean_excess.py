@@ -7,8 +7,7 @@ section 3.4),
     E[min(X, M)] = m(0, M),
     CVaR_alpha(min(X, M)) = v + m(v, M), v the alpha-quantile of X, or M where v >= M
     (Rockafellar & Uryasev, "Optimization of conditional value-at-risk", J. Risk 2 (2000), 21-41),
-    E[min(X, M) - g | X > g] = m(g, M),
-    CVaR_alpha(min(X, M) - g | X > g) = v - g + m(v, M), v the alpha-quantile of X given X > g, or M - g where v >= M.
+    E[min(X, M) - g | X > g] = m(g, M).
 
 By parts, with q the density of the coordinate t of `standard`,
 
@@ -61,8 +60,8 @@ def mean_excess(
     gap = standard.travel(np.where(at_start, start, 0.0), np.where(at_start, rise, 0.0))
     span = np.where(at_start, gap, end - origin)
 
-    beyond = start >= standard.split
-    safe = np.where(np.isfinite(start), start, standard.split)
+    beyond = start >= 0
+    safe = np.where(np.isfinite(start), start, 0.0)
     own = standard.ratio(safe, np.where(beyond, 1.0, -1.0))
     tail = np.where(np.isfinite(start), np.minimum(standard.log_density(safe) + np.log(own), 0.0), -np.inf)
     log_sf = log_complement(np.where(beyond, -1.0, tail))
@@ -112,7 +111,7 @@ def _survival(
     log_sf: FloatArray,
 ) -> FloatArray:
     """P(X > M) / P(X > a); `relative` is ln of q(origin) / P(X > a), `log_sf` ln P(X > a)."""
-    beyond = end >= standard.split
+    beyond = end >= 0
     side = np.where(beyond, 1.0, -1.0)
     ratio = standard.ratio(end, side)
     tail = np.minimum(standard.log_density(end) + np.log(ratio), 0.0)

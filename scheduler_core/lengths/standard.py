@@ -7,7 +7,6 @@ T = value(t) is increasing with value(0) = 0.
 | --- | --- | --- |
 | Student t, nu degrees of freedom (`student_t`) | T = sqrt(nu) sinh t | sech(t)^nu |
 | normal | T = t | exp(-t^2/2) |
-| ln(Gamma(k)/k) (`log_gamma`) | T = t | exp(k (t - exp t)) |
 
 The mass beyond t, away from the center, is q(t) R(t), R(t) = integral over w > 0 of q(t + w)/q(t) (Mills' ratio in this
 coordinate). The integrand falls from 1, and where it is below exp(-41) it is left out. So tails keep their relative
@@ -67,9 +66,6 @@ class StandardDistribution(ABC):
     The methods that are implemented here hold for a coordinate that is T itself.
     """
 
-    #: Where left and right tail meet; the mode or a point to the right of it.
-    split: FloatArray
-
     def coordinate(self, value: FloatArray) -> FloatArray:
         """t of a value of T."""
         return value
@@ -83,7 +79,7 @@ class StandardDistribution(ABC):
         return w
 
     def travel(self, t: FloatArray, rise: FloatArray) -> FloatArray:
-        """The w >= 0 with value(t + w) - value(t) = rise >= 0; t >= 0, or >= split."""
+        """The w >= 0 with value(t + w) - value(t) = rise >= 0; t >= 0."""
         return rise
 
     def log_slope(self, t: FloatArray) -> FloatArray:
@@ -128,7 +124,7 @@ class StandardDistribution(ABC):
         return np.asarray(width * (falling @ WEIGHTS)[:, None])
 
     def log_tail(self, t: FloatArray, side: FloatArray | float) -> FloatArray:
-        """ln of the mass beyond t; t on that side of the split."""
+        """ln of the mass beyond t; t on that side of the mode."""
         return np.minimum(self.log_density(t) + np.log(self.ratio(t, side)), 0.0)
 
     def log_sf(self, t: FloatArray) -> FloatArray:
@@ -140,8 +136,8 @@ class StandardDistribution(ABC):
         return self._log_probability(t, -1.0)
 
     def _log_probability(self, t: FloatArray, side: float) -> FloatArray:
-        safe = np.where(np.isfinite(t), t, self.split)
-        own = np.where(safe >= self.split, 1.0, -1.0)
+        safe = np.where(np.isfinite(t), t, 0.0)
+        own = np.where(safe >= 0, 1.0, -1.0)
         tail = self.log_tail(safe, own)
         value = np.where(own == side, tail, log_complement(tail))
         value = np.where(np.isinf(t), np.where(t * side < 0, 0.0, -np.inf), value)
@@ -164,21 +160,18 @@ class StandardDistribution(ABC):
 
     def quantile(self, log_cdf: FloatArray, log_sf: FloatArray) -> FloatArray:
         """t with these logarithms of P(T <= value(t)) and P(T > value(t)); -inf gives an infinite t."""
-        split = self.split + np.zeros_like(log_sf)
-        at_split = self.log_tail(split, 1.0)
-        right = log_sf <= at_split
+        mode = np.zeros_like(log_sf)
+        at_mode = self.log_tail(mode, 1.0)
+        right = log_sf <= at_mode
         side = np.where(right, 1.0, -1.0)
-        goal = np.where(right, log_sf - at_split, log_cdf - log_complement(at_split))
+        goal = np.where(right, log_sf - at_mode, log_cdf - log_complement(at_mode))
         finite = np.isfinite(goal)
-        w = self.outward(split, np.minimum(np.where(finite, goal, 0.0), 0.0), side)
-        return np.where(finite, split + side * w, side * np.inf)
+        w = self.outward(mode, np.minimum(np.where(finite, goal, 0.0), 0.0), side)
+        return np.where(finite, side * w, side * np.inf)
 
 
 class StandardNormal(StandardDistribution):
     """The standard normal: the limit nu -> infinity of Student's t."""
-
-    def __init__(self) -> None:
-        self.split = np.zeros((1, 1))
 
     def log_density(self, t: FloatArray) -> FloatArray:
         return np.asarray(LOG_NORMALIZER - 0.5 * t * t)

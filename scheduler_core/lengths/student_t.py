@@ -52,8 +52,7 @@ class StudentT(StandardDistribution):
         self._root = np.sqrt(nu)
         values, inverse = np.unique(nu, return_inverse=True)
         self._log_c = np.array([log_normalizer(float(v)) for v in values])[inverse].reshape(nu.shape)
-        self.split = np.zeros((1, 1))
-        self._width = self.reach(self.split, 1.0, NEGLIGIBLE)
+        self._width = self.reach(np.zeros((1, 1)), 1.0, NEGLIGIBLE)
 
     def coordinate(self, value: FloatArray) -> FloatArray:
         return np.asarray(np.arcsinh(value / self._root))
@@ -117,12 +116,6 @@ class StudentT(StandardDistribution):
 def standard(nu: float) -> StandardDistribution:
     """One row with Student's t of `nu` degrees of freedom > 0, or the normal for nu = inf."""
     return StandardNormal() if math.isinf(nu) else StudentT(np.full((1, 1), nu))
-
-
-def student_t_cdf(z: float, nu: float) -> float:
-    """P(T <= z) for Student's t, nu > 0 degrees of freedom or inf."""
-    rows = standard(nu)
-    return math.exp(rows.log_cdf(rows.coordinate(np.full((1, 1), z))).item())
 
 
 def student_t_hazard(z: float, nu: float) -> float:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from scheduler_core.lengths.families import LogT
+from scheduler_core.lengths.distribution import LogT
 from scheduler_core.lengths.standard import FloatArray
 
 #: Survival at the table's points: half per cents in the body, then falling by this factor down to the floor.
@@ -89,12 +89,6 @@ class LengthTable:
         alive, done = self._at(generated_tokens)
         left = self.max_tokens - generated_tokens
         return left if alive <= 0.0 else min((self._total_work - done) / alive, left)
-
-    def cdf(self, tokens: float) -> float:
-        """P(X~ <= x)."""
-        if tokens >= self.max_tokens:
-            return 1.0
-        return 1.0 - self._at(max(tokens, 0.0))[0]
 
 
 def _survival_at(log_x: float, logs: FloatArray, below: int) -> float:

@@ -12,7 +12,6 @@ from scheduler_core.policies.attained_service import Las, Mlfq
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import Edf, SloTie
 from scheduler_core.policies.ltr import Ltr
-from scheduler_core.policies.predicted_boost import PredictedBoost
 from scheduler_core.policies.s3 import S3
 from scheduler_core.policies.semantic import Hpjf, Semantic
 from scheduler_core.policies.shortest_first import Hrrn, Sept, Srpt, Ssjf
@@ -22,6 +21,7 @@ from scheduler_core.policies.tail_guard import TailGuard
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import DistBoost, UniBoost
 from scheduler_core.policies.vtc import Vtc
+from scheduler_core.registry import construct
 
 #: Every policy of this package by name.
 POLICIES: dict[str, type[Policy]] = {
@@ -45,7 +45,6 @@ POLICIES: dict[str, type[Policy]] = {
     "distboost": DistBoost,
     "uniboost": UniBoost,
     "vtc": Vtc,
-    "predicted_boost": PredictedBoost,
     "slo_tie": SloTie,
     "tail_guard": TailGuard,
 }
@@ -76,21 +75,8 @@ def policy_class(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, parameters: Mapping[str, float] | None = None) -> Policy:
-    """A new policy object.
-
-    Args:
-        name: See `policy_class`.
-        parameters: Values for fields of the policy; the others keep their defaults.
-
-    Raises:
-        InputError: The name or a parameter is unknown, or a value is outside its range.
-    """
-    kind = policy_class(name)
-    names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
-    for parameter in parameters or {}:
-        if parameter not in names:
-            raise InputError(f"parameter of policy {name}", parameter, ", ".join(names) or "none")
-    return kind(**(parameters or {}))
+    """A new policy object, see `policy_class`; InputError for an unknown name or parameter, or a value outside its range."""
+    return construct("policy", name, policy_class(name), parameters)
 
 
 def policy_name(policy: Policy) -> str:
@@ -103,36 +89,3 @@ def policy_name(policy: Policy) -> str:
 def policy_parameters(policy: Policy) -> dict[str, float]:
     """The policy's parameters and their values."""
     return {field.name: getattr(policy, field.name) for field in fields(policy) if field.init}  # type: ignore[arg-type]
-
-
-__all__ = [
-    "POLICIES",
-    "S3",
-    "DistBoost",
-    "Edf",
-    "Elis",
-    "Fcfs",
-    "Hpjf",
-    "Hrrn",
-    "Las",
-    "Ltr",
-    "Mlfq",
-    "Policy",
-    "PredictedBoost",
-    "Priority",
-    "Semantic",
-    "Sept",
-    "SloTie",
-    "Spf",
-    "Srpt",
-    "Ssjf",
-    "TailGuard",
-    "Tie",
-    "Trail",
-    "UniBoost",
-    "Vtc",
-    "make_policy",
-    "policy_class",
-    "policy_name",
-    "policy_parameters",
-]

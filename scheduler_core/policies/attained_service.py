@@ -7,8 +7,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError
-from scheduler_core.policies.base import Policy, check_at_least, check_positive
+from scheduler_core.policies.base import Policy
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState, Status
 
 
@@ -37,7 +37,7 @@ class Las(Policy):
     quantum_tokens: float = 256
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "quantum_tokens")
+        check_ranges(self, quantum_tokens=(1, FINITE))
 
     def key(self, state: RequestState, now: float) -> float:
         started = state.first_token_s is not None
@@ -79,11 +79,9 @@ class Mlfq(Policy):
     _due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "base_quantum_s", "starvation_s", "prefill_token_s")
-        if not 1 < self.factor < float("inf"):
-            raise InputError("factor", self.factor, "numbers > 1")
-        if not 1 <= self.num_queues <= 64:
-            raise InputError("num_queues", self.num_queues, "numbers from 1 to 64")
+        positive = (POSITIVE, FINITE)
+        check_ranges(self, base_quantum_s=positive, starvation_s=positive, prefill_token_s=positive)
+        check_ranges(self, factor=(math.nextafter(1.0, 2.0), FINITE), num_queues=(1, 64))
 
     def quantum_s(self, level: int) -> float:
         """q_i, in seconds; the last queue has no end."""

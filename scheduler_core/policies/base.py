@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import ClassVar, Literal
 
-from scheduler_core.errors import InputError
 from scheduler_core.request import RequestState
 
 KeyChanges = Literal["never", "on_event", "with_time"]
@@ -36,7 +34,7 @@ class Policy(ABC):
         progress: What it uses of the progress of running requests. "unused": nothing but in their own events (admission,
             preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep; "in_runs": identical steps may be taken at once, with one call of the hooks; "every_step": its
             decisions depend on single steps or the time.
-        inputs: What it uses: of "length", "urgency", "bucket", "rank" (predictions), "priority", "tier", "tenant",
+        inputs: What it uses: of "length", "urgency", "bucket", "rank", "point" (predictions), "priority", "tier", "tenant",
             "slo" (fields of the request).
     """
 
@@ -52,6 +50,11 @@ class Policy(ABC):
         implemented = cls.on_tokens is not Policy.on_tokens or cls.on_step is not Policy.on_step
         if cls.progress == "unused" and implemented:
             raise TypeError(f'{cls.__name__} implements on_tokens or on_step; its progress is not "unused"')
+
+    @property
+    def reserves_memory(self) -> bool:
+        """Whether it decides how much KV cache a request gets when admitted: no policy for an engine that does that itself."""
+        return type(self).admission_tokens is not Policy.admission_tokens
 
     @abstractmethod
     def key(self, state: RequestState, now: float) -> float:
@@ -116,19 +119,3 @@ class Policy(ABC):
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027
         """The request has finished or was aborted."""
-
-
-def check_positive(policy: object, *names: str) -> None:
-    """Raises InputError unless these parameters are finite and above 0."""
-    for name in names:
-        if not 0 < getattr(policy, name) < math.inf:
-            unit = "seconds" if name.endswith("_s") else "numbers"
-            raise InputError(name, getattr(policy, name), f"{unit} > 0")
-
-
-def check_at_least(policy: object, least: float, *names: str) -> None:
-    """Raises InputError unless these parameters are finite and at least `least`."""
-    for name in names:
-        if not least <= getattr(policy, name) < math.inf:
-            unit = "seconds" if name.endswith("_s") else "numbers"
-            raise InputError(name, getattr(policy, name), f"{unit} >= {least:g}")

@@ -7,9 +7,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError
-from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import Policy, check_at_least, check_positive
+from scheduler_core.policies.base import Policy
+from scheduler_core.policies.estimates import risk_tokens
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import MAX_TIERS, RequestState, Status
 
 #: Between two levels of the urgent class, and in front of every key of the other class, however many levels there are.
@@ -44,7 +44,7 @@ class Edf(Policy):
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "default_slo_s")
+        check_ranges(self, default_slo_s=(POSITIVE, FINITE))
 
     def key(self, state: RequestState, now: float) -> float:
         request = state.request
@@ -79,9 +79,8 @@ class SloTie(Policy):
     | level | declared tier, raised by at most one level where the text is predicted to be urgent (`RequestState.effective_level`) | - |
     | E, CVaR, beta, gamma, tau | as in TIE, with alpha = 0.9 and a fixed beta | tokens, -, -, s |
 
-    Argument: shortest first is best for the mean, deadlines for targets; as long as there is slack the second costs nothing
-    by waiting for it. So slack is spent on the mean, and only what is about to be late overtakes. A request that cannot
-    make its target any more is no longer urgent: it would take time from those that can. It goes on by TIE's order.
+    Slack is spent on the mean, and only what is about to be late overtakes. A request that cannot make its target any more
+    goes on by TIE's order: it would take time from those that can.
 
     Starvation: TIE's decay prevents it among those that are not urgent, as long as the urgent ones alone do not fill the
     engine; if they do, the others wait.
@@ -96,48 +95,33 @@ class SloTie(Policy):
     beta: float = 0.3
     gamma: float = 0.9
     tau_s: float = 30.0
-    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    _scores: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-    _levels: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _urgent: set[str] = field(default_factory=set, init=False, repr=False)
     _due: list[tuple[float, int, bool, RequestState]] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "token_s", "tau_s", "margin_s")
-        check_at_least(self, 0, "beta")
-        if not 0 < self.gamma <= 1:
-            raise InputError("gamma", self.gamma, "numbers in (0, 1]")
+        positive = (POSITIVE, FINITE)
+        check_ranges(self, token_s=positive, tau_s=positive, margin_s=positive)
+        check_ranges(self, beta=(0, FINITE), gamma=(POSITIVE, 1.0))
 
     def latest_start_s(self, state: RequestState) -> float | None:
         """L, in seconds; None without a target."""
         request = state.request
         if request.ttlt_slo_s is not None:
-            expected = self._expected.get(state.request_id, float(request.max_tokens))
-            return request.arrival_s + request.ttlt_slo_s - expected * self.token_s
+            return request.arrival_s + request.ttlt_slo_s - risk_tokens(state)[0] * self.token_s
         return None if request.ttft_slo_s is None else request.arrival_s + request.ttft_slo_s
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._watch(state)
 
     def on_prediction(self, state: RequestState) -> None:
-        if state.urgency is not None:
-            self._levels[state.request_id] = state.effective_level()
-        length = state.prediction
-        if length is not None:
-            mean, tail = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
-            self._expected[state.request_id] = mean
-            self._scores[state.request_id] = mean + self.beta * tail
-            self._watch(state)
+        self._watch(state)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
         changed = []
         while self._due and self._due[0][0] <= now:
             due_s, _, begins, state = heapq.heappop(self._due)
-            start_s = self.latest_start_s(state)
-            if state.status is Status.GONE or start_s is None:
-                continue
-            if due_s != self._due_s(start_s, begins=begins):
-                continue  # The prediction has moved it; the other entry counts.
+            if state.status is Status.GONE or due_s != self._due_s(state, begins=begins):
+                continue  # Where a prediction has moved it the other entry counts.
             if begins:
                 self._urgent.add(state.request_id)
             else:
@@ -146,28 +130,25 @@ class SloTie(Policy):
         return changed
 
     def on_finish(self, state: RequestState) -> None:
-        for values in (self._expected, self._scores, self._levels):
-            values.pop(state.request_id, None)
         self._urgent.discard(state.request_id)
 
     def key(self, state: RequestState, now: float) -> float:
-        score = self._scores.get(state.request_id, (1.0 + self.beta) * state.request.max_tokens)
+        mean, tail = risk_tokens(state)
+        score = mean + self.beta * tail
         aging_per_s = -math.log(self.gamma) / self.tau_s
         tie = math.log(max(score, 1e-300)) + state.request.arrival_s * aging_per_s
         if state.request_id not in self._urgent:
             return tie
-        level = self._levels.get(state.request_id, state.request.tier)
-        return _URGENT + level * _LEVEL + min(max(tie, -0.4 * _LEVEL), 0.4 * _LEVEL)
+        return _URGENT + state.effective_level() * _LEVEL + min(max(tie, -0.4 * _LEVEL), 0.4 * _LEVEL)
 
-    def _due_s(self, start_s: float, *, begins: bool) -> float:
-        return start_s - self.margin_s if begins else start_s + self.margin_s
+    def _due_s(self, state: RequestState, *, begins: bool) -> float:
+        """When the request becomes urgent, and when no more; infinite without a target."""
+        start_s = self.latest_start_s(state)
+        return math.inf if start_s is None else start_s + (-self.margin_s if begins else self.margin_s)
 
     def _watch(self, state: RequestState) -> None:
-        start_s = self.latest_start_s(state)
-        if start_s is not None:
-            self._urgent.discard(state.request_id)
-            for begins in (True, False):
-                heapq.heappush(
-                    self._due,
-                    (self._due_s(start_s, begins=begins), 2 * state.order + (not begins), begins, state),
-                )
+        self._urgent.discard(state.request_id)
+        for begins in (True, False):
+            due_s = self._due_s(state, begins=begins)
+            if due_s < math.inf:
+                heapq.heappush(self._due, (due_s, 2 * state.order + (not begins), begins, state))

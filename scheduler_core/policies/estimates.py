@@ -1,17 +1,31 @@
-"""Boosts of the arrival order, and the rates that policies estimate while the engine works."""
+"""Expected lengths, boosts of the arrival order, and the rates that policies estimate while the engine works."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
-from scheduler_core.errors import InputError
+from scheduler_core.lengths import expected_and_cvar
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
 _LOG_RATIO = math.log(5.0)
+
+
+@lru_cache(maxsize=65_536)
+def _risk(length: LengthPrediction, max_tokens: int) -> tuple[float, float]:
+    return expected_and_cvar(length.mu, length.sigma, length.nu, max_tokens)
+
+
+def risk_tokens(state: RequestState) -> tuple[float, float]:
+    """(E[X~], CVaR_0.9(X~)) of X~ = min(X, max_tokens) in tokens; max_tokens where no length is predicted."""
+    longest = state.request.max_tokens
+    return (longest, longest) if state.prediction is None else _risk(state.prediction, longest)
 
 
 def boost_s(work_s: float, gamma_per_s: float) -> float:
@@ -55,14 +69,8 @@ class TailRate:
     _num_new: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_per_s <= self.gamma_per_s <= self.max_per_s:
-            allowed = f"numbers in [{self.min_per_s:g}, {self.max_per_s:g}]"
-            raise InputError("gamma_per_s", self.gamma_per_s, allowed)
-        if not 1 <= self.update_every <= self.window:
-            values = (self.window, self.update_every)
-            raise InputError("window, update_every", values, "1 <= update_every <= window")
-        if not 0 < self.smoothing <= 1:
-            raise InputError("smoothing", self.smoothing, "numbers in (0, 1]")
+        check_ranges(self, min_per_s=(POSITIVE, self.max_per_s), smoothing=(POSITIVE, 1.0))
+        check_ranges(self, gamma_per_s=(self.min_per_s, self.max_per_s), window=(self.update_every, INTEGERS))
         self._latencies = deque(maxlen=self.window)
 
     def finished(self, latency_s: float) -> bool:
@@ -95,9 +103,6 @@ class WorkRate:
     def __init__(
         self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3, half_life_steps: float = 1000.0
     ) -> None:
-        if not (prefill_token_s > 0 and decode_token_s > 0):
-            values = (prefill_token_s, decode_token_s)
-            raise InputError("prefill_token_s, decode_token_s", values, "seconds > 0")
         self.prefill_token_s = prefill_token_s
         self.decode_token_s = decode_token_s
         self.step_s = decode_token_s

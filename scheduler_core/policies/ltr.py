@@ -7,7 +7,8 @@ import heapq
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from scheduler_core.policies.base import Policy, check_at_least
+from scheduler_core.policies.base import Policy
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
 
 #: Beyond every score, and in front of every score.
@@ -45,7 +46,7 @@ class Ltr(Policy):
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "starvation_steps", "quantum_steps")
+        check_ranges(self, starvation_steps=(1, FINITE), quantum_steps=(1, FINITE))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._served[state.request_id] = self._step

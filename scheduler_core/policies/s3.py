@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
@@ -22,7 +22,7 @@ class S3(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | i | most probable bucket; that of the predicted median without buckets; the last without either | - |
+    | i | most probable bucket; without buckets that of the predicted median or length; the last without those | - |
     | e_i | upper end of bucket i, infinite for the last | tokens |
     | n, M | prompt, the request's own max_tokens | tokens |
 
@@ -34,17 +34,13 @@ class S3(Policy):
     key_changes = "never"
     running_keys = "on_event"
     progress = "unused"
-    inputs = frozenset({"bucket", "length"})
+    inputs = frozenset({"bucket", "length", "point"})
 
     reserve: bool = True
-    _medians: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
-    def on_prediction(self, state: RequestState) -> None:
-        if state.prediction is not None:
-            self._medians[state.request_id] = math.exp(state.prediction.mu)
-
-    def on_finish(self, state: RequestState) -> None:
-        self._medians.pop(state.request_id, None)
+    @property
+    def reserves_memory(self) -> bool:
+        return bool(self.reserve)
 
     def key(self, state: RequestState, now: float) -> float:
         return float(self._bucket(state)[0])
@@ -60,5 +56,6 @@ class S3(Policy):
     def _bucket(self, state: RequestState) -> tuple[int, tuple[float, ...]]:
         if state.bucket is not None:
             return state.bucket.bucket, state.bucket.edges
-        median = self._medians.get(state.request_id)
-        return (len(EDGES) if median is None else bisect_left(EDGES, median)), EDGES
+        if state.prediction is not None:
+            return bisect_left(EDGES, math.exp(state.prediction.mu)), EDGES
+        return (len(EDGES) if state.point is None else bisect_left(EDGES, state.point.tokens)), EDGES

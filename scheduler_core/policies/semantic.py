@@ -2,8 +2,9 @@
 
 The batches, eviction and cache-or-recompute rule of the paper are those of the batch former `stage_aware`.
 
-A text that claims urgency raises its own request as far as the predictor believes it, as in the paper; where that must
-not be, order by `RequestState.effective_level`, as `slo_tie` does.
+In the paper a text that claims urgency raises its own request as far as the predictor believes it; here only where the
+predictor does not abstain, and by at most `max_promotion` levels (`RequestState.effective_level`). With `max_promotion`
+of at least the number of levels, 5, the order is the paper's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.policies.base import Policy
 from scheduler_core.request import RequestState
@@ -27,27 +29,23 @@ class Hpjf(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier, 0 to K - 1, without a prediction | - |
+    | f_e | declared tier, raised by at most max_promotion levels to the predicted one; 0 = most urgent | - |
 
     Differs from the paper: the level is the one of least expected cost, not the most probable one (see
-    `UrgencyPrediction.level`).
+    `UrgencyPrediction.level`); the promotion is limited unless max_promotion is 5 or more.
     """
 
     key_changes = "never"
     running_keys = "on_event"
     inputs = frozenset({"urgency", "tier"})
 
-    _levels: dict[str, float] = field(default_factory=dict, init=False, repr=False)
+    max_promotion: float = 1
 
-    def on_prediction(self, state: RequestState) -> None:
-        if state.urgency is not None:
-            self._levels[state.request_id] = float(state.urgency.level)
-
-    def on_finish(self, state: RequestState) -> None:
-        self._levels.pop(state.request_id, None)
+    def __post_init__(self) -> None:
+        _check_max_promotion(self.max_promotion)
 
     def key(self, state: RequestState, now: float) -> float:
-        return self._levels.get(state.request_id, float(state.request.tier))
+        return float(state.effective_level(self.max_promotion))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -58,44 +56,35 @@ class Semantic(Policy):
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | f_e | predicted urgency level, 0 = most urgent .. 4; the declared tier, 0 to K - 1, without a prediction | - |
+    | f_e | declared tier, raised by at most max_promotion levels to the predicted one; 0 = most urgent | - |
     | f_t | estimated remaining computation time | s |
     | n, n_left | tokens known so far; of these, not in the cache | tokens |
-    | m_left | middle of the predicted bucket, or predicted median, or max_tokens, less what is generated; >= 1 | tokens |
+    | m_left | middle of the predicted bucket, or predicted median or length, or max_tokens, less what is generated; >= 1 | tokens |
     | alpha_1, alpha_2, gamma_1, gamma_2 | constants of prefill and decode, see `kv_cost.KVCost`; A100 with Qwen1.5-4B | s |
 
     Within a level long requests starve under load, and so do all less urgent levels: that is the paper's constraint.
 
-    Differs from the paper: the open last bucket ends at max_tokens; the level is that of least expected cost.
+    Differs from the paper: the open last bucket ends at max_tokens; the level is that of least expected cost;
+    the promotion is limited unless max_promotion is 5 or more.
     """
 
     key_changes = "never"
     preemptive = True
     progress = "in_runs"
-    inputs = frozenset({"urgency", "tier", "bucket", "length"})
+    inputs = frozenset({"urgency", "tier", "bucket", "length", "point"})
 
     alpha_1: float = KVCost().alpha_1
     alpha_2: float = KVCost().alpha_2
     gamma_1: float = KVCost().gamma_1
     gamma_2: float = KVCost().gamma_2
+    max_promotion: float = 1
     _cost: KVCost = field(init=False, repr=False)
-    _levels: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        _check_max_promotion(self.max_promotion)
         self._cost = KVCost(
             alpha_1=self.alpha_1, alpha_2=self.alpha_2, gamma_1=self.gamma_1, gamma_2=self.gamma_2
         )
-
-    def on_prediction(self, state: RequestState) -> None:
-        if state.urgency is not None:
-            self._levels[state.request_id] = state.urgency.level
-
-    def on_finish(self, state: RequestState) -> None:
-        self._levels.pop(state.request_id, None)
-
-    def level(self, state: RequestState) -> int:
-        """f_e."""
-        return self._levels.get(state.request_id, state.request.tier)
 
     def remaining_s(self, state: RequestState) -> float:
         """f_t, in seconds."""
@@ -106,7 +95,9 @@ class Semantic(Policy):
         return self._cost.prefill_s(max(to_process, 0)) + self._cost.decode_s(state.known_tokens, left)
 
     def key(self, state: RequestState, now: float) -> float:
-        return self.level(state) * _LEVEL_S + min(self.remaining_s(state), 0.5 * _LEVEL_S)
+        return state.effective_level(self.max_promotion) * _LEVEL_S + min(
+            self.remaining_s(state), 0.5 * _LEVEL_S
+        )
 
     def _length(self, state: RequestState) -> float:
         longest = float(state.request.max_tokens)
@@ -114,4 +105,11 @@ class Semantic(Policy):
             ends = (0.0, *state.bucket.edges, max(longest, *state.bucket.edges))
             index = state.bucket.bucket
             return min(0.5 * (ends[index] + ends[index + 1]), longest)
-        return longest if state.prediction is None else min(math.exp(state.prediction.mu), longest)
+        if state.prediction is not None:
+            return min(math.exp(state.prediction.mu), longest)
+        return longest if state.point is None else min(state.point.tokens, longest)
+
+
+def _check_max_promotion(value: float) -> None:
+    if not (value >= 0 and (value == math.inf or value == int(value))):
+        raise InputError("max_promotion", value, "integers >= 0; 5 or more: unlimited")

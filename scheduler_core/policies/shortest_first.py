@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import Policy, check_positive
+from scheduler_core.policies.base import Policy
+from scheduler_core.policies.estimates import risk_tokens
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
 
@@ -15,26 +16,28 @@ class Ssjf(Policy):
     """Speculative shortest job first (Qiu et al. 2024, "Efficient Interactive LLM Serving with Proxy Model-based
     Sequence Length Prediction", arXiv:2404.08509).
 
-    key = ln min(exp(mu), M)
+    key = ln min(y, M)
 
     | symbol | meaning | unit |
     | --- | --- | --- |
-    | exp(mu) | median of the predicted length | tokens |
+    | y | predicted length; else the median of the predicted distribution | tokens |
     | M | the request's own max_tokens; also the length assumed without a prediction | tokens |
 
     With an oracle predictor this is SJF on the true lengths, the usual bound.
 
-    Differs from the paper: the point prediction is the median of the predicted distribution, not the output of a
-    regression trained for SSJF alone; the order is updated when a prediction comes, requests do not wait for it.
+    Differs from the paper: where the artifact has no regression head, y is the median of the predicted distribution;
+    the order is updated when a prediction comes, requests do not wait for it.
     """
 
     key_changes = "never"
     running_keys = "on_event"
     progress = "unused"
-    inputs = frozenset({"length"})
+    inputs = frozenset({"length", "point"})
 
     def key(self, state: RequestState, now: float) -> float:
         longest = math.log(state.request.max_tokens)
+        if state.point is not None:
+            return min(math.log(state.point.tokens), longest)
         return longest if state.prediction is None else min(state.prediction.mu, longest)
 
 
@@ -58,19 +61,9 @@ class Sept(Policy):
     running_keys = "on_event"
     progress = "unused"
     inputs = frozenset({"length"})
-    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
-
-    def on_prediction(self, state: RequestState) -> None:
-        length = state.prediction
-        if length is not None:
-            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
-            self._expected[state.request_id] = mean
-
-    def on_finish(self, state: RequestState) -> None:
-        self._expected.pop(state.request_id, None)
 
     def key(self, state: RequestState, now: float) -> float:
-        return self._expected.get(state.request_id, float(state.request.max_tokens))
+        return risk_tokens(state)[0]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,23 +91,13 @@ class Hrrn(Policy):
     inputs = frozenset({"length"})
 
     token_s: float = 0.02
-    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "token_s")
-
-    def on_prediction(self, state: RequestState) -> None:
-        length = state.prediction
-        if length is not None:
-            mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
-            self._expected[state.request_id] = max(mean, 1.0)
-
-    def on_finish(self, state: RequestState) -> None:
-        self._expected.pop(state.request_id, None)
+        check_ranges(self, token_s=(POSITIVE, FINITE))
 
     def key(self, state: RequestState, now: float) -> float:
-        tokens = self._expected.get(state.request_id, float(state.request.max_tokens))
-        return -1.0 - (now - state.request.arrival_s) / (self.token_s * tokens)
+        service_s = self.token_s * max(risk_tokens(state)[0], 1.0)
+        return -1.0 - (now - state.request.arrival_s) / service_s
 
 
 @dataclass(kw_only=True, slots=True)

@@ -7,7 +7,8 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 
 from scheduler_core.lengths.table import LengthTable
-from scheduler_core.policies.base import Policy, check_at_least
+from scheduler_core.policies.base import Policy
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState
 
 
@@ -76,8 +77,7 @@ class Trail(_ExpectedRemaining):
     update_tokens: float = 16
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "limit")
-        check_at_least(self, 1, "update_tokens")
+        check_ranges(self, limit=(0, FINITE), update_tokens=(1, FINITE))
 
     @property
     def interval_tokens(self) -> float:
@@ -108,7 +108,7 @@ class Elis(_ExpectedRemaining):
     window_tokens: float = 50
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "window_tokens")
+        check_ranges(self, window_tokens=(1, FINITE))
 
     @property
     def interval_tokens(self) -> float:

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from scheduler_core.errors import InputError
-from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.lengths.table import LengthTable
-from scheduler_core.policies.base import Policy, check_at_least, check_positive
-from scheduler_core.policies.estimates import WorkRate
+from scheduler_core.policies.base import Policy
+from scheduler_core.policies.estimates import WorkRate, risk_tokens
 from scheduler_core.policies.virtual_fcfs import VirtualFcfs
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState, Status
 
 #: In front of every expected length, and behind all of them.
@@ -49,16 +48,9 @@ class TailGuard(Policy):
     | v | prompt_weight: work of a prompt token, 1 being that of an output token | - |
     | ratio, epsilon, patience | 1.25, 0.0085, 8 | - |
 
-    Argument: with load rho > 1 every order has the same work left over, the fraction (rho - 1)/rho of all arrived work; they
-    differ in which requests it belongs to. Shortest first leaves the longest, so the fewest requests wait. If no request may
-    wait longer than c times its wait under FCFS, then all that is left has arrived within that time, so requests with the
-    fraction 1/(c rho) of the work are delayed (if that is more): for c = 1.3 and rho = 1.2 the longest with 64 % of the work
-    instead of 17 %. That is the price of the bound. But a P99 does not contain the longest 1 %. If these, with the fraction
-    s of the work, may be late then (1 - rho s/(rho - 1))/(c rho) is enough: a fourth less for s = 4 %. Three quarters of
-    them are selected by their prediction; the others by having run longer than nearly all that have finished.
-
-    With an estimate of the P99 that FCFS will reach (`prior_s`: from earlier peaks, or the target) more can be delayed in
-    the beginning, which keeps more of the gain.
+    A P99 does not contain the longest 1 %, so these may be late. Three quarters of them are selected by their prediction; the
+    others by having run longer than nearly all that have finished. With an estimate of the P99 that FCFS will reach
+    (`prior_s`: from earlier peaks, or the target) more can be delayed in the beginning, which keeps more of the gain.
 
     No starvation: every request is due after patience * R at the latest, and the due go before all others, by time.
     """
@@ -76,7 +68,6 @@ class TailGuard(Policy):
     window: float = 5000
     _rate: WorkRate = field(default_factory=WorkRate, init=False, repr=False)
     _virtual: VirtualFcfs = field(init=False, repr=False)
-    _expected: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _outlived: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _promoted: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _due: list[tuple[float, int, RequestState]] = field(default_factory=list, init=False, repr=False)
@@ -92,13 +83,8 @@ class TailGuard(Policy):
     _tokens_done: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.exempt_fraction < 1:
-            raise InputError("exempt_fraction", self.exempt_fraction, "numbers in [0, 1)")
-        check_positive(self, "ratio", "prompt_weight")
-        check_at_least(self, 1, "patience")
-        check_at_least(self, 0, "prior_s")
-        if not 1 <= self.window <= 1_000_000:
-            raise InputError("window", self.window, "numbers from 1 to 1000000")
+        check_ranges(self, exempt_fraction=(0.0, 0.999), window=(1, 1_000_000), prior_s=(0, FINITE))
+        check_ranges(self, ratio=(POSITIVE, FINITE), prompt_weight=(POSITIVE, FINITE), patience=(1, FINITE))
         self._virtual = VirtualFcfs(window=int(self.window))
         self._predicted = deque(maxlen=int(self.window))
         self._lengths = deque(maxlen=int(self.window))
@@ -114,15 +100,13 @@ class TailGuard(Policy):
     def on_arrival(self, state: RequestState, now: float) -> None:
         self._may_exempt += self.exempt_fraction
         prompt = state.request.prompt_tokens - state.request.cached_prefix_tokens
-        self._virtual.arrived(state, self.prompt_weight * prompt, _decodes(self._length(state)))
+        self._virtual.arrived(state, self.prompt_weight * prompt, _decodes(risk_tokens(state)[0]))
         self._watch(state)
 
     def on_prediction(self, state: RequestState) -> None:
-        length = state.prediction
-        if length is None:
+        if state.prediction is None:
             return
-        mean, _ = expected_and_cvar(length.mu, length.sigma, length.nu, state.request.max_tokens)
-        self._expected[state.request_id] = mean
+        mean, _ = risk_tokens(state)
         self._outlived[state.request_id] = _OUTLIVED * mean
         self._virtual.predicted(state, _decodes(mean))
         self._predicted.append(mean)
@@ -157,7 +141,7 @@ class TailGuard(Policy):
         self._rate.on_step(step_s)
 
     def on_finish(self, state: RequestState) -> None:
-        for values in (self._expected, self._outlived, self._promoted):
+        for values in (self._outlived, self._promoted):
             values.pop(state.request_id, None)
         self._exempt.discard(state.request_id)
         if state.first_token_s is None:
@@ -192,7 +176,7 @@ class TailGuard(Policy):
         start_s = self._promoted.get(state.request_id)
         if start_s is not None:
             return _PROMOTED + start_s
-        return _LAST if state.request_id in self._exempt else self._length(state)
+        return _LAST if state.request_id in self._exempt else risk_tokens(state)[0]
 
     def eviction_key(self, state: RequestState, now: float) -> float:
         paused = state.request_id in self._exempt and state.request_id not in self._promoted
@@ -207,12 +191,9 @@ class TailGuard(Policy):
         """Seconds that an output token takes its own request beyond its part of the engine's work."""
         return max(self._rate.step_s - self._rate.decode_token_s, 0.0)
 
-    def _length(self, state: RequestState) -> float:
-        return self._expected.get(state.request_id, float(state.request.max_tokens))
-
     def _start_s(self, state: RequestState) -> float:
         """a - E[X~] t: with R added, when it has to start to end within R."""
-        return state.request.arrival_s - self._length(state) * self._rate.step_s
+        return state.request.arrival_s - risk_tokens(state)[0] * self._rate.step_s
 
     def _watch(self, state: RequestState) -> None:
         heapq.heappush(self._due, (self._start_s(state), state.order, state))

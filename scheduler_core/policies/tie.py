@@ -6,9 +6,9 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError
 from scheduler_core.lengths import expected_and_cvar
-from scheduler_core.policies.base import Policy, check_at_least, check_positive
+from scheduler_core.policies.base import Policy
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
 #: A predicted length that underflows to 0 tokens still has a logarithm.
@@ -58,16 +58,9 @@ class Tie(Policy):
     _risks: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not 0.5 <= self.alpha < 1:
-            raise InputError("alpha", self.alpha, "numbers in [0.5, 1)")
-        if not 0 <= self.beta_min <= self.beta_max < math.inf:
-            raise InputError(
-                "beta_min, beta_max", (self.beta_min, self.beta_max), "0 <= beta_min <= beta_max"
-            )
-        if not 0 < self.gamma <= 1:
-            raise InputError("gamma", self.gamma, "numbers in (0, 1]; 1 switches the decay off")
-        check_positive(self, "beta_step", "tau_s")
-        check_at_least(self, 0, "pressure_gain")
+        check_ranges(self, alpha=(0.5, 1 - 1e-9), gamma=(POSITIVE, 1.0), pressure_gain=(0, FINITE))
+        check_ranges(self, beta_min=(0, self.beta_max), beta_max=(0, FINITE))
+        check_ranges(self, beta_step=(POSITIVE, FINITE), tau_s=(POSITIVE, FINITE))
         self._beta = self.beta_min
         self._aging_per_s = -math.log(self.gamma) / self.tau_s
 

@@ -6,13 +6,9 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError
-from scheduler_core.policies.base import (
-    Policy,
-    check_at_least,
-    check_positive,
-)
+from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import TailRate, WorkRate, boost_s
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import Phase, RequestState
 
 
@@ -42,7 +38,7 @@ class DistBoost(Policy):
     _token_s: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "gamma_per_s")
+        check_ranges(self, gamma_per_s=(POSITIVE, FINITE), prefill_token_s=(POSITIVE, FINITE))
         self._rate = WorkRate(self.prefill_token_s)
         self._token_s = self.prefill_token_s
 
@@ -68,7 +64,8 @@ class DistBoost(Policy):
 
 @dataclass(kw_only=True, slots=True)
 class UniBoost(Policy):
-    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9, algorithm 1).
+    """One boosted order over both phases, without predictions (sections 3.2-3.4, Eqs. 2, 7-9); the batches of its algorithm 1
+    are those of the batch former `uniboost`, under `chunked_prefill` the order decides admissions and evictions alone.
 
     key = Phi = a - b(w^);   b(w) = (1/gamma) ln(1/(1 - exp(-gamma w)));   j displaces i if Phi(j) < Phi(i) - delta
 
@@ -121,10 +118,8 @@ class UniBoost(Policy):
     _last_step_s: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_at_least(self, 0, "hysteresis_s")
-        check_at_least(self, 1, "bin_tokens")
-        if not 0 < self.refresh < 1:
-            raise InputError("refresh", self.refresh, "numbers in (0, 1)")
+        check_ranges(self, hysteresis_s=(0, FINITE), bin_tokens=(1, FINITE), refresh=(POSITIVE, 0.999))
+        check_ranges(self, prefill_token_s=(POSITIVE, FINITE), decode_token_s=(POSITIVE, FINITE))
         self._rate = WorkRate(self.prefill_token_s, self.decode_token_s)
         self._tail = TailRate(
             self.gamma_per_s,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler_core.errors import InputError
 from scheduler_core.request import RequestState
 
 #: Groups of predictions to an octave.
 _GROUPS_PER_OCTAVE = 2
+_PRIOR_REQUESTS = 4.0
 
 
 class PredictionBias:
@@ -27,14 +27,11 @@ class PredictionBias:
     while every quantile is right. A single ratio over all that have finished would miss that: under shortest first those
     predicted long have not. Given the prediction, finishing does not depend on the true length.
 
-    A group is half an octave of predicted lengths, m_g its geometric middle, k = prior_requests > 0 the number of correctly
-    predicted requests that it starts with.
+    A group is half an octave of predicted lengths, m_g its geometric middle, k = 4 the number of correctly predicted
+    requests that it starts with.
     """
 
-    def __init__(self, prior_requests: float = 4.0) -> None:
-        if not 0 < prior_requests < math.inf:
-            raise InputError("prior_requests", prior_requests, "numbers > 0")
-        self._prior = prior_requests
+    def __init__(self) -> None:
         self._true: dict[int, float] = {}
         self._predicted: dict[int, float] = {}
 
@@ -51,26 +48,21 @@ class PredictionBias:
 
     def ratio(self, group: int) -> float:
         """Expected true tokens for each predicted one; 1 before anything is learned."""
-        prior = self._prior * math.pow(2.0, (group + 0.5) / _GROUPS_PER_OCTAVE)
+        prior = _PRIOR_REQUESTS * math.pow(2.0, (group + 0.5) / _GROUPS_PER_OCTAVE)
         return (self._true.get(group, 0.0) + prior) / (self._predicted.get(group, 0.0) + prior)
 
 
 @dataclass(slots=True)
 class _Job:
-    """Work of a request in the virtual queue; `group` that of its prediction, None once the true length is known."""
+    """Work of a request: expected output tokens of a group of predictions; group None: they are the true ones.
+
+    `served` are the corrected tokens that the virtual queue has served it, None before it has left that.
+    """
 
     prompt_work: float
     decode_tokens: float
     group: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Departed:
-    """Served by the virtual queue, not yet by the real engine: expected tokens, and the corrected ones it was served."""
-
-    prompt_work: float
-    expected_tokens: float
-    decode_tokens: float
+    served: float | None = None
 
 
 class VirtualFcfs:
@@ -91,7 +83,6 @@ class VirtualFcfs:
     def __init__(self, *, window: int = 500, refresh_every: int = 25, quantile: float = 0.99) -> None:
         self._queue: deque[tuple[str, float]] = deque()
         self._jobs: dict[str, _Job] = {}
-        self._departed: dict[str, _Departed] = {}
         self._bias = PredictionBias()
         self._expected: dict[int, float] = {}
         self._certain_work = 0.0
@@ -113,37 +104,20 @@ class VirtualFcfs:
         """A better idea of the output tokens."""
         job = self._jobs.get(state.request_id)
         if job is not None:
-            self._count(job, -1.0)
-            job.decode_tokens, job.group = decode_tokens, PredictionBias.group(decode_tokens)
-            self._count(job, 1.0)
-            return
-        departed = self._departed.get(state.request_id)
-        if departed is not None:
-            tokens = self._bias.ratio(PredictionBias.group(decode_tokens)) * decode_tokens
-            self._credit -= tokens - departed.decode_tokens
-            self._departed[state.request_id] = _Departed(departed.prompt_work, decode_tokens, tokens)
+            self._revise(job, job.prompt_work, decode_tokens, PredictionBias.group(decode_tokens))
 
     def finished(self, state: RequestState, decode_tokens: float) -> None:
         """The real request has ended after so many output tokens."""
         job = self._jobs.get(state.request_id)
         if job is not None:
             self._bias.learn(job.decode_tokens, decode_tokens)
-            self._becomes(job, job.prompt_work, decode_tokens)
-            return
-        departed = self._departed.pop(state.request_id, None)
-        if departed is not None:
-            self._bias.learn(departed.expected_tokens, decode_tokens)
-            self._credit -= decode_tokens - departed.decode_tokens
+            self._end(state, job, job.prompt_work, decode_tokens)
 
     def dropped(self, state: RequestState) -> None:
         """The real request was aborted before its first token: no work at all."""
         job = self._jobs.get(state.request_id)
         if job is not None:
-            self._becomes(job, 0.0, 0.0)
-            return
-        departed = self._departed.pop(state.request_id, None)
-        if departed is not None:
-            self._credit += departed.prompt_work + departed.decode_tokens
+            self._end(state, job, 0.0, 0.0)
 
     def served(self, work: float) -> None:
         """The real engine has done work."""
@@ -155,19 +129,19 @@ class VirtualFcfs:
         `token_s` are the seconds that a request's own output token takes beyond its part of the engine's work: 0 for a
         server that serves one request at a time.
         """
-        queue, jobs = self._queue, self._jobs
+        queue = self._queue
         while queue:
             request_id, arrival_s = queue[0]
-            job = jobs[request_id]
-            decode = self._decode_tokens(job)
+            job = self._jobs[request_id]
+            decode = self._corrected(job.decode_tokens, job.group)
             if self._credit < job.prompt_work + decode:
                 break
             queue.popleft()
-            del jobs[request_id]
             self._count(job, -1.0)
             self._credit -= job.prompt_work + decode
-            if job.group is not None:
-                self._departed[request_id] = _Departed(job.prompt_work, job.decode_tokens, decode)
+            job.served = decode
+            if job.group is None:
+                del self._jobs[request_id]
             self._latencies.append(now - arrival_s + token_s * decode)
             self._num_new += 1
         if not queue:
@@ -184,14 +158,25 @@ class VirtualFcfs:
         expected = sum(ratio(group) * tokens for group, tokens in self._expected.items())
         return max(self._certain_work + expected - self._credit, 0.0)
 
-    def _decode_tokens(self, job: _Job) -> float:
-        return job.decode_tokens if job.group is None else self._bias.ratio(job.group) * job.decode_tokens
+    def _corrected(self, tokens: float, group: int | None) -> float:
+        return tokens if group is None else self._bias.ratio(group) * tokens
 
-    def _becomes(self, job: _Job, prompt_work: float, decode_tokens: float) -> None:
-        """Its work is known now."""
-        self._count(job, -1.0)
-        job.prompt_work, job.decode_tokens, job.group = prompt_work, decode_tokens, None
-        self._count(job, 1.0)
+    def _end(self, state: RequestState, job: _Job, prompt_work: float, decode_tokens: float) -> None:
+        self._revise(job, prompt_work, decode_tokens, None)
+        if job.served is not None:
+            del self._jobs[state.request_id]
+
+    def _revise(self, job: _Job, prompt_work: float, decode_tokens: float, group: int | None) -> None:
+        """The work of a job is another than was thought; what it was served too much is given back."""
+        if job.served is None:
+            self._count(job, -1.0)
+        else:
+            tokens = self._corrected(decode_tokens, group)
+            self._credit -= prompt_work + tokens - job.prompt_work - job.served
+            job.served = tokens
+        job.prompt_work, job.decode_tokens, job.group = prompt_work, decode_tokens, group
+        if job.served is None:
+            self._count(job, 1.0)
 
     def _count(self, job: _Job, sign: float) -> None:
         """Into the work left, or out of it."""

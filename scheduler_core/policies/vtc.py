@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler_core.policies.base import Policy, check_positive
+from scheduler_core.policies.base import Policy
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
 
@@ -42,7 +43,7 @@ class Vtc(Policy):
     _last_left: str = field(default="", init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_positive(self, "prompt_weight", "output_weight")
+        check_ranges(self, prompt_weight=(POSITIVE, FINITE), output_weight=(POSITIVE, FINITE))
 
     def counter(self, tenant: str) -> float:
         """c_u: weighted tokens that the tenant was served, or lifted to; 0 for an unknown one."""

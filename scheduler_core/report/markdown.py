@@ -19,11 +19,6 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def put_section(path: str | Path, name: str, text: str) -> None:
     """Replaces what stands between `<!-- NAME -->` and `<!-- end of NAME -->`; a page without both gets it at its end.
 
-    Args:
-        path: The page; it is made where there is none.
-        name: Of the section.
-        text: Markdown to put there.
-
     Raises:
         InputError: The page cannot be written, is not UTF-8, or holds one of the two comments alone.
     """

@@ -24,14 +24,7 @@ _DPI = 130
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A figure without pyplot's global state, and its axes in reading order.
-
-    Args:
-        width: In inches.
-        height: In inches.
-        rows: Rows of axes.
-        columns: Columns of axes.
-        subplots: Passed to `Figure.subplots`, such as `width_ratios`.
+    """A figure without pyplot's global state, width and height in inches, and its axes in reading order.
 
     Raises:
         MissingExtraError: matplotlib is not installed.

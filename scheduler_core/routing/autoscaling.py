@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.routing.llumnix import normal_freeness
 from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOut:
-    """Start one replica more, at a mean F_normal in blocks per running request."""
-
-    mean_freeness: float
+    """Start one replica more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,6 @@ class ScaleIn:
     """Drain the active replica with the fewest running requests, and stop it when it is empty."""
 
     victim: str
-    mean_freeness: float
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,10 +37,7 @@ class AutoScaler:
     | min_replicas, max_replicas | bounds of the number of active replicas | - |
     | interval_s | shortest time between two signals | s |
 
-    F_normal is about M/B: with M blocks and fewer than M/1.5 requests it exceeds 1.5 although memory is well used, so
-    `in_above` has to fit the size of the cache. An idle replica has F = M: with `in_above` below M divided by the number
-    of replicas, one that has just started may be drained again. That is the paper's rule; the values are parameters for
-    this reason.
+    F_normal is about M/B, and M for an idle replica, so `in_above` has to fit the size of the cache.
 
     Differs from the paper: draining replicas are left out of the mean (their infinite usage would always scale out);
     the number of replicas and the rate of signals are bounded.
@@ -61,14 +56,7 @@ class AutoScaler:
     def __post_init__(self) -> None:
         if not self.out_below < self.in_above:
             raise InputError("out_below, in_above", (self.out_below, self.in_above), "out_below < in_above")
-        if not 1 <= self.min_replicas <= self.max_replicas:
-            raise InputError(
-                "min_replicas, max_replicas",
-                (self.min_replicas, self.max_replicas),
-                "1 <= min_replicas <= max_replicas",
-            )
-        if not 0 <= self.interval_s < math.inf:
-            raise InputError("interval_s", self.interval_s, "seconds >= 0")
+        check_ranges(self, min_replicas=(1, self.max_replicas), interval_s=(0, FINITE))
 
     def signal(self, replicas: Sequence[ReplicaSnapshot], now: float) -> ScaleOut | ScaleIn | None:
         """The signal for all replicas there are, if any; `now` in seconds."""
@@ -78,10 +66,10 @@ class AutoScaler:
         mean = math.fsum(normal_freeness(replica) for replica in active) / len(active)
         signal: ScaleOut | ScaleIn | None = None
         if mean < self.out_below and len(active) < self.max_replicas:
-            signal = ScaleOut(mean)
+            signal = ScaleOut()
         elif mean > self.in_above and len(active) > self.min_replicas:
             victim = min(active, key=lambda replica: (replica.num_running, replica.num_waiting))
-            signal = ScaleIn(victim.replica_id, mean)
+            signal = ScaleIn(victim.replica_id)
         if signal is not None:
             self._last_s = now
         return signal

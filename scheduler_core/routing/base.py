@@ -7,12 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from scheduler_core.errors import InputError
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
-
-DispatchKey = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +22,12 @@ class RoutingRequest:
         prediction: Its predictions; None if there is none yet.
         prefix_blocks: One hash for each full block of its prompt, each over all tokens up to the block's end; empty
             without prefix caching.
-
-    Raises:
-        InputError: The tier is negative.
     """
 
     request: Request
     tier: int
     prediction: Prediction | None = None
     prefix_blocks: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.tier < 0:
-            raise InputError(f"tier of request {self.request.request_id}", self.tier, "integers >= 0")
 
     def waiting_view(self, kv_block_tokens: int) -> RequestView:
         """The request in the queue of a replica with blocks of that size."""
@@ -77,15 +67,12 @@ class Router(ABC):
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         """The id of the replica that the request goes to, of at least one in a fixed order: ties go to the earlier."""
 
-    def dispatch_key(self, item: RoutingRequest, now: float) -> DispatchKey:
+    def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
         """Order of the requests that wait for a replica, smallest first; by default that of arrival."""
         return (item.request.arrival_s,)
 
     def on_dispatched(self, item: RoutingRequest, replica_id: str, now: float) -> None:  # noqa: B027
         """The request was assigned to the replica."""
-
-    def on_admitted(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
-        """The replica has admitted the request."""
 
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:  # noqa: B027
         """The request is done."""
@@ -95,12 +82,6 @@ class Router(ABC):
 
     def on_migrated(self, request_id: str, source: str, destination: str, now: float) -> None:  # noqa: B027
         """The request has changed its replica."""
-
-    def on_joined(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica may be chosen from now on."""
-
-    def on_draining(self, replica_id: str, now: float) -> None:  # noqa: B027
-        """A replica gets no new requests."""
 
     def on_gone(self, replica_id: str, now: float) -> None:  # noqa: B027
         """A replica failed with all its requests, or was drained and switched off."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot
 
@@ -83,8 +83,7 @@ class PowerOfTwo(Router):
     num_choices: int = 2
 
     def __post_init__(self) -> None:
-        if self.num_choices < 1:
-            raise InputError("num_choices", self.num_choices, "integers > 0")
+        check_ranges(self, num_choices=(1, INTEGERS))
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         candidates = replicas

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.migration import Move
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, RequestView
+from scheduler_core.routing.snapshot import Capacity, ReplicaRole, ReplicaSnapshot, ReplicaStatus
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,27 +47,20 @@ class Disaggregated(Router):
             for replica in replicas
             if replica.role is not ReplicaRole.PREFILL and replica.status is ReplicaStatus.ACTIVE
         ]
-        taken = {replica.replica_id: (0, 0) for replica in targets}
+        capacities = {replica.replica_id: Capacity(replica) for replica in targets}
         ready = [
             (row, replica.replica_id)
             for replica in replicas
-            if replica.role is ReplicaRole.PREFILL and replica.status is not ReplicaStatus.FAILED
+            if replica.role is ReplicaRole.PREFILL
             for row in replica.requests
             if row.decoding and row.request_id not in in_flight
         ]
         moves = []
         for row, source in sorted(ready, key=lambda pair: (pair[0].arrival_s, pair[0].request_id)):
-            fitting = [target for target in targets if _fits(row, target, taken[target.replica_id])]
+            fitting = [target for target in targets if capacities[target.replica_id].fits(row)]
             if not fitting:
                 break  # later requests wait behind: none is overtaken because of its size
-            target = min(fitting, key=lambda one: one.kv_load + taken[one.replica_id][0] / one.num_kv_blocks)
-            blocks, slots = taken[target.replica_id]
-            taken[target.replica_id] = (blocks + row.demand_blocks, slots + 1)
+            target = min(fitting, key=lambda one: capacities[one.replica_id].kv_load)
+            capacities[target.replica_id].take(row)
             moves.append(Move(row.request_id, source, target.replica_id))
         return tuple(moves)
-
-
-def _fits(row: RequestView, target: ReplicaSnapshot, taken: tuple[int, int]) -> bool:
-    blocks, slots = taken
-    has_blocks = target.num_free_blocks - blocks >= row.demand_blocks
-    return has_blocks and target.max_num_seqs - target.num_running - slots >= 1

@@ -3,30 +3,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot
 
-
-class Health(Enum):
-    """State of a replica in INFaaS."""
-
-    ACTIVE = "active"
-    OVERLOADED = "overloaded"
-    INTERFERED = "interfered"
-    INACTIVE = "inactive"
+Health = Literal["active", "overloaded", "interfered", "inactive"]
 
 
 @dataclass(slots=True)
 class _ReplicaStats:
     service_s: float | None = None  # moving average of dispatch to finish
-    health: Health = Health.INACTIVE
+    health: Health = "inactive"
     hold: int = 0  # choices for which a bad state is kept
     sent_s: dict[str, float] = field(default_factory=dict)  # time of dispatch by request id
 
@@ -80,13 +71,8 @@ class Infaas(Router):
     _stats: dict[str, _ReplicaStats] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.init and not 0 <= getattr(self, item.name) < math.inf:
-                raise InputError(item.name, getattr(self, item.name), "numbers >= 0")
-        if self.target_s == 0:
-            raise InputError("target_s", self.target_s, "seconds > 0")
-        if not 0 < self.ewma <= 1:
-            raise InputError("ewma", self.ewma, "numbers in (0, 1]")
+        check_ranges(self, **{item.name: (0, FINITE) for item in fields(self) if item.init})
+        check_ranges(self, target_s=(POSITIVE, FINITE), ewma=(POSITIVE, 1.0))
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         for replica in replicas:
@@ -97,10 +83,10 @@ class Infaas(Router):
         """Cost of giving the next request to the replica (Eq. 5), in its state after the last choice."""
         stats = self._of(replica.replica_id)
         penalties = {
-            Health.ACTIVE: 0.0,
-            Health.OVERLOADED: self.overload_penalty,
-            Health.INTERFERED: self.interference_penalty,
-            Health.INACTIVE: self.inactive_penalty,
+            "active": 0.0,
+            "overloaded": self.overload_penalty,
+            "interfered": self.interference_penalty,
+            "inactive": self.inactive_penalty,
         }
         relative = (stats.service_s or 0.0) / self.target_s
         return self.alpha * replica.num_waiting + self.beta * relative + self.gamma * penalties[stats.health]
@@ -112,23 +98,21 @@ class Infaas(Router):
     def _observe(self, replica: ReplicaSnapshot) -> None:
         stats = self._of(replica.replica_id)
         health, hold = self._observed_health(replica, stats)
-        if health in (Health.OVERLOADED, Health.INTERFERED):
-            stats.health, stats.hold = health, hold
-        elif stats.hold > 0 and health is Health.ACTIVE:
+        if stats.hold > 0 and health == "active":
             stats.hold -= 1
         else:
-            stats.health, stats.hold = health, 0
+            stats.health, stats.hold = health, hold
 
     def _observed_health(self, replica: ReplicaSnapshot, stats: _ReplicaStats) -> tuple[Health, int]:
         """State by the table, and the choices for which it is held."""
         if stats.service_s is None and replica.num_requests == 0:
-            return Health.INACTIVE, 0
+            return "inactive", 0
         relative = (stats.service_s or 0.0) / self.target_s
         if relative > self.overload_factor and replica.num_waiting >= self.overload_depth:
-            return Health.OVERLOADED, self.overload_hold
+            return "overloaded", self.overload_hold
         if relative > self.interference_factor and replica.num_waiting < self.interference_depth:
-            return Health.INTERFERED, self.interference_hold
-        return Health.ACTIVE, 0
+            return "interfered", self.interference_hold
+        return "active", 0
 
     def _of(self, replica_id: str) -> _ReplicaStats:
         return self._stats.setdefault(replica_id, _ReplicaStats())

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from scheduler_core.errors import InputError
-from scheduler_core.routing.base import DispatchKey, Router, RoutingRequest
+from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 from scheduler_core.urgency import LEVELS
 
@@ -50,13 +50,12 @@ class Headroom:
 def exponential_headroom(
     num_tiers: int = len(LEVELS), max_fraction: float = 0.20, decay: float = 1.0
 ) -> Headroom:
-    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers, without rounding; `decay` is lambda >= 0, 1 in figure 3.
+    """H_p = M h_max exp(-lambda p) (Eq. 3) for K tiers, without rounding; `decay` is lambda: 1 in figure 3, 2.5/(K - 1) in
+    the paper's released code, which rounds the blocks down.
 
     Raises:
-        InputError: An argument is outside its range.
+        InputError: No tier, or an argument outside its range.
     """
-    if num_tiers < 1:
-        raise InputError("num_tiers", num_tiers, "integers > 0")
     if not 0 <= max_fraction <= 1:
         raise InputError("max_fraction", max_fraction, "numbers in [0, 1]")
     if not 0 <= decay < math.inf:
@@ -64,22 +63,10 @@ def exponential_headroom(
     return Headroom(tuple(max_fraction * math.exp(-decay * tier) for tier in range(num_tiers)))
 
 
-def released_decay(num_tiers: int) -> float:
-    """lambda of the paper's released code, 2.5/(K - 1), which rounds the blocks down: the last tier gets 8 % of the first.
-
-    Raises:
-        InputError: K is not above 1.
-    """
-    if num_tiers < 2:
-        raise InputError("num_tiers", num_tiers, "integers > 1")
-    return 2.5 / (num_tiers - 1)
-
-
 def virtual_usage_blocks(replica: ReplicaSnapshot) -> float:
     """Sum of V(r) without headroom (Eq. 2), in blocks.
 
-    Running: the blocks held. Head of the queue: the blocks it needs to be admitted. Other waiting requests: 0. A
-    draining replica: infinite, so that it is the fullest of all without being an exception anywhere.
+    Running: the blocks held. Head of the queue: the blocks it needs to be admitted. A draining replica: infinite.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return math.inf
@@ -111,10 +98,9 @@ def queue_freeness(replica: ReplicaSnapshot, headroom: Headroom) -> float:
 
     F = R / B if R >= 0 else R,  R = M - blocks held - blocks that all waiting requests need - headroom
 
-    F_full counts the head of the queue only. In a burst it is blind: a replica with a thousand waiting requests is as
-    free as one with one, and where F < 0 the larger batch is the freer, because less than nothing is divided among more.
-    So R < 0, a queue, is not divided here. The blocks of the waiting requests are those of the sum of their tokens.
-    Llumnix's public code dispatches by the demand of all waiting requests, too, and keeps the head's for migration.
+    F_full counts the head of the queue only, so in a burst a replica with a thousand waiting requests is as free as one with
+    one. R < 0, a queue, is not divided by B: else the larger batch would be the freer. Llumnix's public code dispatches by
+    the demand of all waiting requests, too.
     """
     if replica.status is ReplicaStatus.DRAINING:
         return -math.inf
@@ -140,8 +126,7 @@ class Llumnix(Router):
     `migration_planner`, `migration` and `autoscaling`.
 
     Differs from the paper: ties of freeness go to the replica with fewer requests, so that a burst onto equal replicas
-    is distributed. `whole_queue` dispatches by `queue_freeness`; off by default, but in bursts the paper's rule is worse
-    than round robin: it fills one replica's queue while others run dry.
+    is distributed. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
     """
 
     name: ClassVar[str] = "llumnix"
@@ -158,5 +143,5 @@ class Llumnix(Router):
             replicas, key=lambda replica: (freeness(replica, self.headroom), -replica.num_requests)
         ).replica_id
 
-    def dispatch_key(self, item: RoutingRequest, now: float) -> DispatchKey:
+    def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
         return (float(item.tier), item.request.arrival_s)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.errors import InputError
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 
@@ -42,7 +42,6 @@ class Copy:
     """
 
     move: Move
-    first_block: int
     num_blocks: int
     live: bool
 
@@ -79,10 +78,6 @@ class Aborted:
 
 
 Outcome = Copy | Committed | Aborted
-
-
-class MigrationError(TailcastError):
-    """A call in the wrong state: a second migration of the same request, or an event of one that is not under way."""
 
 
 @dataclass(slots=True)
@@ -134,13 +129,14 @@ class Migrations:
         """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
 
         Raises:
-            MigrationError: The request is being migrated already.
             InputError: A replica does not exist, source and destination are the same, or their blocks differ in size.
         """
-        if move.request_id in self._ongoing:
-            raise MigrationError(f"request {move.request_id} is being migrated already")
+        assert move.request_id not in self._ongoing, "a second migration of a request"
         source, destination = self._scheduler(move.source), self._scheduler(move.destination)
-        if move.source == move.destination or source.kv_block_tokens != destination.kv_block_tokens:
+        if (
+            move.source == move.destination
+            or source.config.kv_block_tokens != destination.config.kv_block_tokens
+        ):
             allowed = f"another replica than {move.source}, with as many tokens per block"
             raise InputError("destination", move.destination, allowed)
         state = source.find(move.request_id)
@@ -153,14 +149,8 @@ class Migrations:
         return self._next_stage(ongoing, state, now)
 
     def copied(self, request_id: str, now: float) -> Outcome:
-        """The last `Copy` of this request is done: the next `Copy`, or `Committed`, or `Aborted`.
-
-        Raises:
-            MigrationError: The request is not being migrated.
-        """
-        ongoing = self._ongoing.get(request_id)
-        if ongoing is None:
-            raise MigrationError(f"request {request_id} is not being migrated")
+        """The last `Copy` of this request is done: the next `Copy`, or `Committed`, or `Aborted`."""
+        ongoing = self._ongoing[request_id]
         ongoing.copied_blocks += ongoing.copying_blocks
         if ongoing.stopped is None:
             state = self._scheduler(ongoing.move.source).find(request_id)
@@ -191,11 +181,8 @@ class Migrations:
 
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
         """A replica drains: migrations to it end, those away from it go on."""
-        return tuple(
-            self._stay(ongoing, AbortReason.DESTINATION_DRAINING, now)
-            for ongoing in self._touching(replica_id)
-            if ongoing.move.destination == replica_id
-        )
+        coming = [one for one in self._ongoing.values() if one.move.destination == replica_id]
+        return tuple(self._stay(one, AbortReason.DESTINATION_DRAINING, now) for one in coming)
 
     def on_failed(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
         """A replica has failed: requests on their way to it stay, those that were leaving it are lost with it.
@@ -203,21 +190,24 @@ class Migrations:
         Its scheduler is not called, and need no longer be there.
         """
         aborted = []
-        for ongoing in self._touching(replica_id):
-            if ongoing.move.source == replica_id:
-                self._scheduler(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
+        for ongoing in list(self._ongoing.values()):
+            move = ongoing.move
+            if move.source == replica_id:
+                self._scheduler(move.destination).unreserve(move.request_id, now)
                 reason = AbortReason.SOURCE_FAILED
-            else:
+            elif move.destination == replica_id:
                 self._resume(ongoing, now)
                 reason = AbortReason.DESTINATION_FAILED
-            del self._ongoing[ongoing.move.request_id]
-            aborted.append(Aborted(ongoing.move, reason))
+            else:
+                continue
+            del self._ongoing[move.request_id]
+            aborted.append(Aborted(move, reason))
         return tuple(aborted)
 
     def _next_stage(self, ongoing: _Ongoing, state: RequestState, now: float) -> Outcome:
         move = ongoing.move
         source, destination = self._scheduler(move.source), self._scheduler(move.destination)
-        left = -(-state.num_computed_tokens // source.kv_block_tokens) - ongoing.copied_blocks
+        left = -(-state.num_computed_tokens // source.config.kv_block_tokens) - ongoing.copied_blocks
         if ongoing.num_stages and left >= ongoing.left_blocks:
             return self._stay(ongoing, AbortReason.STALLED, now)
         count, live = left, False
@@ -229,14 +219,13 @@ class Migrations:
             ongoing.stopped = source.detach(move.request_id, now)
         ongoing.num_stages += 1
         ongoing.copying_blocks, ongoing.left_blocks = count, left
-        return Copy(move, ongoing.copied_blocks, count, live)
+        return Copy(move, count, live)
 
     def _left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
         ongoing = self._ongoing.get(request_id)
         if ongoing is None:
             return None
-        if ongoing.stopped is not None:
-            raise MigrationError(f"request {request_id} is stopped for its handover: {reason.value}")
+        assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
         return self._end(ongoing, reason, now)
 
     def _stay(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
@@ -252,13 +241,6 @@ class Migrations:
         self._scheduler(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
         del self._ongoing[ongoing.move.request_id]
         return Aborted(ongoing.move, reason)
-
-    def _touching(self, replica_id: str) -> list[_Ongoing]:
-        return [
-            ongoing
-            for ongoing in self._ongoing.values()
-            if replica_id in (ongoing.move.source, ongoing.move.destination)
-        ]
 
     def _scheduler(self, replica_id: str) -> Scheduler:
         scheduler = self._schedulers.get(replica_id)

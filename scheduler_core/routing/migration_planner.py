@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.llumnix import Headroom, exponential_headroom, full_freeness
 from scheduler_core.routing.migration import Move
-from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus, RequestView
+from scheduler_core.routing.snapshot import Capacity, ReplicaSnapshot, ReplicaStatus, RequestView
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,11 +45,7 @@ class MigrationPlanner:
     _last_s: float = field(default=-math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "band"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "numbers >= 0")
-        if not 0 < self.interval_s < math.inf:
-            raise InputError("interval_s", self.interval_s, "seconds > 0")
+        check_ranges(self, threshold=(0, FINITE), band=(0, FINITE), interval_s=(POSITIVE, FINITE))
 
     def plan(
         self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
@@ -59,11 +55,10 @@ class MigrationPlanner:
         if now - self._last_s < self.interval_s * (1 - 1e-9):
             return ()
         self._last_s = now
-        alive = [replica for replica in replicas if replica.status is not ReplicaStatus.FAILED]
-        active = [replica for replica in alive if replica.status is ReplicaStatus.ACTIVE]
-        draining = [replica for replica in alive if replica.status is ReplicaStatus.DRAINING]
+        active = [replica for replica in replicas if replica.status is ReplicaStatus.ACTIVE]
+        draining = [replica for replica in replicas if replica.status is ReplicaStatus.DRAINING]
         moves: list[Move] = []
-        capacities = {replica.replica_id: _Capacity(replica) for replica in active}
+        capacities = {replica.replica_id: Capacity(replica) for replica in active}
         if draining and active:
             freest = sorted(active, key=lambda replica: -full_freeness(replica, self.headroom))
             for number, source in enumerate(draining):
@@ -90,13 +85,17 @@ class MigrationPlanner:
         self,
         source: ReplicaSnapshot,
         targets: Sequence[ReplicaSnapshot],
-        capacities: dict[str, _Capacity],
+        capacities: dict[str, Capacity],
         in_flight: AbstractSet[str],
     ) -> list[Move]:
         leaving = source.status is ReplicaStatus.DRAINING
         for row in self.candidates(source, in_flight):
             for target in targets:
-                if capacities[target.replica_id].take(row, force=leaving and not row.running):
+                tokens = target.num_kv_blocks * target.kv_block_tokens
+                capacity = capacities[target.replica_id]
+                forced = leaving and not row.running
+                if row.prompt_tokens + row.max_tokens <= tokens and (forced or capacity.fits(row)):
+                    capacity.take(row)
                     return [Move(row.request_id, source.replica_id, target.replica_id)]
         return []
 
@@ -108,24 +107,3 @@ class MigrationPlanner:
             if row.request_id not in in_flight and (row.decoding or not row.running)
         ]
         return sorted(movable, key=lambda row: (row.running, -row.tier, row.kv_blocks, -row.arrival_s))
-
-
-class _Capacity:
-    """Remaining capacity of a destination for the moves of one plan."""
-
-    __slots__ = ("_blocks", "_capacity_tokens", "_slots")
-
-    def __init__(self, replica: ReplicaSnapshot) -> None:
-        self._blocks = replica.num_free_blocks
-        self._slots = replica.max_num_seqs - replica.num_running
-        self._capacity_tokens = replica.num_kv_blocks * replica.kv_block_tokens
-
-    def take(self, row: RequestView, *, force: bool) -> bool:
-        """Whether the request may come; then its blocks and slot are taken."""
-        if row.prompt_tokens + row.max_tokens > self._capacity_tokens:
-            return False
-        if not force and (row.demand_blocks > self._blocks or self._slots < 1):
-            return False
-        self._blocks -= row.demand_blocks
-        self._slots -= 1
-        return True

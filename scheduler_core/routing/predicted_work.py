@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.predictions import LengthPrediction
+from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 
@@ -54,22 +54,15 @@ class PredictedWork(Router):
     _left: dict[str, tuple[_Inputs, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("prefill_token_s", "decode_token_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "seconds >= 0")
-        if self.refresh_tokens < 1:
-            raise InputError("refresh_tokens", self.refresh_tokens, "integers > 0")
+        seconds = (0, FINITE)
+        check_ranges(self, prefill_token_s=seconds, decode_token_s=seconds, refresh_tokens=(1, INTEGERS))
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         self._refresh([row for replica in replicas for row in replica.requests])
-        return min(replicas, key=lambda replica: (self._work_s(replica), replica.num_requests)).replica_id
+        return min(replicas, key=lambda replica: (self.work_s(replica), replica.num_requests)).replica_id
 
     def work_s(self, replica: ReplicaSnapshot) -> float:
-        """Expected engine time that the replica's requests still need, in seconds."""
-        self._refresh(replica.requests)
-        return self._work_s(replica)
-
-    def _work_s(self, replica: ReplicaSnapshot) -> float:
+        """Engine time that the replica's requests were expected to need when the last choice was made, in seconds."""
         prefill = sum(row.prefill_left_tokens for row in replica.requests)
         decode = math.fsum(self._left[row.request_id][1] for row in replica.requests)
         return self.prefill_token_s * prefill + self.decode_token_s * decode
@@ -91,7 +84,7 @@ class PredictedWork(Router):
             lengths = LogT(*np.array([(item.mu, item.sigma, item.nu) for _, _, item in predicted]).T)
             max_tokens = np.array([inputs[1] for _, inputs, _ in predicted], dtype=np.float64)
             generated = np.array([inputs[2] for _, inputs, _ in predicted], dtype=np.float64)
-            left = lengths.remaining(generated).expected(max_tokens)
+            left = lengths.expected(max_tokens, generated)
             for (request_id, inputs, _), expected in zip(predicted, left.tolist(), strict=True):
                 self._left[request_id] = (inputs, expected)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot
 
@@ -43,12 +43,7 @@ class PrefixAffine(Router):
     _sent: dict[str, OrderedDict[int, None]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.imbalance < 0:
-            raise InputError("imbalance", self.imbalance, "integers >= 0")
-        if not 0 < self.min_fraction <= 1:
-            raise InputError("min_fraction", self.min_fraction, "numbers in (0, 1]")
-        if self.max_blocks < 1:
-            raise InputError("max_blocks", self.max_blocks, "integers > 0")
+        check_ranges(self, imbalance=(0, INTEGERS), min_fraction=(POSITIVE, 1.0), max_blocks=(1, INTEGERS))
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         least = min(replica.num_requests for replica in replicas)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from scheduler_core.predictions import LengthPrediction, UrgencyPrediction
+from scheduler_core.kv_cache import KVCache
+from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 
@@ -15,7 +16,6 @@ class ReplicaStatus(Enum):
 
     ACTIVE = "active"
     DRAINING = "draining"
-    FAILED = "failed"
 
 
 class ReplicaRole(Enum):
@@ -120,71 +120,78 @@ class ReplicaSnapshot:
         )
 
 
-class SchedulerView:
-    """Takes snapshots of a scheduler; remembers the tier of each request, which is costly to compute.
+def take_snapshot(
+    scheduler: Scheduler,
+    replica_id: str,
+    *,
+    status: ReplicaStatus = ReplicaStatus.ACTIVE,
+    role: ReplicaRole = ReplicaRole.BOTH,
+    keep_requests: bool = True,
+) -> ReplicaSnapshot:
+    """The scheduler as it is now, O(requests); several times cheaper without the requests themselves."""
+    pool, config = scheduler.pool, scheduler.config
+    reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
+    head = pool.waiting.peek()
+    states: list[RequestState] = []
+    if keep_requests:
+        states = [*pool.running.values(), *sorted(pool.waiting, key=lambda state: state.order)]
+    return ReplicaSnapshot(
+        replica_id=replica_id,
+        status=status,
+        role=role,
+        num_kv_blocks=config.num_kv_blocks,
+        num_free_blocks=pool.kv.num_free_blocks,
+        kv_block_tokens=config.kv_block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        num_running=pool.num_running,
+        num_waiting=len(pool.waiting),
+        used_blocks=config.num_kv_blocks - pool.kv.num_free_blocks - reserved,
+        head_demand_blocks=0 if head is None else pool.kv.blocks_for(head.known_tokens),
+        waiting_prefill_tokens=sum(state.known_tokens - state.num_computed_tokens for state in pool.waiting),
+        tiers=tuple(sorted({state.effective_level() for state in pool.states.values()})),
+        requests=tuple(_view(state, pool.kv) for state in states),
+    )
 
-    Args:
-        scheduler: Scheduler of the replica.
-    """
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self._tiers: dict[str, tuple[UrgencyPrediction | None, int]] = {}
+def _view(state: RequestState, kv: KVCache) -> RequestView:
+    running = state.status is Status.RUNNING
+    return RequestView(
+        request_id=state.request_id,
+        arrival_s=state.request.arrival_s,
+        tier=state.effective_level(),
+        prompt_tokens=state.request.prompt_tokens,
+        max_tokens=state.request.max_tokens,
+        num_computed_tokens=state.num_computed_tokens,
+        num_output_tokens=state.num_output_tokens,
+        kv_blocks=kv.held_by(state.request_id),
+        demand_blocks=kv.held_by(state.request_id) if running else kv.blocks_for(state.known_tokens),
+        running=running,
+        decoding=running and state.phase is Phase.DECODE,
+        prediction=state.prediction,
+    )
 
-    def snapshot(
-        self,
-        replica_id: str,
-        *,
-        status: ReplicaStatus = ReplicaStatus.ACTIVE,
-        role: ReplicaRole = ReplicaRole.BOTH,
-        keep_requests: bool = True,
-    ) -> ReplicaSnapshot:
-        """The scheduler as it is now, O(requests); several times cheaper without the requests themselves."""
-        pool, config = self.scheduler.pool, self.scheduler.config
-        self._tiers = {state.request_id: self._tier(state) for state in pool.states.values()}
-        reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
-        head = pool.waiting.peek()
-        states: list[RequestState] = []
-        if keep_requests:
-            states = [*pool.running.values(), *sorted(pool.waiting, key=lambda state: state.order)]
-        return ReplicaSnapshot(
-            replica_id=replica_id,
-            status=status,
-            role=role,
-            num_kv_blocks=config.num_kv_blocks,
-            num_free_blocks=pool.kv.num_free_blocks,
-            kv_block_tokens=config.kv_block_tokens,
-            max_num_seqs=config.max_num_seqs,
-            num_running=pool.num_running,
-            num_waiting=len(pool.waiting),
-            used_blocks=config.num_kv_blocks - pool.kv.num_free_blocks - reserved,
-            head_demand_blocks=0 if head is None else pool.kv.blocks_for(head.known_tokens),
-            waiting_prefill_tokens=sum(
-                state.known_tokens - state.num_computed_tokens for state in pool.waiting
-            ),
-            tiers=tuple(sorted({tier for _, tier in self._tiers.values()})),
-            requests=tuple(self._view(state) for state in states),
-        )
 
-    def _tier(self, state: RequestState) -> tuple[UrgencyPrediction | None, int]:
-        """(predicted urgency, tier); computed again only for a new prediction."""
-        last = self._tiers.get(state.request_id)
-        return last if last and last[0] is state.urgency else (state.urgency, state.effective_level())
+class Capacity:
+    """Remaining capacity of a replica for the moves of one plan."""
 
-    def _view(self, state: RequestState) -> RequestView:
-        kv = self.scheduler.pool.kv
-        running = state.status is Status.RUNNING
-        return RequestView(
-            request_id=state.request_id,
-            arrival_s=state.request.arrival_s,
-            tier=self._tiers[state.request_id][1],
-            prompt_tokens=state.request.prompt_tokens,
-            max_tokens=state.request.max_tokens,
-            num_computed_tokens=state.num_computed_tokens,
-            num_output_tokens=state.num_output_tokens,
-            kv_blocks=kv.held_by(state.request_id),
-            demand_blocks=kv.held_by(state.request_id) if running else kv.blocks_for(state.known_tokens),
-            running=running,
-            decoding=running and state.phase is Phase.DECODE,
-            prediction=state.prediction,
-        )
+    __slots__ = ("_blocks", "_replica", "_slots")
+
+    def __init__(self, replica: ReplicaSnapshot) -> None:
+        self._replica = replica
+        self._blocks = replica.num_free_blocks
+        self._slots = replica.max_num_seqs - replica.num_running
+
+    @property
+    def kv_load(self) -> float:
+        """As of the snapshot, after the moves."""
+        taken = self._replica.num_free_blocks - self._blocks
+        return self._replica.kv_load + taken / self._replica.num_kv_blocks
+
+    def fits(self, row: RequestView) -> bool:
+        """Whether blocks and a slot are left for a request."""
+        return row.demand_blocks <= self._blocks and self._slots > 0
+
+    def take(self, row: RequestView) -> None:
+        """A request comes."""
+        self._blocks -= row.demand_blocks
+        self._slots -= 1

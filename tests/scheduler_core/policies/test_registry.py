@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 import scheduler_core.policies as package
 from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES, make_policy, policy_class, policy_name, policy_parameters
-from tests.scheduler_core.policies.streams import run_stream
+from tests.scheduler_core.helpers import request, run_step, scheduler
 
 FOLDER = Path(package.__file__).parent
 
@@ -41,17 +40,6 @@ def test_the_table_says_what_the_policies_say() -> None:
         assert ("O(B)" in cost) == kind.preemptive
 
 
-@pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_is_a_documented_keyword_only_slots_dataclass(name: str) -> None:
-    policy = make_policy(name)
-    assert policy_name(policy) == name
-    assert "key" in (type(policy).__doc__ or "")
-    assert all(field.kw_only for field in dataclasses.fields(policy) if field.init)
-    assert not hasattr(policy, "__dict__")
-    rebuilt = make_policy(name, policy_parameters(policy))
-    assert policy_parameters(rebuilt) == policy_parameters(policy)
-
-
 def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,8 +48,10 @@ def test_the_policy_of_the_readme_runs_by_its_path_and_by_an_entry_point(
     (tmp_path / "policy_of_the_readme.py").write_text(snippet, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     name = "policy_of_the_readme:ShortPromptsFirst"
-    run = run_stream(name, seed=3, num_kv_blocks=40)
-    assert set(run.finished_s) == set(run.items)
+    core = scheduler(name, max_num_seqs=1)
+    for arrival_s, (prompt, item) in enumerate({30: "long", 5: "short"}.items()):
+        core.add(request(item, float(arrival_s), prompt=prompt, cap=1), 1.0)
+    assert [run_step(core, now)[0].request_id for now in (1.0, 2.0)] == ["short", "long"]
     policy = make_policy(name, {"weight": 2.0})
     assert policy_name(policy) == name
     assert policy_parameters(policy) == {"weight": 2.0}

@@ -9,14 +9,9 @@ import numpy as np
 
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Request
-from scheduler_core.routing import (
-    ROUTERS,
-    ReplicaSnapshot,
-    Router,
-    RoutingRequest,
-    make_router,
-)
-from scheduler_core.routing.snapshot import RequestView
+from scheduler_core.routing import ROUTERS, make_router
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.snapshot import ReplicaSnapshot, RequestView
 
 
 def item(

