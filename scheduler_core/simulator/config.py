@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
-from scheduler_core.routing import (
-    ROUTERS,
-    AutoScaler,
-    Disaggregated,
-    Headroom,
-    Llumnix,
-    MigrationPlanner,
-    ReplicaRole,
-    Router,
-    exponential_headroom,
-    make_router,
-)
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from scheduler_core.routing import ROUTERS, make_router
+from scheduler_core.routing.autoscaling import AutoScaler
+from scheduler_core.routing.base import Router
+from scheduler_core.routing.disaggregated import Disaggregated
+from scheduler_core.routing.llumnix import Headroom, Llumnix, exponential_headroom
+from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime, make_step_time
+from scheduler_core.simulator.step_time import make_step_time
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
-from scheduler_core.simulator.workloads import Workload
+from scheduler_core.simulator.workloads.workload import Workload
 
 #: Names for an order policy together with the true lengths.
 BOUNDS = {"sjf": "ssjf"}
 
 #: Maximum number of runs of one command that differ in their seed alone.
 MAX_SEEDS = 10_000
+#: Maximum number of clients of a closed loop.
+MAX_CLIENTS = 100_000_000
 #: Maximum number of calls of a live predictor in flight: each has a thread.
 MAX_IN_FLIGHT = 10_000
 #: Each replica has a scheduler of its own; 10,000 take about half a GB.
 MAX_REPLICAS = 10_000
-
-
-def check_seeds(name: str, value: int) -> None:
-    """Raises `InputError` for a number of seeds that is outside its range."""
-    if not 1 <= value <= MAX_SEEDS:
-        raise InputError(name, value, f"integers from 1 to {MAX_SEEDS}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +74,14 @@ class ClusterConfig:
     """Auto-scaling: drain one when it is higher."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_replicas <= MAX_REPLICAS:
-            raise InputError("num_replicas", self.num_replicas, f"integers from 1 to {MAX_REPLICAS}")
-        if self.router not in ROUTERS:
-            raise InputError("router", self.router, ", ".join(ROUTERS))
+        check_ranges(
+            self,
+            num_replicas=(1, MAX_REPLICAS),
+            min_replicas=(1, self.num_replicas),
+            interval_s=(POSITIVE, MAX_TIME_S),
+            startup_s=(0, MAX_TIME_S),
+        )
+        check_choice("router", self.router, ROUTERS)
         disaggregated, prefill = self.router == "disaggregated", self.num_prefill_replicas
         if disaggregated != (prefill > 0):
             raise InputError("num_prefill_replicas", prefill, "> 0 with router disaggregated, and only then")
@@ -94,10 +90,6 @@ class ClusterConfig:
         if self.migration and disaggregated:
             allowed = "false with router disaggregated, which moves requests itself"
             raise InputError("migration", True, allowed)
-        if self.min_replicas is not None and not 1 <= self.min_replicas <= self.num_replicas:
-            raise InputError("min_replicas", self.min_replicas, "integers from 1 to num_replicas, or unset")
-        if not 0 <= self.startup_s <= MAX_TIME_S:
-            raise InputError("startup_s", self.startup_s, f"seconds from 0 to {MAX_TIME_S:g}")
         self.headroom()
         self.make_router(0)
 
@@ -225,43 +217,34 @@ class SimulationConfig:
         make_policy(self.order_policy, self.policy_parameters)
         if self.policy in BOUNDS and self.predictor not in (None, "oracle"):
             raise InputError("predictor", self.predictor, f"oracle for policy {self.policy}")
-        if not 0 <= self.predictor_noise < math.inf:
-            raise InputError("predictor_noise", self.predictor_noise, "numbers >= 0")
+        check_ranges(
+            self,
+            predictor_noise=(0.0, FINITE),
+            predictor_delay_s=(0, MAX_TIME_S),
+            client_think_time_s=(0, MAX_TIME_S),
+            rate=(POSITIVE, FINITE),
+            load=(POSITIVE, FINITE),
+            default_max_tokens=(1, MAX_TOKENS),
+            num_clients=(1, MAX_CLIENTS),
+            prefix_cache_tokens=(0, 2**62),
+            max_in_flight=(1, MAX_IN_FLIGHT),
+            predictor_timeout_s=(POSITIVE, MAX_TIME_S),
+            seed=(0, 2**63 - 1),
+        )
         if self.predictor_noise and self.prediction_source != "oracle":
             raise InputError("predictor_noise", self.predictor_noise, "0 for a predictor other than oracle")
-        for name in ("predictor_delay_s", "client_think_time_s"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_TIME_S:
-                raise InputError(name, value, f"seconds from 0 to {MAX_TIME_S:g}")
         if self.rate is not None and self.load is not None:
             raise InputError("rate, load", (self.rate, self.load), "one of them")
-        for name in ("rate", "load"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InputError(name, value, "numbers > 0")
-        if self.default_max_tokens is not None and not 1 <= self.default_max_tokens <= MAX_TOKENS:
-            allowed = f"integers from 1 to {MAX_TOKENS}, or unset"
-            raise InputError("default_max_tokens", self.default_max_tokens, allowed)
-        if self.num_clients is not None and self.num_clients < 1:
-            raise InputError("num_clients", self.num_clients, "integers > 0, or unset")
-        if self.prefix_cache_tokens < 0:
-            raise InputError("prefix_cache_tokens", self.prefix_cache_tokens, "integers >= 0")
         if self.step_time_model is None and self.step_time_parameters:
             raise InputError("step_time_model", None, "a model for step_time_parameters")
-        if not 1 <= self.max_in_flight <= MAX_IN_FLIGHT:
-            raise InputError("max_in_flight", self.max_in_flight, f"integers from 1 to {MAX_IN_FLIGHT}")
-        if not 0 < self.predictor_timeout_s <= MAX_TIME_S:
-            allowed = f"seconds > 0, at most {MAX_TIME_S:g}"
-            raise InputError("predictor_timeout_s", self.predictor_timeout_s, allowed)
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "integers >= 0")
+
+    def simulation(self, **changes: Any) -> SimulationConfig:
+        """The configuration of the simulation alone, without the further options of a command."""
+        values = {item.name: getattr(self, item.name) for item in fields(SimulationConfig)}
+        return SimulationConfig(**values | changes)
 
     def make_step_time(self) -> StepTime:
-        """The model of step times: `step_time`, or the one named by `step_time_model`.
-
-        Raises:
-            InputError: There is no such model or parameter, or a file of measurements cannot be used.
-        """
+        """The model of step times; `InputError` if there is no such model or parameter, or its files cannot be used."""
         if self.step_time_model is None:
             return self.step_time
         return make_step_time(self.step_time_model, self.step_time_parameters)

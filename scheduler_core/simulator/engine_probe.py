@@ -6,7 +6,9 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,62 +21,49 @@ from scheduler_core.errors import InputError, TailcastError
 WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "with", "be", "at", "by", "or")
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeRequest:
-    """A request to send, `arrival_s` seconds after the start."""
-
-    request_id: str
-    arrival_s: float
-    prompt: str
-    max_tokens: int
-
-
-@dataclass(slots=True)
-class ProbeResponse:
-    """The response; times in seconds from the start of the measurement.
+@dataclass(slots=True, kw_only=True)
+class Probe:
+    """A request and, once it was sent, its response; times in seconds from the start of the measurement.
 
     Attributes:
+        arrival_s: When to send it; sent_s: when it was sent.
         prompt_tokens: Tokens of the prompt, as the engine counts; output_tokens likewise.
         token_s: Time of each token; of a chunk with several tokens only once.
         error: The reason of a failure; None: it succeeded.
     """
 
     request_id: str
+    arrival_s: float = 0.0
+    prompt: str = ""
+    max_tokens: int = 0
     sent_s: float = 0.0
     prompt_tokens: int = 0
-    max_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
     output_tokens: int = 0
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A live engine.
-
-    Attributes:
-        url: Base, such as http://127.0.0.1:8000/v1.
-        model: Name of the served model.
-        api_key: Sent as a bearer token; None: none.
-        timeout_s: A silence as long as this is a failure.
-        extra_body: Further fields of every request, such as {"ignore_eos": true} for vLLM.
+    """A live engine with an OpenAI-compatible API.
 
     Raises:
         InputError: The address is not one of http or https.
     """
 
     url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
+    """Base address of the engine, such as http://127.0.0.1:8000/v1."""
+    served_model: str
+    """Name of the served model."""
     timeout_s: float = 60.0
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """A response that is silent for so many seconds has failed."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    """Further fields of each request; {ignore_eos: true} makes vLLM generate max_tokens tokens."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InputError("url", self.url, "http://HOST:PORT/v1 or https://...")
-        if self.timeout_s <= 0:
-            raise InputError("timeout_s", self.timeout_s, "seconds > 0")
 
 
 def random_prompt(num_words: int, rng: np.random.Generator) -> str:
@@ -82,80 +71,69 @@ def random_prompt(num_words: int, rng: np.random.Generator) -> str:
     return " ".join(rng.choice(WORDS, size=num_words))
 
 
-def probe(
+def send(
     endpoint: Endpoint,
-    requests: Sequence[ProbeRequest],
+    probes: Sequence[Probe],
     *,
-    progress: Callable[[int], None] | None = None,
-) -> list[ProbeResponse]:
-    """Sends every request at its time, whatever has become of the others, and waits for all responses.
+    api_key: str | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Sends every request at its time, whatever has become of the others, and fills in all responses.
 
-    Args:
-        endpoint: The engine.
-        requests: The requests.
-        progress: Called with 1 after each response, from several threads.
+    `progress` is called with 1 after each response, from several threads.
 
     Raises:
         TailcastError: All requests failed; contains the error of the first one.
     """
     start = time.perf_counter()
-    responses = {item.request_id: ProbeResponse(item.request_id) for item in requests}
 
-    def send(item: ProbeRequest) -> None:
-        _send(endpoint, item, responses[item.request_id], start)
-        if progress is not None:
-            progress(1)
+    def send_one(one: Probe) -> None:
+        _send(endpoint, api_key, one, start)
+        progress(1)
 
     threads = []
-    for item in sorted(requests, key=lambda one: one.arrival_s):
-        time.sleep(max(0.0, start + item.arrival_s - time.perf_counter()))
-        thread = threading.Thread(target=send, args=(item,), daemon=True)
-        thread.start()
-        threads.append(thread)
+    for one in sorted(probes, key=lambda one: one.arrival_s):
+        time.sleep(max(0.0, start + one.arrival_s - time.perf_counter()))
+        threads.append(threading.Thread(target=send_one, args=(one,), daemon=True))
+        threads[-1].start()
     for thread in threads:
         thread.join()
-    ordered = [responses[item.request_id] for item in requests]
-    if ordered and all(response.error is not None for response in ordered):
-        raise TailcastError(f"engine {endpoint.url}: all requests failed: {ordered[0].error}")
-    return ordered
+    if all(one.error is not None for one in probes):
+        raise TailcastError(f"engine {endpoint.url}: all requests failed: {probes[0].error}")
 
 
-def _send(endpoint: Endpoint, item: ProbeRequest, response: ProbeResponse, start: float) -> None:
-    """One request; fills `response`, also with errors."""
-    parts = urlsplit(endpoint.url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port, timeout=endpoint.timeout_s)
+def _send(endpoint: Endpoint, api_key: str | None, probe: Probe, start: float) -> None:
+    """One request; fills in its response, also with errors."""
     body = {
-        "model": endpoint.model,
-        "prompt": item.prompt,
-        "max_tokens": item.max_tokens,
+        "model": endpoint.served_model,
+        "prompt": probe.prompt,
+        "max_tokens": probe.max_tokens,
         "stream": True,
         "stream_options": {"include_usage": True},
         **endpoint.extra_body,
     }
     headers = {"Content-Type": "application/json"}
-    if endpoint.api_key is not None:
-        headers["Authorization"] = f"Bearer {endpoint.api_key}"
-    response.max_tokens = item.max_tokens
-    response.sent_s = time.perf_counter() - start
+    if api_key is not None:
+        headers["Authorization"] = f"Bearer {api_key}"
+    url = f"{endpoint.url.rstrip('/')}/completions"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    probe.sent_s = time.perf_counter() - start
     try:
-        connection.request("POST", f"{parts.path.rstrip('/')}/completions", json.dumps(body), headers)
-        reply = connection.getresponse()
-        if reply.status != 200:
-            response.error = f"HTTP {reply.status}: {reply.read(300).decode(errors='replace')}"
-            return
-        _read_stream(reply, response, start)
-        if not response.token_s:
-            response.error = "the output has no token"
-        elif not response.output_tokens or not response.prompt_tokens:
-            response.error = "the response has no usage: stream_options.include_usage is not supported"
+        with direct.open(request, timeout=endpoint.timeout_s) as reply:
+            _read_stream(reply, probe, start)
+        if not probe.token_s:
+            probe.error = "the output has no token"
+        elif not probe.output_tokens or not probe.prompt_tokens:
+            probe.error = "the response has no usage: stream_options.include_usage is not supported"
+    except urllib.error.HTTPError as error:
+        with error:
+            probe.error = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
-        response.error = f"{type(error).__name__}: {error}"
-    finally:
-        connection.close()
+        probe.error = f"{type(error).__name__}: {error}"
 
 
-def _read_stream(stream: http.client.HTTPResponse, response: ProbeResponse, start: float) -> None:
+def _read_stream(stream: Iterable[bytes], probe: Probe, start: float) -> None:
     """Server-sent events: a chunk per token, the usage at the end."""
     for line in stream:
         if not line.startswith(b"data:"):
@@ -167,7 +145,7 @@ def _read_stream(stream: http.client.HTTPResponse, response: ProbeResponse, star
         if "error" in event:
             raise ValueError(str(event["error"]))
         if event.get("choices") and (event["choices"][0].get("text") or not event.get("usage")):
-            response.token_s.append(time.perf_counter() - start)
+            probe.token_s.append(time.perf_counter() - start)
         if event.get("usage"):
-            response.prompt_tokens = int(event["usage"]["prompt_tokens"])
-            response.output_tokens = int(event["usage"]["completion_tokens"])
+            probe.prompt_tokens = int(event["usage"]["prompt_tokens"])
+            probe.output_tokens = int(event["usage"]["completion_tokens"])

@@ -8,8 +8,10 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.simulator.step_time import StaircaseStepTime, StepTime, StepWork, make_step_time
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.step_time import make_step_time
+from scheduler_core.simulator.step_time.base import StepTime, StepWork
+from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 
 Kind = Literal["linear", "staircase"]
 
@@ -49,28 +51,22 @@ class StepTimeFit:
     median_error: float
 
 
-def fit_step_time(
-    samples: Sequence[StepSample], kind: Kind = "linear", *, keep_total: bool = False
-) -> StepTimeFit:
+def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepTimeFit:
     """Least squares of relative errors with no negative time, twice: the second time without hiccups.
+
+    The fit is then scaled so that all steps together take as long as measured, hiccups included: queues are as long as the
+    mean of all steps makes them, and relative errors pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2]
+    instead of E[s], for one kind of step).
 
     Args:
         samples: Measured steps; both prompts and decodes must be among them, of different sizes.
         kind: linear (`LinearStepTime`) or staircase (`StaircaseStepTime` with its default tiles: RAD, Eq. 7).
-        keep_total: Scale the fit so that all steps together take as long as measured, hiccups included. Relative errors
-            pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2] instead of E[s], for one kind of step), and
-            hiccups are left out; queues are as long as the mean of all steps makes them.
 
     Raises:
         InputError: There are fewer steps than parameters, a duration is not above 0, or nothing could be fitted.
-        MissingExtraError: scipy is not installed.
     """
-    try:
-        from scipy.optimize import nnls
-    except ImportError as error:
-        raise MissingExtraError("scipy", "sim") from error
-    if kind not in PARAMETERS:
-        raise InputError("model", kind, ", ".join(PARAMETERS))
+    from scipy.optimize import nnls  # the simulator alone needs no scipy
+
     names = PARAMETERS[kind]
     seconds = np.array([sample.seconds for sample in samples])
     if len(samples) < 2 * len(names) or not bool((seconds > 0).all()):
@@ -83,9 +79,8 @@ def fit_step_time(
         weights = nnls(relative, np.ones(len(relative)))[0] / scale
         errors = np.abs(features @ weights - seconds) / seconds
         regular = errors <= OUTLIER * max(float(np.median(errors)), 1e-9)
-    if keep_total:
-        weights = weights * seconds.sum() / float((features @ weights).sum())
-        errors = np.abs(features @ weights - seconds) / seconds
+    weights = weights * seconds.sum() / float((features @ weights).sum())
+    errors = np.abs(features @ weights - seconds) / seconds
     parameters = {name: float(value) for name, value in zip(names, weights, strict=True)}
     model = make_step_time(kind, parameters)
     return StepTimeFit(model, parameters, len(samples), int((~regular).sum()), float(np.median(errors)))

@@ -17,54 +17,27 @@ from typing import Literal
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished
-from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.routing import (
-    AutoScaler,
-    Disaggregated,
-    Dispatcher,
-    MigrationPlanner,
-    ReplicaRole,
-    ReplicaSnapshot,
-    ReplicaStatus,
-    Router,
-    RoutingRequest,
-    ScaleIn,
-    ScaleOut,
-)
+from scheduler_core.predictions import Prediction
+from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.disaggregated import Disaggregated
+from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
+from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.predictions import Predictions, Progress
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.replica import SimulatedReplica, prefix_blocks
+from scheduler_core.simulator.replica import PrefixCache, SimulatedReplica, prefix_blocks
 from scheduler_core.simulator.sources import ClosedLoop, EventSource, TraceEvent
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, RunWatch, Step
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvLink:
-    """Duration of a copy of KV blocks between replicas: t = latency_s + blocks * block_bytes / bytes_per_s.
-
-    Each replica sends one copy at a time. The defaults are 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s, and the 5 ms
-    that the multi-tier paper's code declares and never charges.
-    """
-
-    bytes_per_s: float = 12.5e9
-    block_bytes: int = 16 * 131_072
-    latency_s: float = 5e-3
-
-    def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise InputError("bytes_per_s", self.bytes_per_s, "numbers > 0")
-        if self.block_bytes < 0:
-            raise InputError("block_bytes", self.block_bytes, "integers >= 0")
-        if not 0 <= self.latency_s < math.inf:
-            raise InputError("latency_s", self.latency_s, "seconds >= 0")
-
-    def copy_s(self, num_blocks: int) -> float:
-        """Seconds that a copy takes."""
-        return self.latency_s + num_blocks * self.block_bytes / self.bytes_per_s
+#: A copy of KV blocks between replicas takes `LINK_LATENCY_S`, which the multi-tier paper's code declares and never charges,
+#: and `BLOCK_COPY_S` per block: 16 tokens of Mistral-7B (128 KiB each) over 100 Gb/s. Each replica sends one at a time.
+LINK_LATENCY_S = 5e-3
+BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +49,11 @@ class ReplicaChange:
         replica_id: The replica.
         kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
             nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
-
-    Raises:
-        InputError: The time is not finite.
     """
 
     time_s: float
     replica_id: str
     kind: Literal["join", "drain", "fail"]
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.time_s):
-            raise InputError("time_s", self.time_s, "a finite number of seconds")
 
 
 @dataclass(slots=True)
@@ -103,6 +69,7 @@ class SimulationOutcome:
         num_steps: Steps, summed over replicas.
         request_seconds: Integral over time of the number of requests in the system (arrived, not finished).
         waiting_seconds: Integral over time of the number of waiting requests.
+        replica_seconds: Integral over time of the number of replicas that run, drain or start.
         num_migrations: Requests that changed their replica.
         num_migrated_blocks: Blocks copied for them.
         aborted_migrations: Migrations that were aborted, by reason.
@@ -118,6 +85,7 @@ class SimulationOutcome:
     num_steps: int = 0
     request_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    replica_seconds: float = 0.0
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
@@ -146,7 +114,6 @@ class Simulation:
         planner: Moves requests between replicas every `interval_s`; None: none move.
         interval_s: Time between two decisions of planner and scaler.
         stage_blocks: See `Migrations`.
-        link: Durations of copies.
         changes: Replicas that join, drain or fail. Those that join later, or that only the scaler starts, are among the
             schedulers too.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
@@ -155,8 +122,8 @@ class Simulation:
         rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
 
     Raises:
-        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; `interval_s` is
-            not above 0 or `startup_s` negative; by `run`: requests remain for which no replica came.
+        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; by `run`:
+            requests remain for which no replica came.
     """
 
     def __init__(
@@ -177,7 +144,6 @@ class Simulation:
         planner: MigrationPlanner | Disaggregated | None = None,
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
-        link: KvLink | None = None,
         changes: Sequence[ReplicaChange] = (),
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
@@ -190,10 +156,6 @@ class Simulation:
             raise InputError("schedulers", schedulers, "at least one replica")
         if router is None and (len(schedulers) > 1 or changes or planner is not None or scaler is not None):
             raise InputError("router", None, "a router for several replicas, changes, planner or scaler")
-        if not 0 < interval_s < math.inf:
-            raise InputError("interval_s", interval_s, "seconds > 0")
-        if not 0 <= startup_s < math.inf:
-            raise InputError("startup_s", startup_s, "seconds >= 0")
         for name in (*standby, *(change.replica_id for change in changes)):
             if name not in schedulers:
                 raise InputError("standby, changes", name, ", ".join(schedulers))
@@ -220,14 +182,13 @@ class Simulation:
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(self._schedulers, stage_blocks)
-        self._link = link or KvLink()
         #: By request id: a copy under way and its end; infinite: it waits for the end of a step.
         self._copies: dict[str, tuple[float, Copy]] = {}
         #: Requests whose move waits for the end of a step.
         self._pending_moves: set[str] = set()
         #: Predictions that have come, and those that wait for the end of a migration.
-        self._delivered: dict[str, Prediction | LengthPrediction | None] = {}
-        self._delayed: dict[str, Prediction | LengthPrediction | None] = {}
+        self._delivered: dict[str, Prediction | None] = {}
+        self._delayed: dict[str, Prediction | None] = {}
         self._scaler = scaler
         self._standby = set(standby)
         self._startup_s = startup_s
@@ -237,6 +198,9 @@ class Simulation:
         self._counts = (0, 0)
         self._counted_s = 0.0
         self._may_count = False
+        #: Replicas that run, drain or start, and since when.
+        self._num_replicas = 0
+        self._replicas_s = 0.0
         self._outcome = SimulationOutcome()
 
     def _add_replica(self, name: str, scheduler: Scheduler) -> None:
@@ -261,9 +225,10 @@ class Simulation:
             later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
             for name in self._replicas:
                 if name not in later:
-                    self._dispatcher.joined(name, now, self._roles[name])
+                    self._dispatcher.joined(name, self._roles[name])
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
+        self._count_replicas(now)
         while now < math.inf:
             now = self._advance(now)
         if self._dispatcher is not None and self._dispatcher.num_pending:
@@ -272,6 +237,7 @@ class Simulation:
         assert not self._rows, "a request was lost"
         assert not self._migrations.in_flight, "a migration never ended"
         self._outcome.end_s = self._counted_s
+        self._count_replicas(self._counted_s)
         return self._outcome
 
     @property
@@ -296,10 +262,12 @@ class Simulation:
                     self._end_copy(copy, now)
         while self._changes and self._changes[-1].time_s <= now:
             self._change(self._changes.pop())
+            self._count_replicas(now)
         while source.next_s <= now:
             self._deliver(source.pop())
         if now >= self._next_tick_s:
             self._tick(now)
+            self._count_replicas(now)
         next_s = until_s = source.next_s
         if self._changes:
             next_s = until_s = min(until_s, self._changes[-1].time_s)
@@ -330,6 +298,12 @@ class Simulation:
             self._outcome.waiting_seconds += elapsed * self._counts[1]
             self._counts, self._counted_s = counts, now
 
+    def _count_replicas(self, now: float) -> None:
+        """Integrates the number of replicas up to now."""
+        self._outcome.replica_seconds += max(0.0, now - self._replicas_s) * self._num_replicas
+        replicas = self._replicas if self._dispatcher is None else self._dispatcher.replicas
+        self._num_replicas, self._replicas_s = len(replicas) + len(self._starting), now
+
     def _deliver(self, event: TraceEvent) -> None:
         name = event.request.request_id
         if event.is_arrival:
@@ -340,7 +314,7 @@ class Simulation:
             else:
                 self._update(name, self._predicted[name], event.time_s)
 
-    def _update(self, name: str, prediction: Prediction | LengthPrediction | None, now: float) -> None:
+    def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:
             (replica,) = self._replicas.values()
             replica.scheduler.update(name, prediction, now)
@@ -367,7 +341,7 @@ class Simulation:
             replica.scheduler.add(row.request(cached) if cached else request, now)
         else:
             schedulers = self._schedulers.values()
-            blocks = prefix_blocks(row, next(iter(schedulers)).kv_block_tokens) if schedulers else ()
+            blocks = prefix_blocks(row, next(iter(schedulers)).config.kv_block_tokens) if schedulers else ()
             item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
@@ -382,8 +356,8 @@ class Simulation:
         if not dispatcher.num_pending:
             return
         snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
-        for assignment in dispatcher.dispatch({one.replica_id: one for one in snapshots}, now):
-            request, replica = assignment.item.request, self._replicas[assignment.replica_id]
+        for item, replica_id in dispatcher.dispatch({one.replica_id: one for one in snapshots}, now):
+            request, replica = item.request, self._replicas[replica_id]
             cached = replica.prefix_cache.hit(self._rows[request.request_id])
             if cached:
                 request = replace(request, cached_prefix_tokens=cached)
@@ -403,7 +377,7 @@ class Simulation:
                     problem = f"replica {name} joins after it has failed"
                     raise InputError("changes", problem, "that, with `rebuild`")
                 self._add_replica(name, self._rebuild(name))
-            dispatcher.joined(name, now, self._roles[name])
+            dispatcher.joined(name, self._roles[name])
         elif change.kind == "drain":
             self._drain(dispatcher, name, now)
         else:
@@ -416,14 +390,18 @@ class Simulation:
         self._dispatch(dispatcher, now)
 
     def _drain(self, dispatcher: Dispatcher, name: str, now: float) -> None:
-        dispatcher.draining(name, now)
+        dispatcher.draining(name)
         for aborted in self._migrations.on_draining(name, now):
             self._handle(aborted, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         return tuple(
-            self._replicas[name].view.snapshot(
-                name, status=status, role=self._roles[name], keep_requests=keep_requests
+            take_snapshot(
+                self._replicas[name].scheduler,
+                name,
+                status=status,
+                role=self._roles[name],
+                keep_requests=keep_requests,
             )
             for name, status in dispatcher.replicas.items()
         )
@@ -436,8 +414,6 @@ class Simulation:
             if self._dispatcher is not None:
                 for name in step.plan.preempted:
                     self._handle(self._migrations.on_preempted(name, now), now)
-                for name in step.plan.admitted:
-                    self._dispatcher.admitted(name, now)
         return step
 
     def _complete(self, replica: SimulatedReplica, step: Step) -> None:
@@ -478,11 +454,12 @@ class Simulation:
     def _scale(self, scaler: AutoScaler, dispatcher: Dispatcher, now: float) -> None:
         status = dispatcher.replicas
         for name, one in status.items():
-            idle = self._replicas[name].is_empty and name not in self._migrations.replicas
-            if one is ReplicaStatus.DRAINING and idle:
+            replica = self._replicas[name]
+            idle = replica.scheduler.num_waiting == replica.scheduler.num_running == 0
+            if one is ReplicaStatus.DRAINING and idle and name not in self._migrations.replicas:
                 dispatcher.left(name, now)
                 self._standby.add(name)
-                self._replicas[name].clear_prefix_cache()
+                replica.prefix_cache = PrefixCache(self._prefix_cache_tokens)
         signal = scaler.signal(self._snapshots(dispatcher, keep_requests=False), now)
         num_active = sum(one is ReplicaStatus.ACTIVE for one in status.values()) + len(self._starting)
         may_start = bool(self._standby) and num_active < scaler.max_replicas
@@ -531,7 +508,8 @@ class Simulation:
         name, outcome = result.move.request_id, self._outcome
         if isinstance(result, Copy):
             source = self._replicas[result.move.source]
-            source.link_free_s = max(now, source.link_free_s) + self._link.copy_s(result.num_blocks)
+            copy_s = LINK_LATENCY_S + result.num_blocks * BLOCK_COPY_S
+            source.link_free_s = max(now, source.link_free_s) + copy_s
             self._copies[name] = (source.link_free_s, result)
             return
         if isinstance(result, Aborted):

@@ -10,10 +10,8 @@ from hashlib import sha256
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
-from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.request import Phase, Status
-from scheduler_core.routing import SchedulerView
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.step_time.base import DecodeContexts, StepTime, StepWork
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, StepGroup
@@ -28,24 +26,11 @@ class PrefixCache:
 
     It has memory of its own, in addition to the blocks of the running requests: `KVCache` charges each request for all its
     tokens, as shared blocks are not modeled. Copies of the prefix of a running request are not counted twice.
-
-    Args:
-        capacity_tokens: Tokens that are kept in all, >= 0.
-
-    Attributes:
-        num_tokens: Tokens in the cache.
-        num_hit_tokens: Tokens that needed no prefill, of all requests so far.
-
-    Raises:
-        InputError: The capacity is negative.
     """
 
     def __init__(self, capacity_tokens: int) -> None:
-        if capacity_tokens < 0:
-            raise InputError("capacity_tokens", capacity_tokens, "integers >= 0")
         self.capacity_tokens = capacity_tokens
         self.num_tokens = 0
-        self.num_hit_tokens = 0
         self._tokens: OrderedDict[str, int] = OrderedDict()
 
     def hit(self, row: TraceRequest) -> int:
@@ -53,9 +38,7 @@ class PrefixCache:
         if row.session_id is None or row.session_id not in self._tokens:
             return 0
         self._tokens.move_to_end(row.session_id)
-        tokens = min(row.prefix_tokens, self._tokens[row.session_id])
-        self.num_hit_tokens += tokens
-        return tokens
+        return min(row.prefix_tokens, self._tokens[row.session_id])
 
     def keep(self, row: TraceRequest) -> None:
         """A turn has ended; its prompt and output stay, as far as the capacity allows."""
@@ -126,15 +109,10 @@ class SimulatedReplica:
     """Carries out the plans of a scheduler in simulated time; everything between two steps is left to the caller.
 
     Args:
-        name: Its id.
-        scheduler: A fresh scheduler.
-        step_time: Durations of its steps.
         rows: By request id: the rows of the trace of all requests in the system.
-        prefix_cache_tokens: Capacity of its prefix cache.
         exact: One step at a time.
         fresh: A step that is under way when something may reach the replica is taken by itself, so that a snapshot at that
             time shows the end of its last step, as with single steps.
-        watch: Observes its steps; None: nothing does.
 
     Attributes:
         step: The current step; None: idle.
@@ -155,7 +133,6 @@ class SimulatedReplica:
     ) -> None:
         self.name = name
         self.scheduler = scheduler
-        self.view = SchedulerView(scheduler)
         self.prefix_cache = PrefixCache(prefix_cache_tokens)
         self.step: Step | None = None
         self.link_free_s = -math.inf
@@ -175,15 +152,6 @@ class SimulatedReplica:
         #: Without lockstep: tokens that each of the plan's decodes has still to generate.
         self._remaining: list[int] = []
         self._deferred: list[Callable[[float], None]] = []
-
-    def clear_prefix_cache(self) -> None:
-        """Forgets all earlier turns."""
-        self.prefix_cache = PrefixCache(self.prefix_cache.capacity_tokens)
-
-    @property
-    def is_empty(self) -> bool:
-        """No request waits or runs here."""
-        return self.scheduler.num_waiting == self.scheduler.num_running == 0
 
     def between_steps(self, action: Callable[[float], None], now: float) -> None:
         """Calls `action` with the time, now or at the end of the current step."""

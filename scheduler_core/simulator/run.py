@@ -6,14 +6,12 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
-from scheduler_core.files import write_json
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
@@ -24,15 +22,16 @@ from scheduler_core.simulator.predictions import (
     Progress,
     fetch_predictions,
     oracle_predictions,
+    trace_predictions,
 )
-from scheduler_core.simulator.records import RequestRecord, request_columns, write_requests
+from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.sources import ClosedLoop
 from scheduler_core.simulator.step_time import isolated_latency_s, saturation_rate_rps
 from scheduler_core.simulator.trace import Trace, load_trace
 from scheduler_core.simulator.watch import RunWatch
 from scheduler_core.simulator.workloads.arrivals import check_rate
 
-SCHEMA = "tailcast.simulation/3"
+SCHEMA = "tailcast.simulation/4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class SimulationResult:
         predictor: See `metrics.predictor_statistics`.
         records: Finished requests, in the order they finished.
         refused: By request id: why it could never run.
-        watch: Gaps between tokens, load over time, and further observations if requested.
+        watch: Gaps between tokens, memory in use, and every step if requested.
     """
 
     config: dict[str, Any]
@@ -63,12 +62,6 @@ class SimulationResult:
         """Everything but the records and observations, ready to be written as JSON."""
         names = ("config", "versions", "trace", "metrics", "predictor", "refused")
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in names}}
-
-    def write(self, path: str | Path, requests: str | Path | None = None) -> None:
-        """Writes the JSON result, and the table of requests if a path is given for it."""
-        if requests is not None:
-            write_requests([request_columns(self.records, self.config["seed"])], requests)
-        write_json(path, self.to_json())
 
 
 def prepare_trace(config: SimulationConfig) -> Trace:
@@ -107,13 +100,24 @@ def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
 def prepare_predictions(
     config: SimulationConfig, trace: Trace, progress: Progress | None = None
 ) -> Predictions:
-    """Fetches the predictions of the configuration, live ones over the network."""
-    if config.predictor_noise:
-        rng = np.random.default_rng([config.seed, 2])
-        return oracle_predictions(trace, config.predictor_noise, rng)
+    """Predictions of the configuration for every request, live ones over the network.
+
+    Raises:
+        InputError: The predictor is unknown, or the trace lacks what it needs.
+        TailcastError: Calls to the predictor fail.
+    """
+    source = config.prediction_source
+    if source == "none":
+        return Predictions()
+    if source == "trace":
+        return trace_predictions(trace)
+    if source == "oracle":
+        return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
+    if "://" not in source:
+        raise InputError("predictor", source, "none, trace, oracle, or SCHEME://ADDRESS")
     return fetch_predictions(
         trace,
-        config.prediction_source,
+        source,
         served_model=config.served_model,
         max_in_flight=config.max_in_flight,
         timeout_s=config.predictor_timeout_s,
@@ -132,7 +136,7 @@ def run_simulation(
 ) -> SimulationResult:
     """Simulates one policy until every request has finished.
 
-    To compare policies on the same arrivals and predictions, call `prepare_trace` and `fetch_predictions` once and
+    To compare policies on the same arrivals and predictions, call `prepare_trace` and `prepare_predictions` once and
     pass the results to every run.
 
     Args:
@@ -142,7 +146,7 @@ def run_simulation(
             such as sjf, which always has the true lengths.
         log: Records all decisions; one replica only.
         progress: Called with the number of requests done since the last call.
-        watch: Observes the run; None: gaps between tokens and load over time.
+        watch: Observes the run; None: gaps between tokens and memory in use.
 
     Raises:
         InputError: The configuration or trace cannot be used, or no request of the trace fits into the engine.
@@ -184,9 +188,8 @@ def run_simulation(
     if not outcome.records:
         reason = next(iter(outcome.refused.values()))
         raise InputError("trace", f"{len(trace)} requests, none of which fits: {reason}", "a larger KV cache")
-    if watch.gaps is not None:
-        for record in outcome.records:
-            record.max_tbt_s = watch.gaps.longest_s.get(record.request_id)
+    for record in outcome.records:
+        record.max_tbt_s = watch.gaps.longest_s.get(record.request_id)
     isolated = {
         row.request_id: isolated_latency_s(row, config.scheduler, step_time) for row in trace.requests
     }

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -42,16 +43,7 @@ class ClosedLoop:
     rng: np.random.Generator | None = None
 
     def __post_init__(self) -> None:
-        if self.num_clients <= 0:
-            raise InputError("num_clients", self.num_clients, "integers > 0")
-        if not 0 <= self.think_time_s < math.inf:
-            raise InputError("think_time_s", self.think_time_s, "seconds >= 0")
-
-    def think_s(self) -> float:
-        """The next time to think, in seconds."""
-        if self.rng is None or self.think_time_s == 0:
-            return self.think_time_s
-        return float(self.rng.exponential(self.think_time_s))
+        check_ranges(self, num_clients=(1, 2**63), think_time_s=(0, FINITE))
 
 
 class EventSource:
@@ -63,12 +55,6 @@ class EventSource:
       own `arrival_s`. A turn that was refused has ended when it arrived.
     - With `clients` every request waits for a client.
     - A prediction comes `delays_s` after the arrival.
-
-    Args:
-        trace: The requests.
-        predictions: Their predictions.
-        delays_s: By request id: seconds from arrival to prediction; 0 where missing.
-        clients: A closed loop; None: requests arrive at their times.
 
     Raises:
         InputError: A closed loop with a trace that has think times.
@@ -132,8 +118,11 @@ class EventSource:
             if turn is not None:
                 assert turn.think_time_s is not None
                 self._send(turn, max(turn.arrival_s, now + turn.think_time_s))
-        if self._clients is not None and self._rows:
-            self._send(self._rows.pop(), now + self._clients.think_s())
+        clients = self._clients
+        if clients is not None and self._rows:
+            think_s = clients.think_time_s
+            think_s = think_s if clients.rng is None else float(clients.rng.exponential(think_s))
+            self._send(self._rows.pop(), now + think_s)
 
     def _send(self, row: TraceRequest, time_s: float) -> None:
         self._push(time_s, False, replace(row, arrival_s=time_s) if time_s != row.arrival_s else row)

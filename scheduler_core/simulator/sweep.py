@@ -23,16 +23,15 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import sha256_file, write_json
+from scheduler_core.files import sha256_file, writable_target, write_json
 from scheduler_core.policies import make_policy
+from scheduler_core.ranges import check_ranges
 from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
 SCHEMA = "tailcast.cell/3"
-#: Short names for settings that sweeps vary most.
-SHORT = {"batching": "scheduler.batching", "router": "cluster.router"}
 #: Names for settings that make sense only together: K of the multi-tier paper is of the workload and of the cluster.
 JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
 #: Maximum number of simulations of one sweep: all are laid out before the first begins.
@@ -133,7 +132,7 @@ def grid(
 
     Args:
         base: The settings that are not varied.
-        vary: By dotted name, or a name in `SHORT` or `JOINT`: the values of each setting.
+        vary: By dotted name, or a name in `JOINT`: the values of each setting.
         seeds: Seeds.
         skip_impossible: Leave out combinations that make no sense (a policy and a batch former that do not go
             together) instead of refusing the whole sweep.
@@ -141,7 +140,6 @@ def grid(
     Raises:
         InputError: A setting is unknown or has no values, or a combination makes no sense.
     """
-    vary = {SHORT.get(name, name): list(values) for name, values in vary.items()}
     for name, values in vary.items():
         if not values:
             raise InputError(f"values of {name}", values, "at least one")
@@ -167,7 +165,7 @@ def grid(
         scalars = {name: _scalar(value) for name, value in settings.items()}
         cells += [Cell(replace(config, seed=seed), {**scalars, "seed": seed}) for seed in seeds]
     if not cells:
-        raise InputError("vary", dict(vary), "at least one combination that makes sense")
+        raise InputError("vary", vary, "at least one combination that makes sense")
     return cells
 
 
@@ -196,11 +194,7 @@ class CellStore:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError("out", str(folder), f"a folder that can be made ({error.strerror})") from error
+        self._folder = writable_target(Path(folder) / "cell", "out").parent
 
     def path(self, key: str) -> Path:
         """Path of the result of the cell with this key."""
@@ -226,43 +220,29 @@ class CellStore:
 
     def write(self, key: str, cell: Cell, result: SimulationResult) -> dict[str, Any]:
         """Writes a result, atomically; returns what `read` will."""
-        content = {
-            "schema": SCHEMA,
-            "key": key,
-            "settings": dict(cell.settings),
-            "config": result.config,
-            "versions": result.versions,
-            "trace": result.trace,
-            "metrics": result.metrics,
-        }
+        content = {"schema": SCHEMA, "key": key, "settings": dict(cell.settings)}
+        content |= {name: getattr(result, name) for name in ("config", "versions", "trace", "metrics")}
         write_json(self.path(key), content)
-        plain: dict[str, Any] = json.loads(json.dumps(content, sort_keys=True))
-        return plain
+        return self.read(key) or {}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class SweepWorkers:
-    """Processes that simulate cells.
+    """Processes that simulate cells."""
 
-    Attributes:
-        num_processes: Processes on this machine, at least 1; with 1 the calling process does everything itself.
-        ray: Use a Ray cluster instead.
-        ray_address: Its address; None: that of the environment variable RAY_ADDRESS, or a new one on this machine.
-
-    Raises:
-        InputError: Fewer than one process, several together with Ray, or an address without Ray.
-    """
-
-    num_processes: int = 1
+    workers: int = 1
+    """Processes on this machine."""
     ray: bool = False
+    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files under the same
+    path."""
     ray_address: str | None = None
+    """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
+    RAY_ADDRESS, or a new one on this machine."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_processes <= MAX_PROCESSES:
-            raise InputError("workers", self.num_processes, f"integers from 1 to {MAX_PROCESSES}")
-        if self.ray and self.num_processes > 1:
-            allowed = "1 with ray, whose cluster has workers of its own"
-            raise InputError("workers", self.num_processes, allowed)
+        check_ranges(self, workers=(1, MAX_PROCESSES))
+        if self.ray and self.workers > 1:
+            raise InputError("workers", self.workers, "1 with ray, whose cluster has workers of its own")
         if self.ray_address is not None and not self.ray:
             raise InputError("ray_address", self.ray_address, "unset without ray")
 
@@ -286,22 +266,21 @@ def simulate_cell(cell: Cell) -> SimulationResult:
     """One cell, without the observations that only figures need."""
     result = run_simulation(cell.config)
     result.records.clear()
-    result.watch.loads.clear()
     return result
 
 
 def run_cells(
     cells: Sequence[Cell],
     store: CellStore,
-    workers: SweepWorkers | None = None,
-    progress: Callable[[int], None] | None = None,
+    workers: SweepWorkers = SweepWorkers(),
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[dict[str, Any]]:
     """Results of all cells in their order; those in the store are read, the others simulated and stored at once.
 
     Args:
         cells: The simulations.
         store: Where results are stored.
-        workers: None: this process.
+        workers: By default this process.
         progress: Called with 1 after each cell.
 
     Raises:
@@ -310,15 +289,14 @@ def run_cells(
         MissingExtraError: Ray is requested and not installed.
         TailcastError: A cell was lost on the Ray cluster again and again, or a node has another version of tailcast.
     """
-    report = progress or (lambda _: None)
     keys = [cell.key() for cell in cells]
     results = {key: stored for key in dict.fromkeys(keys) if (stored := store.read(key)) is not None}
-    report(sum(key in results for key in keys))
+    progress(sum(key in results for key in keys))
     todo = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in results}
-    with closing(_simulate(todo, workers or SweepWorkers())) as simulated:
+    with closing(_simulate(todo, workers)) as simulated:
         for key, result in simulated:
             results[key] = store.write(key, todo[key], result)
-            report(keys.count(key))
+            progress(keys.count(key))
     return [results[key] for key in keys]
 
 
@@ -329,11 +307,11 @@ def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
     if workers.ray:
         with workers.ready():
             yield from _on_ray(todo)
-    elif workers.num_processes == 1:
+    elif workers.workers == 1:
         for key, cell in todo.items():
             yield key, simulate_cell(cell)
     else:
-        yield from _in_processes(todo, min(workers.num_processes, len(todo)))
+        yield from _in_processes(todo, min(workers.workers, len(todo)))
 
 
 def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core import json_text
@@ -18,7 +17,7 @@ from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import atomic_file, existing_file, writable_target
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
-#: Columns [n] by name: integers, numbers (NaN: empty) or objects (text; None: empty).
+#: Columns [n] by name: integers, numbers (NaN: empty) or text (objects; None: empty).
 Columns = dict[str, NDArray[Any]]
 #: Rows that are turned into text at a time.
 _BATCH_ROWS = 50_000
@@ -40,117 +39,71 @@ def import_pyarrow() -> tuple[Any, Any]:
     return pyarrow, pyarrow.parquet
 
 
-def check_table_path(path: str | Path, field: str, suffixes: Sequence[str] = TABLE_SUFFIXES) -> Path:
+def check_table_path(path: str | Path, field: str) -> Path:
     """The path of a table that can be written.
 
     Raises:
         InputError: The name ends in something else, or the folder cannot be written to.
     """
     target = Path(path)
-    if target.suffix not in suffixes:
-        raise InputError(field, str(path), "a name that ends in " + ", ".join(suffixes))
+    if target.suffix not in TABLE_SUFFIXES:
+        raise InputError(field, str(path), "a name that ends in " + ", ".join(TABLE_SUFFIXES))
     return writable_target(target, field)
 
 
-def write_columns(parts: Sequence[Columns], path: str | Path, schema: str, field: str) -> None:
-    """Writes tables with the same columns as one, atomically; Parquet carries `schema` as metadata `tailcast.schema`.
+def write_table(columns: Mapping[str, Any], path: str | Path, schema: str, field: str) -> None:
+    """Writes columns as Parquet, CSV or JSON lines by the name's ending, atomically.
+
+    Args:
+        columns: By name: values [n], None or NaN where there is none; values of several types become text.
+        path: Where to write.
+        schema: Name of the schema, as metadata `tailcast.schema` of Parquet.
+        field: The option that names the path.
 
     Raises:
         InputError: See `check_table_path`.
-        MissingExtraError: pyarrow is not installed, for Parquet.
+        MissingExtraError: pyarrow is not installed.
     """
     target = check_table_path(path, field)
-    columns = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    pa, pq = import_pyarrow()
+    arrays = {name: _array(pa, values) for name, values in columns.items()}
+    table = pa.table(arrays, metadata={"tailcast.schema": schema})
     with atomic_file(target) as temporary:
         if target.suffix == ".parquet":
-            pa, _ = import_pyarrow()
-            kinds = {"i": pa.int64(), "f": pa.float64(), "O": pa.string()}
-            arrays = {
-                name: pa.array(values, kinds[values.dtype.kind], from_pandas=True)
-                for name, values in columns.items()
-            }
-            write_parquet(arrays, temporary, schema)
+            pq.write_table(table, temporary, compression="zstd")
+        elif target.suffix == ".csv":
+            from pyarrow import csv as arrow_csv
+
+            arrow_csv.write_csv(table, temporary)
         else:
-            write_text(target.suffix, temporary, list(columns), _text_rows(columns))
+            with open(temporary, "w", encoding="utf-8") as stream:
+                for batch in table.to_batches(_BATCH_ROWS):
+                    stream.writelines(json.dumps(row, allow_nan=False) + "\n" for row in batch.to_pylist())
 
 
-def write_parquet(columns: Mapping[str, Any], path: Path, schema: str | None = None) -> None:
-    """Writes columns as Parquet, with their schema's name as metadata."""
-    pa, pq = import_pyarrow()
-    table = pa.table(dict(columns))
-    if schema is not None:
-        table = table.replace_schema_metadata({"tailcast.schema": schema})
-    pq.write_table(table, path, compression="zstd")
+def _array(pa: Any, values: Any) -> Any:
+    try:
+        return pa.array(values, from_pandas=True)
+    except pa.ArrowException:
+        return pa.array([None if value is None else str(value) for value in values])
 
 
-def write_text(suffix: str, path: Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Writes rows as `.jsonl` or `.csv`; None is null or an empty cell."""
-    with open(path, "w", encoding="utf-8", newline="") as stream:
-        if suffix == ".jsonl":
-            for row in rows:
-                stream.write(json.dumps(dict(zip(names, row, strict=True)), allow_nan=False) + "\n")
-        else:
-            writer = csv.writer(stream)
-            writer.writerow(names)
-            writer.writerows(rows)
-
-
-def _text_rows(columns: Columns) -> Iterator[tuple[Any, ...]]:
-    size = len(next(iter(columns.values())))
-    for start in range(0, size, _BATCH_ROWS):
-        lists = []
-        for values in columns.values():
-            part = values[start : start + _BATCH_ROWS]
-            items = part.tolist()
-            if part.dtype.kind == "f" and np.isnan(part).any():
-                items = [None if value != value else value for value in items]
-            lists.append(items)
-        yield from zip(*lists, strict=True)
+def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Columns of rows; None where a row does not have the column."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def read_columns(path: str | Path, names: Sequence[str], schema: str, field: str) -> Columns:
-    """Columns of a Parquet table that `write_columns` wrote.
+    """Columns of a Parquet table that `write_table` wrote.
 
     Raises:
         InputError: There is no such file, it is not such a table, or it was written by another version.
         MissingExtraError: pyarrow is not installed.
     """
-    file = existing_file(path, field)
-    pa, pq = import_pyarrow()
-    try:
-        stored = (pq.read_schema(file).metadata or {}).get(b"tailcast.schema", b"").decode()
-        if stored != schema:
-            allowed = f"a Parquet table of schema {schema}, not {stored or 'none'}"
-            raise InputError(field, str(path), allowed)
-        table = pq.read_table(file, columns=list(names))
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(field, str(path), f"a readable Parquet file ({error})") from error
+    with parquet_file(existing_file(path, field), field, schema) as parquet:
+        table = parquet.read(columns=list(names))
     return {name: table[name].to_numpy(zero_copy_only=False) for name in names}
-
-
-def write_rows(rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """Writes rows as .parquet or .csv, atomically; a column that a row does not have is empty there.
-
-    Raises:
-        InputError: The name ends in something else.
-    """
-    target = check_table_path(path, "table", (".parquet", ".csv"))
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    with atomic_file(target) as temporary:
-        if target.suffix == ".csv":
-            write_text(".csv", temporary, names, ([row.get(name) for name in names] for row in rows))
-        else:
-            columns = {name: _of_one_type([row.get(name) for row in rows]) for name in names}
-            write_parquet(columns, temporary)
-
-
-def _of_one_type(values: list[Any]) -> list[Any]:
-    """Numbers stay numbers, a mixture of types or anything else becomes text."""
-    types = {type(value) for value in values if value is not None}
-    if len(types) <= 1 and types <= {int, float, str, bool}:
-        return values
-    convert = float if types <= {int, float} else str
-    return [None if value is None else convert(value) for value in values]
 
 
 def file_rows(file: Path, field: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
@@ -214,8 +167,13 @@ def _check_names(names: Sequence[str], file: Path) -> None:
 
 
 @contextmanager
-def parquet_file(file: Path, field: str) -> Iterator[Any]:
+def parquet_file(file: Path, field: str, expected_schema: str | None = None) -> Iterator[Any]:
     """An open `pyarrow.parquet.ParquetFile`; errors while it is read become `InputError`.
+
+    Args:
+        file: The file.
+        field: The option that names it.
+        expected_schema: The one schema that it may have; None: any table of a user, and tailcast's of this version.
 
     Raises:
         InputError: It is not readable, two columns have one name, or another version of tailcast wrote it.
@@ -227,9 +185,10 @@ def parquet_file(file: Path, field: str) -> Iterator[Any]:
             schema = table.schema_arrow
             _check_names(schema.names, file)
             stored = (schema.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
-            current = _VERSIONS.get(stored.partition("/")[0])
+            current = expected_schema or _VERSIONS.get(stored.partition("/")[0])
             if current not in (None, stored):
-                raise InputError(field, file.name, f"a table of schema {current}; this one has {stored}")
+                allowed = f"a table of schema {current}; this one has {stored or 'none'}"
+                raise InputError(field, file.name, allowed)
             yield table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         detail = (str(error).strip().splitlines() or [type(error).__name__])[0]

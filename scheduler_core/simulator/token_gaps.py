@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,8 +18,20 @@ _RATIO = math.log(1.005)
 _LOWEST_S = 1e-6
 _NUM_BINS = 5600  # to 1e6 s
 
-#: (tier, tenant).
 GapClass = tuple[int, str]
+#: Names of the members of a `GapClass`.
+GAP_CLASS = ("tier", "tenant")
+
+
+#: Levels of the quantiles that are reported.
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
+
+
+def named_statistics(mean: float, quantiles: Iterable[float], largest: float) -> dict[str, float]:
+    """mean, p50, p90, p95, p99, p999 (`QUANTILES`), max and tail_ratio = p99 / p50, without it if the median is 0."""
+    p50, p90, p95, p99, p999 = map(float, quantiles)
+    named = {"mean": mean, "p50": p50, "p90": p90, "p95": p95, "p99": p99, "p999": p999, "max": largest}
+    return named | {"tail_ratio": p99 / p50} if p50 > 0 else named
 
 
 def gap_class(state: RequestState) -> GapClass:
@@ -72,16 +84,11 @@ class GapHistogram:
         return min(_LOWEST_S * math.exp((index + 0.5) * _RATIO), self.longest_s)
 
     def summary(self) -> dict[str, float] | None:
-        """mean, p50, p90, p95, p99, p999, max in seconds and tail_ratio = p99 / p50; None without gaps."""
+        """See `named_statistics`; in seconds, None without gaps."""
         total = int(self.counts.sum())
         if total == 0:
             return None
-        levels = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p999": 0.999}
-        values = {name: self.quantile(level) for name, level in levels.items()}
-        values = {"mean": self.total_s / total, **values, "max": self.longest_s}
-        if values["p50"] > 0:
-            values["tail_ratio"] = values["p99"] / values["p50"]
-        return values
+        return named_statistics(self.total_s / total, [*map(self.quantile, QUANTILES)], self.longest_s)
 
     def curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(gaps in seconds, fraction of gaps up to there): the distribution function."""
@@ -107,7 +114,7 @@ class TokenGaps:
     Steps that were taken at once count each with its own duration, and cost no more for that.
     """
 
-    by_class: dict[GapClass, GapHistogram] = field(default_factory=dict)
+    by_class: defaultdict[GapClass, GapHistogram] = field(default_factory=lambda: defaultdict(GapHistogram))
     longest_s: dict[str, float] = field(default_factory=dict)
 
     def add_decodes(
@@ -132,25 +139,19 @@ class TokenGaps:
             if gap_s == step_s:
                 num_regular[name] += 1
             else:
-                self.of(name).add(gap_s)
+                self.by_class[name].add(gap_s)
             num_all[name] += 1
             self.add_longest(state.request_id, max(gap_s, longest_rest_s))
         for name, num in num_regular.items():
-            self.of(name).add(step_s, num)
+            self.by_class[name].add(step_s, num)
         if rest:
             for name, num in num_all.items():
-                self.of(name).add_steps(rest, num)
+                self.by_class[name].add_steps(rest, num)
 
     def add_longest(self, request_id: str, gap_s: float) -> None:
         """The request has had a gap of this length."""
         if gap_s > self.longest_s.get(request_id, 0.0):
             self.longest_s[request_id] = gap_s
-
-    def of(self, name: GapClass) -> GapHistogram:
-        """The gaps of a class of requests."""
-        if name not in self.by_class:
-            self.by_class[name] = GapHistogram()
-        return self.by_class[name]
 
     def total(self) -> GapHistogram:
         """The gaps of all requests."""
@@ -162,22 +163,7 @@ class LockstepGaps:
 
     The longest gap of a request is that of its first step, or the longest of all common gaps since. Of those only the ones
     are stored that no later gap exceeds: the first of them after a request has joined is its longest.
-
-    Args:
-        gaps: Where the gaps are counted.
     """
-
-    __slots__ = (
-        "_first_s",
-        "_gaps",
-        "_last_s",
-        "_long_at",
-        "_long_s",
-        "_new",
-        "_num_gaps",
-        "_num_of",
-        "_since",
-    )
 
     def __init__(self, gaps: TokenGaps) -> None:
         self._gaps = gaps
@@ -226,19 +212,19 @@ class LockstepGaps:
         if num_of:
             gap_s = first_end_s - self._last_s
             for name, num in num_of.items():
-                gaps.of(name).add(gap_s, num)
+                gaps.by_class[name].add(gap_s, num)
             self._add_common(gap_s)
         if self._new:
             for request_id, (name, last_s) in self._new.items():
                 gap_s = first_end_s - last_s
-                gaps.of(name).add(gap_s)
+                gaps.by_class[name].add(gap_s)
                 self._since[request_id] = (name, self._num_gaps)
                 self._first_s[request_id] = gap_s
                 num_of[name] = num_of.get(name, 0) + 1
             self._new.clear()
         if rest:
             for name, num in num_of.items():
-                gaps.of(name).add_steps(rest, num)
+                gaps.by_class[name].add_steps(rest, num)
             self._add_common(max([steps.longest_s for steps in rest]))
         self._last_s = end_s
 

@@ -6,16 +6,17 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_file, existing_file, sha256_file
+from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import MAX_TIERS, Request
-from scheduler_core.simulator.tables import check_table_path, file_rows, write_parquet, write_text
+from scheduler_core.simulator.tables import columns_of, file_rows, write_table
 
 #: Latest arrival in seconds: the simulated clock is a float, which has a resolution of 2 microseconds there. Times since
 #: 1970 are below it.
@@ -38,7 +39,14 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "prefix_tokens": (int, 0, MAX_TOKENS),
 }
 _PREDICTED = ("mu", "sigma", "nu")
+_OF_REQUEST = (
+    "request_id", "arrival_s", "prompt_tokens", "max_tokens", "priority", "tier", "tenant", "ttft_slo_s", "tbt_slo_s",
+    "ttlt_slo_s",
+)  # fmt: skip
 COLUMNS = (*REQUIRED, *_TEXTS, *_NUMBERS, *_PREDICTED)
+
+
+_request_values = attrgetter(*_OF_REQUEST)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +69,6 @@ class TraceRequest:
         think_time_s: Seconds between the end of the previous turn and this turn's arrival; None: it arrives at
             `arrival_s` in any case.
         prefix_tokens: Leading tokens of the prompt that the previous turn has left in the cache, 0 to prompt_tokens - 1.
-
-    Raises:
-        InputError: A `Request` made from it would be invalid.
     """
 
     request_id: str
@@ -86,40 +91,17 @@ class TraceRequest:
     think_time_s: float | None = None
     prefix_tokens: int = 0
 
-    def __post_init__(self) -> None:
-        owner = f"of request {self.request_id}"
-        if not -MAX_TIME_S <= self.arrival_s <= MAX_TIME_S:
-            raise InputError(f"arrival_s {owner}", self.arrival_s, f"seconds up to {MAX_TIME_S:g}")
-        if not max(self.prompt_tokens, self.max_tokens) <= MAX_TOKENS:
-            allowed = f"prompt_tokens and max_tokens of at most {MAX_TOKENS}"
-            raise InputError(f"tokens {owner}", (self.prompt_tokens, self.max_tokens), allowed)
-        if self.turn < 0:
-            raise InputError(f"turn {owner}", self.turn, "integers >= 0")
-        if self.think_time_s is not None and not 0 <= self.think_time_s < math.inf:
-            raise InputError(f"think_time_s {owner}", self.think_time_s, "seconds >= 0")
-        if not 0 <= self.prefix_tokens < self.prompt_tokens:
-            allowed = "integers from 0 to prompt_tokens - 1"
-            raise InputError(f"prefix_tokens {owner}", self.prefix_tokens, allowed)
-
     def request(self, cached_prefix_tokens: int = 0) -> Request:
         """The request as the scheduler sees it, without the true length.
 
         Args:
             cached_prefix_tokens: Tokens of the prompt that are in the cache on arrival.
+
+        Raises:
+            InputError: A value is outside its range.
         """
-        return Request(
-            request_id=self.request_id,
-            arrival_s=self.arrival_s,
-            prompt_tokens=self.prompt_tokens,
-            max_tokens=self.max_tokens,
-            priority=self.priority,
-            tier=self.tier,
-            tenant=self.tenant,
-            ttft_slo_s=self.ttft_slo_s,
-            tbt_slo_s=self.tbt_slo_s,
-            ttlt_slo_s=self.ttlt_slo_s,
-            cached_prefix_tokens=cached_prefix_tokens,
-        )
+        values = zip(_OF_REQUEST, _request_values(self), strict=True)
+        return Request(**dict(values), cached_prefix_tokens=cached_prefix_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +134,6 @@ class Trace:
 
     def with_poisson_arrivals(self, rate_rps: float, rng: np.random.Generator) -> Trace:
         """The same requests in the same order, with independent exponential gaps of mean 1 / rate_rps."""
-        if not 0 < rate_rps < math.inf:
-            raise InputError("rate", rate_rps, "requests per second > 0")
         times = np.cumsum(rng.exponential(1.0 / rate_rps, size=len(self)))
         rows = zip(self.requests, times, strict=True)
         return replace(self, requests=tuple(replace(row, arrival_s=float(time)) for row, time in rows))
@@ -178,12 +158,15 @@ def load_trace(
         InputError: Names the file, row, column and value that cannot be used, and what could.
     """
     file = existing_file(path, "trace")
+    defaults = {} if need_arrivals else {"arrival_s": 0.0}
+    if default_max_tokens is not None:
+        defaults["max_tokens"] = default_max_tokens
     requests: dict[str, TraceRequest] = {}
     for number, values in enumerate(file_rows(file, "trace", COLUMNS), start=1):
-        row = _Row(f"{file.name} row {number}", values, need_arrivals, default_max_tokens)
-        request = row.request()
+        request = _request(f"{file.name} row {number}", values, defaults)
         if request.request_id in requests:
-            raise row.error("request_id", "an id not used before")
+            field = f"{file.name} row {number} column request_id"
+            raise InputError(field, request.request_id, "an id not used before")
         requests[request.request_id] = request
     if not requests:
         raise InputError("trace", str(path), "a file with at least one row")
@@ -191,95 +174,67 @@ def load_trace(
     return Trace(tuple(ordered), source=str(path), sha256=sha256_file(file))
 
 
-class _Row:
-    """The checked values of one row of a file."""
+def _request(location: str, values: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
+    """The request of one row of a file, all values checked."""
+    for name in REQUIRED:
+        if name not in values and name not in defaults:
+            allowed = "a trace with columns " + ", ".join(REQUIRED) + _alternative(name)
+            raise InputError(f"{location} column {name}", ", ".join(map(str, values)), allowed)
 
-    def __init__(
-        self, location: str, values: Mapping[str, Any], need_arrivals: bool, default_max_tokens: int | None
-    ) -> None:
-        self._location = location
-        self._values = values
-        self._defaults = {} if need_arrivals else {"arrival_s": 0.0}
-        if default_max_tokens is not None:
-            self._defaults["max_tokens"] = default_max_tokens
+    def has(name: str) -> bool:
+        return values.get(name) is not None
 
-    def request(self) -> TraceRequest:
-        for name in REQUIRED:
-            if name not in self._values and name not in self._defaults:
-                allowed = "a trace with columns " + ", ".join(REQUIRED) + _alternative(name)
-                columns = ", ".join(map(str, self._values))
-                raise InputError(f"{self._location} column {name}", columns, allowed)
-        max_tokens = self._tokens("max_tokens")
-        limit = "max_tokens" if self._has("max_tokens") else "default_max_tokens"
-        optional: dict[str, Any] = {name: self._text(name) for name in _TEXTS if self._has(name)}
-        for name, (kind, low, high) in _NUMBERS.items():
-            if self._has(name):
-                optional[name] = self._number(name, kind, low, high)
+    def error(name: str, allowed: str) -> InputError:
+        return InputError(f"{location} column {name}", values.get(name), allowed + _alternative(name))
+
+    def number(name: str, kind: type, low: float, high: float, allowed: str = "") -> float:
+        value = values.get(name)
+        if value is None and name in defaults:
+            return defaults[name]
+        if not allowed:
+            unit = "integers" if kind is int else "seconds" if name.endswith("_s") else "numbers"
+            allowed = f"{unit} from {low} to {high if kind is int else f'{high:g}'}"
         try:
-            row = TraceRequest(
-                request_id=self._id(),
-                arrival_s=self._number("arrival_s", float, 0, MAX_TIME_S, "seconds"),
-                prompt_tokens=self._tokens("prompt_tokens"),
-                output_tokens=self._tokens("output_tokens", max_tokens, f"{limit} = {max_tokens}"),
-                max_tokens=max_tokens,
-                prediction=self._prediction(),
-                **optional,
-            )
-            row.request()
-        except InputError as error:
-            if error.field.startswith(self._location):
-                raise
-            raise InputError(f"{self._location}, {error.field}", error.value, error.allowed) from error
-        return row
+            converted = math.nan if value is None or isinstance(value, bool) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            converted = math.nan
+        if not low <= converted <= high or math.isinf(converted) or (kind is int and converted % 1):
+            raise error(name, allowed)
+        return int(converted) if kind is int else converted
 
-    def error(self, name: str, allowed: str) -> InputError:
-        return InputError(f"{self._location} column {name}", self._values.get(name), allowed)
-
-    def _has(self, name: str) -> bool:
-        return self._values.get(name) is not None
-
-    def _tokens(self, name: str, high: int = MAX_TOKENS, limit: str = str(MAX_TOKENS)) -> int:
-        allowed = f"integers from 1 to {limit}" + _alternative(name)
-        return int(self._number(name, int, 1, high, allowed=allowed))
-
-    def _number(
-        self, name: str, kind: type, low: float, high: float, unit: str = "numbers", allowed: str = ""
-    ) -> float:
-        if name in self._defaults and not self._has(name):
-            return self._defaults[name]
-        unit, end = ("integers", str(high)) if kind is int else (unit, f"{high:g}")
-        allowed = allowed or f"{unit} from {low} to {end}"
-        value = self._values.get(name)
-        if isinstance(value, bool) or value is None:
-            raise self.error(name, allowed)
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise self.error(name, allowed) from error
-        if not low <= number <= high or not math.isfinite(number) or (kind is int and number != int(number)):
-            raise self.error(name, allowed)
-        return int(number) if kind is int else number
-
-    def _id(self) -> str:
-        value = self._values.get("request_id")
-        if value is None or isinstance(value, bool) or str(value) == "":
-            raise self.error("request_id", "a string that is not empty")
-        return str(value)
-
-    def _text(self, name: str) -> str:
-        value = self._values[name]
-        if not isinstance(value, str):
-            raise self.error(name, "a string")
-        return value
-
-    def _prediction(self) -> LengthPrediction | None:
-        if not any(self._has(name) for name in _PREDICTED):
-            return None
-        allowed = "a finite number (mu, sigma and nu, or none of them)"
-        mu, sigma, nu = (
-            self._number(name, float, -math.inf, math.inf, allowed=allowed) for name in _PREDICTED
-        )
-        return LengthPrediction(mu, sigma, nu)
+    max_tokens = int(number("max_tokens", int, 1, MAX_TOKENS))
+    limit = "max_tokens" if has("max_tokens") else "default_max_tokens"
+    fields: dict[str, Any] = {
+        "request_id": str(values.get("request_id")),
+        "arrival_s": number("arrival_s", float, 0, MAX_TIME_S),
+        "prompt_tokens": number("prompt_tokens", int, 1, MAX_TOKENS),
+        "output_tokens": number(
+            "output_tokens", int, 1, max_tokens, f"integers from 1 to {limit} = {max_tokens}"
+        ),
+        "max_tokens": max_tokens,
+    }
+    if values.get("request_id") in (None, "") or isinstance(values["request_id"], bool):
+        raise error("request_id", "a string that is not empty")
+    for name in filter(has, _TEXTS):
+        if not isinstance(values[name], str):
+            raise error(name, "a string")
+        fields[name] = values[name]
+    for name, (kind, low, high) in _NUMBERS.items():
+        if has(name):
+            high = fields["prompt_tokens"] - 1 if name == "prefix_tokens" else high
+            fields[name] = number(name, kind, low, high)
+    try:
+        if any(map(has, _PREDICTED)):
+            allowed = "a finite number (mu, sigma and nu, or none of them)"
+            mu, sigma, nu = (number(name, float, -math.inf, math.inf, allowed) for name in _PREDICTED)
+            fields["prediction"] = LengthPrediction(mu, sigma, nu)
+        row = TraceRequest(**fields)
+        row.request()
+    except InputError as problem:
+        if problem.field.startswith(location):
+            raise
+        raise InputError(f"{location}, {problem.field}", problem.value, problem.allowed) from problem
+    return row
 
 
 def _alternative(name: str) -> str:
@@ -294,14 +249,8 @@ def write_trace(trace: Trace, path: str | Path) -> None:
     Raises:
         InputError: The name ends in something else, or there is no such folder.
     """
-    target = check_table_path(path, "trace")
-    rows = [_row_values(row) for row in trace.requests]
-    names = [name for name in COLUMNS if any(name in row for row in rows)]
-    with atomic_file(target) as temporary:
-        if target.suffix == ".parquet":
-            write_parquet({name: [row.get(name) for row in rows] for name in names}, temporary, SCHEMA)
-        else:
-            write_text(target.suffix, temporary, names, ([row.get(name) for name in names] for row in rows))
+    columns = columns_of([_row_values(row) for row in trace.requests])
+    write_table({name: columns[name] for name in COLUMNS if name in columns}, path, SCHEMA, "trace")
 
 
 _DEFAULTS = {item.name: item.default for item in fields(TraceRequest) if item.default is not MISSING}

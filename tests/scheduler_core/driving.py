@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from scheduler_core.plan import Finished, StepPlan, StepResult
+from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler
 
@@ -29,9 +30,17 @@ class Drive:
         core: Fresh.
         rows: Requests and their true output lengths.
         step_s: Duration of each step.
+        predictions: By request; they come with it.
     """
 
-    def __init__(self, core: Scheduler, rows: Sequence[tuple[Request, int]], step_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        core: Scheduler,
+        rows: Sequence[tuple[Request, int]],
+        step_s: float = 1.0,
+        predictions: Mapping[str, Prediction] | None = None,
+    ) -> None:
+        self.predictions = predictions or {}
         self.core = core
         self.lengths: Mapping[str, int] = {item.request_id: length for item, length in rows}
         self.coming = sorted((item for item, _ in rows), key=lambda item: item.arrival_s)
@@ -94,4 +103,7 @@ class Drive:
             self.coming[0].arrival_s < self.now or (not before_end and self.coming[0].arrival_s == self.now)
         ):
             item = self.coming.pop(0)
-            self.core.add(item, item.arrival_s if before_end else self.now)
+            now = item.arrival_s if before_end else self.now
+            self.core.add(item, now)
+            if item.request_id in self.predictions:
+                self.core.update(item.request_id, self.predictions[item.request_id], now)

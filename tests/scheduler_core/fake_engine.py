@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import queue
 import threading
@@ -15,77 +16,43 @@ from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_time.base import StepTime, StepWork
+
+#: A request and its stream of "is this the last token?"; None: the engine ends.
+Asked = tuple[Request, queue.Queue[bool]]
 
 
-class FakeEngine:
-    """Steps of the very scheduler, each of which lasts as long as the model of step times says.
-
-    Args:
-        step_time: How long steps last.
-        limits: Of the engine.
-    """
-
-    def __init__(self, step_time: StepTime, limits: SchedulerConfig) -> None:
-        self._step_time = step_time
-        self._core = Scheduler(limits, make_policy("fcfs"))
-        self._new: queue.Queue[tuple[Request, queue.Queue[bool]] | None] = queue.Queue()
-        self._streams: dict[str, queue.Queue[bool]] = {}
-        self._num = 0
-        self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def ask(self, prompt_tokens: int, max_tokens: int) -> queue.Queue[bool]:
-        """A stream of "is this the last token?"."""
-        with self._lock:
-            self._num += 1
-            name = f"q{self._num}"
-        stream: queue.Queue[bool] = queue.Queue()
-        asked = Request(
-            request_id=name,
-            arrival_s=time.monotonic(),
-            prompt_tokens=prompt_tokens,
-            max_tokens=max_tokens,
-        )
-        self._new.put((asked, stream))
-        return stream
-
-    def stop(self) -> None:
-        """Ends it when it is idle."""
-        self._new.put(None)
-        self._thread.join(timeout=30)
-
-    def _run(self) -> None:
-        core = self._core
-        while True:
-            wait = core.num_running + core.num_waiting == 0
-            try:
-                while True:
-                    item = self._new.get(block=wait)
-                    if item is None:
-                        return
-                    core.add(item[0], time.monotonic())
-                    self._streams[item[0].request_id] = item[1]
-                    wait = False
-            except queue.Empty:
-                pass
-            start = time.monotonic()
-            plan = core.schedule(start)
-            assert plan is not None
-            contexts = [state.num_computed_tokens for state in core.decoding]
-            seconds = self._step_time.step_s(StepWork(plan.prefills, contexts))
-            time.sleep(max(0.0, start + seconds - time.monotonic()))
-            sampled = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
-            finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
-            for name in sampled:
-                self._streams[name].put(name in finished)
+def run_engine(step_time: StepTime, limits: SchedulerConfig, asked: queue.Queue[Asked | None]) -> None:
+    """Steps of the very scheduler, each of which lasts as long as the model of step times says."""
+    core, streams = Scheduler(limits, make_policy("fcfs")), {}
+    while True:
+        idle = core.num_running + core.num_waiting == 0
+        while idle or not asked.empty():
+            item = asked.get()
+            if item is None:
+                return
+            core.add(item[0], time.monotonic())
+            streams[item[0].request_id] = item[1]
+            idle = False
+        start = time.monotonic()
+        plan = core.schedule(start)
+        assert plan is not None
+        contexts = [state.num_computed_tokens for state in core.decoding]
+        seconds = step_time.step_s(StepWork(plan.prefills, contexts))
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        sampled = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
+        finished = {one.request_id for one in core.complete(StepResult(plan.step), time.monotonic())}
+        for name in sampled:
+            streams[name].put(name in finished)
 
 
 @contextmanager
 def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
     """Serves a fake engine; gives its base URL. A prompt "fail" is answered with an error."""
-    engine = FakeEngine(step_time, limits)
+    asked: queue.Queue[Asked | None] = queue.Queue()
+    engine = threading.Thread(target=run_engine, args=(step_time, limits, asked), daemon=True)
+    engine.start()
+    names = map(str, itertools.count())
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -94,7 +61,12 @@ def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
                 self.send_error(503, "overloaded")
                 return
             num = len(body["prompt"].split())
-            stream = engine.ask(num, body["max_tokens"])
+            stream: queue.Queue[bool] = queue.Queue()
+            limit = body["max_tokens"]
+            request = Request(
+                request_id=next(names), arrival_s=time.monotonic(), prompt_tokens=num, max_tokens=limit
+            )
+            asked.put((request, stream))
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.end_headers()
@@ -102,7 +74,7 @@ def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
             while not last:
                 last = stream.get()
                 self._event({"choices": [{"text": " x"}]})
-            usage = {"prompt_tokens": num, "completion_tokens": body["max_tokens"]}
+            usage = {"prompt_tokens": num, "completion_tokens": limit}
             self._event({"choices": [], "usage": usage})
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -122,4 +94,5 @@ def fake_engine(step_time: StepTime, limits: SchedulerConfig) -> Iterator[str]:
     finally:
         server.shutdown()
         server.server_close()
-        engine.stop()
+        asked.put(None)
+        engine.join(timeout=30)

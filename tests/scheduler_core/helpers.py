@@ -11,8 +11,16 @@ import numpy as np
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.plan import Finished, StepResult
-from scheduler_core.policies import Policy, make_policy
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.policies import make_policy
+from scheduler_core.policies.base import Policy
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    PointPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.trace import Trace, TraceRequest
@@ -26,6 +34,26 @@ def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100)
 def prediction(median: float, sigma: float = 0.5, nu: float = 3.5) -> LengthPrediction:
     """A prediction with the given median in tokens."""
     return LengthPrediction(math.log(median), sigma, nu)
+
+
+def predicted(median: float, sigma: float = 0.5, nu: float = 3.5) -> Prediction:
+    """As `prediction`, as what a predictor returns."""
+    return Prediction(length=prediction(median, sigma, nu))
+
+
+def full_prediction(median: float, sigma: float = 0.4, level: int = 2) -> Prediction:
+    """All heads of one artifact, in agreement."""
+    edges = (8.0, 16.0, 32.0)
+    hot = sum(median > edge for edge in edges)
+    urgency = [0.0] * 5
+    urgency[level] = 1.0
+    return Prediction(
+        length=LengthPrediction(math.log(median), sigma, 3.5),
+        urgency=UrgencyPrediction(tuple(urgency)),
+        bucket=BucketPrediction(tuple(float(index == hot) for index in range(4)), edges),
+        rank=RankPrediction(math.log(median)),
+        point=PointPrediction(median),
+    )
 
 
 def scheduler(policy: str | Policy = "fcfs", *, log: DecisionLog | None = None, **limits: Any) -> Scheduler:

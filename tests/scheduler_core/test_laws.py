@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.predictions import Predictions, trace_predictions
+from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import random_trace, trace_row
 
 STEP_TIME = LinearStepTime(
     base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-4, per_context_token_s=0.0, per_swapped_token_s=0.0
@@ -27,10 +32,8 @@ RAD = SchedulerConfig(
 
 
 def run(trace: Trace, config: SchedulerConfig, policy: str = "fcfs") -> SimulationOutcome:
-    known = Predictions(
-        {row.request_id: row.prediction for row in trace.requests if row.prediction is not None}
-    )
-    return Simulation(trace, Scheduler(config, make_policy(policy)), STEP_TIME, known).run()
+    predictions = trace_predictions(trace) if trace.requests[0].prediction else Predictions()
+    return Simulation(trace, Scheduler(config, make_policy(policy)), STEP_TIME, predictions).run()
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "tie", "srpt", "uniboost"])
@@ -45,36 +48,36 @@ def test_littles_law(policy: str, batching: str) -> None:
     assert outcome.request_seconds == pytest.approx(in_system, rel=1e-9)
 
 
-def least_time_s() -> float:
-    """T_R: engine time that a request needs at least, when every batch of decodes is full.
+def trace_at(arrivals: Sequence[float]) -> Trace:
+    """Equal requests."""
+    return Trace(
+        tuple(
+            trace_row(f"r{number}", float(at), PROMPT, OUTPUT, OUTPUT) for number, at in enumerate(arrivals)
+        )
+    )
 
-    Prompt of 64 in chunks of lcm(16, 8, 16) = 16 tokens: 4 steps of 0.01 + 16e-4 = 0.0464 s. The last one samples the
-    first token; the other 8 take steps of 0.01 + 8e-4 s that 8 requests share: 8 x 0.0108 / 8 = 0.0108 s.
-    """
-    prefill = (PROMPT // 16) * (STEP_TIME.base_s + 16 * STEP_TIME.per_prefill_token_s)
-    decode = (OUTPUT - 1) * (STEP_TIME.base_s + T_COL * STEP_TIME.per_decode_s) / T_COL
-    return prefill + decode
+
+BOUNDS = rad_bounds(trace_at([0.0]), RAD, STEP_TIME)
 
 
 def at_load(load: float, count: int = 1500) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    rng = np.random.default_rng(7)
-    arrivals = np.cumsum(rng.exponential(least_time_s() / load, count))
-    rows = [
-        TraceRequest(
-            request_id=f"r{number}",
-            arrival_s=float(arrival),
-            prompt_tokens=PROMPT,
-            output_tokens=OUTPUT,
-            max_tokens=OUTPUT,
-        )
-        for number, arrival in enumerate(arrivals)
-    ]
-    records = sorted(run(Trace(tuple(rows)), RAD).records, key=lambda record: record.arrival_s)
+    """Arrivals, and latencies under RAD with the n that its theorem 2 asks for up to load 0.9."""
+    arrivals = np.cumsum(np.random.default_rng(7).exponential(BOUNDS.expected_s / load, count))
+    limits = replace(RAD, batching_parameters={**RAD.batching_parameters, "n": BOUNDS.num_per_cycle})
+    records = sorted(run(trace_at(arrivals.tolist()), limits).records, key=lambda record: record.arrival_s)
     return arrivals, np.array([record.finish_s - record.arrival_s for record in records])
 
 
-def test_times_of_the_bound_worked_out_by_hand() -> None:
-    assert least_time_s() == pytest.approx(0.0464 + 0.0108)
+def test_rads_bounds_worked_out_by_hand() -> None:
+    """Prompt of 64 in chunks of lcm(16, 8, 16) = 16 tokens: 4 steps of 0.01 + 16e-4 = 0.0464 s. The last one samples the
+    first token; the other 8 take steps of 0.01 + 8e-4 s that 8 requests share: 8 x 0.0108 / 8 = 0.0108 s of the engine's
+    time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5.
+    """
+    assert BOUNDS.expected_s == pytest.approx(0.0464 + 0.0108)
+    assert BOUNDS.longest_s == pytest.approx(0.0464 + 0.0864)
+    assert BOUNDS.num_per_cycle == 163
+    with pytest.raises(InputError, match="epsilon"):
+        rad_bounds(trace_at([0.0]), RAD, STEP_TIME, epsilon=1.0)
 
 
 def test_rad_keeps_up_below_its_bound_and_nobody_does_above() -> None:

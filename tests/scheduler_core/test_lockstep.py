@@ -10,12 +10,11 @@ import pytest
 
 from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.plan import StepResult
-from scheduler_core.policies import POLICIES, Policy, make_policy
-from scheduler_core.policies.base import KeyChanges, Progress
+from scheduler_core.policies import POLICIES, make_policy
+from scheduler_core.policies.base import KeyChanges, Policy, Progress
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
-from scheduler_core.simulator.replica import FinishQueue
-from tests.scheduler_core.policies.streams import full_prediction
+from tests.scheduler_core.helpers import full_prediction
 
 FORMERS = [name for name, kind in BATCH_FORMERS.items() if kind.lockstep]
 
@@ -70,7 +69,7 @@ def drive(core: Scheduler, *, read: bool = False, max_steps: int = 1, predict: b
         outcomes.append((plan, steps, core.complete(StepResult(plan.step, tuple(stopped), steps), now)))
         if read:
             core.validate()
-    outcomes.append((core.counters, core.peak_kv_blocks, core.num_free_kv_blocks))
+    outcomes.append((core.counters, core.pool.kv.peak_blocks, core.pool.kv.num_free_blocks))
     return outcomes
 
 
@@ -82,7 +81,7 @@ def test_lockstep_equals_single_requests(former: str, blocks: int, preemption: s
         core = Scheduler(limits(former, blocks, preemption), make_policy("fcfs"))
         assert core.num_common_steps == 0
         if individually:
-            core._pool.end_lockstep()
+            core.pool.end_lockstep()
             assert core.num_common_steps is None
         return drive(core, read=read, max_steps=max_steps)
 
@@ -113,7 +112,7 @@ def both_ways(config: SchedulerConfig, make: type[Policy]) -> list[list[object]]
     for individually in (False, True):
         core = Scheduler(config, make())
         if individually:
-            core._pool.end_lockstep()
+            core.pool.end_lockstep()
         outcomes.append(drive(core, predict=True))
     return outcomes
 
@@ -135,50 +134,3 @@ def test_every_policy_decides_the_same_both_ways(policy: str, former: str) -> No
 def test_a_wrong_declaration_would_be_seen() -> None:
     in_lockstep, individually = both_ways(limits("vllm", 40, "recompute"), WrongDeclaration)
     assert in_lockstep != individually
-
-
-def test_chunks_of_one_prompt_may_be_taken_at_once() -> None:
-    """100 tokens in chunks of 24: three times 24 and three times more would be the fourth, so 4 steps, then the last 4."""
-
-    def one_prompt() -> Scheduler:
-        core = Scheduler(limits("chunked_prefill", 200, "recompute"), make_policy("fcfs"))
-        core.add(Request(request_id="a", arrival_s=0.0, prompt_tokens=100, max_tokens=3), 0.0)
-        return core
-
-    bulk, single = one_prompt(), one_prompt()
-    plan = bulk.schedule(0.0)
-    assert plan is not None
-    assert bulk.steady_steps(100) == 4
-    bulk.complete(StepResult(plan.step, (), 4), 4.0)
-    for step in range(4):
-        one = single.schedule(float(step))
-        assert one is not None
-        single.complete(StepResult(one.step), step + 1.0)
-    last, other = bulk.schedule(4.0), single.schedule(4.0)
-    assert last is not None
-    assert other is not None
-    assert (last.prefills, last.num_context_tokens) == (other.prefills, other.num_context_tokens)
-    assert last.prefills[0].is_last
-    assert bulk.steady_steps(100) == 1
-
-
-@pytest.mark.parametrize("name", ["srpt", "vtc", "uniboost"])
-def test_a_policy_that_uses_progress_is_not_served_in_lockstep(name: str) -> None:
-    assert Scheduler(SchedulerConfig(), make_policy(name)).num_common_steps is None
-
-
-def test_endings_pass_over_those_who_left_and_came_back() -> None:
-    endings = FinishQueue()
-    for name, step in (("a", 5), ("b", 3), ("c", 9)):
-        endings.add(name, step)
-    endings.drop("b")
-    endings.drop("nobody")
-    assert endings.next_step() == 5
-    endings.add("b", 7)
-    assert sorted(endings.pop_until(8)) == ["a", "b"]
-    assert endings.pop_until(8) == []
-    for step in range(1000):  # a request that moves again and again does not fill the heap
-        endings.add("d", 100 + step)
-    assert len(endings._heap) < 200
-    assert endings.next_step() == 9
-    assert sorted(endings.pop_until(2000)) == ["c", "d"]

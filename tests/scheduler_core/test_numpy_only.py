@@ -22,6 +22,7 @@ for module in pkgutil.walk_packages(scheduler_core.__path__, "scheduler_core."):
     importlib.import_module(module.name)
 
 from pathlib import Path
+from scheduler_core.files import write_json
 from scheduler_core.simulator.commands.simulate import main
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
@@ -30,7 +31,7 @@ folder = Path(sys.argv[1])
 trace = folder / "trace.jsonl"
 trace.write_text('{"request_id": "a", "arrival_s": 0, "prompt_tokens": 3, "output_tokens": 2, "max_tokens": 4}\\n')
 result = run_simulation(SimulationConfig(trace=str(trace), policy="sjf"))
-result.write(folder / "result.json", folder / "requests.csv")
+write_json(folder / "result.json", result.to_json())
 assert result.metrics["num_finished"] == 1
 assert main(["run", "--trace", str(trace)]) == 2
 """

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.plan import StepResult
-from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import (
     AsyncPredictor,
     PredictionEvent,
@@ -27,17 +26,15 @@ from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from tests.scheduler_core.helpers import random_trace, request, scheduler
+from tests.scheduler_core.helpers import random_trace, scheduler
 
-LENGTH = LengthPrediction(4.0, 0.5, 3.5, "artifact", "1")
+PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5, "artifact", "1"))
 
 
 class Scripted:
     """Responds as the prompts say, once the gate is open; a prompt other than "good" fails the whole call."""
 
-    def __init__(
-        self, prediction: LengthPrediction | Prediction = LENGTH, *, gate_is_open: bool = True
-    ) -> None:
+    def __init__(self, prediction: Prediction = PREDICTION, *, gate_is_open: bool = True) -> None:
         self.prediction = prediction
         self.gate = asyncio.Event()
         if gate_is_open:
@@ -46,7 +43,7 @@ class Scripted:
         self.in_flight = self.max_in_flight = 0
         self.closed = False
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction | Prediction]:
+    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
         self.sizes.append(len(requests))
         self.in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
@@ -124,55 +121,13 @@ async def test_one_bad_request_affects_no_other(prompt: str, error: str, max_bat
     assert collector.ready_events() == [], "submitting does not wait"
     await idle()
     events = {event.request_id: event for event in collector.ready_events()}
-    assert events["a"].prediction == events["c"].prediction == LENGTH
+    assert events["a"].prediction == events["c"].prediction == PREDICTION
     assert events["a"].error is None
     assert (events["b"].prediction, events["b"].error) == (None, error)
     assert events["b"].status is PredictionStatus.FAILED
     assert predictor.sizes == [3, 1, 1, 1] if max_batch == 4 else [1, 1, 1]
     await collector.close()
     assert predictor.closed
-
-
-async def test_requests_submitted_together_are_sent_together_and_later_ones_do_not_wait() -> None:
-    predictor = Scripted()
-    collector = AsyncPredictor(predictor, max_batch=4)
-    submit(collector, *map(str, range(10)))
-    await idle()
-    assert predictor.sizes == [4, 4, 2]
-    submit(collector, "late")
-    await idle()
-    assert predictor.sizes == [4, 4, 2, 1]
-    assert [event.request_id for event in collector.ready_events()] == [*map(str, range(10)), "late"]
-
-
-async def test_requests_that_wait_for_a_free_call_are_batched() -> None:
-    predictor = Scripted(gate_is_open=False)
-    collector = AsyncPredictor(predictor, max_batch=8, max_in_flight=1)
-    for number in range(7):
-        submit(collector, str(number))
-        await idle()
-    predictor.gate.set()
-    await idle()
-    assert predictor.sizes == [1, 6]
-
-
-async def test_no_more_than_max_in_flight_calls_at_a_time() -> None:
-    predictor = Scripted(gate_is_open=False)
-    collector = AsyncPredictor(predictor, max_in_flight=3)
-    submit(collector, *map(str, range(10)))
-    await idle()
-    assert predictor.in_flight == 3
-    predictor.gate.set()
-    for _ in range(10):
-        await collector.next_event()
-    assert predictor.max_in_flight == 3
-
-
-async def test_latency_is_that_of_the_call_alone() -> None:
-    times = iter([10.0, 10.5])
-    collector = AsyncPredictor(Scripted(), clock=lambda: next(times))
-    submit(collector, "a")
-    assert (await collector.next_event()).latency_s == 0.5
 
 
 async def test_after_a_timeout_nothing_is_sent_again() -> None:
@@ -206,7 +161,9 @@ async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_se
     await idle()
     events = {event.request_id: event for event in collector.ready_events()}
     assert events["sent"].status is PredictionStatus.LATE
-    assert events["sent"].prediction == LENGTH, "it may still be of use, for instance to check calibration"
+    assert events["sent"].prediction == PREDICTION, (
+        "it may still be of use, for instance to check calibration"
+    )
     assert events["unsent"].error == "withdrawn before it was sent"
     assert predictor.sizes == [1]
     assert collector.num_open == 0
@@ -225,16 +182,6 @@ async def test_closing_cancels_calls_and_loses_no_request() -> None:
     assert events == dict.fromkeys(["a", "b", "c", "just submitted"], "closed")
     with pytest.raises(TailcastError, match="closed"):
         submit(collector, "d")
-
-
-async def test_an_id_is_open_once() -> None:
-    collector = AsyncPredictor(Scripted())
-    submit(collector, "a")
-    with pytest.raises(InputError, match="request_id"):
-        submit(collector, "a")
-    await collector.next_event()
-    submit(collector, "a")
-    await collector.close()
 
 
 @settings(max_examples=40, deadline=None)
@@ -264,31 +211,6 @@ def test_every_request_has_exactly_one_event(
     for event in events:
         assert (event.prediction is None) == (event.error is not None)
         assert event.prediction is None or prompts[int(event.request_id)] == "good"
-
-
-async def test_the_scheduler_goes_on_without_predictions_and_ignores_late_ones() -> None:
-    bundle = Prediction(length=LENGTH, urgency=UrgencyPrediction((0.9, 0.1, 0.0, 0.0, 0.0)))
-    predictor = Scripted(bundle, gate_is_open=False)
-    collector = AsyncPredictor(predictor, max_batch=4)
-    core = scheduler("tie", max_num_seqs=2)
-    for name in ("here", "stopped", "aborted"):
-        core.add(request(name), 0.0)
-        submit(collector, name)
-    await idle()
-    assert collector.ready_events() == []
-    core.abort("aborted", 0.0)
-    plan = core.schedule(0.0)
-    assert plan is not None
-    assert plan.admitted == ("here", "stopped")
-    core.complete(StepResult(plan.step, ("stopped",)), 0.1)
-    predictor.gate.set()
-    await idle()
-    for event in collector.ready_events():
-        core.update(event.request_id, event.prediction, 0.2)
-    assert core.state("here").prediction == LENGTH
-    assert core.state("here").urgency == bundle.urgency
-    assert (core.counters.num_predictions, core.counters.num_late_predictions) == (1, 2)
-    core.validate()
 
 
 def simulate(policy: str, *, failed: bool) -> list[RequestRecord]:

@@ -1,9 +1,11 @@
-"""Tables of requests and steps, quality of predictions, regret, and two runs request by request."""
+"""Results of runs: metrics by hand and by their definitions, tables, quality of predictions, comparisons, figures."""
 
 from __future__ import annotations
 
+import csv
+import json
 import math
-from collections.abc import Sequence
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,41 +13,35 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from scipy import stats
 
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT
-from scheduler_core.predictions import LengthPrediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.compare import (
-    CompareConfig,
-    RequestPairs,
     bootstrap_interval,
     latency_differences,
+    paired,
 )
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
-from scheduler_core.simulator.metrics import kendall_tau, prediction_quality
-from scheduler_core.simulator.records import (
-    COMPARED,
-    LATENCIES,
-    RequestColumns,
-    RequestRecord,
-    read_requests,
-    request_columns,
-    write_requests,
-)
-from scheduler_core.simulator.regret import simulated_regret, with_regret
-from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.figures import distribution_functions
+from scheduler_core.simulator.metrics import jain_index, prediction_quality, starvation_slope, summary
+from scheduler_core.simulator.records import RequestRecord, has_slo, meets_slo, request_columns
+from scheduler_core.simulator.run import SimulationResult, run_simulation
+from scheduler_core.simulator.step_time import isolated_latency_s
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from scheduler_core.simulator.tables import read_columns, write_columns
+from scheduler_core.simulator.tables import columns_of, write_table
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import RunWatch, StepTable, write_steps
+from scheduler_core.simulator.watch import RunWatch, StepTable
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import RequestClass, Sessions, Tiers, Workload
 from tests.scheduler_core.helpers import random_trace, trace_row
 
 RECORD = RequestRecord(
     request_id="r", arrival_s=1.0, first_scheduled_s=2.0, first_token_s=3.0, finish_s=7.0, prompt_tokens=10,
     output_tokens=5, max_tokens=50, finish_reason="stop", num_preemptions=0,
 )  # fmt: skip
+
+
 #: 1 s per step and 0.1 s per prompt token, nothing else.
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
 
@@ -54,51 +50,171 @@ def config(**more: Any) -> SimulationConfig:
     return SimulationConfig(**{"trace": "", "policy": "fcfs", "step_time": PLAIN, **more})
 
 
-def test_columns_say_what_records_say() -> None:
-    records = run_simulation(config(), trace=random_trace(60, rate_rps=3)).records
-    records += [
-        replace(RECORD, output_tokens=1, ttft_slo_s=1.0, tbt_slo_s=0.1),
-        replace(RECORD, ttft_slo_s=2.0, tbt_slo_s=0.9, max_tbt_s=None),
-        replace(RECORD, ttlt_slo_s=6.0, tbt_slo_s=1.0, max_tbt_s=1.1, tier=0, tenant="x"),
+def drawn(**more: Any) -> SimulationResult:
+    return run_simulation(SimulationConfig(**{"policy": "fcfs", "workload": WORKLOAD, **more}))
+
+
+@pytest.mark.parametrize(
+    ("targets", "longest", "met"),
+    [
+        ({}, None, True),
+        ({"ttft_slo_s": 2.0}, None, True),
+        ({"ttft_slo_s": 1.9}, None, False),
+        ({"ttlt_slo_s": 6.0}, None, True),
+        ({"ttlt_slo_s": 5.9}, None, False),
+        ({"tbt_slo_s": 1.0}, None, True),
+        ({"tbt_slo_s": 1.0}, 1.1, False),
+        ({"tbt_slo_s": 1.2, "ttft_slo_s": 1.0}, 1.1, False),
+    ],
+)
+def test_a_request_meets_its_targets_if_it_meets_all_of_them(
+    targets: dict[str, float], longest: float | None, met: bool
+) -> None:
+    record = replace(RECORD, max_tbt_s=longest, **targets)  # type: ignore[arg-type]
+    columns = request_columns([record])
+    assert meets_slo(columns).tolist() == [met]
+    assert has_slo(columns).tolist() == [bool(targets)]
+
+
+def test_attainment_counts_refused_requests_as_missed() -> None:
+    """Two with a target, one of which met it, and one that could never run: 1 of 3, and goodput 1 per makespan."""
+    rows = (
+        trace_row("a", 0.0, 1, 1, ttft_slo_s=1.5),
+        trace_row("b", 0.5, 1, 1, ttft_slo_s=1.4),
+        trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0),
+        trace_row("d", 0.7, 1, 1),
+    )
+    step_time = replace(PLAIN, per_prefill_token_s=0)
+    tight = config(scheduler=SchedulerConfig(num_kv_blocks=10), step_time=step_time)
+    metrics = run_simulation(tight, trace=Trace(rows)).metrics
+    assert (metrics["num_finished"], metrics["num_refused"]) == (3, 1)
+    assert metrics["slo_attainment"] == pytest.approx(1 / 3)
+    assert metrics["goodput_rps"] == pytest.approx(1 / metrics["makespan_s"])
+
+
+def test_alone_a_request_has_no_slowdown_and_the_time_of_its_steps() -> None:
+    """Prompt of 10 in chunks of 4, 4 and 2, then 3 decodes with contexts 10, 11, 12."""
+    step = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
+    row = trace_row("a", 0.0, 10, 4)
+    limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=4)
+    by_hand = 3 + 10 * 0.1 + (4 + 8) * 0.001 + 3 * 1.01 + (10 + 11 + 12) * 0.001
+    assert isolated_latency_s(row, limits, step) == pytest.approx(by_hand)
+    metrics = run_simulation(config(scheduler=limits, step_time=step), trace=Trace((row,))).metrics
+    assert metrics["slowdown"]["max"] == pytest.approx(1.0)
+    assert metrics["fairness_requests"] == pytest.approx(1.0)
+
+
+def test_summaries_and_indices() -> None:
+    found = summary([1.0, 2.0, 3.0, 4.0, None])
+    assert found is not None
+    assert (found["mean"], found["p50"], found["max"]) == (2.5, 2.5, 4.0)
+    assert found["tail_ratio"] == pytest.approx(found["p99"] / 2.5)
+    assert summary([None]) is None
+    assert "tail_ratio" not in (summary([0.0, 0.0, 1.0]) or {})
+    assert jain_index([2.0, 2.0, 2.0]) == pytest.approx(1.0)
+    assert jain_index([5.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+    assert jain_index([0.0]) is None
+
+
+def test_the_starvation_slope_is_that_of_the_long_requests() -> None:
+    records = []
+    for place in range(200):
+        long = place % 10 == 0
+        latency = 5.0 + 0.02 * place if long else 1.0
+        records.append(
+            replace(RECORD, request_id=str(place), arrival_s=float(place), finish_s=place + latency,
+                    output_tokens=1000 if long else 10)
+        )  # fmt: skip
+    assert starvation_slope(request_columns(records)) == pytest.approx(0.02)
+    assert starvation_slope(request_columns(records[:15])) is None
+
+
+WORKLOAD = Workload(
+    num_requests=120,
+    arrivals=Arrivals(rate_rps=30.0),
+    lengths=Lengths(prompt=TokenDistribution(high=100), output=TokenDistribution(high=60)),
+    tiers=Tiers(num_tiers=3),
+    classes=(RequestClass(weight=1, tenant="a"), RequestClass(weight=1, tenant="b")),
+)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        ClusterConfig(num_replicas=3, router="jsq"),
+        ClusterConfig(num_replicas=2, router="llumnix", migration=True, num_tiers=3),
+        ClusterConfig(num_replicas=3, min_replicas=3),
+        ClusterConfig(num_replicas=2, router="disaggregated", num_prefill_replicas=1),
+    ],
+)
+def test_clusters_finish_everything_and_say_where(cluster: ClusterConfig) -> None:
+    config = SimulationConfig(policy="hpjf", workload=WORKLOAD, cluster=cluster, seed=1)
+    result = run_simulation(config)
+    metrics = result.metrics
+    assert metrics["num_finished"] == 120
+    assert metrics["littles_law_error"] < 1e-9
+    assert {one.replica_id for one in result.records} <= set(cluster.replica_ids)
+    assert metrics["groups"]["tier"].keys() == {str(one.tier) for one in result.records}
+    assert metrics["groups"]["tenant"].keys() == {"a", "b"}
+    assert sum(group["num_finished"] for group in metrics["groups"]["tier"].values()) == 120
+    assert metrics["cluster"]["num_restarts"] == 0
+    assert run_simulation(config).metrics == metrics
+    assert metrics["mean_replicas"] == pytest.approx(cluster.num_replicas)
+    assert metrics["cost_per_latency"] == pytest.approx(cluster.num_replicas * metrics["ttlt_s"]["p99"])
+
+
+def test_a_load_is_a_fraction_of_all_replicas() -> None:
+    one, three = (drawn(load=0.5, cluster=ClusterConfig(num_replicas=num)).trace for num in (1, 3))
+    assert three["arrival_rate_rps"] / one["arrival_rate_rps"] == pytest.approx(3.0)
+    assert three["saturation_rate_rps"] == pytest.approx(3 * one["saturation_rate_rps"])
+
+
+def test_an_oracle_with_noise_is_wrong_by_as_much_as_it_says() -> None:
+    noisy = config(policy="ssjf", predictor="oracle", predictor_noise=0.4, seed=3)
+    columns = request_columns(run_simulation(noisy, trace=random_trace(400, rate_rps=50)).records)
+    errors = columns["predicted_mu"] - np.log(columns["output_tokens"])
+    assert np.std(errors) == pytest.approx(0.4, rel=0.12)
+    assert set(columns["predicted_sigma"]) == {0.4}
+
+
+def test_other_step_times_closed_loops_and_prefix_caches_reach_the_simulation() -> None:
+    talk = replace(WORKLOAD, num_requests=60, sessions=Sessions(mean_turns=4, mean_think_time_s=1.0))
+    cached, plain = (drawn(workload=talk, load=0.5, prefix_cache_tokens=num).metrics for num in (100_000, 0))
+    assert cached["ttft_s"]["mean"] < plain["ttft_s"]["mean"]
+    assert drawn(step_time_model="staircase").metrics["ttlt_s"] != drawn().metrics["ttlt_s"]
+    for num_replicas in (1, 2):
+        metrics = drawn(num_clients=3, cluster=ClusterConfig(num_replicas=num_replicas)).metrics
+        assert metrics["num_finished"] == 120
+        assert 2 < metrics["mean_requests_in_system"] <= 3
+    with pytest.raises(InputError, match="step time"):
+        drawn(step_time_model="sundial")
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv", ".jsonl"])
+def test_columns_of_any_kind_are_written_in_every_format(suffix: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"a": 1, "b": 0.5, "c": "x, y"},
+        {"a": 2, "b": math.nan, "d": [1]},
+        {"d": "z"},
     ]
-    columns = RequestColumns.of(records)
-    for name in set(LATENCIES) - {"normalized_waiting_s"}:
-        expected = [math.nan if (value := getattr(one, name)) is None else value for one in records]
-        np.testing.assert_allclose(getattr(columns, name), expected, rtol=1e-12, atol=1e-12)
-    assert columns.has_slo.tolist() == [False] * 60 + [True] * 3
-    assert columns.meets_slo.tolist() == [True] * 60 + [False, False, False]
-    groups = columns.groups("tier", 8)
-    assert list(groups) == ["0", "2"]
-    assert groups["0"].sum() == 1
-    assert columns.groups("tier", 1) == columns.groups("category", 8) == {}
-
-
-def test_the_table_of_requests_is_read_back(tmp_path: Path) -> None:
-    runs = {seed: run_simulation(config(), trace=random_trace(20, seed=seed)).records for seed in (3, 4)}
-    path = tmp_path / "requests.parquet"
-    write_requests([request_columns(records, seed) for seed, records in runs.items()], path)
-    table = read_requests(path, "requests")
-    assert tuple(table) == COMPARED
-    assert table["seed"].tolist() == [3] * 20 + [4] * 20
-    everybody = [one for records in runs.values() for one in records]
-    assert table["request_id"].tolist() == [one.request_id for one in everybody]
-    assert table["ttlt_s"].tolist() == [one.ttlt_s for one in everybody]
-    rows = pq.read_table(path).to_pylist()
-    assert rows[0]["ttft_slo_s"] is None, "what is unset is empty, not NaN"
-    assert [row["tpot_s"] for row in rows] == [one.tpot_s for one in everybody]
-    with pytest.raises(InputError, match="another"):
-        read_columns(path, ["seed"], "another/1", "requests")
-    for name, field in (("missing.parquet", "a"), ("requests.txt", "requests")):
-        with pytest.raises(InputError) as caught:
-            if field == "a":
-                read_requests(tmp_path / name, field)
-            else:
-                write_columns([table], tmp_path / name, "x", field)
-        assert caught.value.field == field
+    path = tmp_path / f"t{suffix}"
+    write_table(columns_of(rows), path, "x/1", "table")
+    if suffix == ".parquet":
+        found = pq.read_table(path).to_pylist()
+    elif suffix == ".jsonl":
+        found = [json.loads(line) for line in path.read_text().splitlines()]
+    else:
+        with path.open(newline="") as stream:
+            found = [{name: cell or None for name, cell in row.items()} for row in csv.DictReader(stream)]
+    assert [row["b"] and float(row["b"]) for row in found] == [0.5, None, None]
+    assert [row["c"] for row in found] == ["x, y", None, None]
+    assert [row["d"] for row in found] == [None, "[1]", "z"]
+    with pytest.raises(InputError, match="table"):
+        write_table(columns_of(rows), tmp_path / "t.txt", "x/1", "table")
 
 
 @pytest.mark.parametrize("cluster", [ClusterConfig(), ClusterConfig(num_replicas=2, router="round_robin")])
-def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig, tmp_path: Path) -> None:
+def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig) -> None:
     tight = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=24)
     trace = random_trace(60, seed=2, rate_rps=20, cap=100, most_prompt=60)
     tables = {}
@@ -108,15 +224,8 @@ def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig, tmp_path:
         assert watch.steps is not None
         steps = tables[exact] = watch.steps.columns(0)
         assert steps["num_steps"].sum() == result.metrics["num_steps"]
-        assert (steps["num_prefills"] + steps["num_decodes"] == steps["batch_size"]).all()
-        assert steps["batch_size"].max() <= 6
-        assert steps["kv_usage"].max() <= 1
         assert steps["num_preempted"].sum() == result.metrics["num_preemptions"]
         assert steps["num_admitted"].sum() == 60 + result.metrics["num_preemptions"]
-        generated = sum(one.output_tokens for one in result.records)
-        # A prompt's last chunk samples the first token and, after a preemption, at most one more each time.
-        with_prefills = generated - int((steps["num_steps"] * steps["num_decodes"]).sum())
-        assert 60 <= with_prefills <= 60 + result.metrics["num_preemptions"]
         busy = (steps["end_s"] - steps["start_s"]).sum() / (
             result.metrics["makespan_s"] * cluster.num_replicas
         )
@@ -124,156 +233,65 @@ def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig, tmp_path:
         assert set(steps["replica_id"]) == set(cluster.replica_ids)
     assert len(tables[False]["seed"]) < len(tables[True]["seed"])
     assert set(tables[True]["num_steps"]) == {1}
-    write_steps([tables[True]], tmp_path / "steps.parquet")
-    assert pq.read_table(tmp_path / "steps.parquet").num_rows == len(tables[True]["seed"])
-
-
-def test_kendalls_tau_is_that_of_scipy() -> None:
-    rng = np.random.default_rng(0)
-    for size, high in ((2, 9), (7, 3), (400, 30), (1000, 10**6)):
-        one, other = rng.integers(0, high, size).astype(float), rng.integers(0, high, size).astype(float)
-        other[: size // 2] = one[: size // 2]
-        expected = stats.kendalltau(one, other).statistic
-        found = kendall_tau(one, other)
-        assert found is None if math.isnan(expected) else found == pytest.approx(expected, abs=1e-12)
-    assert kendall_tau(np.ones(5), np.arange(5.0)) is None
-
-
-def predicted(lengths: Sequence[int], mu: Sequence[float], sigma: float, nu: float) -> RequestColumns:
-    return RequestColumns.of(
-        [
-            replace(
-                RECORD, output_tokens=length, predicted_mu=location, predicted_sigma=sigma, predicted_nu=nu
-            )
-            for length, location in zip(lengths, mu, strict=True)
-        ]
-    )
-
-
-def test_a_calibrated_predictor_looks_like_one() -> None:
-    """Lengths drawn from the predicted log-t itself, with a mu for each request."""
-    rng = np.random.default_rng(1)
-    mu = rng.uniform(4, 9, 4000)
-    lengths = np.maximum(1, np.round(np.exp(mu + 0.5 * rng.standard_t(3.5, 4000)))).astype(int)
-    found = prediction_quality(predicted(lengths.tolist(), mu.tolist(), 0.5, 3.5))
-    assert found is not None
-    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
-        assert found["coverage"][name] == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
-    assert list(found["pit"].values()) == pytest.approx([0.1] * 10, abs=0.02)
-    assert found["kendall_tau"] > 0.5
-    quantile = np.asarray(LogT(mu, 0.5, 3.5).ppf(0.9))
-    pinball = np.where(lengths > quantile, 0.9 * (lengths - quantile), 0.1 * (quantile - lengths)).mean()
-    assert found["pinball_tokens"]["p90"] == pytest.approx(pinball)
-
-
-@pytest.mark.parametrize("nu", [1.5, 3.5, 30.0, 1e9])
-def test_the_crps_is_the_integral_of_the_brier_scores(nu: float) -> None:
-    """Gneiting & Raftery 2007, eq. 20: the mean over all levels of twice the pinball loss; of ln length."""
-    found = prediction_quality(predicted([20, 90], [4.0, 4.0], 0.7, nu))
-    assert found is not None
-    places = (np.arange(400_000) + 0.5) / 400_000
-    quantiles = 4.0 + 0.7 * stats.t.ppf(places, nu)
-    losses = [2 * ((math.log(y) - quantiles) * (places - (math.log(y) < quantiles))).mean() for y in (20, 90)]
-    assert found["crps_log"] == pytest.approx(np.mean(losses), rel=2e-3)
-
-
-def test_there_is_no_score_without_predictions_and_no_crps_without_a_mean() -> None:
-    assert prediction_quality(RequestColumns.of([RECORD])) is None
-    found = prediction_quality(predicted([20, 20], [3.0, 4.0], 0.5, 1.0))
-    assert found is not None
-    assert found["crps_log"] is found["r2_log"] is found["kendall_tau"] is None
-    assert found["num"] == 2
-
-
-def test_regret_worked_out_by_hand() -> None:
-    """One seat; a prompt takes 2 s with its token, each further token 1 s: 11, 6 and 2 s for 10, 5 and 1 tokens.
-
-    In order of arrival they end at 11, 17, 19, by length at 2, 8, 19, as predicted (last, first, second) at 17, 6, 19 in
-    the order of the trace: 5 tokens, 10 tokens, 1 token.
-    """
-    trace = Trace((trace_row("a", 0.0, 10, 10), trace_row("b", 0.0, 10, 5), trace_row("c", 0.0, 10, 1)))
-    told = [
-        replace(row, prediction=LengthPrediction(mu, 0.1, 3.5))
-        for row, mu in zip(trace.requests, (2.0, 1.0, 3.0), strict=True)
-    ]
-    trace = Trace(tuple(told))
-    one = config(policy="ssjf", predictor="trace", scheduler=SchedulerConfig(max_num_seqs=1))
-    result = run_simulation(one, trace=trace)
-    found = simulated_regret(one, trace, result)
-    assert result.metrics["ttlt_s"]["mean"] == pytest.approx((17 + 6 + 19) / 3)
-    ttlt = found["ttlt_s"]
-    assert ttlt["regret_s"] == pytest.approx((42 - 29) / 3)
-    assert ttlt["fraction"] == pytest.approx((42 - 29) / (47 - 29))
-    assert ttlt["of_predictions_s"] == pytest.approx(ttlt["regret_s"])
-    assert ttlt["of_order_s"] == pytest.approx(0.0)
-    assert found["normalized_latency_s"]["regret_s"] == pytest.approx(
-        (17 / 10 + 6 / 5 + 19) / 3 - (19 / 10 + 8 / 5 + 2) / 3
-    )
-    assert found["slower_fraction"] == pytest.approx(1 / 3), "only c would have been faster"
-    plain = config(scheduler=SchedulerConfig(max_num_seqs=1))
-    first = simulated_regret(plain, trace, run_simulation(plain, trace=trace))
-    assert first["ttlt_s"]["fraction"] == pytest.approx(1.0)
-    assert first["ttlt_s"]["of_predictions_s"] is None
-
-
-def test_a_sweep_tells_regrets_where_both_other_orders_are_there() -> None:
-    def cell(policy: str, seed: int, mean: float) -> dict[str, Any]:
-        latency = {"mean": mean}
-        return {
-            "settings": {"policy": policy, "load": 0.5, "seed": seed},
-            "metrics": dict.fromkeys(("normalized_latency_s", "ttft_s", "ttlt_s"), latency),
-        }
-
-    given = [cell("fcfs", 0, 5.0), cell("tie", 0, 2.0), cell("sjf", 0, 1.0), cell("tie", 1, 3.0)]
-    told = with_regret(given)
-    shares = [one["metrics"].get("regret", {}).get("ttlt_s", {}).get("fraction") for one in told]
-    assert shares == [1.0, 0.25, 0.0, None]
-    assert "regret" not in given[1]["metrics"]
 
 
 def test_the_bootstrap_covers_the_mean_of_correlated_differences() -> None:
     """Differences are an autoregression with mean 0.3; resampling one by one would cover it far too rarely."""
-    rng, options = np.random.default_rng(3), CompareConfig(a="", b="", num_resamples=200)
+    rng = np.random.default_rng(3)
     covered = 0
     for _ in range(150):
         values = np.zeros(900)
         for index in range(1, 900):
             values[index] = 0.7 * values[index - 1] + rng.normal()
-        ends = bootstrap_interval(values + 0.3, np.repeat([0, 1, 2], 300), options, rng)
+        ends = bootstrap_interval(values + 0.3, np.repeat([0, 1, 2], 300), 200, rng)
         assert ends is not None
         covered += ends[0] <= 0.3 <= ends[1]
     assert 0.84 <= covered / 150 <= 1.0
-    assert bootstrap_interval(np.ones(1), np.zeros(1, int), options, rng) is None
+    assert bootstrap_interval(np.ones(1), np.zeros(1, int), 200, rng) is None
 
 
 def test_pairs_are_the_same_requests_in_the_order_of_arrival() -> None:
     first = run_simulation(config(), trace=random_trace(80, rate_rps=9)).records
     second = run_simulation(config(policy="sjf"), trace=random_trace(80, rate_rps=9)).records
-    a, b = request_columns(first, 0), request_columns(second[:-1], 0)
-    pairs = RequestPairs.of(a, b)
-    assert len(pairs) == 79
-    assert (pairs.num_only_a, pairs.num_only_b) == (1, 0)
-    assert pairs.a["request_id"].tolist() == pairs.b["request_id"].tolist()
-    assert (np.diff(pairs.a["arrival_s"]) >= 0).all()
-    one = latency_differences(pairs, CompareConfig(a="", b="", num_resamples=100))["ttlt_s"]
+    a, b = request_columns(first), request_columns(second[:-1])
+    own, other = paired(a, b)
+    assert len(own["seed"]) == 79
+    assert (np.diff(own["arrival_s"]) >= 0).all()
+    one = latency_differences(own, other, 100)["ttlt_s"]
     by_id = {record.request_id: record.ttlt_s for record in first}
     differences = np.array([record.ttlt_s - by_id[record.request_id] for record in second[:-1]])
-    mean = one.statistics["mean"]
-    assert mean.difference == pytest.approx(np.mean(differences))
-    assert one.lower_fraction == pytest.approx(np.mean(differences < -1e-9))
-    assert mean.low is not None
-    assert mean.high is not None
-    assert mean.low <= mean.difference <= mean.high
-    assert len(pairs.ratios("ttlt_s")) == 79
+    assert one["lower_fraction"] == pytest.approx(np.mean(differences < -1e-9))
     with pytest.raises(InputError, match="same requests"):
-        RequestPairs.of(a, {**b, "request_id": b["request_id"] + "x"})
+        paired(a, {**b, "request_id": b["request_id"] + "x"})
     with pytest.raises(InputError, match="output_tokens of request"):
-        RequestPairs.of(a, {**b, "output_tokens": b["output_tokens"] + 1})
+        paired(a, {**b, "output_tokens": b["output_tokens"] + 1})
 
 
-def test_a_fingerprint_is_of_the_requests_alone() -> None:
-    trace = random_trace(20)
-    assert trace.fingerprint() == replace(trace, source="elsewhere", sha256="1").fingerprint()
-    for change in ({"arrival_s": 9.5}, {"output_tokens": 1}, {"tier": 0}, {"request_id": "z"}):
-        changed = (replace(trace.requests[0], **change), *trace.requests[1:])  # type: ignore[arg-type]
-        assert Trace(changed).fingerprint() != trace.fingerprint()
+def test_predictions_of_known_quality() -> None:
+    """Lengths drawn from the predicted log-t itself, with a mu for each request; every other request has another nu."""
+    assert prediction_quality(request_columns([RECORD])) is None
+    rng = np.random.default_rng(1)
+    mu, nu = rng.uniform(4, 9, 4000), np.tile([3.5, 30.0], 2000)
+    lengths = np.maximum(1, np.round(np.exp(mu + 0.5 * rng.standard_t(nu)))).astype(int)
+    rows = zip(lengths.tolist(), mu.tolist(), nu.tolist(), strict=True)
+    records = [
+        replace(RECORD, output_tokens=length, predicted_mu=one, predicted_sigma=0.5, predicted_nu=free)
+        for length, one, free in rows
+    ]
+    found = prediction_quality(request_columns(records))
+    assert found is not None
+    for name, share in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        assert found["coverage"][name] == pytest.approx(share, abs=4 * (share * (1 - share) / 4000) ** 0.5)
+    assert found["num"] == 4000
+    assert found["kendall_tau"] > 0.5
+    assert found["rmse_log"] == pytest.approx(np.std(mu - np.log(lengths)), rel=0.01)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.021, 0.024), (0.1, 3.0), (1e-3, 100.0)])
+def test_an_axis_has_marks_whatever_its_range(low: float, high: float) -> None:
+    curve = (np.geomspace(low, high, 50), np.linspace(0, 1, 50))
+    drawn = distribution_functions({"TBT": {"all": curve}})
+    axis = drawn[drawn.index('id="matplotlib.axis_1"') : drawn.index('id="matplotlib.axis_2"')]
+    marks = [float(text) for text in re.findall(r">([0-9.e+-]+)</text>", axis)]
+    assert 3 <= len(marks) <= 9
+    assert all(0.9 * low <= mark <= 1.2 * high for mark in marks)

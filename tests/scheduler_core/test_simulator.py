@@ -1,25 +1,36 @@
-"""The simulator: exact times by hand, the closed form against single steps, and an independent little loop."""
+"""The simulator: exact times and gaps by hand, the closed form against single steps, predictions of all heads."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.policies import POLICIES
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    PointPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import BOUNDS, SimulationConfig
-from scheduler_core.simulator.predictions import Predictions, fetch_predictions
+from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
+from scheduler_core.simulator.predictions import Predictions, fetch_predictions, trace_predictions
 from scheduler_core.simulator.run import SimulationResult, run_simulation
-from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
+from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
+from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.watch import RunWatch
 from tests.scheduler_core.helpers import random_trace, trace_row
 
 #: 1 s per step, 0.1 s per prompt token, 0.01 s per decode, 0.001 s per token of context.
@@ -70,107 +81,21 @@ def comparable(result: SimulationResult) -> tuple[Any, ...]:
     return sorted(result.records, key=lambda record: record.request_id), metrics, rounded
 
 
+def check_many_steps_at_once(trace: Trace, policy: str, **values: Any) -> SimulationResult:
+    """Many steps at once equal single steps to the last bit."""
+    fast, slow = (simulate(trace, policy, exact_steps=exact, **values) for exact in (False, True))
+    assert comparable(fast) == comparable(slow)
+    assert len(fast.records) == len(trace)
+    assert fast.metrics["littles_law_error"] < 1e-9
+    return fast
+
+
 @pytest.mark.parametrize("policy", ALL_POLICIES)
 @pytest.mark.parametrize("limits", [TIGHT, SchedulerConfig(max_num_seqs=16)], ids=["tight", "roomy"])
-def test_many_steps_at_once_equal_single_steps_to_the_last_bit(policy: str, limits: SchedulerConfig) -> None:
+def test_many_steps_at_once_equal_single_steps(policy: str, limits: SchedulerConfig) -> None:
     trace = random_trace(80, seed=3, rate_rps=8)
-    fast, slow = (
-        simulate(trace, policy, scheduler=limits, predictor_delay_s=0.02, exact_steps=exact)
-        for exact in (False, True)
-    )
-    assert comparable(fast) == comparable(slow)
-    assert fast.metrics["num_steps"] == slow.metrics["num_steps"]
-    if limits is TIGHT:
-        assert fast.metrics["num_preemptions"] > 0
-
-
-@given(st.integers(0, 10_000), st.floats(0.5, 50.0), st.sampled_from(ALL_POLICIES), st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
-def test_many_steps_at_once_equal_single_steps_for_any_trace(
-    seed: int, rate: float, policy: str, seqs: int
-) -> None:
-    trace = random_trace(25, seed=seed, rate_rps=rate, cap=60, most_prompt=60)
-    limits = dataclasses.replace(TIGHT, max_num_seqs=seqs, num_kv_blocks=12, kv_watermark=0.1)
-    fast, slow = (
-        simulate(trace, policy, scheduler=limits, step_time=PLAIN, exact_steps=exact)
-        for exact in (False, True)
-    )
-    assert comparable(fast) == comparable(slow)
-    assert len(fast.records) == 25
-    assert fast.metrics["littles_law_error"] < 1e-9
-
-
-def naive_fcfs(
-    trace: Trace, limits: SchedulerConfig, step_time: LinearStepTime
-) -> dict[str, tuple[float, float]]:
-    """First-come-first-served with chunked prefill and enough memory, written straight down: step by step, no heap."""
-    waiting = sorted(trace.requests, key=lambda r: r.arrival_s)
-    running: list[dict[str, Any]] = []
-    times: dict[str, tuple[float, float]] = {}
-    now = 0.0
-    while waiting or running:
-        if not running:
-            now = max(now, waiting[0].arrival_s)
-        while waiting and waiting[0].arrival_s <= now:
-            left = limits.max_num_batched_tokens - sum(
-                1 if r["todo"] == 0 else min(r["todo"], limits.max_num_batched_tokens) for r in running
-            )
-            if len(running) == limits.max_num_seqs or left <= 0:
-                break
-            head = waiting.pop(0)
-            running.append({"row": head, "todo": head.prompt_tokens, "cache": 0, "out": 0, "first": None})
-        budget = limits.max_num_batched_tokens - sum(r["todo"] == 0 for r in running)
-        seconds = step_time.base_s
-        sampled = []
-        for r in running:
-            if r["todo"] == 0:
-                seconds += step_time.per_decode_s + step_time.per_context_token_s * r["cache"]
-                r["cache"] += 1
-                sampled.append(r)
-            elif budget > 0:
-                tokens = min(r["todo"], budget)
-                budget -= tokens
-                seconds += step_time.per_prefill_token_s * tokens + step_time.per_context_token_s * r["cache"]
-                r["cache"] += tokens
-                r["todo"] -= tokens
-                if r["todo"] == 0:
-                    sampled.append(r)
-        now += seconds
-        for r in sampled:
-            r["out"] += 1
-            r["first"] = now if r["first"] is None else r["first"]
-            if r["out"] == r["row"].output_tokens:
-                times[r["row"].request_id] = (r["first"], now)
-                running.remove(r)
-    return times
-
-
-def test_times_agree_with_an_independent_loop() -> None:
-    trace = random_trace(300, seed=11, rate_rps=12)
-    limits = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=64, num_kv_blocks=100_000)
-    step_time = LinearStepTime(base_s=0.0113, per_context_token_s=3.1e-6)
-    expected = naive_fcfs(trace, limits, step_time)
-    result = simulate(trace, scheduler=limits, step_time=step_time)
-    assert len(result.records) == 300
-    assert result.metrics["mean_requests_waiting"] > 5, "queues form"
-    for record in result.records:
-        first, last = expected[record.request_id]
-        assert record.first_token_s == pytest.approx(first, abs=1e-9)
-        assert record.finish_s == pytest.approx(last, abs=1e-9)
-
-
-@given(st.integers(1, 64), st.integers(0, 10**5), st.integers(1, 400), st.floats(0.001, 100))
-def test_steps_to_reach_is_the_fewest(num: int, context: int, limit: int, wait: float) -> None:
-    run = PLAIN.run([context] * num, 5.0)
-    steps = run.steps_to_reach(5.0 + wait, limit)
-    assert 1 <= steps <= limit
-    assert steps == 1 or run.end_s(steps - 1) < 5.0 + wait
-    assert steps == limit or run.end_s(steps) >= 5.0 + wait
-
-
-def test_the_duration_of_a_run_is_the_sum_of_its_steps() -> None:
-    total = sum(1.0 + 0.01 * 7 + 0.001 * (90 + 7 * k) for k in range(40))
-    assert PLAIN.run([30, 20, 40, 0, 0, 0, 0], 0.0).end_s(40) == pytest.approx(total, rel=1e-14)
+    result = check_many_steps_at_once(trace, policy, scheduler=limits, predictor_delay_s=0.02)
+    assert limits is not TIGHT or result.metrics["num_preemptions"] > 0
 
 
 def test_predictions_come_after_their_delay() -> None:
@@ -185,18 +110,7 @@ def test_predictions_come_after_their_delay() -> None:
         assert result.predictor["num_late"] == (3 if delay_s == 100.0 else 0)
 
 
-def test_oracle_orders_by_true_length_and_bounds_the_others() -> None:
-    trace = random_trace(400, seed=5, rate_rps=40)
-    limits = SchedulerConfig(max_num_seqs=8)
-    means = {
-        policy: simulate(trace, policy, scheduler=limits).metrics["ttft_s"]["mean"]
-        for policy in ("fcfs", "ssjf", "sept", "tie", "sjf")
-    }
-    assert means["sjf"] < min(means["ssjf"], means["sept"], means["tie"])
-    assert max(means["ssjf"], means["sept"], means["tie"]) < 0.8 * means["fcfs"]
-
-
-def test_every_policy_serves_with_failed_or_no_predictions() -> None:
+def test_every_policy_serves_with_failed_predictions() -> None:
     trace = random_trace(40, rate_rps=40)
     failed = Predictions("broken", dict.fromkeys(r.request_id for r in trace.requests))
     fcfs = simulate(trace, "fcfs")
@@ -217,78 +131,224 @@ def test_requests_that_never_fit_are_reported_not_lost() -> None:
 
 
 class Echo:
-    """A live predictor that knows every length but fails on some prompts."""
+    """A live predictor with all heads, each of which has an order of its own; it fails on some prompts."""
 
-    def __init__(self, failing: str) -> None:
+    def __init__(self, failing: str = "-") -> None:
         self.failing = failing
         self.closed = False
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
         if self.failing in requests[0].prompt:
-            raise TailcastError("no answer for this one")
-        return [LengthPrediction(1.0, 0.5, 3.5, "echo", "7") for _ in requests]
+            raise TailcastError("no prediction for this one")
+        return [self.prediction("abcd".index(request.prompt[0])) for request in requests]
+
+    def prediction(self, number: int) -> Prediction:
+        """Of a, b, c or d: by length d c b a, by point b d a c, by rank c a d b, by bucket b c d a, by urgency d a c b."""
+        levels, bucket = [0.0] * 5, [0.0] * 4
+        levels[(1, 4, 3, 0)[number]] = bucket[(3, 0, 1, 2)[number]] = 1.0
+        return Prediction(
+            length=LengthPrediction(4.0 - number, 0.5, 3.5, "echo", "7"),
+            point=PointPrediction((3.0, 1.0, 4.0, 2.0)[number]),
+            rank=RankPrediction((2.0, 4.0, 1.0, 3.0)[number]),
+            bucket=BucketPrediction(tuple(bucket), (8.0, 16.0, 32.0)),
+            urgency=UrgencyPrediction(tuple(levels)),
+        )
 
     async def close(self) -> None:
         self.closed = True
 
 
+@pytest.mark.parametrize(
+    ("policy", "parameters", "order"),
+    [
+        ("fcfs", {}, "abcd"),
+        ("tie", {}, "dcba"),
+        ("ssjf", {}, "bdac"),
+        ("ltr", {}, "cadb"),
+        ("s3", {"reserve": 0}, "bcda"),
+        ("hpjf", {"max_promotion": math.inf}, "dacb"),
+        ("hpjf", {}, "adbc"),  # a and d are promoted from tier 2 to 1
+        ("semantic", {"max_promotion": math.inf}, "dacb"),
+        ("semantic", {}, "dabc"),  # by bucket among a and d, and among b and c
+        ("slo_tie", {}, "dacb"),  # by length among a and d, and among b and c
+    ],
+)
+def test_every_head_of_a_live_predictor_reaches_the_policy(
+    policy: str, parameters: dict[str, float], order: str
+) -> None:
+    trace = Trace(tuple(trace_row(name, 0.0, 4, 3, prompt=name, ttlt_slo_s=1.0) for name in "abcd"))
+    predictions = fetch_predictions(trace, Echo())
+    assert predictions.num_failed == 0
+    config = SimulationConfig(
+        trace="",
+        policy=policy,
+        policy_parameters=parameters,
+        predictor="grpc://unused:1",
+        predictor_delay_s=0.0,
+        scheduler=SchedulerConfig(max_num_seqs=1),
+    )
+    result = run_simulation(config, trace=trace, predictions=predictions)
+    assert "".join(record.request_id for record in result.records) == order
+
+
 def test_live_predictions_are_fetched_once_with_their_latency() -> None:
-    predictor = Echo("3")
-    trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"prompt {i}") for i in range(10)))
-    done: list[int] = []
-    seen = fetch_predictions(trace, predictor, max_in_flight=4, progress=done.append)
+    predictor, done = Echo("3"), []
+    trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"a prompt {i}") for i in range(10)))
+    predictions = fetch_predictions(trace, predictor, max_in_flight=4, progress=done.append)
     assert predictor.closed
     assert sum(done) == 10
-    assert seen.num_failed == 1
-    assert seen.errors == {"r3": "no answer for this one"}
-    assert set(seen.latency_s) == {f"r{i}" for i in range(10)}
+    assert predictions.num_failed == 1
+    assert predictions.errors == {"r3": "no prediction for this one"}
+    assert set(predictions.latency_s) == {f"r{i}" for i in range(10)}
     config = SimulationConfig(trace="", policy="tie", predictor="grpc://unused:1")
-    result = run_simulation(config, trace=trace, predictions=seen)
+    result = run_simulation(config, trace=trace, predictions=predictions)
     assert result.predictor["num_predicted"] == 9
     assert result.predictor["latency_s"]["mean"] > 0
     assert result.predictor["artifacts"] == ["echo 7"]
     assert result.config["predictor"] == "Echo"
 
 
-def test_a_predictor_that_answers_nobody_is_an_error() -> None:
+def test_a_predictor_that_always_fails_is_an_error() -> None:
     trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt="x") for i in range(100)))
     predictor = Echo("x")
-    with pytest.raises(TailcastError, match="first 8 predictions failed: no answer for this one"):
+    with pytest.raises(TailcastError, match="first 8 predictions failed: no prediction for this one"):
         fetch_predictions(trace, predictor, max_in_flight=8)
     assert predictor.closed
-
-
-def test_a_live_predictor_needs_prompts() -> None:
+    without = Trace((trace_row("a", 0.0, 4, 5),))
     with pytest.raises(InputError, match="prompt of request a"):
-        fetch_predictions(Trace((trace_row("a", 0.0, 4, 5),)), Echo("x"))
+        fetch_predictions(without, Echo())
     with pytest.raises(InputError, match="mu, sigma and nu"):
-        fetch_predictions(Trace((trace_row("a", 0.0, 4, 5),)), "trace")
+        trace_predictions(without)
 
 
 @pytest.mark.parametrize(
     ("values", "named"),
     [
+        ({"trace": None}, "trace, workload"),
         ({"policy": "lifo"}, "policy"),
         ({"policy": "sjf", "predictor": "trace"}, "predictor"),
-        ({"policy_parameters": {"gamma": 1}}, "gamma"),
         ({"rate": 1.0, "load": 1.0}, "rate, load"),
         ({"rate": 0.0}, "rate"),
-        ({"load": float("nan")}, "load"),
-        ({"predictor_delay_s": -1.0}, "predictor_delay_s"),
-        ({"default_max_tokens": 0}, "default_max_tokens"),
-        ({"max_in_flight": 0}, "max_in_flight"),
-        ({"predictor_timeout_s": 0.0}, "predictor_timeout_s"),
-        ({"seed": -1}, "seed"),
+        ({"predictor_noise": -1.0, "predictor": "oracle"}, "predictor_noise"),
+        ({"step_time_parameters": {"gpu": "h200-141gb"}}, "step_time_model"),
+        ({"router": "compass"}, "router"),
+        ({"router": "disaggregated", "num_replicas": 2}, "num_prefill_replicas"),
+        ({"num_replicas": 2, "min_replicas": 3}, "min_replicas"),
+        ({"router": "llumnix", "router_parameters": {"a": 1.0}}, "router_parameters"),
+        ({"headroom_fraction": 2.0}, "max_fraction"),
     ],
 )
-def test_wrong_configuration_is_named(values: dict[str, Any], named: str) -> None:
+def test_wrong_configurations_are_named(values: dict[str, Any], named: str) -> None:
+    names = {item.name for item in dataclasses.fields(ClusterConfig)}
     with pytest.raises(InputError, match=named):
-        SimulationConfig(**{"trace": "t", "policy": "fcfs", **values})
+        if set(values) <= names:
+            ClusterConfig(**values)
+        else:
+            SimulationConfig(**{"trace": "t", "policy": "fcfs", **values})
 
 
-@pytest.mark.parametrize(
-    "values", [{"base_s": -1.0}, {"base_s": 0.0, "per_decode_s": 0.0}, {"per_context_token_s": float("inf")}]
-)
-def test_wrong_step_times_are_named(values: dict[str, float]) -> None:
-    with pytest.raises(InputError):
-        LinearStepTime(**values)
+#: 1 s per step and 0.1 s per prompt token, nothing else.
+ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
+
+
+def config(**more: object) -> SimulationConfig:
+    return SimulationConfig(trace="", policy="fcfs", step_time=ROUND, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
+    """a: prefill 0 to 2, tokens at 2, then b's prefill (0.5 s more) at 3.5, then 4.5, 5.5. b: 3.5, 4.5."""
+    trace = Trace((trace_row("a", 0.0, 10, 4, tier=0), trace_row("b", 1.0, 5, 2, tier=1, tenant="x")))
+    watch = RunWatch()
+    result = run_simulation(config(exact_steps=exact), trace=trace, watch=watch)
+    a, b = sorted(result.records, key=lambda one: one.request_id)
+    assert a.max_tbt_s == pytest.approx(1.5)
+    assert b.max_tbt_s == pytest.approx(1.0)
+    first, second = watch.gaps.by_class[0, ""], watch.gaps.by_class[1, "x"]
+    assert (int(first.counts.sum()), int(second.counts.sum())) == (3, 1)
+    assert first.total_s == pytest.approx(3.5)
+    assert result.metrics["tbt_s"]["mean"] == pytest.approx(4.5 / 4)
+    assert result.metrics["tbt_s"]["p50"] == pytest.approx(1.0, rel=0.005)
+    assert result.metrics["groups"]["tier"]["0"]["tbt_s"]["max"] == pytest.approx(1.5)
+
+
+def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> None:
+    """Against the decision log: tokens come at the ends of the steps that sample them."""
+    tight = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=24)
+    trace = random_trace(60, seed=2, rate_rps=20, cap=100, most_prompt=60)
+    log = DecisionLog()
+    result = run_simulation(
+        SimulationConfig(trace="", policy="fcfs", scheduler=tight, exact_steps=True), trace=trace, log=log
+    )
+    assert result.metrics["num_preemptions"] > 0
+    times: dict[str, list[float]] = {}
+    sampling: list[str] = []
+    for entry in log.entries:
+        if entry["op"] == "schedule" and entry["plan"] is not None:
+            plan = entry["plan"]
+            sampling = [chunk["request_id"] for chunk in plan["prefills"] if chunk["is_last"]] + list(
+                plan["decodes"]
+            )
+        elif entry["op"] == "complete":
+            for name in sampling:
+                times.setdefault(name, []).append(entry["now"])
+    for record in result.records:
+        gaps = np.diff(times[record.request_id])
+        assert len(gaps) == record.output_tokens - 1
+        if len(gaps):
+            assert record.max_tbt_s == pytest.approx(gaps.max(), abs=1e-9)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "srpt"])
+@pytest.mark.parametrize("former", ["chunked_prefill", "vllm"])
+@pytest.mark.parametrize("step_time", [LinearStepTime(), StaircaseStepTime()], ids=["linear", "staircase"])
+def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
+    step_time: StepTime, former: str, policy: str
+) -> None:
+    """Prompts of several chunks, preemptions by recompute and by swap; times to the last bit, gaps to rounding."""
+    tokens = 30 if former == "chunked_prefill" else 170
+    for preemption, blocks in (("recompute", 24), ("swap", 24), ("recompute", 400)):
+        limits = SchedulerConfig(
+            max_num_seqs=6,
+            max_num_batched_tokens=tokens,
+            num_kv_blocks=blocks,
+            batching=former,
+            preemption=preemption,  # type: ignore[arg-type]
+        )
+        trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
+        single, several = (
+            run_simulation(
+                SimulationConfig(
+                    trace="", policy=policy, scheduler=limits, step_time=step_time, exact_steps=exact
+                ),
+                trace=trace,
+            )
+            for exact in (True, False)
+        )
+        for one, other in zip(single.records, several.records, strict=True):
+            assert (one.request_id, one.finish_s, one.first_token_s) == (
+                other.request_id,
+                other.finish_s,
+                other.first_token_s,
+            )
+            assert one.max_tbt_s == pytest.approx(other.max_tbt_s, abs=1e-9)
+        before, after = single.watch.gaps.total(), several.watch.gaps.total()
+        assert before.counts.sum() == after.counts.sum()
+        # A gap at the border of two bins may be in either.
+        assert np.abs(np.cumsum(before.counts) - np.cumsum(after.counts)).max() <= 3
+        assert before.total_s == pytest.approx(after.total_s, rel=1e-9)
+        assert before.longest_s == pytest.approx(after.longest_s, abs=1e-9)
+
+
+def test_histogram_quantiles_are_right_to_half_a_percent() -> None:
+    values = np.exp(np.random.default_rng(0).normal(-3, 1, 20_000))
+    histogram = GapHistogram()
+    for value in values:
+        histogram.add(float(value))
+    for share in (0.5, 0.9, 0.99):
+        assert histogram.quantile(share) == pytest.approx(np.quantile(values, share), rel=0.01)
+    assert histogram.total_s == pytest.approx(values.sum())
+    assert histogram.longest_s == values.max()
+    both = GapHistogram.merged([histogram, histogram])
+    assert both.counts.sum() == 40_000
+    assert GapHistogram().summary() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +13,10 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import no_predictions, trace_predictions
+from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.replica import PrefixCache
-from scheduler_core.simulator.sources import ClosedLoop, EventSource
-from scheduler_core.simulator.step_time import LinearStepTime
+from scheduler_core.simulator.sources import ClosedLoop
+from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
 from tests.scheduler_core.helpers import random_trace, trace_row
 
@@ -27,7 +26,7 @@ PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, pe
 
 def run(trace: Trace, **more: object) -> SimulationOutcome:
     core = Scheduler(SchedulerConfig(num_kv_blocks=200), make_policy("fcfs"))
-    return Simulation(trace, core, PLAIN, no_predictions(), **more).run()  # type: ignore[arg-type]
+    return Simulation(trace, core, PLAIN, Predictions(), **more).run()  # type: ignore[arg-type]
 
 
 def test_a_client_sends_its_next_request_when_it_has_its_answer_and_has_thought() -> None:
@@ -95,24 +94,6 @@ def test_the_conversation_used_longest_ago_is_forgotten() -> None:
     assert cache.num_tokens == 50
     cache.keep(trace_row("a2", 0.0, 90, 5, session_id="a"))
     assert cache.num_tokens == 0, "a turn larger than the cache is not kept"
-    with pytest.raises(InputError, match="capacity_tokens"):
-        PrefixCache(-1)
-
-
-def test_a_source_is_in_order_of_time_and_requests_come_before_predictions() -> None:
-    trace = random_trace(50, seed=1)
-    rows = tuple(replace(row, arrival_s=round(row.arrival_s)) for row in trace.requests)
-    delays = {row.request_id: float(place % 4) for place, row in enumerate(rows)}
-    source = EventSource(Trace(rows), trace_predictions(Trace(rows)), delays)
-    seen = []
-    while source.next_s < math.inf:
-        due_s, event = source.next_s, source.pop()
-        assert event.time_s == due_s
-        seen.append((event.time_s, not event.is_arrival, event.request.request_id))
-    assert len(seen) == 100
-    assert [one[:2] for one in seen] == sorted(one[:2] for one in seen)
-    told = {name: time_s for time_s, predicted, name in seen if predicted}
-    assert all(told[row.request_id] == row.arrival_s + delays[row.request_id] for row in rows)
 
 
 def test_think_times_and_clients_do_not_go_together() -> None:
@@ -122,7 +103,3 @@ def test_think_times_and_clients_do_not_go_together() -> None:
     )
     with pytest.raises(InputError, match="clients"):
         run(Trace(rows), clients=ClosedLoop(num_clients=2))
-    with pytest.raises(InputError, match="num_clients"):
-        ClosedLoop(num_clients=0)
-    with pytest.raises(InputError, match="think_time_s"):
-        ClosedLoop(num_clients=1, think_time_s=-1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scheduler_core.errors import InputError
-from scheduler_core.statistics import coefficients_of_variation, interval, over_seeds, top_decile_fractions
+from scheduler_core.statistics import coefficients_of_variation, interval, top_decile_fractions
 
 
 def test_variation_and_top_decile_of_groups() -> None:
@@ -16,9 +16,8 @@ def test_variation_and_top_decile_of_groups() -> None:
     groups = [np.sort(rng.lognormal(4, 1, size)) for size in (20, 7, 1, 200)]
     values = np.concatenate(groups)
     offsets = np.cumsum([0, *map(len, groups)])
-    for ddof in (0, 1):
-        expected = [one.std(ddof=ddof) / one.mean() if len(one) > ddof else math.nan for one in groups]
-        assert coefficients_of_variation(values, offsets, ddof) == pytest.approx(expected, nan_ok=True)
+    expected = [one.std(ddof=1) / one.mean() if len(one) > 1 else math.nan for one in groups]
+    assert coefficients_of_variation(values, offsets) == pytest.approx(expected, nan_ok=True)
     fractions = top_decile_fractions(values, offsets)
     assert fractions[0] == pytest.approx(groups[0][-2:].sum() / groups[0].sum())
     assert fractions[1] == pytest.approx(0.7 * groups[1][-1] / groups[1].sum())
@@ -40,11 +39,3 @@ def test_intervals_cover_the_mean_as_often_as_they_say() -> None:
     assert (one.mean, one.low, one.high) == (3.0, -math.inf, math.inf)
     with pytest.raises(InputError, match="values"):
         interval([])
-
-
-def test_trees_of_metrics_are_merged_number_by_number() -> None:
-    merged = over_seeds([{"a": {"b": 1.0}, "n": None, "g": {"x": 2}}, {"a": {"b": 3.0}, "n": None, "g": {}}])
-    assert merged["a"]["b"]["mean"] == 2.0
-    assert merged["a"]["b"]["num"] == 2
-    assert merged["n"] is None
-    assert merged["g"]["x"] == {"mean": 2.0, "low": None, "high": None, "num": 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import os
 import signal
@@ -16,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator import sweep
 from scheduler_core.simulator.commands.capacity import CapacityConfig, find_capacity
-from scheduler_core.simulator.commands.sweep import cell_row, point_rows
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.metrics import metric
 from scheduler_core.simulator.sweep import (
@@ -35,8 +32,8 @@ from scheduler_core.simulator.sweep import (
     run_cells,
     with_setting,
 )
-from scheduler_core.simulator.tables import write_rows
-from scheduler_core.simulator.workloads import Lengths, Tiers, TokenDistribution, Workload
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import Tiers, Workload
 
 WORKLOAD = Workload(
     num_requests=25, lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
@@ -46,7 +43,7 @@ VARY: dict[str, list[Any]] = {"policy": ["fcfs", "sjf"], "load": [0.5, 1.0]}
 
 
 def test_a_grid_has_every_combination_with_every_seed() -> None:
-    cells = grid(BASE, VARY | {"batching": ["chunked_prefill", "vllm"]}, range(3))
+    cells = grid(BASE, VARY | {"scheduler.batching": ["chunked_prefill", "vllm"]}, range(3))
     assert len(cells) == 2 * 2 * 2 * 3
     assert len({cell.key() for cell in cells}) == len(cells)
     first = cells[-1]
@@ -56,50 +53,40 @@ def test_a_grid_has_every_combination_with_every_seed() -> None:
     assert len({point_of(cell.settings) for cell in cells}) == 8
 
 
-def test_impossible_combinations_are_refused_or_left_out() -> None:
-    vary = {"policy": ["fcfs", "srpt"], "batching": ["chunked_prefill", "orca"]}
-    with pytest.raises(InputError):
-        grid(BASE, vary, range(1))
-    assert len(grid(BASE, vary, range(1), skip_impossible=True)) == 3
-
-
 @pytest.mark.parametrize(
     ("vary", "named"),
     [
         ({"polcy": ["fcfs"]}, "setting polcy"),
-        ({"policy": []}, "values of policy"),
         ({"seed": [1]}, "vary"),
         ({"load": [0.5], "scheduler.max_num_seqs": [4, 8]}, "load"),
-        ({"policy.x": [1]}, "setting policy.x"),
+        (
+            {"policy": ["fcfs", "srpt"], "scheduler.batching": ["chunked_prefill", "orca"]},
+            "policy under Orca",
+        ),
     ],
 )
 def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) -> None:
     with pytest.raises(InputError) as caught:
         grid(BASE, vary, range(1))
-    assert caught.value.field == named
+    assert caught.value.field.startswith(named)
+    if "scheduler.batching" in vary:
+        assert len(grid(BASE, vary, range(1), skip_impossible=True)) == 3
 
 
 def test_the_number_of_tiers_is_of_the_workload_and_the_cluster() -> None:
     base = replace(BASE, workload=replace(WORKLOAD, tiers=Tiers(num_tiers=3)))
     for cell, number in zip(grid(base, {"num_tiers": [2, 4]}, range(1)), (2, 4), strict=True):
         assert cell.config.workload is not None
-        assert cell.config.workload.tiers is not None
-        assert cell.config.workload.tiers.num_tiers == cell.config.cluster.num_tiers == number
-        assert cell.settings["num_tiers"] == number
-
-
-def test_settings_reach_into_parts_and_mappings() -> None:
-    changed = with_setting(BASE, "workload.lengths.output.high", 7)
-    assert changed.workload.lengths.output.high == 7
-    tie = with_setting(BASE, "policy", "tie")
-    assert with_setting(tie, "policy_parameters.gamma", 0.5).policy_parameters == {"gamma": 0.5}
-    assert BASE.workload is WORKLOAD, "the base is as it was"
+        assert cell.config.workload.tiers == Tiers(num_tiers=number)
+        assert cell.config.cluster.num_tiers == cell.settings["num_tiers"] == number
 
 
 def test_the_key_changes_with_configuration_and_with_files(tmp_path: Path) -> None:
     file = tmp_path / "lengths.jsonl"
     file.write_text('{"prompt_tokens": 3, "output_tokens": 4}\n')
     cell = Cell(with_setting(BASE, "workload", Workload(lengths=Lengths(file=str(file)))), {})
+    tie = with_setting(with_setting(BASE, "policy", "tie"), "policy_parameters.gamma", 0.5)
+    assert (tie.policy_parameters, BASE.policy_parameters) == ({"gamma": 0.5}, {}), "the base is as it was"
     before = cell.key()
     assert before == Cell(cell.config, {"other": 1}).key(), "how a sweep calls it is not what it is"
     assert before != Cell(with_setting(cell.config, "seed", 1), {}).key()
@@ -140,7 +127,7 @@ def test_a_killed_sweep_goes_on_and_does_nothing_twice(
 def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     cells = grid(BASE, {"policy": ["fcfs", "sjf"]}, range(1))
     alone = run_cells(cells, CellStore(tmp_path / "a"))
-    together = run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(num_processes=2))
+    together = run_cells(cells, CellStore(tmp_path / "b"), SweepWorkers(workers=2))
     assert alone == together
 
 
@@ -230,13 +217,12 @@ def test_ray_that_is_missing_nowhere_or_not_asked_for_is_named(
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError, match=r"tailcast\[ray\]"):
         run_cells(cells, CellStore(tmp_path), SweepWorkers(ray=True))
-    for given, named in (
-        ({"ray": True, "num_processes": 2}, "workers"),
+    for options, named in (
+        ({"ray": True, "workers": 2}, "workers"),
         ({"ray_address": address}, "ray_address"),
     ):
-        with pytest.raises(InputError) as caught:
-            SweepWorkers(**given)  # type: ignore[arg-type]
-        assert caught.value.field == named
+        with pytest.raises(InputError, match=named):
+            SweepWorkers(**options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"key": "x", "schema": "tailcast.cell/1"}'])
@@ -244,38 +230,14 @@ def test_a_foreign_file_is_refused(content: str, tmp_path: Path) -> None:
     (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))
     store = CellStore(tmp_path)
     store.path(cell.key()).write_text(content)
-    with pytest.raises(InputError) as caught:
+    with pytest.raises(InputError, match="^out: got"):
         run_cells([cell], store)
-    assert caught.value.field == "out"
-
-
-def test_tables_are_tidy(tmp_path: Path) -> None:
-    results = run_cells(grid(BASE, VARY, range(2)), CellStore(tmp_path / "cells"))
-    rows = [cell_row(one) for one in results]
-    assert len(rows) == 8
-    assert rows[0]["ttft_s.mean"] == results[0]["metrics"]["ttft_s"]["mean"]
-    points = point_rows(results)
-    one = next(
-        row
-        for row in points
-        if row["metric"] == "ttlt_s.mean" and row["policy"] == "sjf" and row["load"] == 1.0
-    )
-    values = [row["ttlt_s.mean"] for row in rows if row["policy"] == "sjf" and row["load"] == 1.0]
-    assert one["mean"] == pytest.approx(np.mean(values))
-    assert one["low"] <= one["mean"] <= one["high"]
-    for suffix in (".parquet", ".csv"):
-        write_rows(rows, tmp_path / f"t{suffix}")
-    table = pq.read_table(tmp_path / "t.parquet").to_pylist()
-    assert [row["policy"] for row in table] == [row["policy"] for row in rows]
-    with pytest.raises(InputError, match="table"):
-        write_rows(rows, tmp_path / "t.txt")
 
 
 def test_a_metric_that_is_not_there_says_what_is() -> None:
     tree = {"ttft_s": {"mean": 1.0, "p99": 2.0}, "num": 3}
     assert metric(tree, "ttft_s.p99") == 2.0
-    assert metric(tree, "num") == 3.0
-    for name, told in (("ttft_s.p98", "p99"), ("ttft_s", "ttft_s.mean"), ("nothing", "ttft_s")):
+    for name, told in (("ttft_s.p98", "p99"), ("nothing", "ttft_s")):
         with pytest.raises(InputError) as caught:
             metric(tree, name)
         assert told in caught.value.allowed
@@ -303,26 +265,14 @@ def capacity_config(**more: Any) -> CapacityConfig:
 def test_capacity_of_a_queue_with_a_known_answer(noise: float, tolerance: float) -> None:
     """1 / (1 - rate) <= 5 up to a rate of 0.8."""
     found = find_capacity(capacity_config(max_seeds=12), lambda cells: mm1(cells, noise))
-    assert found.level == pytest.approx(0.8, rel=tolerance)
-    assert found.level < found.failing <= found.level * 1.0101
+    assert found["level"] == pytest.approx(0.8, rel=tolerance)
+    assert found["level"] < found["failing"] <= found["level"] * 1.0101
     if noise:
-        assert any(not probe.clear for probe in found.probes), "near the bound the seeds do not tell"
-        assert found.probes[0].clear
+        assert any(not probe["clear"] for probe in found["probes"]), "near the bound the seeds do not tell"
+        assert found["probes"][0]["clear"]
 
 
-def test_a_capacity_search_says_which_end_is_wrong() -> None:
-    for low, high, named in ((0.85, 2.0, "low"), (0.1, 0.7, "high")):
-        with pytest.raises(InputError) as caught:
-            find_capacity(capacity_config(low=low, high=high), lambda cells: mm1(cells, 0.0))
-        assert caught.value.field == named
-
-
-def test_the_real_simulator_has_a_capacity(tmp_path: Path) -> None:
-    store = CellStore(tmp_path)
-    config = capacity_config(
-        low=0.2, high=3.0, tolerance=0.3, max_seeds=2, unit="load", at_most={"ttft_s.p50": 0.1}
-    )
-    found = find_capacity(config, lambda cells: run_cells(cells, store))
-    assert 0.2 <= found.level < found.failing <= 3.0
-    kept = json.loads(next(tmp_path.iterdir()).read_text())
-    assert kept["metrics"]["num_finished"] == 25
+@pytest.mark.parametrize(("low", "high", "named"), [(0.85, 2.0, "low"), (0.1, 0.7, "high")])
+def test_a_capacity_search_says_which_end_is_wrong(low: float, high: float, named: str) -> None:
+    with pytest.raises(InputError, match=f"^{named}: got"):
+        find_capacity(capacity_config(low=low, high=high), lambda cells: mm1(cells, 0.0))

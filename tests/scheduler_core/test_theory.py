@@ -16,7 +16,8 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import trace_row
 
 BASE_S = 0.25
 STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
@@ -36,16 +37,8 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_re
         rng = np.random.default_rng(seed)
         arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, num_requests))
         tokens = lengths(rng, num_requests)
-        rows = tuple(
-            TraceRequest(
-                request_id=str(i),
-                arrival_s=float(arrivals[i]),
-                prompt_tokens=1,
-                output_tokens=int(tokens[i]),
-                max_tokens=CAP,
-            )
-            for i in range(num_requests)
-        )
+        pairs = zip(arrivals.tolist(), tokens.tolist(), strict=True)
+        rows = tuple(trace_row(str(i), at_s, 1, num, CAP) for i, (at_s, num) in enumerate(pairs))
         config = SimulationConfig(
             trace="", policy=policy, scheduler=SchedulerConfig(max_num_seqs=1), step_time=STEP_TIME
         )

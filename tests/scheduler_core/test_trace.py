@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import load_trace
+from scheduler_core.simulator.workloads.lengths import read_lengths
+from tests.hostile import DEEP
 from tests.scheduler_core.helpers import random_trace
 
 GOOD: list[dict[str, Any]] = [
@@ -41,7 +44,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+
+
+@SUFFIXES
 def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path / f"trace{suffix}", GOOD))
     first, second = trace.requests
@@ -54,17 +60,13 @@ def test_all_formats_give_the_same_requests_sorted_by_arrival(suffix: str, tmp_p
     assert len(trace.sha256) == 64
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+@SUFFIXES
 @pytest.mark.parametrize(
     ("column", "value"),
     [
         ("output_tokens", 0),
         ("output_tokens", 10),
-        ("output_tokens", 2.5),
-        ("max_tokens", -4),
-        ("prompt_tokens", 0),
         ("arrival_s", -1.0),
-        ("arrival_s", float("nan")),
         ("arrival_s", None),
         ("request_id", ""),
         ("request_id", "b"),
@@ -76,54 +78,50 @@ def test_a_wrong_value_is_named_with_row_and_column(
     suffix: str, column: str, value: object, tmp_path: Path
 ) -> None:
     rows = [GOOD[0], {**GOOD[1], column: value}]
-    with pytest.raises(InputError, match="row 2") as caught:
+    with pytest.raises(InputError, match=f"row 2.*({column}|sigma)"):
         load_trace(write(tmp_path / f"trace{suffix}", rows))
-    assert column in str(caught.value) or (column == "mu" and "sigma" in str(caught.value))
 
 
 @pytest.mark.parametrize(
-    ("column", "value"), [("output_tokens", "many"), ("output_tokens", True), ("prompt", 5)]
+    ("change", "named"),
+    [
+        ({"output_tokens": "many"}, "column output_tokens: got 'many'"),
+        ({"output_tokens": True}, "column output_tokens: got True"),
+        ({"prompt": 5}, "column prompt: got 5; allowed: a string"),
+        ({"arrival_s": 1e308}, "column arrival_s: got 1e\\+308; allowed: seconds from 0 to 1e\\+10"),
+        ({"max_tokens": 2**63}, f"column max_tokens: got {2**63}; allowed: integers from 1 to 2147483647"),
+        ({"max_tokens": 10**400}, "column max_tokens"),
+        ({"tier": 100}, "column tier: got 100; allowed: integers from 0 to 99"),
+        ({"prefix_tokens": 7}, "column prefix_tokens: got 7; allowed: integers from 0 to 6"),
+        ({"ttft_slo_s": 0}, "ttft_slo_s of request b: got 0"),
+        ({"sigma": -1.0}, "predicted sigma: got -1"),
+        (
+            {"max_tokens": None},
+            "column max_tokens: .*; or default_max_tokens for requests without max_tokens",
+        ),
+    ],
 )
-def test_a_value_of_the_wrong_kind_is_named(column: str, value: object, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(json.dumps({**GOOD[0], column: value}) + "\n")
-    with pytest.raises(InputError, match=f"row 1 column {column}"):
-        load_trace(path)
+def test_values_that_have_no_place_in_a_simulation(
+    change: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputError, match=f"row 1.*{named}"):
+        load_trace(write(tmp_path / "trace.jsonl", [GOOD[0] | change]))
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-def test_a_missing_column_is_named(suffix: str, tmp_path: Path) -> None:
-    rows = [{name: value for name, value in row.items() if name != "max_tokens"} for row in GOOD]
-    with pytest.raises(InputError, match="row 1 column max_tokens"):
-        load_trace(write(tmp_path / f"trace{suffix}", rows))
-
-
-@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
-@pytest.mark.parametrize("gone", ["column", "value"])
-def test_requests_without_a_cap_get_the_default(suffix: str, gone: str, tmp_path: Path) -> None:
-    def uncapped(row: dict[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in row.items() if name != "max_tokens"}
-
-    rows = [uncapped(row) for row in GOOD]
-    if gone == "value":
-        rows = [GOOD[0], uncapped(GOOD[1]) | {"max_tokens": None}]
-    path = write(tmp_path / f"trace{suffix}", rows)
-    caps = {row.request_id: row.max_tokens for row in load_trace(path, default_max_tokens=40).requests}
-    assert caps == {"a": 40, "b": 9 if gone == "value" else 40}
+@SUFFIXES
+def test_requests_without_max_tokens_get_the_default_and_only_they(suffix: str, tmp_path: Path) -> None:
+    without = {name: value for name, value in GOOD[1].items() if name != "max_tokens"}
+    path = write(tmp_path / f"trace{suffix}", [GOOD[0], without | {"max_tokens": None}])
+    limits = {row.request_id: row.max_tokens for row in load_trace(path, default_max_tokens=40).requests}
+    assert limits == {"a": 40, "b": 9}
     with pytest.raises(
         InputError, match=r"column output_tokens: got '?9'?; allowed: .* default_max_tokens = 8$"
     ):
         load_trace(path, default_max_tokens=8)
-    with pytest.raises(
-        InputError, match="column max_tokens: .*; or default_max_tokens for requests without max_tokens$"
-    ):
-        load_trace(path)
-
-
-def test_a_default_cap_does_not_excuse_a_wrong_one(tmp_path: Path) -> None:
-    path = write(tmp_path / "trace.jsonl", [{**GOOD[0], "max_tokens": 0}])
-    with pytest.raises(InputError, match="column max_tokens: got 0"):
-        load_trace(path, default_max_tokens=40)
+    column = write(tmp_path / f"column{suffix}", [without])
+    assert load_trace(column, default_max_tokens=40).requests[0].max_tokens == 40
+    with pytest.raises(InputError, match="row 1 column max_tokens: .*; or default_max_tokens for requests"):
+        load_trace(column)
 
 
 def test_arrivals_may_be_missing_if_they_are_drawn(tmp_path: Path) -> None:
@@ -134,36 +132,49 @@ def test_arrivals_may_be_missing_if_they_are_drawn(tmp_path: Path) -> None:
     assert [row.request_id for row in load_trace(path, need_arrivals=False).requests] == ["b", "a"]
 
 
+HEADER = "request_id,arrival_s,prompt_tokens,output_tokens,max_tokens"
+
+
+def _parquet(**changes: Any) -> bytes:
+    table = pa.table({name: [value] for name, value in GOOD[0].items()})
+    if "column" in changes:
+        table = table.append_column(changes["column"], pa.array([99]))
+    buffer = io.BytesIO()
+    pq.write_table(
+        table.replace_schema_metadata({"tailcast.schema": changes.get("schema", "trace/1")}), buffer
+    )
+    return buffer.getvalue()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("trace.jsonl", '{"request_id": "a", "arri', "line 1"),
-        ("trace.jsonl", "[1, 2]\n", "line 1"),
-        ("trace.jsonl", "\n\n", "at least one row"),
-        ("trace.jsonl", "", "not empty"),
-        ("trace.jsonl", b"\xff\xfe\x00", "UTF-8"),
-        ("trace.csv", "request_id,arrival_s\n", "at least one row"),
-        ("trace.csv", '"unfinished\n', "CSV row"),
-        ("trace.parquet", "PAR1 but not really", "readable Parquet"),
-        ("trace.xlsx", "whatever", "jsonl, .csv or .parquet"),
+        ("t.jsonl", b'{"request_id": "a", "arri', "line 1"),
+        ("t.jsonl", b"[1, 2]\n", "line 1"),
+        ("t.jsonl", b"[" * DEEP, "t.jsonl line 1"),
+        ("t.jsonl", b"\n\n", "at least one row"),
+        ("t.jsonl", b"\xff\xfe\x00", "UTF-8"),
+        ("t.csv", b"request_id,arrival_s\n", "at least one row"),
+        ("t.csv", b'"unfinished\n', "CSV row"),
+        ("t.csv", f"{HEADER},tier,tier\na,0,1,1,1,1,2\n".encode(), "columns of t.csv: got 'tier'; allowed: each name once"),
+        ("t.csv", f"{HEADER}\na,0,1,1,1,9\n".encode(), "t.csv line 2"),
+        ("t.csv", f"{HEADER}\ncaf\xe9,0,1,1,1\n".encode("latin-1"), "UTF-8 text"),
+        ("t.parquet", b"PAR1 but not really", "readable Parquet"),
+        ("t.parquet", _parquet()[:400], "readable Parquet"),
+        ("t.parquet", _parquet(column="max_tokens"), "max_tokens"),
+        ("t.parquet", _parquet(schema="trace/2"), "a table of schema trace/1; this one has trace/2"),
+        ("t.xlsx", b"whatever", "jsonl, .csv or .parquet"),
+        ("none.jsonl", None, "existing file"),
     ],
-)
-def test_a_broken_file_is_named(name: str, content: str | bytes, named: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputError, match=named):
-        load_trace(tmp_path / name)
-
-
-def test_a_truncated_parquet_file_is_named(tmp_path: Path) -> None:
-    whole = write(tmp_path / "trace.parquet", GOOD).read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match="readable Parquet"):
-        load_trace(tmp_path / "cut.parquet")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="existing file"):
-        load_trace(tmp_path / "none.jsonl")
+)  # fmt: skip
+def test_a_file_that_would_be_read_as_something_else_is_named(
+    name: str, content: bytes | None, named: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    for read in (load_trace, lambda path: read_lengths(str(path))):
+        with pytest.raises(InputError, match=named):
+            read(tmp_path / name)
 
 
 def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
@@ -173,7 +184,6 @@ def test_poisson_arrivals_have_the_rate_and_the_seed() -> None:
     assert drawn == again
     gaps = np.diff([0.0, *(row.arrival_s for row in drawn.requests)])
     assert gaps.mean() == pytest.approx(0.2, abs=4 * 0.2 / 4000**0.5)
-    assert gaps.std() == pytest.approx(0.2, rel=0.1)
     assert [row.request_id for row in drawn.requests] == [row.request_id for row in trace.requests]
 
 
@@ -184,10 +194,3 @@ def test_saturation_rate_of_one_seat_is_one_over_the_service_time() -> None:
     mean_tokens = np.mean([row.output_tokens for row in trace.requests])
     rate = saturation_rate_rps(trace, SchedulerConfig(max_num_seqs=1), step_time)
     assert rate == pytest.approx(1 / (0.5 * mean_tokens))
-
-
-def test_memory_limits_the_saturation_rate() -> None:
-    trace = random_trace(100)
-    wide = saturation_rate_rps(trace, SchedulerConfig(), LinearStepTime())
-    narrow = saturation_rate_rps(trace, SchedulerConfig(num_kv_blocks=60), LinearStepTime())
-    assert narrow < wide / 3

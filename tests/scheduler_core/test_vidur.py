@@ -25,7 +25,6 @@ from benchmarks.vidur_validation import (
     table_of,
     trace_of,
 )
-from scheduler_core.errors import InputError
 from scheduler_core.simulator.step_time.operator_table import OperatorTable, read_operator_table
 
 CUT = Path(__file__).parent / "vidur_cut"
@@ -92,14 +91,6 @@ def dense() -> dict[str, Any]:
     decode = 1e-6 * np.arange(129)[:, None] * np.arange(65)[None, :] + 2e-5
     prefill = 1e-7 * (np.arange(65)[:, None] * 64 + np.arange(4097)[None, :])
     return {"tokens_s": tokens, "decode_s": decode, "prefill_s": prefill}
-
-
-def test_sizes_that_were_not_profiled_are_an_error() -> None:
-    _, table = cut_case()
-    with pytest.raises(InputError, match="sizes that were profiled"):
-        table.run([5000], 0.0).end_s(1)
-    with pytest.raises(InputError, match="tokens"):
-        table._tokens(100_000)
 
 
 @pytest.mark.slow

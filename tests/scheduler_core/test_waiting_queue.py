@@ -58,14 +58,3 @@ def test_the_head_is_always_the_smallest_live_key(operations: list[tuple[str, in
             default=None,
         )
         assert queue.peek() is expected
-
-
-def test_dead_entries_do_not_pile_up() -> None:
-    policy = Table()
-    queue = WaitingQueue(policy)
-    states = [RequestState(request(f"r{i}"), order=i) for i in range(10)]
-    for change in range(1000):
-        state = states[change % 10]
-        policy.keys[state.request_id] = float(change)
-        queue.push(state, 0.0)
-    assert len(queue._heap) <= 2 * len(queue) + 17

@@ -5,17 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from scheduler_core.errors import MissingExtraError
-
 
 def progress_bar(total: int | None, description: str, unit: str = "req") -> Any:
-    """A progress bar on stderr, if that is a terminal; without `total` it counts.
+    """A progress bar on stderr, if that is a terminal; without `total` it counts."""
+    from tqdm import tqdm
 
-    Raises:
-        MissingExtraError: tqdm is not installed.
-    """
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise MissingExtraError("tqdm", "sim") from error
     return tqdm(total=total, desc=description, unit=unit, disable=None, file=sys.stderr)

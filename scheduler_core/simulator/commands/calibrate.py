@@ -17,19 +17,14 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands import progress_bar
-from scheduler_core.simulator.engine_probe import (
-    Endpoint,
-    ProbeRequest,
-    ProbeResponse,
-    probe,
-    random_prompt,
-)
-from scheduler_core.simulator.fitting import Kind, StepSample, fit_step_time
+from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
+from scheduler_core.simulator.fitting import PARAMETERS, Kind, StepSample, fit_step_time
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import no_predictions
-from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.step_time.base import StepTime, StepWork
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 logger = logging.getLogger(__name__)
@@ -38,7 +33,7 @@ SCHEMA = "tailcast.calibration/1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineCalibrationConfig:
+class EngineCalibrationConfig(Endpoint):
     """Measure a live OpenAI-compatible engine at one load, fit step times, and predict another load.
 
     An API key is taken from the environment, OPENAI_API_KEY.
@@ -48,10 +43,6 @@ class EngineCalibrationConfig:
 
     json: str
     """Where to write the result: the model and its parameters for simulate run, and the errors on both loads."""
-    url: str
-    """Base address of the engine, such as http://127.0.0.1:8000/v1."""
-    served_model: str
-    """Name of the served model."""
     rate: float = 1.0
     """Requests per second of the load that the model is fitted to."""
     held_out_rate: float = 2.0
@@ -66,82 +57,22 @@ class EngineCalibrationConfig:
     """Smallest and largest max_tokens, drawn likewise."""
     model: Kind = "linear"
     """The fitted model: linear, staircase (RAD, Eq. 7)."""
-    timeout_s: float = 60.0
-    """A response that is silent for so many seconds has failed."""
-    extra_body: dict[str, Any] = field(default_factory=dict)
-    """Further fields of each request; {ignore_eos: true} makes vLLM generate max_tokens tokens."""
     seed: int = 0
     """Seed of prompts and arrivals."""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     """Limits of the measured engine, as it was started."""
 
     def __post_init__(self) -> None:
-        for name in ("rate", "held_out_rate", "timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "numbers > 0")
-        if self.num_requests < 10:
-            raise InputError("num_requests", self.num_requests, "integers >= 10")
-        if not 1 <= self.rounds <= self.num_requests // 3:
-            raise InputError("rounds", self.rounds, f"1 to {self.num_requests // 3}: three requests each")
+        super().__post_init__()
+        positive = dict.fromkeys(("rate", "held_out_rate", "timeout_s"), (POSITIVE, FINITE))
+        check_ranges(
+            self, num_requests=(10, 1_000_000), rounds=(1, max(1, self.num_requests // 3)), **positive
+        )
         for name in ("prompt_words", "output_tokens"):
             low, high = getattr(self, name)
             if not 1 <= low <= high:
                 raise InputError(name, (low, high), "two integers > 0, the smaller one first")
-        if self.model not in ("linear", "staircase"):
-            raise InputError("model", self.model, "linear, staircase")
-        self.endpoint(None)
-
-    def endpoint(self, api_key: str | None) -> Endpoint:
-        """The engine."""
-        return Endpoint(
-            url=self.url,
-            model=self.served_model,
-            api_key=api_key,
-            timeout_s=self.timeout_s,
-            extra_body=self.extra_body,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyError:
-    """Mean measured and simulated latencies of the same requests in seconds: ttft_s, ttlt_s, tpot_s.
-
-    Attributes:
-        num_requests: Requests that succeeded.
-        num_failed: Requests that failed, left out on both sides.
-        error: (simulated - measured) / measured.
-    """
-
-    num_requests: int
-    num_failed: int
-    measured: dict[str, float]
-    simulated: dict[str, float]
-    error: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationResult:
-    """A fitted model and its errors.
-
-    Attributes:
-        config: The resolved configuration.
-        step_time: Arguments of `make_step_time`.
-        num_steps: Steps that the model was fitted to.
-        num_outliers: Steps left out as hiccups.
-        median_step_error: Median relative error of a step that it was fitted to.
-        held_out_median_step_error: Median relative error of a step of the other load.
-        fitted: Latencies of the load it was fitted to.
-        held_out: Latencies of the other load.
-    """
-
-    config: dict[str, Any]
-    step_time: dict[str, Any]
-    num_steps: int
-    num_outliers: int
-    median_step_error: float
-    held_out_median_step_error: float
-    fitted: LatencyError
-    held_out: LatencyError
+        check_choice("model", self.model, PARAMETERS)
 
 
 def run(config: EngineCalibrationConfig) -> None:
@@ -150,8 +81,8 @@ def run(config: EngineCalibrationConfig) -> None:
     with progress_bar(2 * config.num_requests, "measuring") as bar:
         api_key = os.environ.get("OPENAI_API_KEY")
         result = run_calibration(config, api_key=api_key, progress=bar.update)
-    write_json(target, {"schema": SCHEMA, **asdict(result)})
-    error = result.held_out.error["ttlt_s"]
+    write_json(target, {"schema": SCHEMA, **result})
+    error = result["held_out"]["error"]["ttlt_s"]
     logger.info("%s: mean ttlt of the held-out load off by %+.1f %%", config.model, 100 * error)
 
 
@@ -159,69 +90,65 @@ def run_calibration(
     config: EngineCalibrationConfig,
     *,
     api_key: str | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> CalibrationResult:
+    progress: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
     """Measures both loads alternately, and fits the model to the first.
 
-    Args:
-        config: The measurement.
-        api_key: Of the engine; never written anywhere.
-        progress: Called with 1 after each response, from several threads.
+    Returns:
+        `step_time` (name and parameters, for `make_step_time`), `num_steps` that it was fitted to, `num_outliers` among them
+        left out as hiccups, `median_step_error` and `held_out_median_step_error` (relative, of a step of each load),
+        `fitted` and `held_out` (`latency_error` of each load), and `config`.
 
     Raises:
         TailcastError: All requests failed.
         InputError: Too little was measured to fit the model.
     """
-    endpoint = config.endpoint(api_key)
-    loads = [
-        draw_requests(config, rate, np.random.default_rng([config.seed, number]))
-        for number, rate in enumerate((config.rate, config.held_out_rate))
-    ]
-    parts: list[list[list[ProbeResponse]]] = [[], []]
+    generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
+    parts: list[list[list[Probe]]] = [[], []]
     for index in range(config.rounds):
-        for number, requests in enumerate(loads):
-            part = part_of(requests, index, config.rounds)
-            parts[number].append(probe(endpoint, part, progress=progress))
+        for number, rate in enumerate((config.rate, config.held_out_rate)):
+            probes = draw_probes(config, rate, index, generators[number])
+            send(config, probes, api_key=api_key, progress=progress)
+            parts[number].append(probes)
     first, second = (joined(measured) for measured in parts)
-    fit = fit_step_time(step_samples(first), config.model, keep_total=True)
+    fit = fit_step_time(step_samples(first), config.model)
     errors = [abs(fit.step_time.step_s(one.work) / one.seconds - 1) for one in step_samples(second)]
-    return CalibrationResult(
-        config=asdict(config),
-        step_time={"name": config.model, "parameters": fit.parameters},
-        num_steps=fit.num_samples,
-        num_outliers=fit.num_outliers,
-        median_step_error=fit.median_error,
-        held_out_median_step_error=float(np.median(errors)),
-        fitted=latency_error(first, fit.step_time, config.scheduler),
-        held_out=latency_error(second, fit.step_time, config.scheduler),
-    )
+    return {
+        "config": asdict(config),
+        "step_time": {"name": config.model, "parameters": fit.parameters},
+        "num_steps": fit.num_samples,
+        "num_outliers": fit.num_outliers,
+        "median_step_error": fit.median_error,
+        "held_out_median_step_error": float(np.median(errors)),
+        "fitted": latency_error(first, fit.step_time, config.scheduler),
+        "held_out": latency_error(second, fit.step_time, config.scheduler),
+    }
 
 
-def draw_requests(
-    config: EngineCalibrationConfig, rate: float, rng: np.random.Generator
-) -> list[ProbeRequest]:
-    """Requests with Poisson arrivals."""
-    arrivals = np.cumsum(rng.exponential(1 / rate, config.num_requests)).tolist()
+def draw_probes(
+    config: EngineCalibrationConfig, rate: float, index: int, rng: np.random.Generator
+) -> list[Probe]:
+    """The requests of one round, with Poisson arrivals."""
+    first, last = (config.num_requests * bound // config.rounds for bound in (index, index + 1))
+    arrivals = np.cumsum(rng.exponential(1 / rate, last - first)).tolist()
     words, max_tokens = (
-        np.rint(np.exp(rng.uniform(math.log(low), math.log(high), config.num_requests))).astype(int).tolist()
+        np.rint(np.exp(rng.uniform(math.log(low), math.log(high), last - first))).astype(int).tolist()
         for low, high in (config.prompt_words, config.output_tokens)
     )
     return [
-        ProbeRequest(f"r{index}", arrival_s, random_prompt(words[index], rng), max_tokens[index])
-        for index, arrival_s in enumerate(arrivals)
+        Probe(
+            request_id=f"r{first + i}",
+            arrival_s=at_s,
+            prompt=random_prompt(words[i], rng),
+            max_tokens=max_tokens[i],
+        )
+        for i, at_s in enumerate(arrivals)
     ]
 
 
-def part_of(requests: Sequence[ProbeRequest], index: int, num_parts: int) -> list[ProbeRequest]:
-    """One of several consecutive parts, with arrivals counted from the end of the previous part."""
-    first, last = (len(requests) * bound // num_parts for bound in (index, index + 1))
-    start_s = requests[first - 1].arrival_s if first else 0.0
-    return [replace(one, arrival_s=one.arrival_s - start_s) for one in requests[first:last]]
-
-
-def joined(parts: Sequence[Sequence[ProbeResponse]]) -> list[ProbeResponse]:
+def joined(parts: Sequence[Sequence[Probe]]) -> list[Probe]:
     """Separate measurements as one: each begins a second after the end of the one before."""
-    responses: list[ProbeResponse] = []
+    responses: list[Probe] = []
     start_s = 0.0
     for part in parts:
         responses += [
@@ -232,7 +159,7 @@ def joined(parts: Sequence[Sequence[ProbeResponse]]) -> list[ProbeResponse]:
     return responses
 
 
-def step_samples(responses: Sequence[ProbeResponse]) -> list[StepSample]:
+def step_samples(responses: Sequence[Probe]) -> list[StepSample]:
     """Steps of the engine, as far as the times of tokens show them.
 
     The time between two tokens of a request is one step, in which every other request between its first and its last
@@ -254,7 +181,7 @@ def step_samples(responses: Sequence[ProbeResponse]) -> list[StepSample]:
     return samples
 
 
-def _work(responses: Sequence[ProbeResponse], before_s: float, after_s: float) -> StepWork:
+def _work(responses: Sequence[Probe], before_s: float, after_s: float) -> StepWork:
     """The work of the engine between two tokens of a request."""
     middle_s, late_s = (before_s + after_s) / 2, after_s + (after_s - before_s) / 2
     chunks, contexts = [], []
@@ -267,10 +194,12 @@ def _work(responses: Sequence[ProbeResponse], before_s: float, after_s: float) -
     return StepWork(tuple(chunks), contexts)
 
 
-def latency_error(
-    responses: Sequence[ProbeResponse], step_time: StepTime, limits: SchedulerConfig
-) -> LatencyError:
+def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
     """Simulates the measured requests with their arrivals, first come first served.
+
+    Returns:
+        `num_requests` that succeeded, `num_failed`, which are left out; means of ttft_s, ttlt_s and tpot_s, `measured` and
+        `simulated` in seconds, and `error`: (simulated - measured) / measured.
 
     Raises:
         TailcastError: The engine's limits are too small for a request that it did serve.
@@ -287,28 +216,29 @@ def latency_error(
         for one in complete
     )
     scheduler = Scheduler(limits, make_policy("fcfs"))
-    outcome = Simulation(Trace(rows), scheduler, step_time, no_predictions()).run()
+    outcome = Simulation(Trace(rows), scheduler, step_time, Predictions()).run()
     if outcome.refused:
         reason = next(iter(outcome.refused.values()))
         raise TailcastError(f"scheduler: these are not the engine's limits: {reason}")
-    simulated = {
-        "ttft_s": _mean([record.ttft_s for record in outcome.records]),
-        "ttlt_s": _mean([record.ttlt_s for record in outcome.records]),
-        "tpot_s": _mean([record.tpot_s for record in outcome.records if record.tpot_s is not None]),
+    measured = _means([(one.sent_s, one.token_s[0], one.token_s[-1], one.output_tokens) for one in complete])
+    simulated = _means(
+        [(one.arrival_s, one.first_token_s, one.finish_s, one.output_tokens) for one in outcome.records]
+    )
+    return {
+        "num_requests": len(complete),
+        "num_failed": len(responses) - len(complete),
+        "measured": measured,
+        "simulated": simulated,
+        "error": {name: (simulated[name] - value) / value for name, value in measured.items() if value > 0},
     }
-    gaps = [
-        (one.token_s[-1] - one.token_s[0]) / (one.output_tokens - 1)
-        for one in complete
-        if one.output_tokens > 1
-    ]
-    measured = {
-        "ttft_s": _mean([one.token_s[0] - one.sent_s for one in complete]),
-        "ttlt_s": _mean([one.token_s[-1] - one.sent_s for one in complete]),
-        "tpot_s": _mean(gaps),
-    }
-    error = {name: (simulated[name] - value) / value for name, value in measured.items() if value > 0}
-    return LatencyError(len(complete), len(responses) - len(complete), measured, simulated, error)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else math.nan
+def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
+    """Mean latencies of requests: arrival, first and last token in seconds, number of tokens."""
+    arrival_s, first_s, last_s, tokens = np.array(rows, float).T
+    several = tokens > 1
+    gaps = (last_s - first_s)[several] / (tokens[several] - 1)
+    tpot_s = float(gaps.mean()) if len(gaps) else math.nan
+    return {
+        "ttft_s": float((first_s - arrival_s).mean()), "ttlt_s": float((last_s - arrival_s).mean()), "tpot_s": tpot_s
+    }  # fmt: skip

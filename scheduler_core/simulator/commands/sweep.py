@@ -1,24 +1,24 @@
-"""`simulate sweep`: policies x batch formers x routers x loads x seeds, as tables and a page."""
+"""`simulate sweep`: policies x loads x other settings x seeds, as tables and a page."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import check_shared_folder, shared_folder, write_json
+from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
 from scheduler_core.simulator import figures
 from scheduler_core.simulator.commands import progress_bar
-from scheduler_core.simulator.config import SimulationConfig, check_seeds
+from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.metrics import flat
-from scheduler_core.simulator.regret import with_regret
 from scheduler_core.simulator.sweep import Cell, CellStore, Point, SweepWorkers, grid, point_of, run_cells
-from scheduler_core.simulator.tables import write_rows
+from scheduler_core.simulator.tables import columns_of, write_table
 from scheduler_core.statistics import Interval, interval
 
 logger = logging.getLogger(__name__)
@@ -42,48 +42,30 @@ _TABLE = (
     "ttlt_s.p99",
     "throughput_rps",
     "slo_attainment",
-    "regret.normalized_latency_s.regret_s",
-    "regret.normalized_latency_s.fraction",
 )
 _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests per second"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaseConfig(SimulationConfig):
+class BaseConfig(SimulationConfig, SweepWorkers):
     """Settings that all simulations of a sweep have in common, and the processes that carry them out."""
 
     policy: str = "fcfs"
     """As for simulate run; not used where policies are varied."""
-    workers: int = 1
-    """Processes on this machine."""
-    ray: bool = False
-    """Use a Ray cluster instead (extra: ray). Every node needs this version of tailcast, and the input files under the same
-    path."""
-    ray_address: str | None = None
-    """Address of the Ray cluster (HOST:PORT, ray://HOST:PORT or auto). Unset: that of the environment variable
-    RAY_ADDRESS, or a new one on this machine."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        self.process_workers()
-
-    def process_workers(self) -> SweepWorkers:
-        """The processes that simulate."""
-        return SweepWorkers(self.workers, self.ray, self.ray_address)
-
-    def simulation(self) -> SimulationConfig:
-        """The fields of `SimulationConfig`."""
-        return SimulationConfig(**{item.name: getattr(self, item.name) for item in fields(SimulationConfig)})
+        SimulationConfig.__post_init__(self)
+        SweepWorkers.__post_init__(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig(BaseConfig):
-    """Simulate all combinations of policies, batch formers, routers, loads, other settings and seeds.
+    """Simulate all combinations of policies, loads, other settings and seeds.
 
     Every simulation is a file in OUT/cells, named by a hash of everything it depends on and written atomically: a sweep
     that was killed continues where it was, and one whose configuration was changed runs what is new. OUT/cells.parquet has
     a row per simulation, OUT/points.parquet a row per combination and metric with 95 % confidence intervals over seeds,
-    OUT/report.html the curves of latency over load. With fcfs and sjf among the policies, every one has its regret.
+    OUT/report.html the curves of latency over load.
     """
 
     OUTPUTS = tuple(f"{{out}}/{name}" for name in _RESULTS)
@@ -92,16 +74,12 @@ class SweepConfig(BaseConfig):
     """Folder of the results; other files in it stay."""
     policies: list[str] = field(default_factory=list)
     """Policies. Empty: the one of `policy`."""
-    batchings: list[str] = field(default_factory=list)
-    """Batch formers. Empty: the one of `scheduler.batching`."""
-    routers: list[str] = field(default_factory=list)
-    """Routers, with several replicas. Empty: the one of `cluster.router`."""
     loads: list[float] = field(default_factory=list)
     """Loads. Empty: the one of `load`."""
     rates: list[float] = field(default_factory=list)
     """Rates in requests per second, instead of loads."""
     vary: dict[str, list[Any]] = field(default_factory=dict)
-    """More settings by dotted name, such as {scheduler.max_num_batched_tokens: [256, 512]}; num_tiers is that of workload
+    """More settings by dotted name, such as {scheduler.batching: [chunked_prefill, vllm], cluster.router: [jsq]}; num_tiers is that of workload
     and cluster together."""
     num_seeds: int = 3
     """Seeds seed, seed + 1, ... of each combination."""
@@ -110,19 +88,13 @@ class SweepConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_seeds("num_seeds", self.num_seeds)
+        check_ranges(self, num_seeds=(1, MAX_SEEDS))
         if self.loads and self.rates:
             raise InputError("loads, rates", (self.loads, self.rates), "one of them")
 
     def cells(self) -> list[Cell]:
         """All simulations."""
-        lists: dict[str, Sequence[Any]] = {
-            "policy": self.policies,
-            "batching": self.batchings,
-            "router": self.routers,
-            "load": self.loads,
-            "rate": self.rates,
-        }
+        lists: dict[str, Sequence[Any]] = {"policy": self.policies, "load": self.loads, "rate": self.rates}
         vary = {name: values for name, values in lists.items() if values} | self.vary
         seeds = range(self.seed, self.seed + self.num_seeds)
         return grid(self.simulation(), vary, seeds, skip_impossible=self.skip_impossible)
@@ -134,10 +106,10 @@ def run(config: SweepConfig) -> None:
     folder = check_shared_folder(config.out, "sweep", _RESULTS)
     store = CellStore(folder / "cells")
     with progress_bar(len(cells), "simulating", "cell") as bar:
-        results = with_regret(run_cells(cells, store, config.process_workers(), bar.update))
+        results = run_cells(cells, store, config, bar.update)
     shared_folder(folder, "sweep", _RESULTS)
-    write_rows([cell_row(one) for one in results], folder / "cells.parquet")
-    write_rows(point_rows(results), folder / "points.parquet")
+    for name, rows in (("cells", [cell_row(one) for one in results]), ("points", point_rows(results))):
+        write_table(columns_of(rows), folder / f"{name}.parquet", f"tailcast.sweep_{name}/1", "out")
     write_json(folder / "config.json", asdict(config))
     write_sweep_page(results, folder / "report.html")
     logger.info("%d simulations in %s", len(results), folder)
@@ -149,29 +121,26 @@ def cell_row(result: Mapping[str, Any]) -> dict[str, Any]:
     return {**result["settings"], "arrival_rate_rps": rate, **dict(flat(result["metrics"]))}
 
 
-def _by_point(results: Results) -> dict[Point, list[dict[str, float]]]:
-    """Numbers of each cell by dotted name, by point in order of appearance."""
-    points: dict[Point, list[dict[str, float]]] = {}
-    for one in results:
-        points.setdefault(point_of(one["settings"]), []).append(dict(flat(one["metrics"])))
-    return points
-
-
 def point_rows(results: Results) -> list[dict[str, Any]]:
     """One row per point and metric: settings, metric, mean, low, high, num_seeds."""
-    rows = []
-    for point, cells in _by_point(results).items():
-        for name in dict.fromkeys(name for cell in cells for name in cell):
-            one = _over_seeds(cells, name)
-            rows.append({
-                **dict(point), "metric": name, "mean": one.mean, "low": one.low, "high": one.high, "num_seeds": one.num
-            })  # fmt: skip
-    return rows
+    return [
+        {**dict(point), "metric": name, "mean": one.mean, "low": one.low, "high": one.high, "num_seeds": one.num}
+        for point, metrics in over_points(results).items()
+        for name, one in metrics.items()
+    ]  # fmt: skip
 
 
-def _over_seeds(cells: Sequence[Mapping[str, float]], name: str) -> Interval:
-    """Over the cells that have the metric; NaN if none has."""
-    return interval([cell[name] for cell in cells if name in cell] or [math.nan])
+def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
+    """By point, in order of appearance: every metric by dotted name, over the seeds that have it."""
+    points: dict[Point, dict[str, list[float]]] = {}
+    for one in results:
+        metrics = points.setdefault(point_of(one["settings"]), {})
+        for name, value in flat(one["metrics"]):
+            metrics.setdefault(name, []).append(value)
+    return {
+        point: {name: interval(values) for name, values in metrics.items()}
+        for point, metrics in points.items()
+    }
 
 
 def write_sweep_page(results: Results, path: str | Path) -> None:
@@ -180,16 +149,20 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    points = _by_point(results)
+    points = over_points(results)
     page = Page(f"Sweep: {len(results)} simulations, {len(points)} points")
     axis = next((name for name in _AXES if all(name in dict(point) for point in points)), None)
     if axis is not None:
         panels: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {name: {} for name in _PANELS}
-        for point, cells in points.items():
-            level, system = float(dict(point)[axis]), _system_name(point, axis)
+        for point, metrics in points.items():
+            others = [(name.split(".")[-1], value) for name, value in point if name != axis]
+            system = ", ".join(
+                str(value) if name == "policy" else f"{name}={value}" for name, value in others
+            )
             for title, name in _PANELS.items():
-                one = _over_seeds(cells, name)
-                panels[title].setdefault(system, []).append((level, one.mean, one.low, one.high))
+                one = metrics[name]
+                position = (float(dict(point)[axis]), one.mean, one.low, one.high)
+                panels[title].setdefault(system or "all", []).append(position)
         page.heading("Latency over load")
         caption = "Means over seeds; bars: 95 % confidence of the mean."
         page.figure(figures.load_latency(panels, _AXES[axis]), caption)
@@ -197,33 +170,20 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
     page.note(
         "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
     )
-    present = {name for cells in points.values() for cell in cells for name in cell}
-    metrics = [name for name in _TABLE if name in present]
     settings = list(dict.fromkeys(name for point in points for name, _ in point))
-    rows = []
-    for point, cells in points.items():
-        values = [str(dict(point).get(name, "")) for name in settings]
-        rows.append([*values, *(_text(_over_seeds(cells, name)) for name in metrics)])
-    page.table([*settings, *metrics], rows)
-    if any(name.startswith("regret.") for name in metrics):
-        page.note(
-            "Regret: mean normalized latency less that of sjf, the shortest true length first, in seconds; fraction: over "
-            "the cost of fcfs compared with sjf."
-        )
+    rows = [
+        [
+            *(str(dict(point).get(name, "")) for name in settings),
+            *(_text(metrics.get(name)) for name in _TABLE),
+        ]
+        for point, metrics in points.items()
+    ]
+    page.table([*settings, *_TABLE], rows)
     page.write(path)
 
 
-def _system_name(point: Point, axis: str) -> str:
-    parts = [
-        str(value) if name == "policy" else f"{name.split('.')[-1]}={value}"
-        for name, value in point
-        if name != axis
-    ]
-    return ", ".join(parts) or "all"
-
-
-def _text(one: Interval) -> str:
-    if math.isnan(one.mean):
+def _text(one: Interval | None) -> str:
+    if one is None:
         return "-"
     half = "" if math.isinf(one.high) else f" ± {(one.high - one.low) / 2:.2g}"
     return f"{one.mean:.4g}{half}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import write_trace
-from scheduler_core.simulator.workloads import Workload
+from scheduler_core.simulator.workloads.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from scheduler_core.batching.rad import Rad
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
+from scheduler_core.ranges import check_choice
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import read_operator_table
-from scheduler_core.simulator.step_time.quadratic import QuadraticStepTime, quadratic_step_time
+from scheduler_core.simulator.step_time.quadratic import quadratic_step_time
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
-
-__all__ = [
-    "STEP_TIMES",
-    "LinearStepTime",
-    "RooflineStepTime",
-    "StaircaseStepTime",
-    "StepTime",
-    "StepWork",
-    "isolated_latency_s",
-    "make_step_time",
-    "saturation_rate_rps",
-]
 
 #: Makes a model from its parameters, which are keyword arguments.
 STEP_TIMES: dict[str, Callable[..., StepTime]] = {
@@ -51,18 +41,11 @@ def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> St
     Raises:
         InputError: The name or a parameter is unknown or missing, or a value is outside its range.
     """
-    if name not in STEP_TIMES:
-        raise InputError("step time", name, ", ".join(STEP_TIMES))
-    values, signature = parameters or {}, dict(inspect.signature(STEP_TIMES[name]).parameters)
-    if signature.pop("constants", None) is not None:
-        signature |= inspect.signature(QuadraticStepTime).parameters
-    for parameter in values:
-        if parameter not in signature:
-            raise InputError(f"parameter of step time {name}", parameter, ", ".join(signature))
-    for parameter, declaration in signature.items():
-        if declaration.default is inspect.Parameter.empty and parameter not in values:
-            raise InputError(f"parameter of step time {name}", None, f"a value of {parameter}")
-    return STEP_TIMES[name](**values)
+    check_choice("step time", name, STEP_TIMES)
+    try:
+        return STEP_TIMES[name](**(parameters or {}))
+    except TypeError as error:  # an argument that is unknown or missing
+        raise InputError(f"parameters of step time {name}: {str(error).rpartition('() ')[2]}") from error
 
 
 def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: StepTime) -> float:
@@ -100,3 +83,46 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
     both_s = step_time.step_s(StepWork((PrefillChunk("", 0, size, True),), contexts))
     busy = float(prompt.mean()) * (both_s - decode_s) / size + float(output.mean()) * decode_s / batch
     return 1.0 / busy
+
+
+@dataclass(frozen=True, slots=True)
+class RadBounds:
+    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2).
+
+    Attributes:
+        expected_s: T_R, mean engine time of a request at optimal tiling; above a rate of 1 / T_R every policy is unstable.
+        longest_s: T_max, the longest such time of one request.
+        num_per_cycle: The smallest n of batch former "rad" that is stable at every load up to 1 - epsilon:
+            n > (t_col - 1) T_max / (epsilon T_R).
+    """
+
+    expected_s: float
+    longest_s: float
+    num_per_cycle: int
+
+
+def rad_bounds(trace: Trace, config: SchedulerConfig, step_time: StepTime, epsilon: float = 0.1) -> RadBounds:
+    """T_R, T_max and n of requests like those of a trace.
+
+    The time of a request is that of its prompt alone in chunks of t_lcm tokens, the last one as if it were full, and its
+    part of decode steps of t_col requests of average context; in T_max it decodes alone in steps as long.
+
+    Args:
+        trace: Requests.
+        config: Limits with a batch former "rad", whose parameters give t_row, t_col and t_red.
+        step_time: Of the engine.
+        epsilon: Distance of the load from 1, in (0, 1).
+    """
+    if not 0 < epsilon < 1:
+        raise InputError("epsilon", epsilon, "numbers between 0 and 1")
+    rad = Rad(**{name: value for name, value in config.batching_parameters.items() if name != "n"})  # type: ignore[arg-type]
+    t_col, t_lcm = rad.tile_columns(config.max_num_seqs), rad.chunk_tokens(config.max_num_seqs)
+    prompt = np.array([row.prompt_tokens for row in trace.requests], float)
+    output = np.array([row.output_tokens for row in trace.requests], float)
+    context = round(float(np.average(prompt + output / 2, weights=output)))
+    chunk_s = step_time.step_s(StepWork((PrefillChunk("", 0, t_lcm, True),)))
+    decode_s = step_time.step_s(StepWork((), (context,) * t_col))
+    prefill_s = np.ceil(prompt / t_lcm) * chunk_s
+    expected_s = float(np.mean(prefill_s + (output - 1) * decode_s / t_col))
+    longest_s = float(np.max(prefill_s + (output - 1) * decode_s))
+    return RadBounds(expected_s, longest_s, int((t_col - 1) * longest_s / (epsilon * expected_s)) + 1)

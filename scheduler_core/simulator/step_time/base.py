@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, overload
+from typing import Any, Protocol
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
+from scheduler_core.ranges import check_ranges
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
 
 #: Shortest step in seconds: a shorter one is lost when it is added to the simulated clock.
@@ -37,11 +38,7 @@ class DecodeContexts(Sequence[int]):
     def __len__(self) -> int:
         return self._num
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[int]: ...
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self._read()[index]
 
     def __iter__(self) -> Iterator[int]:
@@ -130,10 +127,7 @@ class LinearStepTime:
     """Seconds per token copied between the KV cache and the host's memory; the step waits for it."""
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if not 0 <= value <= MAX_STEP_S:
-                raise InputError(item.name, value, f"seconds from 0 to {MAX_STEP_S:g}")
+        check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
             allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
             raise InputError("base_s", self.base_s, allowed)

@@ -10,7 +10,6 @@ import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -64,34 +63,21 @@ class DecodeRun(ABC):
         return self._start_s + self.elapsed_s(self.num_done + more_steps)
 
     def steps_to_reach(self, time_s: float, limit: int) -> int:
-        """The fewest steps more, from 1 to `limit`, that end at or after `time_s`; `limit` if none does.
+        """The fewest steps more, from 1 to `limit`, that end at or after `time_s`; `limit` if none does."""
+        steps = min(self._guess(time_s, limit), limit)
+        while steps < limit and self.end_s(steps) < time_s:
+            steps += 1
+        while steps > 1 and self.end_s(steps - 1) >= time_s:
+            steps -= 1
+        return steps
 
-        Hardly looks further ahead than that.
-        """
-        high = min(self._guess(time_s, limit), limit)
-        low, width = high, 1
-        while high < limit and self.end_s(high) < time_s:
-            low, high, width = high, min(high + width, limit), 2 * width
-        if low == high:  # end_s(high) >= time_s, or high = limit
-            width = 1
-            while low and self.end_s(low) >= time_s:
-                low, high, width = max(low - width, 0), low, 2 * width
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.end_s(middle) < time_s:
-                low = middle
-            else:
-                high = middle
-        return high
-
+    @abstractmethod
     def steps(self, first: int, num_steps: int) -> StepGroups:
         """Durations of `num_steps` steps from number `first` on, counted from 0."""
-        ends = [self.elapsed_s(step) if step else 0.0 for step in range(first, first + num_steps + 1)]
-        return [StepGroup(after - before, 0.0, 1) for before, after in pairwise(ends)]
 
+    @abstractmethod
     def _guess(self, time_s: float, limit: int) -> int:
-        """About how many steps more end at or after the time, at least 1; looks no further than `limit`."""
-        return 1
+        """How many steps more, at least 1, end at or after the time, but for rounding; looks no further than `limit`."""
 
 
 class PolynomialRun(DecodeRun):

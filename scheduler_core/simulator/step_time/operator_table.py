@@ -6,9 +6,7 @@ rounding as in its code (microsoft/vidur @ 7d47513).
 
 from __future__ import annotations
 
-import gzip
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.step_time.base import StepWork, total_of
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
 from scheduler_core.simulator.tables import import_pyarrow
@@ -39,6 +38,10 @@ TOKEN_STEP = 8
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 Table = NDArray[np.float64]
+#: What the two indices of a table are, and the units that they count in.
+_Sizes = tuple[str, tuple[int, ...]]
+_DECODES: _Sizes = ("decodes, mean context", (1, KV_STEP))
+_CHUNKS: _Sizes = ("tokens before the chunks, root of their squared sizes", (KV_STEP, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,10 +74,7 @@ class OperatorTable:
     _prefill_rows: dict[int, list[float]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_layers <= 0:
-            raise InputError("num_layers", self.num_layers, "integers > 0")
-        if not 0 <= self.batching_overhead < math.inf:
-            raise InputError("batching_overhead", self.batching_overhead, "numbers >= 0")
+        check_ranges(self, num_layers=(1, 2**31), batching_overhead=(0, FINITE))
         object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
 
     def step_s(self, work: StepWork) -> float:
@@ -91,12 +91,15 @@ class OperatorTable:
         if len(prefills) == 1:
             chunk = prefills[0]
             num_tokens = chunk.num_tokens
-            layer_s = self._prefill(-(-chunk.start_token // KV_STEP), num_tokens, 1)
+            index = (-(-chunk.start_token // KV_STEP), num_tokens)
         else:
             num_tokens = work.num_prefill_tokens
             row = sum([-(-chunk.start_token // KV_STEP) for chunk in prefills])
             squared = sum([chunk.num_tokens**2 for chunk in prefills])
-            layer_s = self._prefill(row, round(math.sqrt(squared)), len(prefills)) if prefills else 0.0
+            index = (row, round(math.sqrt(squared)))
+        layer_s = 0.0
+        if prefills:
+            layer_s = self._attention(self.prefill_s, self._prefill_rows, index, len(prefills), _CHUNKS)
         layer_s += self._tokens(num_tokens + num)
         if num:
             layer_s += self._decode(num, total_of(contexts) // num + 1)
@@ -122,30 +125,21 @@ class OperatorTable:
         return seconds
 
     def _decode(self, num_decodes: int, mean_context: int) -> float:
-        column = -(-mean_context // KV_STEP)
-        row = self._decode_rows.get(num_decodes)
-        if row is None:
-            row = self._decode_rows[num_decodes] = _row(self.decode_s, num_decodes)
-        seconds = row[column] if column < len(row) else math.nan
+        index = (num_decodes, -(-mean_context // KV_STEP))
+        return self._attention(self.decode_s, self._decode_rows, index, num_decodes, _DECODES)
+
+    def _attention(
+        self, table: Table, rows: dict[int, list[float]], index: tuple[int, int], num: int, what: _Sizes
+    ) -> float:
+        """An entry of a table of attention, for `num` decodes or chunks."""
+        first, second = index
+        row = rows.get(first)
+        if row is None:  # as a list, whose items are read several times as fast
+            row = rows[first] = table[first].tolist() if first < len(table) else []
+        seconds = row[second] if second < len(row) else math.nan
         if seconds != seconds:
-            what = "decodes, mean context"
-            raise _not_profiled(self.decode_s, (num_decodes, column), what, (1, KV_STEP))
-        return seconds * (1.0 + self.batching_overhead) if num_decodes > 1 else seconds
-
-    def _prefill(self, before: int, size: int, num_chunks: int) -> float:
-        row = self._prefill_rows.get(before)
-        if row is None:
-            row = self._prefill_rows[before] = _row(self.prefill_s, before)
-        seconds = row[size] if size < len(row) else math.nan
-        if seconds != seconds:
-            what = "tokens before the chunks, root of their squared sizes"
-            raise _not_profiled(self.prefill_s, (before, size), what, (KV_STEP, 1))
-        return seconds * (1.0 + self.batching_overhead) if num_chunks > 1 else seconds
-
-
-def _row(table: Table, row: int) -> list[float]:
-    """A row as a list, whose items are read several times as fast; empty if there is no such row."""
-    return table[row].tolist() if row < len(table) else []
+            raise _not_profiled(table, index, *what)
+        return seconds * (1.0 + self.batching_overhead) if num > 1 else seconds
 
 
 def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[int, ...]) -> InputError:
@@ -178,7 +172,7 @@ def read_operator_table(
 
     Raises:
         InputError: A file is missing or cannot be read. Sizes that a table lacks are an error when they are needed.
-        MissingExtraError: A file is Parquet, and pyarrow is not installed.
+        MissingExtraError: pyarrow is not installed.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -194,12 +188,14 @@ def read_operator_table(
     tokens_ms = exact[: size + 1] + np.sum([column[keys] for column in rounded], axis=0)
     for column in collectives:
         tokens_ms = tokens_ms + 2 * (column[keys] + collective_overhead_s * 1e3)
-    decode = _grid(_read(folder, "attn_decode", ("batch_size", "kv_cache_size", "prediction")), "attn_decode")
+    decode = _read(folder, "attn_decode", ("batch_size", "kv_cache_size", "prediction"))
+    prefill = _read(folder, "attn_prefill", ("prefill_chunk_size_squared", "kv_cache_size", "prediction"))
+    prefill[:, 0] = np.rint(np.sqrt(prefill[:, 0]))
     return OperatorTable(
         num_layers=num_layers,
         tokens_s=tokens_ms * 1e-3,
-        decode_s=decode * 1e-3,
-        prefill_s=_prefill_grid(folder) * 1e-3,
+        decode_s=_grid(decode, "attn_decode") * 1e-3,
+        prefill_s=np.ascontiguousarray(_grid(prefill, "attn_prefill").T) * 1e-3,
         batching_overhead=batching_overhead,
     )
 
@@ -214,7 +210,7 @@ def _by_tokens(folder: Path, operator: str) -> Table:
 
 
 def _grid(rows: Table, operator: str) -> Table:
-    """Number of requests by cache size in units of 64; row 0 is no request."""
+    """Number of requests, or tokens of a chunk, by cache size in units of 64; row 0 is none."""
     sizes = rows[:, 1].astype(int)
     if np.any(sizes % KV_STEP):
         first = int(sizes[sizes % KV_STEP > 0][0])
@@ -225,41 +221,24 @@ def _grid(rows: Table, operator: str) -> Table:
     return grid
 
 
-def _prefill_grid(folder: Path) -> Table:
-    """Cache size in units of 64 by tokens of the chunk; column 0 is no chunk."""
-    columns = ("prefill_chunk_size_squared", "kv_cache_size", "prediction")
-    rows = _read(folder, "attn_prefill", columns)
-    rows[:, 0] = np.rint(np.sqrt(rows[:, 0]))
-    return np.ascontiguousarray(_grid(rows, "attn_prefill").T)
-
-
 def _read(folder: Path, operator: str, columns: tuple[str, ...]) -> Table:
     """The named columns of an operator's file, [rows, columns]."""
+    pa, pq = import_pyarrow()
     for suffix in SUFFIXES:
         file = folder / f"{operator}{suffix}"
         if file.is_file():
             try:
-                table = _parquet(file, columns) if suffix == ".parquet" else _csv(file, columns)
-            except (OSError, ValueError, KeyError, EOFError) as error:
+                if suffix == ".parquet":
+                    columns_read = pq.read_table(file, columns=list(columns))
+                else:
+                    from pyarrow import csv
+
+                    columns_read = csv.read_csv(file)  # also compressed
+                table = np.column_stack([columns_read[name].to_numpy() for name in columns]).astype(float)
+            except (pa.ArrowException, OSError, ValueError, KeyError) as error:
                 allowed = f"a table with columns {', '.join(columns)} ({error})"
                 raise InputError("profile", str(file), allowed) from error
             if len(table) and bool(np.isfinite(table).all()) and bool((table >= 0).all()):
                 return table
             raise InputError("profile", str(file), "rows of numbers >= 0")
     raise InputError("profile", str(folder / operator), "a file that ends in " + ", ".join(SUFFIXES))
-
-
-def _csv(file: Path, columns: tuple[str, ...]) -> Table:
-    opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rt", encoding="utf-8") as stream:
-        names = stream.readline().strip().split(",")
-        indices = [names.index(name) for name in columns]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # an empty table is reported by the caller
-            return np.loadtxt(stream, delimiter=",", usecols=indices, ndmin=2)
-
-
-def _parquet(file: Path, columns: tuple[str, ...]) -> Table:
-    _, pq = import_pyarrow()
-    table = pq.read_table(file, columns=list(columns))
-    return np.column_stack([table[name].to_numpy() for name in columns]).astype(float)

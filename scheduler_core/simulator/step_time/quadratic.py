@@ -8,22 +8,19 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.kv_cost import KVCost
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.step_time.base import StepWork, total_of
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuadraticStepTime:
+class QuadraticStepTime(KVCost):
     """prefill(n) = alpha_1 n^2 + alpha_2 n; a decode after c tokens takes gamma_1 c + gamma_2; copies beta per token.
 
-    | symbol | meaning | unit |
-    | --- | --- | --- |
-    | alpha_1, alpha_2 | time of a prefill token, growing with the prompt | s per token^2, s per token |
-    | gamma_1, gamma_2 | time of a decoded token, growing with its context | s per token^2, s per token |
-    | beta | time to copy the keys and values of a token | s per token |
-
-    Source: section 3.3, Eqs. 3 and 4; the constants are those of its code (Wenyueh/latency_optimization_with_priority_
-    constraints @ 6d232be), see `PRESETS`. The paper prints alpha_1 of the first setting as 1.466e-2; the code has e-09.
+    `KVCost` explains the constants. Source: section 3.3, Eqs. 3 and 4; the constants are those of its code
+    (Wenyueh/latency_optimization_with_priority_constraints @ 6d232be), see `PRESETS`. The paper prints alpha_1 of the first
+    setting as 1.466e-2; the code has e-09.
 
     The code has no cost of batching: a step takes as long as its longest member ("max"). "sum" is the other extreme,
     one after the other.
@@ -32,31 +29,18 @@ class QuadraticStepTime:
         InputError: A constant is negative or not finite, or a step could take no time.
     """
 
-    alpha_1: float = 1.46584975e-09
-    alpha_2: float = 1.0515576e-04
-    gamma_1: float = 5.91298857e-09
-    gamma_2: float = 1.195828e-02
-    beta: float = 1e-4
     batching: Literal["max", "sum"] = "max"
     """How the times of the members of a step make up its own: max (the longest), sum."""
 
     def __post_init__(self) -> None:
-        for name in ("alpha_1", "alpha_2", "gamma_1", "gamma_2", "beta"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InputError(name, value, "finite numbers >= 0")
-        if self.alpha_2 == 0 or self.gamma_2 == 0:
-            raise InputError("alpha_2, gamma_2", (self.alpha_2, self.gamma_2), "numbers > 0")
-        if self.batching not in ("max", "sum"):
-            raise InputError("batching", self.batching, "max, sum")
-
-    def _prefill_s(self, num_tokens: int) -> float:
-        return self.alpha_1 * num_tokens**2 + self.alpha_2 * num_tokens
+        KVCost.__post_init__(self)
+        check_ranges(self, alpha_2=(POSITIVE, FINITE), gamma_2=(POSITIVE, FINITE))
+        check_choice("batching", self.batching, ("max", "sum"))
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`. A chunk takes the time of the prompt up to its end, less that up to its start."""
         times = [
-            self._prefill_s(chunk.start_token + chunk.num_tokens) - self._prefill_s(chunk.start_token)
+            self.prefill_s(chunk.start_token + chunk.num_tokens) - self.prefill_s(chunk.start_token)
             for chunk in work.prefills
         ]
         times += [self.gamma_1 * context + self.gamma_2 for context in work.contexts]

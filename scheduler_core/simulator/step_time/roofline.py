@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.step_time.base import StepWork, total_of
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
 
@@ -59,38 +60,34 @@ class ModelSize:
         return 4 * self.num_layers * self.num_kv_heads * self.head
 
 
-_TERA, _GIGA = 1e12, 1e9
-
 GPUS: dict[str, Gpu] = {
-    "a100-40gb": Gpu(
-        flops=312 * _TERA, bytes_per_s=1555 * _GIGA, memory_bytes=40 * _GIGA,
-        source="NVIDIA A100 Tensor Core GPU data sheet, 40GB PCIe and SXM",
-    ),
-    "a100-80gb": Gpu(
-        flops=312 * _TERA, bytes_per_s=2039 * _GIGA, memory_bytes=80 * _GIGA,
-        source="NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM",
-    ),
+    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "NVIDIA A100 Tensor Core GPU data sheet, 40GB PCIe and SXM"),
+    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
     "h100-80gb": Gpu(
-        flops=989.4 * _TERA, bytes_per_s=3350 * _GIGA, memory_bytes=80 * _GIGA,
-        source="NVIDIA H100 Tensor Core GPU data sheet, SXM5; half of the 1,979 TFLOPS with sparsity",
+        989.4e12,
+        3350e9,
+        80e9,
+        "NVIDIA H100 Tensor Core GPU data sheet, SXM5; half of the 1,979 TFLOPS with sparsity",
     ),
     "h200-141gb": Gpu(
-        flops=989.4 * _TERA, bytes_per_s=4800 * _GIGA, memory_bytes=141 * _GIGA,
-        source="NVIDIA H200 Tensor Core GPU data sheet, SXM; half of the 1,979 TFLOPS with sparsity",
+        989.4e12,
+        4800e9,
+        141e9,
+        "NVIDIA H200 Tensor Core GPU data sheet, SXM; half of the 1,979 TFLOPS with sparsity",
     ),
     "a6000-48gb": Gpu(
-        flops=154.8 * _TERA, bytes_per_s=768 * _GIGA, memory_bytes=48 * _GIGA,
-        source="NVIDIA RTX A6000 data sheet; half of the 309.7 TFLOPS with sparsity",
+        154.8e12, 768e9, 48e9, "NVIDIA RTX A6000 data sheet; half of the 309.7 TFLOPS with sparsity"
     ),
     "rtx6000ada-48gb": Gpu(
-        flops=364.2 * _TERA, bytes_per_s=960 * _GIGA, memory_bytes=48 * _GIGA,
-        source="NVIDIA RTX 6000 Ada Generation data sheet; a quarter of the 1,457 TFLOPS in FP8 with sparsity",
+        364.2e12,
+        960e9,
+        48e9,
+        "NVIDIA RTX 6000 Ada Generation data sheet; a quarter of the 1,457 TFLOPS in FP8 with sparsity",
     ),
     "a5000-24gb": Gpu(
-        flops=111.1 * _TERA, bytes_per_s=768 * _GIGA, memory_bytes=24 * _GIGA,
-        source="NVIDIA RTX A5000 data sheet; half of the 222.2 TFLOPS with sparsity",
+        111.1e12, 768e9, 24e9, "NVIDIA RTX A5000 data sheet; half of the 222.2 TFLOPS with sparsity"
     ),
-}  # fmt: skip
+}
 
 
 MODELS: dict[str, ModelSize] = {
@@ -154,48 +151,39 @@ class RooflineStepTime:
     """Bandwidth to the host's memory; 25e9 is PCIe 4.0 x16."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise InputError("model", self.model, ", ".join(MODELS))
-        if self.gpu not in GPUS:
-            raise InputError("gpu", self.gpu, ", ".join(GPUS))
-        if self.tensor_parallel <= 0:
-            raise InputError("tensor_parallel", self.tensor_parallel, "integers > 0")
-        for name in ("compute_efficiency", "memory_efficiency"):
-            if not 0 < getattr(self, name) <= 1:
-                raise InputError(name, getattr(self, name), "numbers in (0, 1]")
-        for name in ("overhead_s", "collective_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "seconds >= 0")
-        for name in ("link_bytes_per_s", "host_bytes_per_s"):
-            if not getattr(self, name) > 0:
-                raise InputError(name, getattr(self, name), "numbers > 0")
+        check_choice("model", self.model, MODELS)
+        check_choice("gpu", self.gpu, GPUS)
+        check_ranges(
+            self,
+            tensor_parallel=(1, 2**31),
+            compute_efficiency=(POSITIVE, 1),
+            memory_efficiency=(POSITIVE, 1),
+            overhead_s=(0, FINITE),
+            collective_s=(0, FINITE),
+            link_bytes_per_s=(POSITIVE, math.inf),
+            host_bytes_per_s=(POSITIVE, math.inf),
+        )
 
     @property
     def size(self) -> ModelSize:
         return MODELS[self.model]
 
     @property
-    def device(self) -> Gpu:
-        return GPUS[self.gpu]
-
-    @property
     def _flops(self) -> float:
-        return self.device.flops * self.compute_efficiency * self.tensor_parallel
+        return GPUS[self.gpu].flops * self.compute_efficiency * self.tensor_parallel
 
     @property
     def _bytes_per_s(self) -> float:
-        return self.device.bytes_per_s * self.memory_efficiency * self.tensor_parallel
+        return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
-    def num_kv_blocks(self, kv_block_tokens: int = 16, memory_fraction: float = 0.9) -> int:
-        """Blocks of the KV cache that fit into the devices' memory together with the weights.
+    def num_kv_blocks(self) -> int:
+        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights.
 
         Raises:
             InputError: The weights do not fit.
         """
-        memory = self.device.memory_bytes * self.tensor_parallel * memory_fraction
-        blocks = int(
-            (memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * kv_block_tokens)
-        )
+        memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
+        blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
         if blocks <= 0:
             allowed = f"enough {self.gpu} for the weights of {self.model}"
             raise InputError("tensor_parallel", self.tensor_parallel, allowed)

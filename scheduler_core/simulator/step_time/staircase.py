@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
 
@@ -54,11 +54,7 @@ class StaircaseStepTime:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value, is_time = getattr(self, item.name), item.name.endswith("_s")
-            if is_time and not 0 <= value < math.inf:
-                raise InputError(item.name, value, "seconds >= 0")
-            if not is_time and value <= 0:
-                raise InputError(item.name, value, "integers > 0")
+            check_ranges(self, **{item.name: (0, FINITE) if item.name.endswith("_s") else (1, 2**31)})
         if self.base_s + self.linear_tile_s + self.per_token_s <= 0:
             raise InputError("base_s, linear_tile_s, per_token_s", 0.0, "one of them > 0")
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S
 
 FloatArray = NDArray[np.float64]
@@ -45,45 +46,34 @@ class Arrivals:
     1 / (1 - exp(-3)) = 1.052 times the nominal one). Unset: no limit."""
 
     def __post_init__(self) -> None:
-        if self.process not in PROCESSES:
-            raise InputError("process", self.process, ", ".join(PROCESSES))
-        if self.rate_rps is not None and not 0 < self.rate_rps < math.inf:
-            raise InputError("rate_rps", self.rate_rps, "numbers > 0")
-        for name, high in (("cv", 1000.0), ("period_s", MAX_TIME_S), ("gap_s", MAX_TIME_S)):
-            if not 1e-6 <= getattr(self, name) <= high:
-                raise InputError(name, getattr(self, name), f"numbers from 1e-06 to {high:g}")
-        if not 0 <= self.swing <= 1:
-            raise InputError("swing", self.swing, "numbers from 0 to 1")
-        if not 1 <= self.max_burst <= 1_000_000:
-            raise InputError("max_burst", self.max_burst, "integers from 1 to 1000000")
-        if self.max_gap_ratio is not None and not 0 < self.max_gap_ratio < math.inf:
-            raise InputError("max_gap_ratio", self.max_gap_ratio, "numbers > 0, or unset")
+        check_choice("process", self.process, PROCESSES)
+        check_ranges(
+            self,
+            rate_rps=(POSITIVE, FINITE),
+            cv=(1e-6, 1000.0),
+            period_s=(1e-6, MAX_TIME_S),
+            swing=(0.0, 1.0),
+            gap_s=(1e-6, MAX_TIME_S),
+            max_burst=(1, 1_000_000),
+            max_gap_ratio=(POSITIVE, FINITE),
+        )
 
     def times(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Arrival times in seconds, ascending; shape [num].
-
-        Raises:
-            InputError: The process is trace: its times stand in a file.
-        """
+        """Arrival times in seconds, ascending; shape [num]. Not of process trace, whose times stand in a file."""
         rate = 1.0 if self.rate_rps is None else self.rate_rps
         if self.process == "at_once":
             return np.zeros(num)
-        if self.process == "trace":
-            allowed = "a workload with lengths.file, whose arrivals are taken"
-            raise InputError("process", self.process, allowed)
         if self.process == "spikes":
             return self._spikes(num, rng)
         if self.process == "diurnal":
             return self._diurnal(np.cumsum(rng.exponential(1.0, num)) / rate)
-        gaps = rng.exponential(1.0, num) if self.process == "poisson" else self._gamma_gaps(num, rng)
+        if self.process == "poisson":
+            gaps = rng.exponential(1.0, num)
+        else:  # of mean 1 and coefficient of variation cv
+            gaps = rng.gamma(self.cv**-2, 1.0 / self.cv**-2, num)
         if self.max_gap_ratio is not None:
             gaps = np.minimum(gaps, self.max_gap_ratio)
         return np.asarray(np.cumsum(gaps) / rate)
-
-    def _gamma_gaps(self, num: int, rng: np.random.Generator) -> FloatArray:
-        """Gaps of mean 1: Gamma with shape 1/cv^2."""
-        shape = self.cv**-2
-        return rng.gamma(shape, 1.0 / shape, num)
 
     def _spikes(self, num: int, rng: np.random.Generator) -> FloatArray:
         gap_s = self.gap_s if self.rate_rps is None else self.max_burst / 2 / self.rate_rps

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
-from scheduler_core.simulator.tables import file_rows, parquet_file
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from scheduler_core.simulator.tables import file_rows
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 
 FloatArray = NDArray[np.float64]
@@ -53,11 +54,10 @@ class TokenDistribution:
     """buckets: their weights, in any unit."""
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError("kind", self.kind, ", ".join(KINDS))
+        check_choice("kind", self.kind, KINDS)
         if self.kind == "buckets":
-            ascends = all(a < b for a, b in pairwise(self.edges))
-            if len(self.edges) < 2 or not ascends or self.edges[0] < 1 or self.edges[-1] > MAX_TOKENS:
+            ascends = all(a < b for a, b in pairwise((0, *self.edges, MAX_TOKENS + 1)))
+            if len(self.edges) < 2 or not ascends:
                 allowed = f"ascending integers from 1 to {MAX_TOKENS}, at least two"
                 raise InputError("edges", self.edges, allowed)
             good = len(self.weights) == len(self.edges) - 1 and all(weight >= 0 for weight in self.weights)
@@ -69,11 +69,9 @@ class TokenDistribution:
             raise InputError("low, high", (self.low, self.high), allowed)
         if self.kind == "zipf" and self.high - self.low >= MAX_ZIPF_VALUES:
             raise InputError("high", self.high, f"less than low + {MAX_ZIPF_VALUES} for zipf")
-        for name in ("theta", "sigma", "nu"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "numbers > 0")
-        if not math.isfinite(self.mu):
-            raise InputError("mu", self.mu, "a finite number")
+        check_ranges(
+            self, mu=(-FINITE, FINITE), **dict.fromkeys(("theta", "sigma", "nu"), (POSITIVE, FINITE))
+        )
 
     def draw(self, num: int, rng: np.random.Generator) -> IntArray:
         """Numbers of tokens; shape [num]."""
@@ -135,10 +133,7 @@ class Lengths:
             raise InputError("lengths.total", "set", "unset together with prompt or output")
         if not 0 < self.prompt_fraction < 1:
             raise InputError("prompt_fraction", self.prompt_fraction, "numbers between 0 and 1")
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
-            raise InputError("max_tokens", self.max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset")
-        if self.max_total_tokens is not None and self.max_total_tokens < 2:
-            raise InputError("max_total_tokens", self.max_total_tokens, "integers > 1, or unset")
+        check_ranges(self, max_tokens=(1, MAX_TOKENS), max_total_tokens=(2, 2 * MAX_TOKENS))
 
     def draw(self, num: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
         """Prompt and output lengths from the distributions; two of shape [num]."""
@@ -177,19 +172,6 @@ class LengthRows:
         assert column is not None
         return int(column.shape[-1])
 
-    def arrivals(self) -> FloatArray:
-        """Arrival times from 0, ascending.
-
-        Raises:
-            InputError: The file has none, or they do not ascend.
-        """
-        if self.arrival_s is None:
-            raise InputError("lengths.file", self.source, "a file with arrival_s in all rows")
-        times = self.arrival_s - self.arrival_s[0]
-        if np.any(np.diff(times) < 0):
-            raise InputError("lengths.file", self.source, "a file in the order of arrival")
-        return np.asarray(times)
-
 
 def read_lengths(path: str) -> LengthRows:
     """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu and sigma (and nu, else
@@ -204,26 +186,32 @@ def read_lengths(path: str) -> LengthRows:
 
 @lru_cache(maxsize=8)
 def _read(file: Path, _modified_ns: int) -> LengthRows:
-    table, source = _columns(file), str(file)
-    prompt, output = (_tokens(file, table.get(name), name) for name in ("prompt_tokens", "output_tokens"))
+    source = str(file)
+    rows = [*file_rows(file, "lengths.file", _COLUMNS)]
+    table: dict[str, FloatArray] = {}
+    try:
+        for name in _COLUMNS:
+            if rows and name in rows[0]:
+                cells = [row[name] for row in rows]
+                table[name] = np.array([math.nan if cell in (None, "") else float(cell) for cell in cells])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise InputError("lengths.file", source, f"numbers in all rows ({error})") from error
+    if not table:
+        raise InputError("lengths.file", source, "a file with at least one row and a column of lengths")
     arrival = table.get("arrival_s")
-    if arrival is not None:
-        outside = arrival[~(np.abs(arrival) <= MAX_TIME_S)]
-        if not np.all(np.isnan(outside)):
+    if arrival is not None and not np.all(np.abs(arrival) <= MAX_TIME_S):
+        if not np.all(np.isnan(arrival[~(np.abs(arrival) <= MAX_TIME_S)])):
             raise InputError("lengths.file", source, f"arrival_s up to {MAX_TIME_S:g} in all rows")
-        arrival = None if len(outside) else arrival
-    parameters = _parameters(source, table) if output is None else None
-    return LengthRows(source, prompt, output, parameters, arrival)
-
-
-def _parameters(source: str, table: dict[str, FloatArray]) -> FloatArray:
+        arrival = None
+    prompt, output = (_tokens(file, table.get(name), name) for name in ("prompt_tokens", "output_tokens"))
+    if output is not None:
+        return LengthRows(source, prompt, output, None, arrival)
     if "mu" not in table or "sigma" not in table:
         raise InputError("lengths.file", source, "a file with a column output_tokens, or with mu and sigma")
-    nu = table.get("nu", np.full_like(table["mu"], 3.5))
-    parameters = np.stack([table["mu"], table["sigma"], nu])
+    parameters = np.stack([table["mu"], table["sigma"], table.get("nu", np.full(len(rows), 3.5))])
     if not np.all(np.isfinite(parameters)) or np.any(parameters[1:] <= 0):
         raise InputError("lengths.file", source, "finite mu, sigma and nu above 0 in all rows")
-    return parameters
+    return LengthRows(source, prompt, None, parameters, arrival)
 
 
 def _tokens(file: Path, column: FloatArray | None, name: str) -> IntArray | None:
@@ -234,25 +222,3 @@ def _tokens(file: Path, column: FloatArray | None, name: str) -> IntArray | None
         location = f"{file.name} row {wrong[0] + 1} column {name}"
         raise InputError(location, float(column[wrong[0]]), f"integers from 1 to {MAX_TOKENS}")
     return column.astype(np.int64)
-
-
-def _columns(file: Path) -> dict[str, FloatArray]:
-    """The columns of interest as numbers; empty cells are NaN."""
-    if file.suffix == ".parquet":
-        with parquet_file(file, "lengths.file") as parquet:
-            names = [name for name in parquet.schema_arrow.names if name in _COLUMNS]
-            table = parquet.read(columns=names)
-            columns = {name: np.asarray(table[name].cast("float64").to_numpy(), float) for name in names}
-    else:
-        rows = list(file_rows(file, "lengths.file", _COLUMNS))
-        names = [name for name in _COLUMNS if rows and name in rows[0]]
-        try:
-            columns = {
-                name: np.array([math.nan if row[name] in (None, "") else float(row[name]) for row in rows])
-                for name in names
-            }
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise InputError("lengths.file", str(file), f"numbers in all rows ({error})") from error
-    if not columns or not len(next(iter(columns.values()))):
-        raise InputError("lengths.file", str(file), "a file with at least one row and a column of lengths")
-    return columns

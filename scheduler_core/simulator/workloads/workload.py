@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,8 +11,9 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
+from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.request import MAX_TIERS
-from scheduler_core.simulator.trace import MAX_TIME_S, Trace, TraceRequest
+from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate, check_rate
 from scheduler_core.simulator.workloads.lengths import (
     IntArray,
@@ -30,6 +30,8 @@ MAX_REQUESTS = 100_000_000
 #: Longest output drawn from a fitted distribution when the workload sets no max_tokens.
 MAX_DRAWN_TOKENS = 32_768
 
+#: Fields of a class that all of its requests have.
+_CLASS_FIELDS = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
 MIXES = ("uniform", "gaussian", "gaussian_released", "enterprise")
 _ENTERPRISE = {
     1: (1.0,),
@@ -50,6 +52,7 @@ def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
     - enterprise: its code's fractions for K = 3, 4, 5; beyond that 10 % for the first tier, 70 % over the middle ones, 20 %
       for the last, as the paper says in words.
     """
+    check_choice("mix", mix, MIXES)
     if not 1 <= num_tiers <= MAX_TIERS:
         raise InputError("num_tiers", num_tiers, f"integers from 1 to {MAX_TIERS}")
     distance = np.arange(num_tiers) - (num_tiers - 1) / 2
@@ -60,12 +63,9 @@ def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
     elif mix == "gaussian_released":
         fixed = _GAUSSIAN_RELEASED.get(num_tiers)
         weights = np.exp(-2 * distance**2 / num_tiers) if fixed is None else np.array(fixed)
-    elif mix == "enterprise":
-        fixed = _ENTERPRISE.get(num_tiers)
-        middle = (0.70 / (num_tiers - 2),) * (num_tiers - 2) if num_tiers > 2 else ()
-        weights = np.array((0.10, *middle, 0.20) if fixed is None else fixed)
     else:
-        raise InputError("tier_mix", mix, ", ".join(MIXES))
+        middle = (0.70 / max(1, num_tiers - 2),) * (num_tiers - 2)
+        weights = np.array(_ENTERPRISE.get(num_tiers, (0.10, *middle, 0.20)))
     return np.asarray(weights / weights.sum())
 
 
@@ -93,27 +93,7 @@ class RequestClass:
     """Its own lengths. Unset: the workload's."""
 
     def __post_init__(self) -> None:
-        if not self.weight > 0:
-            raise InputError("weight", self.weight, "numbers > 0")
-
-    def request_fields(self) -> dict[str, Any]:
-        """Fields of `TraceRequest` that its requests have in common."""
-        names = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
-        return {name: getattr(self, name) for name in names}
-
-
-def paying_and_free(paying_fraction: float) -> tuple[RequestClass, ...]:
-    """SLAI's two classes: targets of 0.1 s between tokens for paying users, 0.5 s for free ones (section 7).
-
-    Raises:
-        InputError: The fraction is not between 0 and 1.
-    """
-    if not 0 < paying_fraction < 1:
-        raise InputError("paying_fraction", paying_fraction, "numbers between 0 and 1")
-    return (
-        RequestClass(weight=paying_fraction, tenant="paying", tier=0, tbt_slo_s=0.1),
-        RequestClass(weight=1 - paying_fraction, tenant="free", tier=1, tbt_slo_s=0.5),
-    )
+        check_ranges(self, weight=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +124,13 @@ class Sessions:
     """A conversation ends before a turn whose prompt (all previous turns and the new text) would be longer."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.mean_turns < math.inf:
-            raise InputError("mean_turns", self.mean_turns, "numbers >= 1")
-        if self.max_turns < 1:
-            raise InputError("max_turns", self.max_turns, "integers > 0")
-        if not 0 <= self.mean_think_time_s <= MAX_TIME_S:
-            raise InputError("mean_think_time_s", self.mean_think_time_s, f"seconds from 0 to {MAX_TIME_S:g}")
-        if self.max_prompt_tokens < 1:
-            raise InputError("max_prompt_tokens", self.max_prompt_tokens, "integers > 0")
+        check_ranges(
+            self,
+            mean_turns=(1.0, FINITE),
+            max_turns=(1, MAX_REQUESTS),
+            mean_think_time_s=(0, MAX_TIME_S),
+            max_prompt_tokens=(1, MAX_TOKENS),
+        )
 
     def conversations(self, rows: list[TraceRequest], rng: np.random.Generator) -> list[TraceRequest]:
         """Turns, conversation by conversation, until all rows are used.
@@ -182,11 +161,10 @@ class Sessions:
                 break
             think_s = float(rng.exponential(self.mean_think_time_s)) if turn else None
             arrival_s += think_s or 0.0
-            row = replace(
-                row, arrival_s=arrival_s, prompt_tokens=prompt, prefix_tokens=prefix, session_id=name
-            )
-            row = replace(row, turn=turn, think_time_s=think_s)
-            turns.append(replace(row, tier=first.tier, tenant=first.tenant, priority=first.priority))
+            turns.append(replace(
+                row, arrival_s=arrival_s, prompt_tokens=prompt, prefix_tokens=prefix, session_id=name, turn=turn,
+                think_time_s=think_s, tier=first.tier, tenant=first.tenant, priority=first.priority,
+            ))  # fmt: skip
             prefix = prompt + row.output_tokens
         return turns
 
@@ -220,8 +198,7 @@ class Workload:
     """Conversations of several turns; rate_rps then counts conversations. Unset: all requests are independent."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_requests <= MAX_REQUESTS:
-            raise InputError("num_requests", self.num_requests, f"integers from 1 to {MAX_REQUESTS}")
+        check_ranges(self, num_requests=(1, MAX_REQUESTS))
         if self.arrivals.rate_rps is not None:
             check_rate("rate_rps", self.arrivals.rate_rps, self.num_requests)
         if self.arrivals.process == "trace" and self.lengths.file is None:
@@ -237,8 +214,13 @@ class Workload:
         """
         seeds = np.random.SeedSequence(seed).spawn(4)
         arrival_rng, length_rng, class_rng, session_rng = [np.random.default_rng(one) for one in seeds]
-        classes = self._class_indices(class_rng)
-        values = self._request_values(classes, self._tiers(class_rng), length_rng)
+        classes, tiers = np.zeros(self.num_requests, np.int64), np.full(self.num_requests, 2)
+        if self.classes:
+            classes = _choices([one.weight for one in self.classes], self.num_requests, class_rng)
+        if self.tiers is not None:
+            weights = tier_weights(self.tiers.mix, self.tiers.num_tiers)
+            tiers = _choices(weights, self.num_requests, class_rng)
+        values = self._request_values(classes, tiers, length_rng)
         times = self._times(arrival_rng)
         rows = [TraceRequest(arrival_s=float(time), **one) for one, time in zip(values, times, strict=True)]
         if self.sessions is not None:
@@ -246,23 +228,15 @@ class Workload:
         rows.sort(key=lambda row: row.arrival_s)
         return Trace(tuple(rows), source=f"workload, seed {seed}")
 
-    def _class_indices(self, rng: np.random.Generator) -> IntArray:
-        if not self.classes:
-            return np.zeros(self.num_requests, np.int64)
-        weights = np.array([one.weight for one in self.classes])
-        return np.asarray(rng.choice(len(weights), self.num_requests, p=weights / weights.sum()))
-
-    def _tiers(self, rng: np.random.Generator) -> IntArray:
-        if self.tiers is None:
-            return np.full(self.num_requests, 2)
-        weights = tier_weights(self.tiers.mix, self.tiers.num_tiers)
-        return np.asarray(rng.choice(len(weights), self.num_requests, p=weights))
-
     def _times(self, rng: np.random.Generator) -> FloatArray:
         if self.arrivals.process != "trace":
             return self.arrivals.times(self.num_requests, rng)
         assert self.lengths.file is not None
-        times = read_lengths(self.lengths.file).arrivals()
+        rows = read_lengths(self.lengths.file)
+        if rows.arrival_s is None or np.any(np.diff(rows.arrival_s) < 0):
+            allowed = "a file with arrival_s in all rows, in the order of arrival"
+            raise InputError("lengths.file", rows.source, allowed)
+        times = rows.arrival_s - rows.arrival_s[0]
         if self.num_requests > len(times):
             raise InputError("num_requests", self.num_requests, f"at most {len(times)}, the rows of the file")
         times = times[: self.num_requests]
@@ -287,9 +261,15 @@ class Workload:
                     max_tokens=max_tokens,
                     prediction=predictions[position] if predictions else None,
                     tier=int(tiers[member]) if one.tier is None else one.tier,
-                    **one.request_fields(),
+                    **{name: getattr(one, name) for name in _CLASS_FIELDS},
                 )
         return values
+
+
+def _choices(weights: Sequence[float] | FloatArray, num: int, rng: np.random.Generator) -> IntArray:
+    """Indices [num], each with a probability in proportion to its weight."""
+    fractions = np.asarray(weights) / np.sum(weights)
+    return np.asarray(rng.choice(len(fractions), num, p=fractions))
 
 
 def _draw(
