@@ -8,5 +8,5 @@
 | route | `engines`: the order as the engine understands it |
 | relay | `relay`, `responses` |
 | log | `feedback`, `feedback_log`, `metrics` |
-| all of it | `completions` for one request, `server` for its ports |
+| all of it, and the ports | `server` |
 """

@@ -47,11 +47,9 @@ class ClientRules:
         text = headers.get(config.tier_header)
         if text is None:
             return config.default_tier
-        allowed = f"integers from {config.most_urgent_tier} to {len(LEVELS) - 1}"
-        if not (text.isascii() and text.isdigit() and len(text) < 4):
-            raise InputError(config.tier_header, text, allowed)
-        if not config.most_urgent_tier <= int(text) < len(LEVELS):
-            raise InputError(config.tier_header, int(text), allowed)
+        levels = range(config.most_urgent_tier, len(LEVELS))
+        if text not in map(str, levels):
+            raise InputError(config.tier_header, text, f"integers from {levels[0]} to {levels[-1]}")
         return int(text)
 
     def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
@@ -61,11 +59,10 @@ class ClientRules:
             InputError: A value is not UTF-8, or the tenant's or the tier's header is repeated.
         """
         for name, value in headers.items():
-            if not value.isascii():
-                try:
-                    value.encode()
-                except UnicodeEncodeError:
-                    raise InputError(name, "other bytes", "UTF-8") from None
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InputError(name, "other bytes", "UTF-8") from None
         for name in (self._config.tenant_header, self._config.tier_header):
             values = headers.getall(name, ())
             if len(values) > 1:
@@ -112,13 +109,12 @@ def _with(node: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict
     return {**node, name: _with(node.get(name, {}), tuple(rest), value) if rest else value}
 
 
-def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> Mapping[str, Any]:
-    """The object without a member, whatever the case of its name; itself where it has none."""
+def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The object without a member, whatever the case of its name."""
     others: dict[str, Any] = {}
     for name, value in node.items():
         if name.casefold() != path[0]:
             others[name] = value
         elif len(path) > 1:
             others[name] = _without(value, path[1:]) if isinstance(value, dict) else value
-    unchanged = len(others) == len(node) and all(others[name] is node[name] for name in others)
-    return node if unchanged else others
+    return others

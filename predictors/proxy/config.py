@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.urgency import LEVELS
 
 PromptText = Literal["last", "conversation"]
+#: Least and greatest value of options.
+RANGES: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("release", "max_waiting", "max_num_seqs", "max_in_flight"), (1, INTEGERS)),
+    **dict.fromkeys(("resolution", "connect_timeout_s", "idle_timeout_s"), (POSITIVE, FINITE)),
+    **dict.fromkeys(("aging_per_s", "drain_delay_s", "drain_timeout_s"), (0.0, FINITE)),
+    **dict.fromkeys(("warm_up_s", "request_timeout_s"), (POSITIVE, 3600)),
+    **dict.fromkeys(("default_tier", "most_urgent_tier"), (0, len(LEVELS) - 1)),
+    **dict.fromkeys(("port", "admin_port"), (0, 65535)),
+    "deadline_s": (POSITIVE, 60),
+    "max_body_mib": (1, 1024),
+    "default_max_tokens": (1, 2**31 - 1),
+    "feedback_segment_mib": (1, 2**20),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +40,7 @@ class ProxyConfig:
     predictor: str | None = None
     """grpc://HOST:PORT of serve-predictor, or an artifact folder to run in this process; default: none."""
     policy: str = "tie"
-    """Order of the requests; any policy of `simulate`, or package.module:Class."""
+    """Order of the requests: a policy of `simulate` that leaves memory and batches to the engine, or package.module:Class."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Overrides of the policy's parameters."""
     aging_per_s: float = 0.0
@@ -118,36 +131,10 @@ class ProxyConfig:
             )
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
-        for name in ("release", "max_waiting", "max_num_seqs", "max_in_flight"):
-            if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "an integer >= 1")
-        for name in ("resolution", "connect_timeout_s", "idle_timeout_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "a finite number > 0")
-        for name in ("aging_per_s", "drain_delay_s", "drain_timeout_s"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(name, getattr(self, name), "a finite number >= 0")
-        for name, high in (("deadline_s", 60), ("warm_up_s", 3600), ("request_timeout_s", 3600)):
-            if not 0 < getattr(self, name) <= high:
-                raise InputError(name, getattr(self, name), f"seconds in (0, {high}]")
-        for name, low, high in (
-            ("max_body_mib", 1, 1024),
-            ("default_max_tokens", 1, 2**31 - 1),
-            ("feedback_segment_mib", 1, 2**20),
-            ("default_tier", 0, len(LEVELS) - 1),
-            ("most_urgent_tier", 0, len(LEVELS) - 1),
-            ("port", 0, 65535),
-            ("admin_port", 0, 65535),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise InputError(name, value, f"{low} to {high}")
+        check_ranges(self, **RANGES)
         lowest, highest = self.lowest_priority, self.highest_priority
         if lowest is not None and highest is not None and lowest > highest:
             raise InputError("lowest_priority", lowest, f"at most highest_priority ({highest})")
-        self._check_levels()
-
-    def _check_levels(self) -> None:
         for name in ("slo_ttft_ms", "slo_tpot_ms", "objectives"):
             values = getattr(self, name)
             if len(values) not in (0, len(LEVELS)):
@@ -158,11 +145,6 @@ class ProxyConfig:
         for name in self.objectives:
             if not name.isascii() or not name.isprintable() or not name.strip():
                 raise InputError("objectives", name, "names of printable ASCII characters")
-
-    @property
-    def max_body_bytes(self) -> int:
-        """Largest body of a request."""
-        return self.max_body_mib * 2**20
 
 
 def _is_http_url(url: str) -> bool:

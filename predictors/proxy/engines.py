@@ -1,18 +1,8 @@
 """The order as each engine understands it: members of the body, or headers, that are added to a request.
 
-| engine | hint | sooner is | range |
-|---|---|---|---|
-| vllm | body: `priority` | the lower number, then arrival | 64 bits |
-| sglang | body: `priority` | the higher number | 64 bits |
-| dynamo | body: `nvext.agent_hints` (`osl`, expected output tokens, u32; `priority`) | the higher number | 32 bits |
-| llm-d | headers: SLOs, objective, fairness id | | |
-| none | nothing: the proxy holds the queue | | |
-
-vLLM refuses any priority but 0 unless it runs with `--scheduling-policy priority`. SGLang needs
-`--enable-priority-scheduling`, and `--schedule-low-priority-values-first` must be off, which is its default; it preempts
-running requests when a number is higher by `--priority-scheduling-preemption-threshold` (10), which the fine numbers here
-nearly always are: run it with `--disable-priority-preemption`. Dynamo's 32 bits last 24 days for `fcfs` (seconds since
-2026 in thousandths): a lower resolution lasts longer. None of the engines ages priorities: that is in the key.
+docs/proxy.md has the hints of each engine and the options it has to be started with. Dynamo's 32 bits last 24 days for
+`fcfs` (seconds since 2026 in thousandths): a lower resolution lasts longer. None of the engines ages priorities: that is in
+the key.
 """
 
 from __future__ import annotations
@@ -36,11 +26,7 @@ CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
     ("parameters", "priority"),
     ("nvext", "agent_hints"),
 )
-CLIENT_PRIORITIES: tuple[tuple[str, ...], ...] = (
-    ("priority",),
-    ("parameters", "priority"),
-    ("nvext", "agent_hints", "priority"),
-)
+CLIENT_PRIORITIES = (*CLIENT_MEMBERS[:2], (*CLIENT_MEMBERS[2], "priority"))
 CLIENT_HEADERS = (
     *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
     *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),

@@ -8,6 +8,9 @@ from aiohttp import web
 
 from scheduler_core.errors import InputError, TailcastError
 
+#: `type` of the API's error by HTTP status; of all others it is invalid_request_error.
+TYPES = {429: "rate_limit_exceeded", 502: "server_error", 504: "server_error"}
+
 
 class EngineLostError(TailcastError):
     """The engine's response broke off."""
@@ -16,33 +19,24 @@ class EngineLostError(TailcastError):
 class Refusal(TailcastError):
     """A request that gets an error instead of the engine's response: HTTP status, and fields of the API's error."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
+    def __init__(self, status: int, message: str, code: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.kind, self.param, self.code = status, kind, param, code
-        self.retry_after_s = retry_after_s
+        self.status, self.code, self.param = status, code, param
 
     @classmethod
     def of(cls, error: InputError) -> Refusal:
         """400 for a field of the request."""
-        return cls(400, str(error), param=error.field, code="invalid_value")
+        return cls(400, str(error), "invalid_value", error.field)
 
     def response(self, *, closes: bool) -> web.Response:
         """The response to the client; `closes` the connection where the request has not been read to its end."""
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        text = json.dumps({"error": error})
+        kind = TYPES.get(self.status, "invalid_request_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         response = web.Response(
-            status=self.status, text=text, content_type="application/json", headers=headers
+            status=self.status, text=json.dumps({"error": error}), content_type="application/json"
         )
+        if self.status == 429:
+            response.headers["Retry-After"] = "1"
         if closes:
             response.force_close()
         return response
@@ -50,16 +44,9 @@ class Refusal(TailcastError):
 
 def bad_body(reason: str) -> Refusal:
     """400 for a body that cannot be read as the engine reads it."""
-    return Refusal(400, f"the body is {reason}", param="body", code="invalid_value")
-
-
-def too_many(message: str, code: str) -> Refusal:
-    """429."""
-    return Refusal(429, message, kind="rate_limit_exceeded", code=code, retry_after_s=1)
+    return Refusal(400, f"the body is {reason}", "invalid_value", "body")
 
 
 def engine_failed(reason: str, *, late: bool = False) -> Refusal:
     """502, or 504 where the engine did not respond in time."""
-    return Refusal(
-        504 if late else 502, f"the engine {reason}", kind="server_error", code="engine_unavailable"
-    )
+    return Refusal(504 if late else 502, f"the engine {reason}", "engine_unavailable")

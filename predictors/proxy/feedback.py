@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from predictors.proxy.config import ProxyConfig
@@ -24,6 +24,8 @@ COMPLETE = frozenset({"stop", "tool_calls", "function_call", "eos", "stop_sequen
 CENSORED = frozenset({"length", "max_tokens", "abort"})
 #: Queries to the shadow predictor in flight; further ones are skipped.
 MAX_SHADOWS = 64
+#: Time for a response of the shadow predictor.
+SHADOW_DEADLINE_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,6 +40,7 @@ class Exchange:
 
     parsed: ParsedRequest
     request: Request
+    query: PredictionRequest
     started_s: float
     waited_s: float = 0.0
     forecast: Forecast | None = None
@@ -47,54 +50,62 @@ class Exchange:
 
 
 class Recorder:
-    """Writes records of finished completions; never waits, never fails a request.
+    """Writes records of finished completions, if there is a folder for them; never waits, never fails a request.
 
     Raises:
         InputError: The folder cannot be written to, or `served_tokenizer` is not a tokenizer.
     """
 
-    def __init__(self, config: ProxyConfig, metrics: ProxyMetrics, shadow: Forecaster | None) -> None:
-        assert config.feedback is not None
+    def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.counter = OutputCounter(config.served_tokenizer)
+        self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
+        self._has_shadow = config.shadow_predictor is not None
         self._requests_usage = config.feedback_usage
         self._stores_prompts = config.feedback_prompts == "stored"
-        self._metrics, self._shadow = metrics, shadow
+        self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
-        self._log = FeedbackLog(
-            config.feedback,
-            segment_bytes=config.feedback_segment_mib * 2**20,
-            on_outcome=lambda outcome: metrics.records.labels(outcome).inc(),
-        )
+        self._log: FeedbackLog | None = None
+        if config.feedback is not None:
+            self._log = FeedbackLog(
+                config.feedback,
+                segment_bytes=config.feedback_segment_mib * 2**20,
+                on_outcome=lambda outcome: metrics.records.labels(outcome).inc(),
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether records are written."""
+        return self._log is not None
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
-        options = parsed.content.get("stream_options")
-        needs_usage = parsed.is_completion and parsed.stream and not parsed.include_usage
-        return (
-            self._requests_usage
-            and needs_usage
-            and isinstance(options, dict | None)
-            and parsed.num_choices == 1
+        wants = (
+            self.is_on
+            and self._requests_usage
+            and parsed.is_completion
+            and parsed.stream
+            and not parsed.include_usage
         )
+        is_readable = isinstance(parsed.content.get("stream_options"), dict | None)
+        return wants and is_readable and parsed.num_choices == 1
 
-    def start_shadow(self, exchange: Exchange, query: PredictionRequest) -> None:
-        """Queries the shadow predictor without delaying the request."""
-        if self._shadow is None:
+    def start_shadow(self, exchange: Exchange) -> None:
+        """Queries the shadow predictor, if there is one, without delaying the request."""
+        if not self._has_shadow:
             return
         if len(self._shadows) >= MAX_SHADOWS:
             self._metrics.shadows.labels("skipped").inc()
             return
-        exchange.shadow = asyncio.create_task(self._shadow.forecast(query))
+        exchange.shadow = asyncio.create_task(self.shadow.forecast(exchange.query))
         self._shadows.add(exchange.shadow)
         exchange.shadow.add_done_callback(self._shadows.discard)
 
     def finish(self, exchange: Exchange) -> None:
         """A completion has ended; its record is written as soon as all of it is known."""
+        is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.num_choices == 1
         stats = exchange.stats
-        if stats is None or exchange.parsed.num_choices != 1:
-            return
-        if exchange.end in ("complete", "client_gone"):
+        if self.is_on and is_output and stats is not None:
             task = asyncio.create_task(self._write(exchange, stats, time.perf_counter()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -104,20 +115,23 @@ class Recorder:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for task in self._shadows:
             task.cancel()
-        await asyncio.to_thread(self._log.close)
+        if self._log is not None:
+            await asyncio.to_thread(self._log.close)
+        await self.shadow.close()
 
     async def _write(self, exchange: Exchange, stats: ResponseStats, ended_s: float) -> None:
         shadow = None if exchange.shadow is None else await exchange.shadow
         if shadow is not None:
             self._metrics.shadows.labels(shadow.outcome).inc()
-        if self.counter.needs_text and stats.output_tokens is None:
-            length = await asyncio.to_thread(self.counter.count, stats)
-        else:
-            length = self.counter.count(stats)
+        count = self.counter.count
+        is_slow = self.counter.needs_text and stats.output_tokens is None
+        length = await asyncio.to_thread(count, stats) if is_slow else count(stats)
         if length is None:
             return
-        self._metrics.counts.labels(length.counted_by).inc()
+        output_tokens, counted_by = length
+        self._metrics.counts.labels(counted_by).inc()
         parsed, request = exchange.parsed, exchange.request
+        text = parsed.prompt or ""
         reason = stats.finish_reason if exchange.end == "complete" else "abort"
         record: dict[str, Any] = {
             "format": FORMAT,
@@ -129,47 +143,27 @@ class Recorder:
             "max_tokens": parsed.max_tokens,
             "temperature": parsed.temperature,
             "top_p": parsed.top_p,
-            "output_tokens": length.output_tokens,
-            "counted_by": length.counted_by,
+            "output_tokens": output_tokens,
+            "counted_by": counted_by,
             "finish_reason": reason,
-            "finished": finished(reason),
+            "finished": True if reason in COMPLETE else False if reason in CENSORED else None,
             "prompt_tokens": stats.prompt_tokens,
             "waited_s": exchange.waited_s,
             "ttft_s": None if stats.first_s is None else stats.first_s - exchange.started_s,
             "total_s": ended_s - exchange.started_s,
+            "prompt_sha256": hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest(),
         }
-        record |= self._prompt(parsed)
+        if self._stores_prompts:
+            record["prompt"] = text
+            if parsed.messages is not None:
+                record["messages"] = [{"role": role, "content": text} for role, text in parsed.messages]
         record |= _length_fields(None if exchange.forecast is None else exchange.forecast.prediction)
         if shadow is not None:
             record["shadow"] = _length_fields(shadow.prediction) or None
+        assert self._log is not None
         self._log.put(record)
-
-    def _prompt(self, parsed: ParsedRequest) -> dict[str, Any]:
-        """The prompt, or its hash, by which repeated prompts are found."""
-        text = parsed.prompt or ""
-        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-        fields: dict[str, Any] = {"prompt_sha256": digest}
-        if self._stores_prompts:
-            fields["prompt"] = text
-            if parsed.messages is not None:
-                fields["messages"] = [{"role": role, "content": text} for role, text in parsed.messages]
-        return fields
-
-
-def finished(reason: str) -> bool | None:
-    """Whether an output ended by itself; None where its finish reason does not tell."""
-    return True if reason in COMPLETE else False if reason in CENSORED else None
 
 
 def _length_fields(prediction: Prediction | None) -> dict[str, Any]:
     """The predicted length as `evaluate-stream` reads it; empty without one."""
-    length = None if prediction is None else prediction.length
-    if length is None:
-        return {}
-    return {
-        "mu": length.mu,
-        "sigma": length.sigma,
-        "nu": length.nu,
-        "artifact_id": length.artifact_id,
-        "artifact_version": length.artifact_version,
-    }
+    return {} if prediction is None or prediction.length is None else asdict(prediction.length)

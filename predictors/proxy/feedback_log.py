@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import logging
 import os
@@ -65,13 +66,14 @@ class FeedbackLog:
         self._retry_s = retry_s
         self._queue: queue.Queue[bytes | None] = queue.Queue()
         self._closed = threading.Event()
-        # Records taken from the queue and not yet confirmed; the first `_num_written` of them are in the segment.
+        #: Taken from the queue, and not yet confirmed.
         self._lines: list[bytes] = []
-        self._num_written = 0
-        self._segment: _Segment | None = None
+        #: The segment, and its size as far as it is confirmed.
+        self._file = -1
+        self._path, self._size = self._folder, 0
         self._number = 0
         try:
-            self._segment = self._new_segment()
+            self._open_segment()
         except OSError as error:
             raise InputError("feedback", str(folder), f"a folder to write to ({error.strerror})") from error
         self._thread = threading.Thread(target=self._run, name="tailcast-feedback", daemon=True)
@@ -131,92 +133,65 @@ class FeedbackLog:
             return True
 
     def _write(self) -> None:
-        """Writes all lines and confirms them."""
-        while self._num_written < len(self._lines):
-            if self._segment is not None and self._segment.size >= self._segment_bytes:
-                self._confirm()
+        """Writes all lines and confirms them.
+
+        Raises:
+            OSError: Some are not on the disk: they are still in `_lines`.
+        """
+        while self._lines:
+            if self._size >= self._segment_bytes:
                 self._close_segment()
-            if self._segment is None:
-                self._segment = self._new_segment()
+            if self._file < 0:
+                self._open_segment()
+            sizes = itertools.accumulate(map(len, self._lines), initial=self._size)
+            count = sum(size < self._segment_bytes for size in sizes)
+            data = b"".join(self._lines[:count])
+            num_written, failure = 0, None
             try:
-                self._segment.append(self._lines[self._num_written])
-            except OSError:
-                self._confirm()  # a full disk has taken the lines before
-                raise
-            self._num_written += 1
-        self._confirm()
+                while num_written < len(data):
+                    num_written += os.write(self._file, data[num_written:])
+            except OSError as error:
+                failure = error
+                num_written = data.rfind(b"\n", 0, num_written) + 1  # a full disk has taken the lines before
+                os.ftruncate(self._file, self._size + num_written)
+            self._confirm(data[:num_written])
+            if failure is not None:
+                raise failure
 
-    def _confirm(self) -> None:
-        """Counts the lines in the segment, once they are on the disk."""
-        if not self._num_written:
+    def _confirm(self, data: bytes) -> None:
+        """Forces the first lines to the disk and counts them, if their file still has its name."""
+        if not data:
             return
-        assert self._segment is not None
-        self._segment.confirm()
-        for _ in range(self._num_written):
+        os.fsync(self._file)
+        if not self._size:
+            _sync_folder(self._folder)
+        if not os.path.samestat(os.stat(self._path), os.fstat(self._file)):
+            raise FileNotFoundError(errno.ENOENT, "a feedback segment was replaced", str(self._path))
+        self._size += len(data)
+        num_lines = data.count(b"\n")
+        del self._lines[:num_lines]
+        for _ in range(num_lines):
             self._on_outcome("written")
-        del self._lines[: self._num_written]
-        self._num_written = 0
 
-    def _close_segment(self) -> None:
-        """Closes the segment; unconfirmed lines go to the next one."""
-        self._num_written = 0
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
-
-    def _new_segment(self) -> _Segment:
+    def _open_segment(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         moment = datetime.now(UTC).strftime("%Y%m%dT%H%M%S%f")
         self._number += 1
-        name = f"feedback-{moment}-{os.getpid()}-{self._number:06d}.jsonl"
-        return _Segment(self._folder / name)
+        self._path = self._folder / f"feedback-{moment}-{os.getpid()}-{self._number:06d}.jsonl"
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
 
-
-class _Segment:
-    """An open file of lines, of which the first ones are confirmed."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        self.size = self._confirmed_size = 0
-
-    def append(self, line: bytes) -> None:
-        """Writes a line.
-
-        Raises:
-            OSError: It is not in the file.
-        """
-        rest = memoryview(line)
-        try:
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except OSError:
-            os.ftruncate(self._descriptor, self.size)
-            raise
-        self.size += len(line)
-
-    def confirm(self) -> None:
-        """Forces all lines to the disk.
-
-        Raises:
-            OSError: The disk does not take them, or the file no longer has its name.
-        """
-        os.fsync(self._descriptor)
-        if not self._confirmed_size:
-            _sync_folder(self._path.parent)
-        if not os.path.samestat(os.stat(self._path), os.fstat(self._descriptor)):
-            raise FileNotFoundError(errno.ENOENT, "a feedback segment was replaced", str(self._path))
-        self._confirmed_size = self.size
-
-    def close(self) -> None:
-        """Removes lines that are not confirmed, and the file if there are no others."""
+    def _close_segment(self) -> None:
+        """Removes what is not confirmed of the segment, and the file if there is nothing else; lines go to the next one."""
+        if self._file < 0:
+            return
         with contextlib.suppress(OSError):
-            os.ftruncate(self._descriptor, self._confirmed_size)
+            os.ftruncate(self._file, self._size)
         with contextlib.suppress(OSError):
-            os.close(self._descriptor)
-        if not self._confirmed_size:
+            os.close(self._file)
+        if not self._size:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+        self._file, self._size = -1, 0
 
 
 def _sync_folder(folder: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from predictors.service.metrics import SECONDS
-from scheduler_core.errors import MissingExtraError
 
 #: Up to responses of minutes.
 LONG_SECONDS = (*SECONDS, 25.0, 50.0, 100.0, 250.0, 500.0)
@@ -17,10 +16,6 @@ class ProxyMetrics:
     """Counters, gauges and histograms; all names begin with tailcast_proxy_."""
 
     def __init__(self) -> None:
-        try:
-            from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-        except ImportError as error:
-            raise MissingExtraError("prometheus-client", "serve") from error
         self.registry = registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -45,22 +40,3 @@ class ProxyMetrics:
         self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
         self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
         self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)
-        self._gauges = {
-            name: Gauge(f"tailcast_proxy_{name}", text, registry=registry)
-            for name, text in (
-                ("in_flight", "Requests in flight."),
-                ("waiting", "Requests in the proxy's own queue."),
-                ("released", "Requests the queue has let through."),
-            )
-        }
-
-    def watch(self, name: str, value: Callable[[], float]) -> None:
-        """The gauge `in_flight`, `waiting` or `released` has what `value` returns."""
-        self._gauges[name].set_function(value)
-
-    def exposition(self) -> bytes:
-        """All numbers in Prometheus' text format."""
-        from prometheus_client import generate_latest
-
-        text: bytes = generate_latest(self.registry)
-        return text

@@ -118,10 +118,17 @@ class ParsedRequest:
         """Whether it is a chat or text completion, whose response can be read."""
         return self.path in (CHAT, TEXT)
 
-    @property
-    def prompt_tokens(self) -> int:
-        """An estimate from the characters, at least 1."""
-        return 1 + len(self.prompt or "") // CHARS_PER_TOKEN
+    def prompt_tokens(self, counted: int | None = None) -> int:
+        """Length of the whole conversation, at least 1.
+
+        Args:
+            counted: Tokens of `prompt`, whose tokens per character are taken for all messages; None: CHARS_PER_TOKEN.
+        """
+        texts = [text for _, text in self.messages or ()] or [self.prompt or ""]
+        num_chars = sum(map(len, texts))
+        if counted is None or not self.prompt:
+            return 1 + num_chars // CHARS_PER_TOKEN
+        return max(1, round(counted * num_chars / len(self.prompt)))
 
 
 def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText) -> ParsedRequest:

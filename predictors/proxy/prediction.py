@@ -7,43 +7,13 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from predictors.proto import predictor_v1_pb2 as pb
+from predictors.client.messages import AsyncClient, predictions
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import (
-    BucketPrediction,
-    LengthPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
+from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 
-if TYPE_CHECKING:
-    from predictors.client import GrpcPredictor, InProcessPredictor
-
-    PredictorClient = GrpcPredictor | InProcessPredictor
-
 logger = logging.getLogger(__name__)
-
-
-def open_predictor_client(address: str | None, field: str) -> PredictorClient | None:
-    """The client of a predictor at grpc://HOST:PORT, or of an artifact folder in this process; None without an address.
-
-    Raises:
-        InputError: The option `field` is neither, or the artifact cannot be opened.
-    """
-    from predictors.client import connect, load
-
-    if address is None:
-        return None
-    scheme, separator, target = address.partition("://")
-    if separator and scheme == "grpc":
-        return connect(target)
-    if separator or not Path(address).is_dir():
-        raise InputError(field, address, "grpc://HOST:PORT, or an artifact folder")
-    return load(address)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,25 +25,39 @@ class Forecast:
         outcome: answered, late, failed (no service, an invalid response), refused (the service refuses this request),
             no_text, absent (no predictor).
         seconds: Time spent on it.
+        prompt_tokens: Tokens of the text by the artifact's tokenizer; None where it did not read all of it.
     """
 
     prediction: Prediction | None
     outcome: str
     seconds: float = 0.0
+    prompt_tokens: int | None = None
 
 
 class Forecaster:
     """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline in any case.
 
     Args:
-        predictor: The client; None: every forecast is absent.
+        address: grpc://HOST:PORT, or an artifact folder to run in this process; None: every forecast is absent.
+        field: The option with the address.
         deadline_s: Time for a response, in seconds > 0.
+
+    Raises:
+        InputError: The address is neither.
     """
 
-    def __init__(self, predictor: PredictorClient | None, deadline_s: float) -> None:
-        self._predictor = predictor
+    def __init__(self, address: str | None, field: str, deadline_s: float) -> None:
+        from predictors.client import connect, load
+
+        self._predictor: AsyncClient | None = None
+        scheme, separator, target = (address or "").partition("://")
+        if separator and scheme == "grpc":
+            self._predictor = connect(target)
+        elif address is not None:
+            if separator or not Path(address).is_dir():
+                raise InputError(field, address, "grpc://HOST:PORT, or an artifact folder")
+            self._predictor = load(address)
         self._deadline_s = deadline_s
-        self._bucket_edges: tuple[float, ...] | None = None
         self._is_down = False
 
     async def warm_up(self, deadline_s: float) -> None:
@@ -82,7 +66,7 @@ class Forecaster:
             return
         try:
             async with asyncio.timeout(deadline_s):
-                self._bucket_edges = tuple((await self._predictor.metadata()).bucket_edges)
+                await self._predictor.metadata()
         except (TimeoutError, TailcastError) as error:
             logger.warning("no predictor yet: %s", error or "no response in time")
 
@@ -93,13 +77,13 @@ class Forecaster:
         if not request.prompt:
             return Forecast(prediction=None, outcome="no_text")
         start = time.perf_counter()
-        prediction, outcome = None, "answered"
+        prediction: Prediction | None = None
+        outcome, prompt_tokens = "answered", None
         try:
             async with asyncio.timeout(self._deadline_s):
                 [response] = await self._predictor.responses([request], timeout_s=self._deadline_s)
-                if response.bucket_probabilities and self._bucket_edges is None:
-                    self._bucket_edges = tuple((await self._predictor.metadata()).bucket_edges)
-            prediction = prediction_of(response, self._bucket_edges or ())
+            [prediction] = predictions([response], self._predictor.address)
+            prompt_tokens = None if response.truncated else response.prompt_tokens or None
         except TimeoutError:
             outcome = "late"
         except Exception as error:  # no fault of a predictor, of whatever kind, may cost a request
@@ -110,32 +94,13 @@ class Forecaster:
         if prediction is not None and self._is_down:
             logger.info("the predictor responds again")
             self._is_down = False
-        return Forecast(prediction=prediction, outcome=outcome, seconds=time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        return Forecast(prediction=prediction, outcome=outcome, seconds=seconds, prompt_tokens=prompt_tokens)
 
     async def close(self) -> None:
         """Closes connections."""
         if self._predictor is not None:
             await self._predictor.close()
-
-
-def prediction_of(response: pb.PredictResponse, bucket_edges: tuple[float, ...]) -> Prediction:
-    """A response as the scheduler's prediction.
-
-    Raises:
-        InputError: Numbers that no scheduler can use.
-    """
-    length = urgency = bucket = rank = None
-    if response.HasField("mu"):
-        length = LengthPrediction(
-            response.mu, response.sigma, response.nu, response.artifact_id, response.artifact_version
-        )
-    if response.HasField("urgency"):
-        urgency = UrgencyPrediction(tuple(response.urgency.probabilities))
-    if response.bucket_probabilities:
-        bucket = BucketPrediction(tuple(response.bucket_probabilities), bucket_edges)
-    if response.HasField("rank"):
-        rank = RankPrediction(response.rank)
-    return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank)
 
 
 def _public_text(error: Exception) -> str:

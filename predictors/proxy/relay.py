@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import select
-import sys
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
@@ -62,7 +61,7 @@ def end_to_end(
     passed = ((name, value) for name, value in headers.items() if name.lower() not in dropped)
     if prefixes:
         passed = (pair for pair in passed if not pair[0].lower().replace("_", "-").startswith(prefixes))
-    return CIMultiDict((name, value if value.isascii() else _as_utf8(value)) for name, value in passed)
+    return CIMultiDict((name, _as_utf8(value)) for name, value in passed)
 
 
 def _as_utf8(value: str) -> str:
@@ -104,8 +103,6 @@ def _has_input(transport: asyncio.Transport | None) -> bool:
     file = None if transport is None else transport.get_extra_info("socket")
     if file is None or file.fileno() < 0:
         return True
-    if sys.platform == "win32":
-        return bool(select.select([file.fileno()], [], [], 0)[0])
     poll = select.poll()
     poll.register(file.fileno(), select.POLLIN)
     return bool(poll.poll(0))
@@ -126,8 +123,6 @@ class Relay:
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
-        self._base = config.engine_url.rstrip("/")
-        self._request_timeout_s = config.request_timeout_s
         self._num_reading = 0
         self._all_read = asyncio.Event()
         self._session: aiohttp.ClientSession | None = None
@@ -140,9 +135,7 @@ class Relay:
             auto_decompress=False,
             skip_auto_headers=_OWN_HEADERS,
             timeout=aiohttp.ClientTimeout(
-                total=None,
-                sock_connect=self._config.connect_timeout_s,
-                sock_read=self._config.idle_timeout_s,
+                total=None, sock_connect=self._config.connect_timeout_s, sock_read=self._config.idle_timeout_s
             ),
             middlewares=(_send_once,),
         )
@@ -158,18 +151,18 @@ class Relay:
         Raises:
             Refusal: It is too large (413), late (408), or breaks the rules of HTTP (400).
         """
-        limit = self._config.max_body_bytes
+        limit = self._config.max_body_mib * 2**20
         if request.content_length is not None and request.content_length > limit:
             raise _too_large(f"{request.content_length} bytes", limit)
         self._num_reading += 1
         try:
-            async with asyncio.timeout(self._request_timeout_s):
+            async with asyncio.timeout(self._config.request_timeout_s):
                 return await request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise _too_large("more", limit) from error
         except TimeoutError as error:
-            text = f"body: not complete after {self._request_timeout_s:g} s"
-            raise Refusal(408, text, param="body", code="body_late") from error
+            text = f"body: not complete after {self._config.request_timeout_s:g} s"
+            raise Refusal(408, text, "body_late", "body") from error
         except (web.RequestPayloadError, HttpProcessingError) as error:
             raise bad_body("not valid HTTP") from error
         finally:
@@ -182,7 +175,7 @@ class Relay:
         if self._num_reading:
             self._all_read.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._request_timeout_s):
+                async with asyncio.timeout(self._config.request_timeout_s):
                     await self._all_read.wait()
 
     async def send(
@@ -215,7 +208,7 @@ class Relay:
         try:
             return await self._session.request(
                 request.method,
-                URL(self._base + path, encoded=True),
+                URL(self._config.engine_url.rstrip("/") + path, encoded=True),
                 headers=sent,
                 data=data,
                 allow_redirects=False,
@@ -228,12 +221,7 @@ class Relay:
             raise engine_failed(f"cannot be reached ({type(error).__name__})") from error
 
     async def respond(
-        self,
-        request: web.Request,
-        upstream: aiohttp.ClientResponse,
-        reader: Reader | None,
-        *,
-        shortens: bool = False,
+        self, request: web.Request, upstream: aiohttp.ClientResponse, reader: Reader | None
     ) -> web.StreamResponse:
         """Passes a response on, no faster than the client reads it.
 
@@ -243,37 +231,31 @@ class Relay:
             EngineLostError: The response broke off; the client's connection is closed where it broke.
             ConnectionError: The client is gone.
         """
-        without = frozenset({"content-length"}) if shortens else frozenset()
-        response = web.StreamResponse(
-            status=upstream.status,
-            reason=upstream.reason,
-            headers=end_to_end(upstream.headers, without=without),
-        )
+        shortens = reader is not None and reader.shortens
+        headers = end_to_end(upstream.headers, without=frozenset({"content-length"} if shortens else ()))
+        response = web.StreamResponse(status=upstream.status, reason=upstream.reason, headers=headers)
         await response.prepare(request)
-        content = upstream.content
-        while True:
+        failure: Exception | None = None
+        is_open = True
+        while is_open:
+            data = b""
             try:
-                data = await content.readany()  # all that has come: one write for events that came together
+                data = await upstream.content.readany()  # one write for events that came together
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                if reader is not None:
-                    await _write(response, reader.end())
-                if request.transport is not None:
-                    request.transport.close()  # no end of the body: the client sees the break as it was
-                raise EngineLostError(type(error).__name__) from error
-            if not data:
-                break
-            await _write(response, data if reader is None else reader.feed(data))
-        if reader is not None:
-            await _write(response, reader.end())
+                failure = error
+            is_open = bool(data)
+            if reader is not None:
+                data = reader.feed(data) if is_open else reader.end()
+            if data:
+                await response.write(data)
+        if failure is not None:
+            if request.transport is not None:
+                request.transport.close()  # no end of the body: the client sees the break as it was
+            raise EngineLostError(type(failure).__name__) from failure
         await response.write_eof()
         return response
 
 
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    if data:
-        await response.write(data)
-
-
 def _too_large(size: str, limit: int) -> Refusal:
     text = f"body: got {size}; allowed: at most {limit} bytes"
-    return Refusal(413, text, param="body", code="body_too_large")
+    return Refusal(413, text, "body_too_large", "body")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from scheduler_core.errors import InputError, MissingExtraError
+from tokenizers import Tokenizer
+
+from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.json_text import parse_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 #: A response or event beyond this is passed on without reading it.
 MAX_READ_BYTES = 8 * 2**20
@@ -52,10 +52,13 @@ class ResponseStats:
 
 
 class JsonReader:
-    """Reads a response that is one JSON object; its bytes pass unchanged."""
+    """Reads a response that is one JSON object; its bytes pass unchanged. `on_tokens` gets its number of tokens at its end."""
 
-    def __init__(self) -> None:
+    shortens = False
+
+    def __init__(self, on_tokens: Callable[[int], None] = lambda num_tokens: None) -> None:
         self.stats = ResponseStats()
+        self._on_tokens = on_tokens
         self._parts: list[bytes] = []
         self._size = 0
 
@@ -74,6 +77,7 @@ class JsonReader:
             reason = choices[0].get("finish_reason")
             self.stats.finish_reason = reason if isinstance(reason, str) else ""
             self.stats.take_usage(content.get("usage"))
+            self._on_tokens(self.stats.output_tokens or 0)
         return b""
 
 
@@ -85,11 +89,19 @@ class EventStreamReader:
             object) is left out, and `"usage":null`, which some servers then write into all other events, is removed from
             them. Each event is passed on when it is complete; all other bytes stay. False: every byte passes at once.
         keeps_text: Keep pieces of the output, for a tokenizer.
+        on_tokens: Called with 1 for each event with a piece of the output.
     """
 
-    def __init__(self, *, hides_usage: bool, keeps_text: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        hides_usage: bool,
+        keeps_text: bool = False,
+        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+    ) -> None:
         self.stats = ResponseStats(text=[] if keeps_text else None)
-        self._hides_usage = hides_usage
+        self._on_tokens = on_tokens
+        self.shortens = hides_usage
         self._rest = b""
         self._is_reading = True
 
@@ -109,12 +121,12 @@ class EventStreamReader:
             self._is_reading = False
             passed.append(self._rest)
             self._rest = b""
-        return b"".join(passed) if self._hides_usage else data
+        return b"".join(passed) if self.shortens else data
 
     def end(self) -> bytes:
         """See `JsonReader.end`."""
         rest, self._rest = self._rest, b""
-        return rest if self._hides_usage else b""
+        return rest if self.shortens else b""
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes for the client."""
@@ -123,28 +135,27 @@ class EventStreamReader:
             stats.finish_reason = reason[1].decode("utf-8", "replace")
         if _DELTA.search(event):
             stats.num_deltas += 1
-            if stats.first_s is None:
-                stats.first_s = time.perf_counter()
+            stats.first_s = stats.first_s or time.perf_counter()
+            self._on_tokens(1)
         if has_usage or stats.text is not None:
             content = _event_json(event)
             if stats.text is not None:
                 stats.text += _texts(content)
             if has_usage:
                 stats.take_usage(content.get("usage"))
-                if self._hides_usage and content.get("choices") == [] and "error" not in content:
+                if self.shortens and content.get("choices") == [] and "error" not in content:
                     return b""
-        return _without_null_usage(event) if self._hides_usage and b'"usage"' in event else event
+        return _without_null_usage(event) if self.shortens and b'"usage"' in event else event
 
 
 def _texts(content: dict[str, Any]) -> list[str]:
     """Pieces of the output in an event."""
+    choices = [choice for choice in content.get("choices") or () if isinstance(choice, dict)]
     texts: list[object] = []
-    for choice in content.get("choices") or ():
-        if isinstance(choice, dict):
-            delta = choice.get("delta")
-            if isinstance(delta, dict):
-                texts += [delta.get("reasoning_content"), delta.get("content")]
-            texts.append(choice.get("text"))
+    for choice in choices:
+        delta = choice.get("delta")
+        parts = delta if isinstance(delta, dict) else {}
+        texts += [parts.get("reasoning_content"), parts.get("content"), choice.get("text")]
     return [text for text in texts if isinstance(text, str)]
 
 
@@ -156,7 +167,7 @@ def _without_null_usage(event: bytes) -> bytes:
     content = _event_json(event)
     if "usage" not in content or content["usage"] is not None:
         return event
-    expected = {name: value for name, value in content.items() if name != "usage"}
+    expected = {name: content[name] for name in content if name != "usage"}
     for match in _NULL_USAGE.finditer(event):
         shorter = event[: match.start()] + event[match.end() :]
         if _event_json(shorter) == expected:
@@ -180,55 +191,40 @@ def _json(text: bytes) -> dict[str, Any]:
 Reader = JsonReader | EventStreamReader
 
 
-@dataclass(frozen=True, slots=True)
-class OutputLength:
-    """Length of an output in tokens, and what counted it: the engine, the served model's tokenizer over the text, or the
-    number of events, which is a lower bound where an engine puts several tokens in one.
-    """
-
-    output_tokens: int
-    counted_by: Literal["usage", "tokenizer", "deltas"]
-
-
 class OutputCounter:
     """Counts output tokens from the best source there is.
 
     Args:
-        tokenizer: `tokenizer.json` of the served model; None: none.
+        path: `tokenizer.json` of the served model; None: none.
 
     Raises:
         InputError: The file is not a tokenizer.
     """
 
-    def __init__(self, tokenizer: str | None = None) -> None:
-        self._tokenizer: Tokenizer | None = None if tokenizer is None else _open_tokenizer(tokenizer)
+    def __init__(self, path: str | None = None) -> None:
+        self._tokenizer: Tokenizer | None = None
+        if path is None:
+            return
+        file = existing_file(path, "served_tokenizer")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise InputError("served_tokenizer", path, f"a tokenizer.json ({error})") from error
 
     @property
     def needs_text(self) -> bool:
         """Whether the output's text has to be kept."""
         return self._tokenizer is not None
 
-    def count(self, stats: ResponseStats) -> OutputLength | None:
-        """The length; None where nothing was generated, or nothing is known."""
+    def count(self, stats: ResponseStats) -> tuple[int, Literal["usage", "tokenizer", "deltas"]] | None:
+        """Length in tokens, and what counted it; None where nothing was generated, or nothing is known.
+
+        The number of events ("deltas") is a lower bound where an engine puts several tokens in one.
+        """
         if stats.output_tokens is not None:
-            return OutputLength(stats.output_tokens, "usage") if stats.output_tokens else None
+            return (stats.output_tokens, "usage") if stats.output_tokens else None
         if self._tokenizer is not None and stats.text:
             encoding = self._tokenizer.encode("".join(stats.text), add_special_tokens=False)
-            has_end = stats.finish_reason in (
-                "stop",
-                "tool_calls",
-            )  # the token that ends an output has no text
-            return OutputLength(max(1, len(encoding.ids) + has_end), "tokenizer")
-        return OutputLength(stats.num_deltas, "deltas") if stats.num_deltas else None
-
-
-def _open_tokenizer(path: str) -> Tokenizer:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "serve") from error
-    file = existing_file(path, "served_tokenizer")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise InputError("served_tokenizer", path, f"a tokenizer.json ({error})") from error
+            has_end = stats.finish_reason in ("stop", "tool_calls")  # the end token has no text
+            return max(1, len(encoding.ids) + has_end), "tokenizer"
+        return (stats.num_deltas, "deltas") if stats.num_deltas else None

@@ -1,26 +1,37 @@
-"""Ports of the proxy: one for clients, one for probes and metrics."""
+"""The proxy: from a request to its response (parsed, predicted, ordered, relayed, recorded), and its two ports."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
+import aiohttp
 from aiohttp import web
+from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
-from predictors.proxy.completions import Completions
+from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.engines import CLIENT_HEADERS
-from predictors.proxy.errors import EngineLostError, Refusal, too_many
-from predictors.proxy.feedback import Recorder
+from predictors.proxy.engines import CLIENT_HEADERS, Hint, make_engine
+from predictors.proxy.errors import EngineLostError, Refusal
+from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics
-from predictors.proxy.parsing import CHAT, TEXT
-from predictors.proxy.prediction import Forecaster, open_predictor_client
+from predictors.proxy.order import HoldQueue, SentOrder
+from predictors.proxy.parsing import CHAT, TEXT, JsonBody, json_body, may_be_json_object, parse_request
+from predictors.proxy.prediction import Forecast, Forecaster
 from predictors.proxy.relay import Relay
+from predictors.proxy.responses import EventStreamReader, JsonReader, Reader
 from predictors.service.metrics import CONTENT_TYPE
+from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
+from scheduler_core.predictor import PredictionRequest
+from scheduler_core.request import Request, RequestState
 
 logger = logging.getLogger(__name__)
 #: Methods of requests that no engine generates for.
@@ -30,55 +41,49 @@ UNQUEUED = frozenset(
     {"/tokenize", "/detokenize", "/apply-template", "/v1/messages/count_tokens", "/ping"}
     | {f"/api/{name}" for name in ("show", "pull", "push", "create", "copy")}  # Ollama's
 )
-#: Time for a response of the shadow predictor.
-SHADOW_DEADLINE_S = 10.0
-#: Arrivals count from here (2026-01-01 UTC), so that proxies, and a proxy and its successor, have one order.
+#: Arrivals count in seconds from here (2026-01-01 UTC), so that proxies, and a proxy and its successor, have one order.
 ORIGIN_S = 1_767_225_600.0
-
-
-def wall_clock() -> Callable[[], float]:
-    """A clock in seconds since `ORIGIN_S`: the system's time when it is made, and from there on monotonic."""
-    offset_s = time.time() - ORIGIN_S - time.monotonic()
-    return lambda: offset_s + time.monotonic()
+NO_HINT = Hint()
 
 
 class ProxyServer:
     """Serves until it is stopped; nothing is bound or connected before `start`.
 
-    `num_in_flight` counts requests whose responses are not complete.
+    `num_in_flight` counts requests whose responses are not complete; `queue` has the held ones, None where the engine orders.
 
     Raises:
-        InputError: An option is outside its range.
+        InputError: An option, the policy or one of its parameters is not allowed.
     """
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
         self._metrics = metrics = ProxyMetrics()
         self._relay = Relay(config)
-        client = open_predictor_client(config.predictor, "predictor")
-        self._forecasters = [Forecaster(client, config.deadline_s)]
-        shadow = None
-        if config.shadow_predictor is not None:
-            client = open_predictor_client(config.shadow_predictor, "shadow_predictor")
-            shadow = Forecaster(client, SHADOW_DEADLINE_S)
-            self._forecasters.append(shadow)
-        self._recorder = None if config.feedback is None else Recorder(config, metrics, shadow)
-        self._completions = Completions(
-            config,
-            relay=self._relay,
-            forecaster=self._forecasters[0],
-            recorder=self._recorder,
-            metrics=metrics,
-            clock=wall_clock(),
+        self._forecaster = Forecaster(config.predictor, "predictor", config.deadline_s)
+        self._recorder = Recorder(config, metrics)
+        # The system's time at the start, and from there on monotonic.
+        offset_s = time.time() - ORIGIN_S - time.monotonic()
+        self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
+        clock = self._clock
+        self._rules = ClientRules(config)
+        self._engine = make_engine(config)
+        sent_once, aging_per_s = self._engine is not None, config.aging_per_s
+        policy = order_policy(config.policy, config.policy_parameters, sent_once=sent_once)
+        self._order: SentOrder | HoldQueue = (
+            SentOrder(policy, config.max_num_seqs, clock, aging_per_s)
+            if sent_once
+            else HoldQueue(policy, config.release, clock, aging_per_s, max_waiting=config.max_waiting)
         )
         self._runners: list[web.AppRunner] = []
         self.num_in_flight = 0
         self._is_ready = False
-        metrics.watch("in_flight", lambda: self.num_in_flight)
-        queue = self._completions.queue
-        if queue is not None:
-            metrics.watch("waiting", lambda: queue.num_waiting)
-            metrics.watch("released", lambda: queue.num_running)
+        self.queue = queue = self._order if isinstance(self._order, HoldQueue) else None
+        for name, text, value in (
+            ("in_flight", "Requests in flight.", lambda: self.num_in_flight),
+            ("waiting", "Requests in the proxy's own queue.", lambda: queue.num_waiting if queue else 0),
+            ("released", "Requests the queue has let through.", lambda: queue.num_running if queue else 0),
+        ):
+            Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
 
     async def start(self) -> tuple[int, int | None]:
         """Binds both ports; returns them.
@@ -88,15 +93,22 @@ class ProxyServer:
         """
         config = self._config
         await self._relay.start()
+        application = web.Application(client_max_size=config.max_body_mib * 2**20)
+        application.router.add_route("*", "/{path:.*}", self._handle)
+        probes = web.Application()
+        probes.router.add_get("/metrics", self._get_metrics)
+        probes.router.add_get("/healthz", self._get_health)
+        probes.router.add_get("/readyz", self._get_ready)
         try:
-            port = await self._bind(self._application(), config.port, "port", config.drain_timeout_s)
+            port = await self._bind(application, config.port, "port", config.drain_timeout_s)
             admin = None
             if config.admin_port is not None:
-                admin = await self._bind(self._admin(), config.admin_port, "admin_port", 1.0)
+                admin = await self._bind(probes, config.admin_port, "admin_port", 1.0)
         except BaseException:
             await self.stop()
             raise
-        await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in self._forecasters))
+        forecasters = (self._forecaster, self._recorder.shadow)
+        await asyncio.gather(*(forecaster.warm_up(config.warm_up_s) for forecaster in forecasters))
         self._is_ready = True
         return port, admin
 
@@ -105,15 +117,13 @@ class ProxyServer:
         self._is_ready = False
         await asyncio.sleep(self._config.drain_delay_s)
         runners, self._runners = self._runners, []
-        for site in [] if not runners else list(runners[0].sites):
+        for site in list(runners[0].sites) if runners else ():
             await site.stop()
         await self._relay.finish_reading()  # from here on aiohttp reads no more
         for runner in runners:
             await runner.cleanup()
-        if self._recorder is not None:
-            await self._recorder.close()
-        for forecaster in self._forecasters:
-            await forecaster.close()
+        await self._recorder.close()
+        await self._forecaster.close()
         await self._relay.stop()
 
     async def _bind(self, application: web.Application, port: int, field: str, shutdown_s: float) -> int:
@@ -125,28 +135,8 @@ class ProxyServer:
             lingering_time=min(10.0, timeout_s),
             shutdown_timeout=shutdown_s,
         )
-        await runner.setup()
         self._runners.append(runner)
-        host = self._config.host
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            allowed = f"an address that can be bound ({error.strerror})"
-            raise InputError(field, f"{host}:{port}", allowed) from error
-        bound: int = runner.addresses[0][1]
-        return bound
-
-    def _application(self) -> web.Application:
-        application = web.Application(client_max_size=self._config.max_body_bytes)
-        application.router.add_route("*", "/{path:.*}", self._handle)
-        return application
-
-    def _admin(self) -> web.Application:
-        application = web.Application()
-        application.router.add_get("/metrics", self._get_metrics)
-        application.router.add_get("/healthz", self._get_health)
-        application.router.add_get("/readyz", self._get_ready)
-        return application
+        return await runner.bind(field, self._config.host, port)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         generates = request.method not in READING and request.raw_path not in UNQUEUED
@@ -184,7 +174,7 @@ class ProxyServer:
         """
         target = request.raw_path
         try:
-            self._completions.rules.check_headers(request.headers)
+            self._rules.check_headers(request.headers)
             if request.method == "CONNECT" or not (target.startswith("/") or request.rel_url.absolute):
                 raise InputError("request target", "another form", "a path, or an absolute URL")
             if not target.isascii():
@@ -193,25 +183,188 @@ class ProxyServer:
             raise Refusal.of(error) from error
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
+        """The engine's response to a chat or text completion, or to whatever else may make it generate.
+
+        Raises:
+            Refusal: The request is refused, or the engine does not respond.
+            EngineLostError: The response broke off.
+        """
         limit = self._config.max_in_flight
         if self.num_in_flight > limit:
-            raise too_many(f"requests in flight: got {self.num_in_flight}; allowed: {limit}", "proxy_full")
-        return await self._completions.handle(request)
+            text = f"requests in flight: got {self.num_in_flight}; allowed: {limit}"
+            raise Refusal(429, text, "proxy_full")
+        start = time.perf_counter()
+        data = await self._relay.read(request)
+        try:
+            body = self._body(request, data)
+            exchange = self._exchange(request, body, start)
+        except InputError as error:
+            raise Refusal.of(error) from error
+        self._recorder.start_shadow(exchange)
+        try:
+            async with self._ordered(exchange) as hint:
+                hint = self._with_usage(exchange, hint)
+                data = data if body is None else body.with_members(hint.members)
+                self._metrics.overhead.observe(time.perf_counter() - start - exchange.waited_s)
+                return await self._send(request, data, hint, exchange)
+        finally:
+            self._metrics.request.observe(time.perf_counter() - start)
+            self._recorder.finish(exchange)
+
+    def _body(self, request: web.Request, data: bytes) -> JsonBody | None:
+        """The body with the hints that its client may send; None where it is no JSON object and passes as it is.
+
+        Raises:
+            Refusal: A completion's body cannot be read, or another one that could hold hints.
+            InputError: It is compressed, or a hint in it is not allowed.
+        """
+        is_completion = request.path in (CHAT, TEXT)
+        try:
+            for value in request.headers.getall("Content-Encoding", ()):
+                if any(name.strip().lower() not in ("", "identity") for name in value.split(",")):
+                    raise InputError("Content-Encoding", value, "identity")
+            if not is_completion and not may_be_json_object(data):
+                return None
+            body = json_body(data)
+        except (InputError, Refusal):
+            if is_completion or self._rules.restricts:
+                raise
+            return None
+        allowed = self._rules.allowed_content(body.content) if self._rules.restricts else body.content
+        return body if allowed is body.content else JsonBody(None, allowed)
+
+    def _exchange(self, request: web.Request, body: JsonBody | None, start: float) -> Exchange:
+        content = {} if body is None else body.content
+        parsed = parse_request(content, request.path, self._config.prompt_text)
+        ordered = Request(
+            request_id=uuid.uuid4().hex,
+            arrival_s=self._clock(),
+            prompt_tokens=parsed.prompt_tokens(),
+            max_tokens=parsed.max_tokens or self._config.default_max_tokens,
+            priority=parsed.priority or 0,
+            tier=self._rules.tier(request.headers),
+            tenant=self._rules.tenant(request.headers),
+        )
+        served = parsed.model if self._config.served_model is None else self._config.served_model
+        temperature = None if parsed.temperature is None else min(parsed.temperature, 100.0)
+        prompt = parsed.prompt or ""
+        query = PredictionRequest(ordered.request_id, prompt, ordered.max_tokens, served, temperature)
+        return Exchange(parsed=parsed, request=ordered, query=query, started_s=start)
+
+    @asynccontextmanager
+    async def _ordered(self, exchange: Exchange) -> AsyncIterator[Hint]:
+        """Holds a request until its turn, while its prediction comes; where the engine orders, until its prediction has."""
+        start = time.perf_counter()
+        forecasting = asyncio.create_task(self._forecast(exchange))
+        try:
+            if isinstance(self._order, HoldQueue):
+                await self._order.enter(exchange.request)
+                exchange.waited_s = time.perf_counter() - start
+                self._metrics.held.observe(exchange.waited_s)
+                self._metrics.hints.labels("held").inc()
+                hint = NO_HINT
+            else:
+                state = self._order.enter(exchange.request)
+                forecast = await forecasting
+                exchange.waited_s = forecast.seconds
+                hint = self._hint(exchange, state, self._order.key(state), forecast)
+            yield hint
+        finally:
+            self._order.leave(exchange.request.request_id)
+            forecasting.cancel()
+
+    async def _forecast(self, exchange: Exchange) -> Forecast:
+        forecast = exchange.forecast = await self._forecaster.forecast(exchange.query)
+        counted = forecast.prompt_tokens
+        prompt_tokens = None if counted is None else exchange.parsed.prompt_tokens(counted)
+        self._order.update(exchange.request.request_id, forecast.prediction, prompt_tokens)
+        self._metrics.predictions.labels(forecast.outcome).inc()
+        if forecast.seconds:
+            self._metrics.prediction.observe(forecast.seconds)
+        return forecast
+
+    def _hint(self, exchange: Exchange, state: RequestState, key: float, forecast: Forecast) -> Hint:
+        """The hint for the engine; an empty one where there can be none, which never costs the request."""
+        assert self._engine is not None
+        parsed, is_predicted = exchange.parsed, forecast.prediction is not None
+        endpoints = self._engine.endpoints
+        hint, outcome = NO_HINT, "policy" if is_predicted else "policy_unpredicted"
+        try:
+            if endpoints is not None and (parsed.path not in endpoints or not parsed.content):
+                outcome = "other_endpoint"
+            elif not is_predicted and self._config.without_prediction == "nothing":
+                outcome = "unpredicted"
+            else:
+                hint = self._engine.hint(parsed.content, key, state)
+        except InputError as error:
+            logger.warning("request %s goes on without hint: %s", state.request_id, error)
+            outcome = "impossible"
+        if "priority" in hint.members and parsed.content.get("priority") is not None:
+            hint, outcome = NO_HINT, "clients_own"
+        self._metrics.hints.labels(outcome).inc()
+        return hint
+
+    def _with_usage(self, exchange: Exchange, hint: Hint) -> Hint:
+        """The hint, and a request for token counts where the recorder needs them and the client requests none."""
+        if not self._recorder.requests_usage(exchange.parsed):
+            return hint
+        options = exchange.parsed.content.get("stream_options")
+        members = {**hint.members, "stream_options": {**(options or {}), "include_usage": True}}
+        # A compressed stream could not be read.
+        return replace(hint, members=members, headers={**hint.headers, "Accept-Encoding": "identity"})
+
+    async def _send(
+        self, request: web.Request, body: bytes | None, hint: Hint = NO_HINT, exchange: Exchange | None = None
+    ) -> web.StreamResponse:
+        """Sends a request, and passes the response on.
+
+        Raises:
+            Refusal: The engine does not respond.
+            EngineLostError: The response broke off.
+        """
+        without = CLIENT_HEADERS if self._rules.restricts else ()
+        upstream = await self._relay.send(request, body, hint.headers, without=without)
+        hides_usage = "stream_options" in hint.members
+        reader = None if exchange is None else self._reader(upstream, exchange, hides_usage)
+        end = "client_gone"
+        try:
+            response = await self._relay.respond(request, upstream, reader)
+            end = "complete" if upstream.status < 400 else "error"
+            return response
+        except EngineLostError:
+            end = "engine_lost"
+            raise
+        finally:
+            if exchange is not None:
+                exchange.end, exchange.stats = end, None if reader is None else reader.stats
+                self._metrics.ends.labels(end).inc()
+            # Closes the connection unless the response was read to its end: the engine notices that the client is gone.
+            upstream.close() if end in ("client_gone", "engine_lost") else upstream.release()
+
+    def _reader(
+        self, upstream: aiohttp.ClientResponse, exchange: Exchange, hides_usage: bool
+    ) -> Reader | None:
+        """The reader of a completion, where the recorder or the policy has a use for one."""
+        is_used = self._recorder.is_on or self._order.uses_outputs
+        is_plain = upstream.headers.get("Content-Encoding", "identity") == "identity"
+        if not (is_used and is_plain and upstream.status == 200 and exchange.parsed.is_completion):
+            return None
+        on_tokens = partial(self._order.on_output, exchange.request.request_id)
+        if upstream.content_type == "text/event-stream":
+            keeps_text = self._recorder.counter.needs_text
+            return EventStreamReader(hides_usage=hides_usage, keeps_text=keeps_text, on_tokens=on_tokens)
+        return JsonReader(on_tokens) if upstream.content_type == "application/json" else None
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         if "Upgrade" in request.headers:
             text = f"Upgrade: got {request.headers['Upgrade']!r}; allowed: none"
-            raise Refusal(501, text, param="Upgrade", code="upgrade_not_supported")
+            raise Refusal(501, text, "upgrade_not_supported", "Upgrade")
         body = await self._relay.read(request) if request.can_read_body else None
-        without = CLIENT_HEADERS if self._completions.rules.restricts else ()
-        upstream = await self._relay.send(request, body, without=without)
-        try:
-            return await self._relay.respond(request, upstream, None)
-        finally:
-            upstream.close() if not upstream.content.at_eof() else upstream.release()
+        return await self._send(request, body)
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        text = generate_latest(self._metrics.registry)
+        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 
     async def _get_health(self, request: web.Request) -> web.Response:
         return web.Response(text="live\n")

@@ -9,7 +9,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from scheduler_core.errors import MissingExtraError
 from scheduler_core.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.request import RequestState
 
@@ -18,17 +17,11 @@ QUANTILE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
 class EngineMetrics:
-    """Counters and histograms of one engine process, by default in the default registry.
-
-    Raises:
-        MissingExtraError: There is no prometheus_client.
-    """
+    """Counters and histograms of one engine process, by default in the default registry."""
 
     def __init__(self, registry: Any = None) -> None:
-        try:
-            from prometheus_client import REGISTRY, Counter, Gauge, Histogram
-        except ModuleNotFoundError as error:
-            raise MissingExtraError("prometheus_client", "vllm") from error
+        from prometheus_client import REGISTRY, Counter, Gauge, Histogram  # vLLM brings it
+
         registry = REGISTRY if registry is None else registry
 
         def counter(name: str, text: str, *labels: str) -> Any:

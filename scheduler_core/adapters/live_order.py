@@ -3,30 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from scheduler_core.batching import BATCH_FORMERS
+from scheduler_core.errors import InputError
+from scheduler_core.policies import POLICIES, make_policy
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictions import LengthPrediction, Prediction, apply_prediction
+from scheduler_core.predictions import Prediction
 from scheduler_core.queues import WaitingQueue
 from scheduler_core.request import Request, RequestState, Status
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCapacity:
-    """Free capacity of the engine, and what its running requests hold.
+def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
+    """A policy over the requests of an engine that forms its batches itself.
 
-    Attributes:
-        num_free_slots: Requests that may still be admitted.
-        num_free_blocks: Free KV blocks.
-        held_by: Blocks that a running request holds; shared prefixes make it more than what it would free.
-        may_preempt: Whether a running request's blocks can be freed now.
+    Args:
+        name: As of `make_policy`, as are `parameters`.
+        parameters: Overrides of the policy's parameters.
+        sent_once: The engine gets each key as one number, when the request is sent to it.
+
+    Raises:
+        InputError: The policy or a parameter is unknown, or the policy decides what only the engine can.
     """
-
-    num_free_slots: int
-    num_free_blocks: int
-    held_by: Callable[[str], int]
-    may_preempt: Callable[[str], bool]
+    if name in BATCH_FORMERS and name not in POLICIES:
+        raise InputError(
+            f"policy {name} forms batches, which the engine forms itself: choose an order policy"
+        )
+    policy = make_policy(name, parameters)
+    if policy.reserves_memory:
+        raise InputError(
+            f"policy {name} reserves KV memory, which the engine allocates itself: choose another policy"
+        )
+    if sent_once and policy.key_changes == "with_time":
+        raise InputError(
+            f"the key of policy {name} changes while a request waits, so that it cannot be sent to an engine as one "
+            "number: choose another policy, or let the proxy hold the queue (--engine none)"
+        )
+    return policy
 
 
 class LiveOrder:
@@ -61,14 +74,12 @@ class LiveOrder:
         if request_id in self.waiting:
             self.waiting.remove(self.states[request_id])
 
-    def predict(
-        self, request_id: str, prediction: Prediction | LengthPrediction | None, now: float
-    ) -> RequestState | None:
+    def predict(self, request_id: str, prediction: Prediction | None, now: float) -> RequestState | None:
         """A prediction has come, or failed (None); returns the request, None if it is not live any more."""
         state = self.states.get(request_id)
         if state is None:
             return None
-        if apply_prediction(state, prediction):
+        if state.apply_prediction(prediction):
             self.policy.on_prediction(state)
             self._rekey(state, now)
         return state
@@ -117,7 +128,6 @@ class LiveOrder:
         if state is None or state.status is not Status.RUNNING:
             return
         state.num_computed_tokens = num_computed_tokens
-        state.attained_tokens += num_tokens
         state.last_scheduled_s = now
         if num_output_tokens > state.num_output_tokens:
             state.num_output_tokens = num_output_tokens
@@ -151,29 +161,30 @@ class LiveOrder:
         head: str,
         num_blocks: int,
         worst: Sequence[tuple[float, RequestState]],
-        capacity: EngineCapacity,
         now: float,
+        *,
+        num_free_slots: int,
+        num_free_blocks: int,
+        held_blocks: Callable[[str], int | None],
     ) -> list[RequestState]:
         """The fewest running requests to preempt so that the waiting `head`, which needs `num_blocks`, can be admitted.
 
         None if it fits as it is, or if the policy does not let it displace enough of them. `worst` is as `worst_first`
-        gives it.
+        gives it. `held_blocks` gives the KV blocks that a running request holds, None where they cannot be freed now;
+        shared prefixes make it more than what it would free.
         """
         waiting = self.states[head]
-        slots, blocks = capacity.num_free_slots, capacity.num_free_blocks
         victims: list[RequestState] = []
         for eviction_key, running in worst:
-            if slots >= 1 and blocks >= num_blocks:
-                return victims
-            name, is_protected = running.request_id, eviction_key == -math.inf
-            if is_protected or not capacity.may_preempt(name):
-                return []
-            if not self.policy.may_preempt(running, waiting, now):
+            if num_free_slots >= 1 and num_free_blocks >= num_blocks:
+                break
+            blocks = None if eviction_key == -math.inf else held_blocks(running.request_id)
+            if blocks is None or not self.policy.may_preempt(running, waiting, now):
                 return []
             victims.append(running)
-            slots += 1
-            blocks += capacity.held_by(name)
-        return victims if slots >= 1 and blocks >= num_blocks else []
+            num_free_slots += 1
+            num_free_blocks += blocks
+        return victims if num_free_slots >= 1 and num_free_blocks >= num_blocks else []
 
     def _rekey(self, state: RequestState, now: float) -> None:
         if state.request_id in self.waiting:

@@ -7,10 +7,10 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from scheduler_core.errors import TailcastError
 from scheduler_core.predictor import (
     AsyncPredictor,
     PredictionEvent,
@@ -35,7 +35,16 @@ class PromptDecoder:
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._frame = None if whole else _chat_frame(tokenizer)
+        #: The chat template's text before and behind a single user message; both empty without one.
+        self._frame = ("", "")
+        if not whole:
+            message = {"role": "user", "content": _MARK}
+            with suppress(
+                Exception
+            ):  # templates are programs of others: whatever they raise, there is no frame
+                text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+                head, mark, tail = text.partition(_MARK)
+                self._frame = (head, tail) if mark else ("", "")
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         """The only user message of a chat as it stands; else the text without special tokens.
@@ -43,8 +52,8 @@ class PromptDecoder:
         A chat has one user message if its text begins and ends as the chat template begins and ends around one.
         """
         ids = list(token_ids)
-        if self._frame is not None:
-            head, tail = self._frame
+        head, tail = self._frame
+        if head or tail:
             text = self._tokenizer.decode(ids, skip_special_tokens=False)
             if text.startswith(head) and text.endswith(tail) and len(text) >= len(head) + len(tail):
                 inner: str = text[len(head) : len(text) - len(tail)]
@@ -54,23 +63,11 @@ class PromptDecoder:
         return plain
 
 
-def _chat_frame(tokenizer: Any) -> tuple[str, str] | None:
-    """The chat template's text before and behind a single user message; None without a template."""
-    try:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception:  # templates are programs of others: whatever they raise, there is no frame
-        return None
-    head, mark, tail = text.partition(_MARK)
-    return (head, tail) if mark and (head or tail) else None
-
-
 class PredictionThread:
     """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case.
 
-    `submit`, `withdraw` and `take` return at once and are called by one thread, the scheduler's. Token ids are decoded in
-    the thread here.
+    `submit`, `withdraw`, `take` and `close` are called by one thread, the scheduler's; none but `close` waits. Token ids are
+    decoded in the thread here.
     """
 
     def __init__(
@@ -83,99 +80,75 @@ class PredictionThread:
         timeout_s: float | None = None,
     ) -> None:
         self._decode = decode
-        self._limits = (max_in_flight, max_batch, timeout_s)
-        self._predictor = predictor
+        self._collector = AsyncPredictor(
+            predictor, max_in_flight=max_in_flight, max_batch=max_batch, timeout_s=timeout_s
+        )
         #: Ids of requests whose events have not come.
         self._pending: set[str] = set()
         self._events: deque[PredictionEvent] = deque()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop: asyncio.Event | None = None
-        self._is_ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._collecting = self._loop.create_task(self._collect())
         self._thread = threading.Thread(target=self._run, name="tailcast-predictions", daemon=True)
         self._thread.start()
-        self._is_ready.wait()
 
     def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
-        """Queries the predictor; the event comes later, or is there at once if the thread has ended.
+        """Queries the predictor; the event comes later, or is there at once after `close`.
 
         Args:
             request: The request, without its prompt.
             token_ids: Its prompt; None: there is no text, as with embeddings.
         """
         self._pending.add(request.request_id)
-        if not self._call(self._send, request, token_ids):
+        if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")
+        else:
+            self._loop.call_soon_threadsafe(self._send, request, token_ids)
 
     def withdraw(self, request_id: str) -> None:
         """The request has left: a query that was not sent is dropped."""
-        self._call(self._withdraw, request_id)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._collector.withdraw, request_id)
 
     def take(self) -> list[PredictionEvent]:
         """The events since the last call."""
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
-        return events
+        return [self._events.popleft() for _ in range(len(self._events))]
 
     def close(self) -> None:
         """Ends the thread; waits for it a few seconds at most."""
-        stop = self._stop
-        if stop is not None and self._call(stop.set):
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop)
             self._thread.join(CLOSE_S)
-
-    def _call(self, function: Callable[..., object], *arguments: object) -> bool:
-        """Calls it in the thread; False if that has ended."""
-        loop = self._loop
-        try:
-            if loop is not None:
-                loop.call_soon_threadsafe(function, *arguments)
-        except RuntimeError:  # the loop has ended meanwhile
-            return False
-        return loop is not None
+        for request_id in list(self._pending):
+            self._fail(request_id, "the predictor's thread has ended")
 
     def _put(self, event: PredictionEvent) -> None:
-        try:
+        if event.request_id in self._pending:
             self._pending.remove(event.request_id)
-        except KeyError:  # it has its event
-            return
-        self._events.append(event)
+            self._events.append(event)
 
     def _fail(self, request_id: str, error: str) -> None:
         self._put(PredictionEvent(request_id, None, error, 0.0, PredictionStatus.FAILED))
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
-        except Exception:
-            logger.exception("predictions have ended; requests are served without them")
+            self._loop.run_forever()
         finally:
-            self._loop = None
-            for request_id in list(self._pending):
-                self._fail(request_id, "the predictor's thread has ended")
-            self._is_ready.set()
-
-    async def _serve(self) -> None:
-        max_in_flight, max_batch, timeout_s = self._limits
-        self._collector = AsyncPredictor(
-            self._predictor, max_in_flight=max_in_flight, max_batch=max_batch, timeout_s=timeout_s
-        )
-        self._stop = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        collecting = asyncio.create_task(self._collect())
-        self._is_ready.set()
-        await self._stop.wait()
-        self._loop = None
-        await self._collector.close()
-        collecting.cancel()
-        for event in self._collector.ready_events():
-            self._put(event)
+            self._loop.close()
 
     async def _collect(self) -> None:
         while True:
             self._put(await self._collector.next_event())
 
-    def _withdraw(self, request_id: str) -> None:
-        self._collector.withdraw(request_id)
+    async def _close(self) -> None:
+        try:
+            await self._collector.close()
+        except Exception:  # a predictor of others may raise anything; the engine goes on
+            logger.exception("the predictor could not be closed")
+        self._collecting.cancel()
+        await asyncio.gather(self._collecting, return_exceptions=True)
+        for event in self._collector.ready_events():
+            self._put(event)
+        self._loop.stop()
 
     def _send(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
         if token_ids is None:
@@ -183,7 +156,5 @@ class PredictionThread:
             return
         try:
             self._collector.submit(replace(request, prompt=self._decode(token_ids)))
-        except TailcastError as error:
-            self._fail(request.request_id, str(error))
         except Exception as error:  # a tokenizer of others may raise anything; the engine goes on
             self._fail(request.request_id, f"{type(error).__name__}: {error}")

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.policies import POLICIES, make_policy
+from scheduler_core.adapters.live_order import order_policy
+from scheduler_core.errors import InputError
+from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
 
 #: Environment variable that names the YAML file.
@@ -19,15 +19,6 @@ VARIABLE = "TAILCAST_CONFIG"
 KEY = "tailcast"
 
 PROMPT_PARTS = ("user", "whole")
-
-
-def engine_policies() -> dict[str, type[Policy]]:
-    """The policies that only order: all but s3, which reserves memory that the engine's own batch former allocates."""
-    return {name: kind for name, kind in POLICIES.items() if _only_orders(kind)}
-
-
-def _only_orders(kind: type[Policy]) -> bool:
-    return kind.admission_tokens is Policy.admission_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,46 +51,30 @@ class EngineSettings:
     prompt: str = "user"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy_parameters, Mapping):
-            raise InputError("policy_parameters", self.policy_parameters, "names with numbers")
-        for name, value in self.policy_parameters.items():
+        parameters = self.policy_parameters
+        checks = {
+            "policy_parameters": (isinstance(parameters, Mapping), "names with numbers"),
+            "predictor": (
+                self.predictor is None or (isinstance(self.predictor, str) and "://" in self.predictor),
+                "SCHEME://ADDRESS, or unset",
+            ),
+            "served_model": (isinstance(self.served_model, str), "text"),
+            "timeout_s": (_is_number(self.timeout_s) and 0 < self.timeout_s < math.inf, "seconds > 0"),
+            "max_in_flight": (type(self.max_in_flight) is int and self.max_in_flight > 0, "integers > 0"),
+            "max_batch": (type(self.max_batch) is int and self.max_batch > 0, "integers > 0"),
+            "prompt": (self.prompt in PROMPT_PARTS, ", ".join(PROMPT_PARTS)),
+        }
+        for name, (holds, allowed) in checks.items():
+            if not holds:
+                raise InputError(name, getattr(self, name), allowed)
+        for name, value in parameters.items():
             if not _is_number(value):
                 raise InputError(f"policy_parameters.{name}", value, "numbers")
         self.make_policy()
-        if not isinstance(self.predictor, str | None) or "://" not in (self.predictor or "://"):
-            raise InputError("predictor", self.predictor, "SCHEME://ADDRESS, or unset")
-        if not isinstance(self.served_model, str):
-            raise InputError("served_model", self.served_model, "text")
-        if not _is_number(self.timeout_s) or not 0 < self.timeout_s < math.inf:
-            raise InputError("timeout_s", self.timeout_s, "seconds > 0")
-        for name in ("max_in_flight", "max_batch"):
-            value = getattr(self, name)
-            if type(value) is not int or value <= 0:
-                raise InputError(name, value, "integers > 0")
-        if self.prompt not in PROMPT_PARTS:
-            raise InputError("prompt", self.prompt, ", ".join(PROMPT_PARTS))
 
     def make_policy(self) -> Policy:
-        """A new policy.
-
-        Raises:
-            InputError: The policy or a parameter is unknown, or it does more than order requests.
-        """
-        if self.policy in BATCH_FORMERS and self.policy not in POLICIES:
-            reason = f" ({self.policy} forms batches; the engine forms them itself)"
-            raise InputError("policy", self.policy, ", ".join(engine_policies()) + reason)
-        policy = make_policy(self.policy, self.policy_parameters)
-        if not _only_orders(type(policy)):
-            reason = (
-                f" ({self.policy} reserves memory for what it admits; the engine allocates its memory itself)"
-            )
-            raise InputError("policy", self.policy, ", ".join(engine_policies()) + reason)
-        return policy
-
-    @property
-    def uses_predictions(self) -> bool:
-        """Whether the policy uses any prediction."""
-        return bool(type(self.make_policy()).inputs & {"length", "urgency", "bucket", "rank"})
+        """A new policy; raises InputError as `order_policy` does."""
+        return order_policy(self.policy, self.policy_parameters)
 
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
@@ -111,7 +86,6 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
 
     Raises:
         InputError: There are none, there are two, or a value is not allowed.
-        MissingExtraError: A file is to be read, and there is no PyYAML.
     """
     entry, file = additional.get(KEY), environment.get(VARIABLE)
     if entry is not None and file is not None:
@@ -131,7 +105,7 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
         if name not in names:
             raise InputError(f"{location}, setting", name, ", ".join(names))
     if "policy" not in source:
-        raise InputError(f"{location}, policy", None, ", ".join(engine_policies()))
+        raise InputError(f"{location}, policy", None, ", ".join(POLICIES))
     return EngineSettings(**{name: value for name, value in source.items() if value is not None})
 
 
@@ -140,10 +114,8 @@ def _is_number(value: object) -> bool:
 
 
 def _read_yaml(path: str, location: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("pyyaml", "vllm") from error
+    import yaml  # vLLM brings it
+
     try:
         return yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

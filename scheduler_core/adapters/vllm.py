@@ -18,12 +18,12 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.engine_metrics import process_metrics
-from scheduler_core.adapters.live_order import EngineCapacity, LiveOrder
+from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, read_settings
-from scheduler_core.adapters.vllm_requests import PolicyQueue, prediction_request_of, request_of
+from scheduler_core.adapters.vllm_requests import PolicyQueue, request_of
 from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.predictor import PredictionStatus, open_predictor
+from scheduler_core.predictor import PredictionRequest, PredictionStatus, open_predictor
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler as _Base
@@ -51,6 +51,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
     waiting: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        from vllm import __version__
+
         config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
         additional = config.additional_config
         settings = read_settings(additional if isinstance(additional, dict) else {}, os.environ)
@@ -65,7 +67,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self.policy = type(self.policy)("fcfs")
         self._tailcast_metrics = process_metrics()
         predictor = settings.predictor or "none"
-        self._tailcast_metrics.info.labels(settings.policy, predictor, _vllm_version()).set(1)
+        self._tailcast_metrics.info.labels(settings.policy, predictor, str(__version__)).set(1)
         _log_start(settings)
 
     def add_request(self, request: Any) -> None:
@@ -78,15 +80,21 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
             if self._tailcast_thread is None:
                 self._tailcast_metrics.predictions.labels(PredictionStatus.ABSENT.value).inc()
             else:
-                query = prediction_request_of(request, self._tailcast_settings.served_model)
+                sampling, served_model = request.sampling_params, self._tailcast_settings.served_model
+                temperature = None if sampling is None else float(sampling.temperature)
+                query = PredictionRequest(ours.request_id, "", ours.max_tokens, served_model, temperature)
                 self._tailcast_thread.submit(query, request.prompt_token_ids)
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """The next step, in the policy's order at this moment."""
         now = self._tailcast_clock()
-        order = self._tailcast_order
-        self._tailcast_take_predictions(now)
+        order, thread = self._tailcast_order, self._tailcast_thread
+        for event in () if thread is None else thread.take():
+            self._tailcast_metrics.observe_prediction(event)
+            order.predict(event.request_id, event.prediction, now)
+            if event.error is not None:
+                logger.debug("no prediction for %s: %s", event.request_id, event.error)
         if order.start_step(now):
             self._tailcast_metrics.rekeys.inc()
         if order.policy.preemptive:
@@ -94,7 +102,14 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         output = super().schedule(*args, **kwargs)
-        self._tailcast_admit(output.num_scheduled_tokens, now)
+        for request_id in output.num_scheduled_tokens if thread is not None else ():
+            state = order.states.get(request_id)
+            if state is None or state.first_scheduled_s is not None:
+                continue
+            heads = (state.prediction, state.urgency, state.bucket, state.rank, state.point)
+            if all(head is None for head in heads):
+                self._tailcast_metrics.unscored_admissions.inc()
+        order.schedule(output.num_scheduled_tokens, now)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -137,23 +152,6 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_thread.withdraw(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def _tailcast_take_predictions(self, now: float) -> None:
-        if self._tailcast_thread is None:
-            return
-        for event in self._tailcast_thread.take():
-            self._tailcast_metrics.observe_prediction(event)
-            self._tailcast_order.predict(event.request_id, event.prediction, now)
-            if event.error is not None:
-                logger.debug("no prediction for %s: %s", event.request_id, event.error)
-
-    def _tailcast_admit(self, request_ids: Any, now: float) -> None:
-        order = self._tailcast_order
-        for request_id in request_ids if self._tailcast_thread is not None else ():
-            state = order.states.get(request_id)
-            if state is not None and state.first_scheduled_s is None and state.prediction is None:
-                self._tailcast_metrics.unscored_admissions.inc()
-        order.schedule(request_ids, now)
-
     def _tailcast_displace(self, now: float) -> None:
         """Preempts running requests for the first waiting one if the policy allows it; for one at most per step.
 
@@ -167,8 +165,22 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if head is not None and not self._is_blocked_waiting_status(head.status):
             num_groups = max(len(self.kv_cache_config.kv_cache_groups), 1)
             num_blocks = num_groups * -(-(head.num_tokens + 1) // self.block_size)
-            capacity = self._tailcast_capacity()
-            for state in order.victims_for(head.request_id, num_blocks, worst, capacity, now):
+            manager = self.kv_cache_manager
+
+            def held_blocks(request_id: str) -> int | None:
+                is_free = self._request_blocks_can_be_freed(self.requests[request_id])
+                return sum(map(len, manager.get_blocks(request_id).blocks)) if is_free else None
+
+            num_running = len(self.running) + self.num_waiting_for_streaming_input
+            for state in order.victims_for(
+                head.request_id,
+                num_blocks,
+                worst,
+                now,
+                num_free_slots=self.max_num_active_reqs - num_running,
+                num_free_blocks=manager.block_pool.get_num_free_blocks(),
+                held_blocks=held_blocks,
+            ):
                 request = running[state.request_id]
                 self.running.remove(request)
                 self._preempt_request(request, now, drop_stale_output=self.requires_kv_delivery)
@@ -179,28 +191,6 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self.running = [
             running[state.request_id] for _, state in reversed(worst) if state.request_id in still
         ]
-
-    def _tailcast_capacity(self) -> EngineCapacity:
-        manager, requests = self.kv_cache_manager, self.requests
-        return EngineCapacity(
-            num_free_slots=self.max_num_active_reqs
-            - len(self.running)
-            - self.num_waiting_for_streaming_input,
-            num_free_blocks=manager.block_pool.get_num_free_blocks(),
-            held_by=lambda request_id: sum(map(len, manager.get_blocks(request_id).blocks)),
-            may_preempt=lambda request_id: self._request_blocks_can_be_freed(requests[request_id]),
-        )
-
-
-def check_version(version: str) -> None:
-    """Refuses a version of vLLM that this module was not tested with.
-
-    Raises:
-        InputError: It is not of a supported minor version.
-    """
-    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
-        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
-        raise InputError("version of vLLM", version, f"{allowed}: those that this scheduler was tested with")
 
 
 @cache
@@ -217,7 +207,10 @@ def scheduler_class() -> type:
         if error.name != "vllm":
             raise
         raise MissingExtraError("vllm", "vllm") from error
-    check_version(vllm.__version__)
+    version = str(vllm.__version__)
+    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
+        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
+        raise InputError("version of vLLM", version, f"{allowed}: those that this scheduler was tested with")
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.request_queue import RequestQueue
 
@@ -238,9 +231,8 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
 
     tokenizer = cached_tokenizer_from_config(config.model_config)
     if tokenizer is None:
-        raise InputError(
-            "predictor", settings.predictor, "unset with --skip-tokenizer-init: prompts are only ids here"
-        )
+        allowed = "unset with --skip-tokenizer-init: prompts are only ids here"
+        raise InputError("predictor", settings.predictor, allowed)
     return PredictionThread(
         open_predictor(settings.predictor),
         PromptDecoder(tokenizer, whole=settings.prompt == "whole"),
@@ -250,19 +242,12 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
     )
 
 
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
-
-
 def _log_start(settings: EngineSettings) -> None:
     logger.info("tailcast orders the requests: policy %s, predictor %s", settings.policy, settings.predictor)
-    if settings.predictor is None and settings.uses_predictions:
-        logger.warning(
-            "policy %s uses predictions and there is no predictor: every length is taken as unknown",
-            settings.policy,
-        )
+    uses_predictions = settings.make_policy().inputs & {"length", "urgency", "bucket", "rank", "point"}
+    if settings.predictor is None and uses_predictions:
+        text = "policy %s uses predictions and there is no predictor: every length is taken as unknown"
+        logger.warning(text, settings.policy)
     if multiprocessing.parent_process() is not None and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
         logger.warning(
             "metrics of tailcast are not on /metrics: set PROMETHEUS_MULTIPROC_DIR to an empty folder before the start"

@@ -7,7 +7,6 @@ from typing import Any
 
 from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.errors import InputError
-from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request
 
 #: Hints of a client about its request (OpenAI API: `vllm_xargs`) -> field of `Request`.
@@ -37,34 +36,15 @@ def request_of(request: Any, now: float) -> tuple[Request, list[str]]:
     for hint, name in HINTS.items():
         if hint not in hints:
             continue
+        value = hints[hint]
         try:
-            _check_type(hint, hints[hint])
-            Request(**values, **{name: hints[hint]})
+            if isinstance(value, bool) or isinstance(value, str) is not (name == "tenant"):
+                raise TypeError(hint)
+            Request(**values, **{name: value})
+            values[name] = value
         except (InputError, TypeError):
             bad_hints.append(hint)
-        else:
-            values[name] = hints[hint]
     return Request(**values), bad_hints
-
-
-def prediction_request_of(request: Any, served_model: str) -> PredictionRequest:
-    """A request of vLLM as a `PredictionRequest` without its prompt."""
-    parameters = request.sampling_params
-    return PredictionRequest(
-        request.request_id,
-        "",
-        max(int(request.max_tokens), 1),
-        served_model,
-        None if parameters is None else float(parameters.temperature),
-    )
-
-
-def _check_type(hint: str, value: Any) -> None:
-    if hint == "tailcast_tenant":
-        if not isinstance(value, str):
-            raise InputError(hint, value, "text")
-    elif isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(hint, value, "numbers")
 
 
 class PolicyQueue:
@@ -97,12 +77,10 @@ class PolicyQueue:
         self.remove_request(request)
         return request
 
-    def prepend_request(self, request: Any) -> None:
-        """As `add_request`: the key decides."""
-        self.add_request(request)
+    prepend_request = add_request
 
     def prepend_requests(self, requests: Iterable[Any]) -> None:
-        """As `add_request` for each, in their order."""
+        """Puts requests where their keys put them."""
         for request in requests:
             self.add_request(request)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
@@ -16,8 +16,9 @@ from yarl import URL
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
+from tests import fake_openai
+from tests.fake_openai import FakeEngine, Script, break_off  # noqa: F401
 
-Script = Callable[[web.Request, bytes], Awaitable[web.StreamResponse]]
 CHAT = "/v1/chat/completions"
 PATIENCE_S = 60.0
 
@@ -50,43 +51,13 @@ def completion(usage: int, reason: str = "stop") -> dict[str, Any]:
     }
 
 
-@dataclass
-class FakeEngine:
-    """Records requests and responds by `script`."""
-
-    script: Script
-    url: str = ""
-    requests: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
-    num_gone: int = 0
-    num_in_flight: int = 0
-    max_in_flight: int = 0
-
-    @property
-    def bodies(self) -> list[dict[str, Any]]:
-        """The parsed bodies in the order of their arrival."""
-        return [json.loads(body) for _, _, _, body in self.requests]
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        self.requests.append((request.method, request.raw_path, dict(request.headers), body))
-        self.num_in_flight += 1
-        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
-        try:
-            return await self.script(request, body)
-        except asyncio.CancelledError:
-            self.num_gone += 1
-            raise
-        finally:
-            self.num_in_flight -= 1
-
-
-async def plain(request: web.Request, body: bytes) -> web.StreamResponse:
-    """Seven tokens, streamed where that is asked for, with counts where those are asked for."""
-    content = json.loads(body)
+async def plain(request: web.Request, body: bytes, tokens: int = 7) -> web.StreamResponse:
+    """So many tokens, streamed where that is asked for, with counts where those are asked for."""
+    content = json.loads(body) if body.startswith(b"{") else {}
     if not content.get("stream"):
-        return web.json_response(completion(7))
+        return web.json_response(completion(tokens))
     wants = (content.get("stream_options") or {}).get("include_usage") is True
-    return await streamed(request, stream_events(["a", "b", "c"], 7 if wants else None))
+    return await streamed(request, stream_events(["a", "b", "c"], tokens if wants else None))
 
 
 async def streamed(request: web.Request, pieces: Iterable[bytes]) -> web.StreamResponse:
@@ -100,12 +71,12 @@ async def streamed(request: web.Request, pieces: Iterable[bytes]) -> web.StreamR
     return response
 
 
-def gated(go: asyncio.Event) -> Script:
-    """Seven tokens, once the event is set."""
+def gated(go: asyncio.Event, tokens: int = 7) -> Script:
+    """As `plain`, once the event is set."""
 
     async def script(request: web.Request, body: bytes) -> web.StreamResponse:
         await go.wait()
-        return web.json_response(completion(7))
+        return await plain(request, body, tokens)
 
     return script
 
@@ -125,20 +96,15 @@ def paused(events: list[bytes], go: asyncio.Event | None) -> Script:
     return script
 
 
+async def respond(request: web.Request, body: bytes) -> web.Response:
+    """An empty response."""
+    return web.Response()
+
+
 async def stalled(request: web.Request, body: bytes) -> web.StreamResponse:
     """Never responds."""
     await asyncio.Event().wait()
     raise AssertionError
-
-
-async def break_off(request: web.Request, data: bytes, headers: dict[str, str]) -> web.StreamResponse:
-    """Closes the connection after a part of the response."""
-    response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    await response.write(data)
-    assert request.transport is not None
-    request.transport.close()
-    return response
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -148,22 +114,9 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-@asynccontextmanager
-async def running_engine(script: Script = plain) -> AsyncIterator[FakeEngine]:
+def running_engine(script: Script = plain) -> AbstractAsyncContextManager[FakeEngine]:
     """The engine on a free port."""
-    engine = FakeEngine(script)
-    application = web.Application(client_max_size=2**26)
-    application.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(
-        application, access_log=None, handler_cancellation=True, auto_decompress=False, shutdown_timeout=0.1
-    )
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield engine
-    finally:
-        await runner.cleanup()
+    return fake_openai.running_engine(script)
 
 
 @dataclass
@@ -176,15 +129,11 @@ class RunningProxy:
     client: aiohttp.ClientSession
 
     async def post(self, content: Any, headers: dict[str, str] | None = None, path: str = CHAT) -> tuple[int, bytes]:  # fmt: skip
-        """Status and body of the answer; bytes are sent as they are."""
+        """Status and body of the response; bytes are sent as they are."""
         data = content if isinstance(content, bytes | BytesIO) else json.dumps(content).encode()
-        sent = {"Content-Type": "application/json"} | (headers or {})
-        async with self.client.post(self.url + path, data=data, headers=sent) as response:
-            return response.status, await response.read()
+        return await self.send("POST", path, data, {"Content-Type": "application/json"} | (headers or {}))
 
-    async def send(
-        self, method: str, path: str, data: bytes | None, headers: dict[str, str]
-    ) -> tuple[int, bytes]:
+    async def send(self, method: str, path: str, data: Any, headers: dict[str, str]) -> tuple[int, bytes]:
         """As `post`, for any method and with the path's own bytes."""
         url = URL(self.url + path, encoded=True)
         async with self.client.request(method, url, data=data, headers=headers) as response:
@@ -208,6 +157,12 @@ class RunningProxy:
         async with self.client.get(self.admin + "/metrics") as response:
             text = await response.text()
         return next((float(row.split()[-1]) for row in text.splitlines() if row.startswith(line + " ")), 0.0)
+
+    async def reaches(self, line: str, value: float) -> None:
+        """Waits until the number of a line of /metrics is at least this."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.metric(line) < value:
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

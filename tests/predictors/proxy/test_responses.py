@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictors.proxy.parsing import json_body
 from predictors.proxy.responses import EventStreamReader, JsonReader
-from tests.predictors.proxy.fake_engine import completion, event, stream_events
+from tests.predictors.proxy.fake_engine import event, stream_events
 
 WORDS = st.lists(
     st.one_of(
@@ -35,14 +32,9 @@ def passed(reader: EventStreamReader, pieces: list[bytes]) -> bytes:
     return b"".join([reader.feed(piece) for piece in pieces]) + reader.end()
 
 
-@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12), st.booleans())
-def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int], hides: bool) -> None:
-    reader = EventStreamReader(hides_usage=hides, keeps_text=True)
-    if not hides:
-        for piece in cut(data, places):
-            assert reader.feed(piece) == piece
-        return
-    assert passed(reader, cut(data, places)) == data
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12))
+def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int]) -> None:
+    assert passed(EventStreamReader(hides_usage=True, keeps_text=True), cut(data, places)) == data
 
 
 @settings(max_examples=30)
@@ -61,48 +53,18 @@ def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
     assert (stats.first_s is None) is (stats.num_deltas == 0)
 
 
-def test_a_null_usage_of_an_inner_object_stays() -> None:
+def test_a_null_usage_of_an_inner_object_and_an_error_stay() -> None:
     inner = event({"choices": [{"delta": {"x": 1, "usage": None}}]})
-    assert passed(EventStreamReader(hides_usage=True), [inner]) == inner
     both = event({"choices": [{"delta": {"x": 1, "usage": None}}], "usage": None})
     assert passed(EventStreamReader(hides_usage=True), [both]) == inner
 
-
-def test_an_error_event_is_not_hidden() -> None:
     told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
     assert passed(EventStreamReader(hides_usage=True), [told]) == told
 
 
-def test_a_completion_is_read() -> None:
-    reader = JsonReader()
-    data = json.dumps(completion(9, "length")).encode()
-    assert b"".join(reader.feed(piece) for piece in cut(data, [3, 70])) + reader.end() == data
-    assert (reader.stats.output_tokens, reader.stats.finish_reason) == (9, "length")
+def test_odd_completions_have_no_length() -> None:
     for odd in (b"", b"[]", b'{"choices": 3}', b'{"choices":[{}],"usage":{"completion_tokens":true}}'):
         reader = JsonReader()
         reader.feed(odd)
         assert reader.end() == b""
         assert reader.stats.output_tokens is None
-
-
-JSON: Any = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(
-    st.dictionaries(st.text(max_size=9), JSON, max_size=4), st.integers(), st.sampled_from(["", " ", "\n\t"])
-)
-def test_added_members_change_nothing_else(content: dict[str, Any], number: int, space: str) -> None:
-    body = (space + json.dumps(content)).encode()
-    found = json_body(body).with_members({"priority": number})
-    assert json.loads(found) == {**content, "priority": number}
-    if "priority" not in content:
-        added = b'"priority":%d' % number + (b"," if content else b"")
-        assert found.replace(added, b"", 1) == body

@@ -20,7 +20,7 @@ import pytest
 from predictors.runtime import open_runtime
 from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_python
 from tests.predictors.fakes import running_server
-from tests.predictors.proxy.fake_engine import RunningProxy, running_proxy
+from tests.predictors.proxy.fake_engine import CHAT, RunningProxy, running_proxy
 from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
 
 __all__ = ["vllm_python"]  # a fixture
@@ -75,10 +75,10 @@ def asks(text: str, num_tokens: int) -> dict[str, Any]:
 async def finish_order(
     engine: Engine, proxy: RunningProxy, last_prompt: str, last_tier: int | None
 ) -> list[str]:
-    """Long requests one after the other, and then a last one; their names as they are answered."""
+    """Long requests one after the other, and then a last one; their names as their responses come."""
     finished: list[str] = []
 
-    async def ask(name: str, text: str, num_tokens: int, tier: int | None) -> None:
+    async def send(name: str, text: str, num_tokens: int, tier: int | None) -> None:
         headers = {} if tier is None else {"x-tailcast-tier": str(tier)}
         status, body = await proxy.post(asks(text, num_tokens), headers)
         assert status == 200, body
@@ -88,16 +88,16 @@ async def finish_order(
     tasks = []
     with engine.stopped():
         for number in range(NUM_LONG):
-            tasks.append(asyncio.create_task(ask(f"long{number}", LONG, 80, None)))
+            tasks.append(asyncio.create_task(send(f"long{number}", LONG, 80, None)))
             await asyncio.sleep(0.005)
-        tasks.append(asyncio.create_task(ask("last", last_prompt, 4, last_tier)))
+        tasks.append(asyncio.create_task(send("last", last_prompt, 4, last_tier)))
         await asyncio.sleep(SENDING_S)
         assert not finished
     await asyncio.gather(*tasks)
     return finished
 
 
-def overtaken(order: list[str]) -> int:
+def num_overtaken(order: list[str]) -> int:
     """Earlier requests that the last one has overtaken."""
     return len(order) - 1 - order.index("last")
 
@@ -105,34 +105,59 @@ def overtaken(order: list[str]) -> int:
 @pytest.mark.parametrize(
     ("policy", "prompt", "tier"), [("sept", SHORT, None), ("tie", SHORT, None), ("semantic", LONG, 0)]
 )
+@pytest.mark.parametrize("kind", ["vllm", "none"])
 async def test_a_later_short_or_urgent_request_overtakes(
-    engine: Engine, artifact_folder: Path, policy: str, prompt: str, tier: int | None
+    engine: Engine, artifact_folder: Path, kind: str, policy: str, prompt: str, tier: int | None
 ) -> None:
-    options: dict[str, Any] = {"engine": "vllm", "predictor": str(artifact_folder), "max_num_seqs": 1}
+    """By hints, and held by the proxy as in front of an engine without them."""
+    options: dict[str, Any] = {
+        "engine": kind,
+        "predictor": str(artifact_folder),
+        "max_num_seqs": 1,
+        "release": 1,
+    }
     async with running_proxy(engine.url, policy=policy, **options) as proxy:
-        assert overtaken(await finish_order(engine, proxy, prompt, tier)) >= NUM_LONG // 2
-        assert await proxy.metric('tailcast_proxy_hints_total{outcome="policy"}') == NUM_LONG + 1
+        assert num_overtaken(await finish_order(engine, proxy, prompt, tier)) >= NUM_LONG // 2
+        outcome = "policy" if kind == "vllm" else "held"
+        assert await proxy.metric(f'tailcast_proxy_hints_total{{outcome="{outcome}"}}') == NUM_LONG + 1
 
 
 async def test_first_come_first_served_does_not(engine: Engine, artifact_folder: Path) -> None:
-    """Neither the proxy's own fcfs, nor the engine where it is told nothing."""
+    """Neither the proxy's own fcfs, nor the engine where no hint is sent."""
     for options in ({"predictor": str(artifact_folder), "policy": "fcfs"}, {"without_prediction": "nothing"}):
         async with running_proxy(engine.url, engine="vllm", **options) as proxy:
-            assert overtaken(await finish_order(engine, proxy, SHORT, 0)) == 0
+            assert num_overtaken(await finish_order(engine, proxy, SHORT, 0)) == 0
+
+
+async def test_streams_are_counted_by_the_engine_and_look_as_without_the_proxy(
+    engine: Engine, artifact_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM understands the priority and the request for token counts."""
+    options: dict[str, Any] = {"feedback": str(tmp_path), "feedback_usage": True, "policy": "uniboost"}
+    async with running_proxy(engine.url, engine="vllm", predictor=str(artifact_folder), **options) as proxy:
+        for path, body in (
+            (CHAT, asks(SHORT, 9)),
+            ("/v1/completions", {"model": "tiny-llm", "prompt": SHORT, "max_tokens": 9, "ignore_eos": True}),
+        ):
+            status, data = await proxy.post(body | {"stream": True}, path=path)
+            assert status == 200
+            assert data.endswith(b"data: [DONE]\n\n")
+            assert b"completion_tokens" not in data
+        assert await proxy.metric('tailcast_proxy_hints_total{outcome="policy"}') == 2
+    rows = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_bytes().splitlines()]
+    assert [(row["output_tokens"], row["counted_by"]) for row in rows] == [(9, "usage")] * 2
 
 
 async def test_no_request_is_lost_when_the_predictor_goes(engine: Engine, artifact_folder: Path) -> None:
+    answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
     async with running_server(open_runtime(artifact_folder)) as (_, address):
         manager = running_proxy(
             engine.url, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
         )
         proxy = await manager.__aenter__()
-        answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
         with engine.stopped():
             first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]
-            async with asyncio.timeout(60):
-                while await proxy.metric(answered) < 6:
-                    await asyncio.sleep(0.01)
+            await proxy.reaches(answered, 6)
             assert not any(task.done() for task in first)
     rest = [asyncio.create_task(proxy.post(asks(SHORT, 40))) for _ in range(6)]
     assert [status for status, _ in await asyncio.gather(*first, *rest)] == [200] * 12

@@ -7,11 +7,26 @@ A prompt "w7 w7 ..." is predicted to be answered with 7 tokens.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
+from tests.scheduler_core.helpers import full_prediction
+
+#: Six requests, of which each is predicted shorter and more urgent than those before, and their order in one slot.
+PREDICTED = [58, 45, 35, 25, 15, 5]
+ORDERS = {
+    "ssjf": "r5 r4 r3 r2 r1 r0",
+    "s3": "r5 r4 r3 r0 r1 r2",  # the first three are in one bucket
+    "semantic": "r5 r4 r3 r0 r1 r2",
+    "hpjf": "r4 r5 r0 r1 r2 r3",  # no text raises its request by more than a level
+    "ltr": "r5 r4 r3 r2 r1 r0",
+}
+
+
+def of_length(tokens: float, sigma: float = 0.1) -> Prediction:
+    """All heads say that the output is of this median length, and the more urgent the shorter it is."""
+    return full_prediction(tokens, sigma, level=min(int(tokens // 10), 4))
 
 
 class LengthReader:
@@ -20,10 +35,8 @@ class LengthReader:
     def __init__(self, mode: str) -> None:
         name, _, number = mode.partition(":")
         self._mode, self._left = name, int(number or 0)
-        self.prompts: list[str] = []
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[LengthPrediction]:
-        self.prompts += [request.prompt for request in requests]
+    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
         if self._mode == "hangs":
             await asyncio.Event().wait()
         if self._mode == "garbage":
@@ -32,12 +45,10 @@ class LengthReader:
             if self._left < len(requests):
                 raise ConnectionResetError("the predictor was killed")
             self._left -= len(requests)
-        return [LengthPrediction(math.log(int(r.prompt.split()[0][1:])), 0.1, 5.0) for r in requests]
+        return [of_length(int(request.prompt.split()[0][1:])) for request in requests]
 
     async def close(self) -> None:
         pass
 
 
-def connect(address: str) -> LengthReader:
-    """What stands behind prompted://MODE."""
-    return LengthReader(address)
+connect = LengthReader

@@ -5,38 +5,29 @@ The real thing is run by test_vllm_engine.py; this is for what one wants to see 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABCMeta, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-
-class RequestQueue(ABC):
-    """The methods of vLLM 0.32's v1/core/sched/request_queue.py."""
-
-    @abstractmethod
-    def add_request(self, request: Any) -> None: ...
-    @abstractmethod
-    def pop_request(self) -> Any: ...
-    @abstractmethod
-    def peek_request(self) -> Any: ...
-    @abstractmethod
-    def prepend_request(self, request: Any) -> None: ...
-    @abstractmethod
-    def prepend_requests(self, requests: Iterable[Any]) -> None: ...
-    @abstractmethod
-    def remove_request(self, request: Any) -> None: ...
-    @abstractmethod
-    def remove_requests(self, requests: Iterable[Any]) -> None: ...
-    @abstractmethod
-    def __bool__(self) -> bool: ...
-    @abstractmethod
-    def __len__(self) -> int: ...
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]: ...
+#: The methods of vLLM 0.32's v1/core/sched/request_queue.py.
+QUEUE_METHODS = [
+    "add_request",
+    "pop_request",
+    "peek_request",
+    "prepend_request",
+    "prepend_requests",
+    "remove_request",
+    "remove_requests",
+    "__bool__",
+    "__len__",
+    "__iter__",
+]
+RequestQueue = ABCMeta(
+    "RequestQueue", (), {name: abstractmethod(lambda self: None) for name in QUEUE_METHODS}
+)
 
 
 class SchedulingPolicy(Enum):
@@ -171,16 +162,18 @@ class Tokenizer:
 
 def modules(version: str = "0.32.0") -> dict[str, ModuleType]:
     """Modules by name, to be put into sys.modules."""
-    names = (
-        "vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.core.sched.async_scheduler",
-        "vllm.v1.core.sched.request_queue", "vllm.tokenizers",
-    )  # fmt: skip
-    made: dict[str, Any] = {name: ModuleType(name) for name in names}
-    made["vllm"].__version__ = version
-    made["vllm.v1.core.sched.async_scheduler"].AsyncScheduler = AsyncScheduler
-    made["vllm.v1.core.sched.request_queue"].RequestQueue = RequestQueue
-    made["vllm.tokenizers"].cached_tokenizer_from_config = lambda config: config.tokenizer
-    return made
+    sched = "vllm.v1.core.sched"
+    members: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": version},
+        **{name: {} for name in ("vllm.v1", "vllm.v1.core", sched)},
+        f"{sched}.async_scheduler": {"AsyncScheduler": AsyncScheduler},
+        f"{sched}.request_queue": {"RequestQueue": RequestQueue},
+        "vllm.tokenizers": {"cached_tokenizer_from_config": lambda config: config.tokenizer},
+    }
+    stand_ins = {name: ModuleType(name) for name in members}
+    for name, module in stand_ins.items():
+        vars(module).update(members[name])
+    return stand_ins
 
 
 def vllm_config(tailcast: Any, *, max_num_seqs: int = 2, policy: str = "fcfs", tokenizer: Any = None) -> Any:

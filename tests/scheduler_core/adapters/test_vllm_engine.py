@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.data_gen.conftest import ROOT, save_tiny_llama, vllm_environment, vllm_python  # noqa: F401
+from tests.scheduler_core.adapters.length_reader import ORDERS, PREDICTED
 
 pytestmark = pytest.mark.slow
 
@@ -52,10 +53,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def served(vllm_python: Path, model: Path, environment: dict[str, str]) -> Any:  # noqa: F811
     """Runs engine_script.py with a task; what it printed."""
 
-    def serve(tailcast: dict[str, Any] | None, script: str = "engine_script", **task: Any) -> Any:
-        told = {"model": str(model), "tailcast": tailcast, "max_num_seqs": 3, "lengths": LENGTHS, **task}
+    def serve(tailcast: dict[str, Any] | None, **task: Any) -> Any:
+        task = {"model": str(model), "tailcast": tailcast, "max_num_seqs": 3, "lengths": LENGTHS, **task}
         done = subprocess.run(
-            [str(vllm_python), "-m", f"tests.scheduler_core.adapters.{script}", json.dumps(told)],
+            [str(vllm_python), "-m", "tests.scheduler_core.adapters.engine_script", json.dumps(task)],
             cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900,
         )  # fmt: skip
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -64,54 +65,70 @@ def served(vllm_python: Path, model: Path, environment: dict[str, str]) -> Any: 
     return serve
 
 
-def test_preemption_order_and_answers(served: Any) -> None:
-    """Little memory, a policy that takes places: the order is another, the answers are the same."""
+def test_preemption_order_and_outputs(served: Any) -> None:
+    """Little memory, a policy that displaces: the order is another, the outputs are the same."""
     stock = served(None, blocks=5, at_once=4)
     ours = served({"policy": "srpt", "predictor": "prompted://answers"}, blocks=5, at_once=4, wait=True)
     assert ours["scheduler"] == ["TailcastScheduler", "PolicyScheduling", "AsyncScheduler"]
-    assert ours["finished"] == stock["finished"], "greedy answers do not depend on the order"
+    assert ours["finished"] == stock["finished"], "greedy outputs do not depend on the order"
     assert len(ours["finished"]) == len(LENGTHS)
-    assert ours["order"] != stock["order"]
-    assert ours["order"].index("r11") < ours["order"].index("r1")
-    assert ours["order"][-1] == "r0", "the longest is the last"
-    assert ours["preemptions"] > 0
+    check_order(ours, stock)
     assert ours["metrics"]["tailcast_displacements_total[]"] > 0
+
+
+def check_order(ours: Any, stock: Any) -> None:
+    order = list(ours["finished"])
+    assert order != list(stock["finished"])
+    assert order.index("r11") < order.index("r1")
+    assert order[-1] == "r0", "the longest is the last"
+    assert ours["preemptions"] > 0
     assert ours["scores_kept"]
     assert set(ours["left"].values()) == {0}
 
 
+@pytest.mark.parametrize("policy", ORDERS)
+def test_every_head_reaches_the_policy(served: Any, policy: str) -> None:
+    task: dict[str, Any] = {
+        "predicted": PREDICTED,
+        "lengths": [60] * 6,
+        "at_once": 6,
+        "max_num_seqs": 1,
+        "wait": True,
+    }
+    parameters = {"reserve": 0} if policy == "s3" else {}
+    settings = {"policy": policy, "policy_parameters": parameters, "predictor": "prompted://answers"}
+    result = served(settings, **task)
+    assert result["metrics"]["tailcast_predictions_total['answered']"] == 6
+    assert list(result["finished"]) == ORDERS[policy].split()
+
+
 def test_the_predictor_dies_and_requests_are_aborted(served: Any) -> None:
     abort = ["r0", "r2", "r5", "r9", "r13", "r15", "r19"]
-    found = served({"policy": "tie", "predictor": "prompted://breaks:7"}, blocks=5, at_once=12, abort=abort)
-    assert {f"r{number}" for number in range(len(LENGTHS))} - set(found["finished"]) <= set(abort)
-    assert all(len(ids) == LENGTHS[int(name[1:])] for name, ids in found["finished"].items())
-    assert found["metrics"]["tailcast_predictions_total['failed']"] > 0
-    assert 0 < found["metrics"]["tailcast_predictions_total['answered']"] <= 7
-    assert found["scores_kept"]
-    assert set(found["left"].values()) == {0}
+    result = served({"policy": "tie", "predictor": "prompted://breaks:7"}, blocks=5, at_once=12, abort=abort)
+    assert {f"r{number}" for number in range(len(LENGTHS))} - set(result["finished"]) <= set(abort)
+    assert all(len(ids) == LENGTHS[int(name[1:])] for name, ids in result["finished"].items())
+    assert result["metrics"]["tailcast_predictions_total['failed']"] > 0
+    assert 0 < result["metrics"]["tailcast_predictions_total['answered']"] <= 7
+    assert result["scores_kept"]
+    assert set(result["left"].values()) == {0}
 
 
 def test_steps_that_are_planned_before_the_one_before_has_its_tokens(served: Any) -> None:
     """Asynchronous scheduling: vLLM's real AsyncScheduler under our order, on a platform that does not execute so."""
-    ours = {"policy": "srpt", "predictor": "prompted://answers"}
-    task: dict[str, Any] = {"script": "async_script", "blocks": 5, "at_once": 4}
-    stock, found = served(None, **task), served(ours, **task)
-    assert found["engine_says"] is False, "vLLM switches it off on CPUs, although it was asked for"
-    for one in (stock, found):
+    task: dict[str, Any] = {"pipelined": True, "blocks": 5, "at_once": 4}
+    stock, ours = served(None, **task), served({"policy": "srpt", "predictor": "prompted://answers"}, **task)
+    for one in (stock, ours):
+        assert one["engine_says"] is False, "vLLM switches it off on CPUs, although it is requested"
         assert one["finished"] == {f"r{number}": length for number, length in enumerate(LENGTHS)}
         assert one["pipelined"] > one["steps"] // 2
         assert set(one["left"].values()) == {0}
-    assert found["preemptions"] > 0
-    assert found["scores_kept"]
-    assert found["order"] != stock["order"]
-    assert found["order"].index("r11") < found["order"].index("r1")
-    assert found["order"][-1] == "r0", "the longest is the last"
+    check_order(ours, stock)
 
 
 def test_a_bad_configuration_stops_the_engine_with_its_reason(served: Any) -> None:
-    told = served({"policy": "tyre"}, at_once=1)
-    assert isinstance(told, str)
-    assert "InputError: policy: got 'tyre'; allowed: fcfs, " in told
+    output = served({"policy": "tyre"}, at_once=1)
+    assert isinstance(output, str)
+    assert "InputError: policy: got 'tyre'; allowed: fcfs, " in output
 
 
 class Server:
@@ -182,19 +199,10 @@ def test_a_served_engine_shows_its_metrics_and_outlives_the_predictor(
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
         url = f"http://127.0.0.1:{port}"
-        command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += [
-            "--served-model-name",
-            "tiny",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--dtype",
-            "float32",
-        ]
-        command += ["--max-model-len", "96", "--enforce-eager", "--max-num-seqs", "2"]
-        command += ["--scheduler-cls", "scheduler_core.adapters.vllm.TailcastScheduler"]
+        options = f"--model {model} --served-model-name tiny --host 127.0.0.1 --port {port} --dtype float32"
+        options += " --max-model-len 96 --enforce-eager --max-num-seqs 2"
+        options += " --scheduler-cls scheduler_core.adapters.vllm.TailcastScheduler"
+        command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", *options.split()]
         variables = {"TAILCAST_CONFIG": str(config), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")}
         engine = Server(command, environment | variables, tmp_path / "engine.log")
         engine.wait(lambda: answers(f"{url}/health"), 600)
