@@ -15,7 +15,7 @@ from ray import serve
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from predictors.client import LocalService
+from predictors.client import InProcessPredictor
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.errors import ErrorStatus
 from predictors.service.gateway import json_object, message_json, request_message
@@ -38,7 +38,7 @@ class PredictorReplica:
     """
 
     def __init__(self, artifact: str, public_key: str | None = None) -> None:
-        self._service = LocalService(artifact, public_key=public_key)
+        self._service = InProcessPredictor(artifact, public_key=public_key)
 
     async def check_health(self) -> None:
         """Fails where the artifact cannot be loaded."""

@@ -23,14 +23,13 @@ except ModuleNotFoundError as error:
 
 from predictors.client.channel import ClientSettings, TlsSettings
 from predictors.client.grpc_client import GrpcPredictor, SyncPredictor
-from predictors.client.in_process import InProcessPredictor, LocalService
+from predictors.client.in_process import InProcessPredictor
 from predictors.client.messages import PredictorError
 
 __all__ = [
     "ClientSettings",
     "GrpcPredictor",
     "InProcessPredictor",
-    "LocalService",
     "PredictorError",
     "SyncPredictor",
     "TlsSettings",

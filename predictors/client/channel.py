@@ -6,12 +6,12 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 
 from scheduler_core.errors import InputError
+from scheduler_core.files import existing_file
 
 # gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). Retried are calls that no server answered:
 # UNAVAILABLE, and CANCELLED, the status of a call that reaches a server in the moment of its shutdown. A prediction
@@ -47,12 +47,12 @@ class TlsSettings:
             )
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files; raises InputError naming the one that cannot be read."""
-        return grpc.ssl_channel_credentials(
-            root_certificates=_pem("tls ca", self.ca),
-            private_key=_pem("tls key", self.key),
-            certificate_chain=_pem("tls certificate", self.certificate),
+        """Reads the files; raises InputError naming the one that is missing."""
+        ca, key, certificate = (
+            None if path is None else existing_file(path, f"tls {name}").read_bytes()
+            for name, path in (("ca", self.ca), ("key", self.key), ("certificate", self.certificate))
         )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +149,3 @@ def checked_timeout(timeout_s: float) -> float:
     if not 0 < timeout_s < math.inf:
         raise InputError("timeout_s", timeout_s, "a finite number of seconds > 0")
     return timeout_s
-
-
-def _pem(field: str, path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(field, path, f"a readable PEM file ({error.strerror})") from error

@@ -1,16 +1,31 @@
-"""Conversion between the scheduler's types and the messages of the gRPC interface."""
+"""Conversion between the scheduler's types and the messages of the interface, for every client."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Self
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
 
 import grpc
 
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import (
+    BucketPrediction,
+    LengthPrediction,
+    PointPrediction,
+    Prediction,
+    RankPrediction,
+    UrgencyPrediction,
+)
 from scheduler_core.predictor import PredictionRequest
+
+T = TypeVar("T")
+
+# Largest sum of prompt bytes in one call of more than one request.
+MAX_BATCH_BYTES = 2 * 2**20
 
 
 class PredictorError(TailcastError):
@@ -30,10 +45,66 @@ class PredictorError(TailcastError):
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str | None]]:
         return type(self), (str(self), self.code, self.request_id)
 
+    @classmethod
+    def about(
+        cls, message: pb.PredictRequest, code: str, details: str | None, address: str
+    ) -> PredictorError:
+        """The error about one request."""
+        text = f"predictor {address}: request {message.request_id!r}: {code}: {details}"
+        return cls(text, code, message.request_id)
 
-Result = pb.PredictResponse | PredictorError
-# Largest sum of prompt bytes in one call of more than one request.
-MAX_BATCH_BYTES = 2 * 2**20
+
+class AsyncClient(ABC):
+    """What the asynchronous clients have in common; implements `scheduler_core.predictor.Predictor`."""
+
+    address: str
+
+    async def predict(
+        self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
+    ) -> list[Prediction]:
+        """Predictions of all heads of the artifact, in the order of `requests`.
+
+        Args:
+            requests: Any number.
+            timeout_s: Deadline of this call; None: that of the settings.
+
+        Raises:
+            PredictorError: The service could not be reached in time, or refused or failed one of the requests.
+            InputError: A prompt cannot be sent, the deadline is not allowed, or the artifact is refused.
+        """
+        return predictions(await self.responses(requests, timeout_s=timeout_s), self.address)
+
+    @abstractmethod
+    async def responses(
+        self,
+        requests: Sequence[PredictionRequest],
+        *,
+        timeout_s: float | None = None,
+        truncated_length: bool = False,
+    ) -> list[pb.PredictResponse]:
+        """The service's responses, in the order of `requests`; raises as `predict`.
+
+        Args:
+            requests: Any number.
+            timeout_s: Deadline of this call; None: that of the settings.
+            truncated_length: Also request the statistics of the length truncated at each request's max_tokens.
+        """
+
+    @abstractmethod
+    async def metadata(self) -> pb.GetMetadataResponse:
+        """Artifact, limits and provider of the service."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends connections or threads; the client can be used again."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
 
 
 def request_message(request: PredictionRequest, truncated_length: bool) -> pb.PredictRequest:
@@ -67,63 +138,65 @@ def chunks(messages: Sequence[pb.PredictRequest], max_requests: int) -> Iterator
         yield chunk
 
 
-def batch_results(
-    response: pb.PredictBatchResponse, messages: Sequence[pb.PredictRequest], address: str
-) -> list[Result]:
-    """The outcomes of a batch, one per message."""
-    if len(response.outcomes) != len(messages):
-        text = f"predictor {address}: {len(response.outcomes)} outcomes for {len(messages)} requests"
-        return [PredictorError(text, "INTERNAL", message.request_id) for message in messages]
+async def gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results; when this is canceled or one fails, the others are canceled too."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def batch_responses(
+    batch: pb.PredictBatchResponse, messages: Sequence[pb.PredictRequest], address: str
+) -> list[pb.PredictResponse]:
+    """The responses to a batch; raises the first error there is."""
+    if len(batch.outcomes) != len(messages):
+        details = f"{len(batch.outcomes)} outcomes for {len(messages)} requests"
+        raise PredictorError.about(messages[0], "INTERNAL", details, address)
     return [
-        outcome_result(outcome, message, address)
-        for outcome, message in zip(response.outcomes, messages, strict=True)
+        response(outcome, message, address) for outcome, message in zip(batch.outcomes, messages, strict=True)
     ]
 
 
-def outcome_result(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> Result:
-    """The response to a message, or its error."""
+def response(outcome: pb.Outcome, message: pb.PredictRequest, address: str) -> pb.PredictResponse:
+    """The response to a message; raises PredictorError if the outcome is one."""
     if outcome.WhichOneof("outcome") == "prediction":
         return outcome.prediction
-    return failure(message, _code_name(outcome.error.code), outcome.error.message, address)
+    number = outcome.error.code
+    code = next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
+    raise PredictorError.about(message, code, outcome.error.message, address)
 
 
-def call_failed(error: Any, messages: Sequence[pb.PredictRequest], address: str) -> list[Result]:
-    """A gRPC error of the whole call as the result of each of its requests."""
-    return [failure(message, error.code().name, error.details(), address) for message in messages]
+def predictions(responses: Sequence[pb.PredictResponse], address: str) -> list[Prediction]:
+    """Responses as the scheduler's predictions; raises PredictorError for numbers that no scheduler can use."""
+    result = []
+    for one in responses:
+        try:
+            result.append(prediction(one))
+        except InputError as error:
+            raise PredictorError(f"predictor {address}: {error}", "INTERNAL", one.request_id) from error
+    return result
 
 
-def failure(message: pb.PredictRequest, code: str, details: str | None, address: str) -> PredictorError:
-    """The error about one request."""
-    text = f"predictor {address}: request {message.request_id!r}: {code}: {details}"
-    return PredictorError(text, code, message.request_id)
-
-
-def succeeded(results: Sequence[Result]) -> list[pb.PredictResponse]:
-    """The responses; raises the first error there is."""
-    responses = []
-    for result in results:
-        if isinstance(result, PredictorError):
-            raise result
-        responses.append(result)
-    return responses
-
-
-def length_prediction(response: pb.PredictResponse, address: str) -> LengthPrediction:
-    """The length distribution of a response; raises PredictorError where there is no usable one."""
-    if not response.HasField("mu"):
-        text = f"predictor {address}: artifact {response.artifact_id!r} predicts no length distribution"
-        raise PredictorError(text, "FAILED_PRECONDITION", response.request_id)
-    try:
-        return LengthPrediction(
-            mu=response.mu,
-            sigma=response.sigma,
-            nu=response.nu,
-            artifact_id=response.artifact_id,
-            artifact_version=response.artifact_version,
+def prediction(response: pb.PredictResponse) -> Prediction:
+    """A response as the scheduler's prediction, with all of its heads; raises InputError for impossible numbers."""
+    length = urgency = bucket = rank = point = None
+    if response.HasField("mu"):
+        length = LengthPrediction(
+            response.mu, response.sigma, response.nu, response.artifact_id, response.artifact_version
         )
-    except InputError as error:
-        raise PredictorError(f"predictor {address}: {error}", "INTERNAL", response.request_id) from error
-
-
-def _code_name(number: int) -> str:
-    return next((code.name for code in grpc.StatusCode if code.value[0] == number), "UNKNOWN")
+    if response.HasField("urgency"):
+        threshold = response.urgency.abstain_threshold
+        urgency = UrgencyPrediction(
+            tuple(response.urgency.probabilities),
+            threshold if response.urgency.HasField("abstain_threshold") else None,
+        )
+    if response.bucket_probabilities:
+        bucket = BucketPrediction(tuple(response.bucket_probabilities), tuple(response.bucket_edges))
+    if response.HasField("rank"):
+        rank = RankPrediction(response.rank)
+    if response.HasField("regression_tokens"):
+        point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has a token at least
+    return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank, point=point)

@@ -55,7 +55,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached", "bucket_edges")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +74,7 @@ class PredictResponse(_message.Message):
     SIGMA_WITHIN_FIELD_NUMBER: _ClassVar[int]
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
+    BUCKET_EDGES_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -92,19 +93,22 @@ class PredictResponse(_message.Message):
     sigma_within: float
     bucket: int
     cached: bool
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ...) -> None: ...
+    bucket_edges: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Urgency(_message.Message):
-    __slots__ = ("probabilities", "level", "abstain", "effective_level")
+    __slots__ = ("probabilities", "level", "abstain", "effective_level", "abstain_threshold")
     PROBABILITIES_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     ABSTAIN_FIELD_NUMBER: _ClassVar[int]
     EFFECTIVE_LEVEL_FIELD_NUMBER: _ClassVar[int]
+    ABSTAIN_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     probabilities: _containers.RepeatedScalarFieldContainer[float]
     level: int
     abstain: bool
     effective_level: int
-    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ..., effective_level: _Optional[int] = ...) -> None: ...
+    abstain_threshold: float
+    def __init__(self, probabilities: _Optional[_Iterable[float]] = ..., level: _Optional[int] = ..., abstain: _Optional[bool] = ..., effective_level: _Optional[int] = ..., abstain_threshold: _Optional[float] = ...) -> None: ...
 
 class TruncatedLength(_message.Message):
     __slots__ = ("max_tokens", "expected_tokens", "cvar_level", "cvar_tokens", "quantiles")

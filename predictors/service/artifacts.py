@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from predictors.artifact import MANIFEST, SIGNATURE
-from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
-from predictors.service.batcher import BatchingSettings, Clock
+from predictors.manifest import MANIFEST, SIGNATURE, Manifest
+from predictors.runtime import ArtifactRuntime, open_runtime
+from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import ClosedError, ReloadError, UnknownArtifactError
-from predictors.service.messages import RequestReader
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
-from predictors.service.pipeline import PredictionPipeline, Runtime, ServiceThreads
+from predictors.service.pipeline import ServedArtifact, ServiceThreads
 from scheduler_core.errors import InputError
+
+if TYPE_CHECKING:
+    from predictors.cli import ServeConfig
 
 logger = logging.getLogger(__name__)
 
-Reopen = Callable[[str], Runtime]
-FileState = tuple[int, int, int] | None
-"""Inode, time of the last change in ns, and size of a file; None while there is none."""
+Reopen = Callable[[str], ArtifactRuntime]
 
 
 @dataclass(frozen=True, slots=True)
 class ArtifactSource:
-    """A folder, or a link to one, whose content may be replaced.
-
-    Attributes are the arguments of `open_runtime`; the file of the public key is read at every load.
-    """
+    """A folder, or a link to one, whose content may be replaced, and the options to load it with."""
 
     path: str
-    provider: ProviderChoice
-    threads_per_run: int
-    public_key: str | None = None
+    config: ServeConfig
 
     def open(self) -> ArtifactRuntime:
         """Verifies and loads the current content; raises as `open_runtime`."""
@@ -42,18 +39,17 @@ class ArtifactSource:
         folder = Path(self.path).resolve() if Path(self.path).exists() else Path(self.path)
         return open_runtime(
             folder,
-            provider=self.provider,
-            threads_per_run=self.threads_per_run,
-            public_key=self.public_key,
+            provider=self.config.provider,
+            threads_per_run=self.config.threads_per_worker,
+            public_key=self.config.public_key,
         )
 
-    def state(self) -> tuple[FileState, FileState]:
+    def state(self) -> tuple[object, ...]:
         """Changes when the manifest or its signature is replaced: a signature may come after its manifest."""
-        folder = Path(self.path)
-        return _file_state(folder / MANIFEST), _file_state(folder / SIGNATURE)
+        return tuple(_file_state(Path(self.path) / name) for name in (MANIFEST, SIGNATURE))
 
 
-def _file_state(file: Path) -> FileState:
+def _file_state(file: Path) -> tuple[int, int, int] | None:
     try:
         stat = file.stat()
     except OSError:
@@ -61,42 +57,21 @@ def _file_state(file: Path) -> FileState:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def open_sources(
-    paths: Sequence[str],
-    *,
-    provider: ProviderChoice,
-    threads_per_run: int,
-    public_key: str | None = None,
-) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:
-    """Loads the artifacts at `paths`: their sources by artifact id, and the runtimes in the same order."""
-    if public_key is not None:
-        logger.info("artifacts must be signed with the key %s", public_key)
+def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[ArtifactRuntime]]:
+    """Loads the artifacts of `config`: their sources by artifact id, and the runtimes in the same order."""
+    if config.public_key is not None:
+        logger.info("artifacts must be signed with the key %s", config.public_key)
     sources: dict[str, ArtifactSource] = {}
     runtimes = []
-    for path in paths:
-        source = ArtifactSource(path, provider, threads_per_run, public_key)
+    for path in (config.artifact, *config.more_artifacts):
+        source = ArtifactSource(path, config)
         runtime = source.open()
         manifest = runtime.artifact.manifest
         logger.info("artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path)
-        logger.info("execution provider %s (requested: %s)", runtime.provider, provider)
+        logger.info("execution provider %s (requested: %s)", runtime.provider, config.provider)
         sources[manifest.artifact_id] = source
         runtimes.append(runtime)
     return sources, runtimes
-
-
-@dataclass(frozen=True, slots=True)
-class ServedArtifact:
-    """One artifact in service, at one version."""
-
-    name: str
-    pipeline: PredictionPipeline
-    reader: RequestReader
-    metrics: ArtifactMetrics
-
-    @property
-    def version(self) -> str:
-        """The artifact's version."""
-        return self.pipeline.runtime.artifact.manifest.artifact_version
 
 
 class ArtifactTable:
@@ -104,40 +79,41 @@ class ArtifactTable:
 
     Args:
         runtimes: One or more loaded artifacts of different ids.
+        batching, cache_entries, max_prompt_chars: As of `ServedArtifact`.
+        worker_cores: As of `ServiceThreads`.
+        metrics: Where to count; default: nowhere.
         reopen: Loads the artifact of a name again, called in a thread; None: nothing can be replaced.
-        batching, clock, cache_entries, max_prompt_chars, worker_cores, metrics: As of `PredictionPipeline`,
-            `RequestReader` and `ServiceThreads`.
     """
 
     def __init__(
         self,
-        runtimes: Sequence[Runtime],
+        runtimes: Sequence[ArtifactRuntime],
         batching: BatchingSettings,
         *,
-        clock: Clock | None = None,
         cache_entries: int = 0,
         max_prompt_chars: int | None = None,
         worker_cores: Sequence[int] = (),
         metrics: ServiceMetrics | None = None,
         reopen: Reopen | None = None,
     ) -> None:
-        self._batching = batching
-        self._clock = clock
-        self._cache_entries = cache_entries
-        self._max_prompt_chars = max_prompt_chars
         self._reopen = reopen
         self._threads = ServiceThreads(batching.num_workers, worker_cores)
+        self._serve = functools.partial(
+            ServedArtifact, batching, self._threads, cache_entries, max_prompt_chars
+        )
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        self._ending = False
+        self.is_ending = (
+            False  # reports not ready, so that load balancers look away; requests are still taken
+        )
         self._served: dict[str, ServedArtifact] = {}
         metrics = metrics or ServiceMetrics()
         for runtime in runtimes:
             name = runtime.artifact.manifest.artifact_id
             if name in self._served:
                 raise InputError("artifact", name, "artifacts of different ids")
-            self._served[name] = self._serve(runtime, metrics.artifact(name))
+            self._served[name] = self._serve(runtime, ArtifactMetrics(metrics, name))
 
     @property
     def names(self) -> list[str]:
@@ -152,12 +128,12 @@ class ArtifactTable:
     @property
     def num_in_flight(self) -> int:
         """Requests accepted and not yet answered, of all artifacts."""
-        return sum(served.pipeline.num_in_flight for served in self._served.values())
+        return sum(served.num_in_flight for served in self._served.values())
 
     @property
     def is_full(self) -> bool:
         """Whether every artifact refuses any request now, because its queue is full."""
-        return all(served.pipeline.is_full for served in self._served.values())
+        return all(served.is_full for served in self._served.values())
 
     @property
     def is_ready(self) -> bool:
@@ -166,7 +142,7 @@ class ArtifactTable:
 
     def is_artifact_ready(self, served: ServedArtifact) -> bool:
         """Whether one artifact takes requests, and will go on to."""
-        return not self._ending and served.pipeline.state == "ready"
+        return not self.is_ending and served.state == "ready"
 
     def get(self, name: str) -> ServedArtifact:
         """The artifact of that id; the default if it is empty.
@@ -188,8 +164,8 @@ class ArtifactTable:
             TailcastError: A model fails, or gives numbers that no scheduler can use.
         """
         for served in self._served.values():
-            await served.pipeline.start()
-            served.metrics.loaded(served.version, served.pipeline.runtime.provider, None)
+            await served.start()
+            served.metrics.loaded(served.version, served.runtime.provider, None)
 
     async def reload(self, name: str) -> bool:
         """Replaces an artifact by the current content of its source; True if it has changed.
@@ -207,11 +183,11 @@ class ArtifactTable:
             served = self.get(name)  # as the last reload left it
             try:
                 runtime = await asyncio.to_thread(self._reopen, served.name)
-                if runtime.artifact.manifest == served.pipeline.runtime.artifact.manifest:
+                if runtime.artifact.manifest == served.manifest:
                     return False
-                _check_successor(served, runtime)
+                _check_successor(served.manifest, runtime.artifact.manifest)
                 successor = self._serve(runtime, served.metrics)
-                await successor.pipeline.start()
+                await successor.start()
                 if self._closing:
                     raise ClosedError
             except Exception as error:  # whatever it is, what is in service must stay
@@ -222,42 +198,20 @@ class ArtifactTable:
             self._served[served.name] = successor
             served.metrics.reload(True)
             served.metrics.loaded(successor.version, runtime.provider, served.version)
-            leaving = asyncio.create_task(served.pipeline.close())
+            leaving = asyncio.create_task(served.close())
             self._leaving.add(leaving)
             leaving.add_done_callback(self._leaving.discard)
             logger.info("artifact %s: version %s replaces %s", name, successor.version, served.version)
             return True
 
-    def announce_end(self) -> None:
-        """Reports not ready, so that load balancers look away; requests are still taken."""
-        self._ending = True
-
-    def refuse_new(self) -> None:
-        """Lets the requests in flight finish."""
-        self._closing = True
-        for served in self._served.values():
-            served.pipeline.refuse_new()
-
     async def close(self) -> None:
-        """Ends all pipelines once they are empty, replaced ones too."""
-        await asyncio.gather(*(served.pipeline.close() for served in self._served.values()), *self._leaving)
+        """Refuses new requests, and ends all pipelines once they are empty, replaced ones too."""
+        self._closing = True
+        await asyncio.gather(*(served.close() for served in self._served.values()), *self._leaving)
         self._threads.close()
 
-    def _serve(self, runtime: Runtime, metrics: ArtifactMetrics) -> ServedArtifact:
-        pipeline = PredictionPipeline(
-            runtime,
-            self._batching,
-            self._clock,
-            threads=self._threads,
-            cache_entries=self._cache_entries,
-            metrics=metrics,
-        )
-        name = runtime.artifact.manifest.artifact_id
-        return ServedArtifact(name, pipeline, RequestReader(pipeline, self._max_prompt_chars), metrics)
 
-
-def _check_successor(served: ServedArtifact, runtime: Runtime) -> None:
-    old, new = served.pipeline.runtime.artifact.manifest, runtime.artifact.manifest
+def _check_successor(old: Manifest, new: Manifest) -> None:
     if new.artifact_id != old.artifact_id:
         raise InputError("artifact_id", new.artifact_id, f"{old.artifact_id}, as before")
     if set(old.heads) - set(new.heads):

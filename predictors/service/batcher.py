@@ -15,16 +15,16 @@ from __future__ import annotations
 import asyncio
 import bisect
 import functools
-import heapq
 import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
-from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.errors import TailcastError
+from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 
 I = TypeVar("I")  # noqa: E741  an item
 R = TypeVar("R")  # its result
@@ -34,34 +34,16 @@ Callback = Callable[[Sequence[R] | None, BaseException | None], None]
 Work = Callable[[Sequence[I], Callback[R]], None]
 """Starts on a batch and returns; calls back once in the event loop, later."""
 
-Order = Literal["length", "arrival"]
 
-
-class TimerHandle(Protocol):
-    """A pending call that can be cancelled."""
-
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Seconds since some fixed moment, and calls at a given second."""
-
-    def now(self) -> float: ...
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle: ...
-
-
-class LoopClock:
+class Clock:
     """The system's monotonic clock, and timers of the running event loop.
 
     Not the loop's own `time()`: on uvloop that is in milliseconds and does not advance while callbacks run.
     """
 
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
+    def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Calls `callback` in the loop at second `when`."""
         return asyncio.get_running_loop().call_later(max(0.0, when - time.monotonic()), callback)
 
@@ -86,7 +68,7 @@ class BatchingSettings:
     max_batch: int
     max_wait_s: float
     flush_when_idle: bool = False
-    order: Order = "length"
+    order: Literal["length", "arrival"] = "length"
     max_padding: float = math.inf
     max_padded_tokens: int = 16_384
     max_queue: int = 512
@@ -94,18 +76,8 @@ class BatchingSettings:
     num_ahead: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_padded_tokens", "max_queue", "num_workers"):
-            value = getattr(self, name)
-            if value < 1:
-                raise InputError(name, value, "an integer >= 1")
-        if self.num_ahead < 0:
-            raise InputError("num_ahead", self.num_ahead, "an integer >= 0")
-        if not (0 <= self.max_wait_s < math.inf):
-            raise InputError("max_wait_s", self.max_wait_s, "a finite number of seconds >= 0")
-        if not self.max_padding >= 1:
-            raise InputError("max_padding", self.max_padding, "a number >= 1 (padded / real tokens)")
-        if self.order not in ("length", "arrival"):
-            raise InputError("order", self.order, "length or arrival")
+        counts = dict.fromkeys(("max_batch", "max_padded_tokens", "max_queue", "num_workers"), (1, INTEGERS))
+        check_ranges(self, max_wait_s=(0.0, FINITE), max_padding=(1.0, math.inf), **counts)
 
     @classmethod
     def cpu(cls, num_workers: int) -> BatchingSettings:
@@ -114,14 +86,8 @@ class BatchingSettings:
         From 256 tokens on a batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all
         wait for all.
         """
-        return cls(
-            max_batch=4,
-            max_wait_s=0.0,
-            max_padding=1.1,
-            max_padded_tokens=256,
-            num_workers=num_workers,
-            num_ahead=1,
-        )
+        limits = cls(max_batch=4, max_wait_s=0.0, max_padding=1.1, max_padded_tokens=256)
+        return replace(limits, num_workers=num_workers, num_ahead=1)
 
     @classmethod
     def gpu(cls) -> BatchingSettings:
@@ -158,32 +124,19 @@ def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSett
     low, high = start, start + 1
     real, longest = lengths[start], lengths[start]
     while high - low < settings.max_batch:
-        sides = []
-        if high < len(lengths):
-            sides.append((lengths[high] - lengths[start], 0, high))
+        neighbors = [(lengths[high] - lengths[start], 0, high)] if high < len(lengths) else []
         if low > 0:
-            sides.append((lengths[start] - lengths[low - 1], 1, low - 1))
-        for _, side, position in sorted(sides):
-            new_longest = max(longest, lengths[position])
-            new_real = real + lengths[position]
+            neighbors.append((lengths[start] - lengths[low - 1], 1, low - 1))
+        for _, _, position in sorted(neighbors):
+            new_real, new_longest = real + lengths[position], max(longest, lengths[position])
             padded = (high - low + 1) * new_longest
             if padded <= settings.max_padding * new_real and padded <= settings.max_padded_tokens:
-                low, high = (low, high + 1) if side == 0 else (low - 1, high)
+                low, high = min(low, position), max(high, position + 1)
                 real, longest = new_real, new_longest
                 break
         else:
             break
     return range(low, high)
-
-
-def oldest_first(lengths: Sequence[int], settings: BatchingSettings) -> int:
-    """How many of the requests, in order of arrival with the given lengths, make the next batch: at least one."""
-    longest = 0
-    for count, length in enumerate(lengths[: settings.max_batch]):
-        longest = max(longest, length)
-        if count > 0 and (count + 1) * longest > settings.max_padded_tokens:
-            return count
-    return min(len(lengths), settings.max_batch)
 
 
 class BatchedResult(NamedTuple, Generic[R]):
@@ -201,7 +154,8 @@ class _Entry(Generic[I, R]):
     item: I
     length: int
     arrived: float
-    future: asyncio.Future[BatchedResult[R]] = field(repr=False)
+    future: asyncio.Future[BatchedResult[R]]
+    deadline: asyncio.TimerHandle | None = None
 
 
 class Batcher(Generic[I, R]):
@@ -210,27 +164,18 @@ class Batcher(Generic[I, R]):
     Args:
         work: Takes 1..max_batch items, calls back with one result each, in order. At most `max_running` batches at a time.
         settings: Limits and grouping.
-        clock: Source of time.
+        clock: Source of time; default: the system's.
     """
 
-    def __init__(
-        self,
-        work: Work[I, R],
-        *,
-        settings: BatchingSettings,
-        clock: Clock,
-    ) -> None:
+    def __init__(self, work: Work[I, R], settings: BatchingSettings, clock: Clock | None = None) -> None:
         self._work = work
         self._settings = settings
-        self._clock = clock
+        self._clock = clock or Clock()
         self._numbers = itertools.count()
         self._waiting: dict[int, _Entry[I, R]] = {}  # in order of arrival
         self._by_length: list[tuple[int, int]] = []  # (length, number), ascending
-        # Heap of (deadline, number); may hold numbers that have left.
-        self._deadlines: list[tuple[float, int]] = []
         self._num_running = 0
-        self._timer: TimerHandle | None = None
-        self._timer_at = math.inf
+        self._timer: asyncio.TimerHandle | None = None  # of the oldest item's wait
         self._closing = False
         self._ended = asyncio.Event()  # closing, and nothing runs any more
 
@@ -238,16 +183,6 @@ class Batcher(Generic[I, R]):
     def num_waiting(self) -> int:
         """Items in the queue."""
         return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        """Batches in `work`."""
-        return self._num_running
-
-    @property
-    def starts_at_once(self) -> bool:
-        """Whether an item submitted now would be worked on in the same moment, alone."""
-        return not self._waiting and self._settings.starts_at_once(self._num_running)
 
     async def submit(self, item: I, *, length: int, deadline: float | None = None) -> BatchedResult[R]:
         """Waits for the item's result. Cancelling the caller takes the item out of the queue.
@@ -273,26 +208,22 @@ class Batcher(Generic[I, R]):
         entry: _Entry[I, R] = _Entry(
             next(self._numbers), item, length, now, asyncio.get_running_loop().create_future()
         )
-        if self.starts_at_once:  # what would be taken out in the same moment need not be put into the queue
-            self._start([entry], now)
+        if not self._waiting and self._settings.starts_at_once(self._num_running):
+            self._start([entry], now)  # without the way through the queue
             return await entry.future
         self._waiting[entry.number] = entry
         bisect.insort(self._by_length, (length, entry.number))
         if deadline is not None:
-            heapq.heappush(self._deadlines, (deadline, entry.number))
+            entry.deadline = self._clock.call_at(deadline, functools.partial(self._expire, entry))
         self._pump()
         try:
             return await entry.future
         finally:
             self._remove(entry)
 
-    async def close(self, *, drain: bool = True) -> None:
-        """Refuses new items and waits for running batches; waiting items are worked on, or failed without `drain`."""
+    async def close(self) -> None:
+        """Refuses new items, works on those that wait, and waits for running batches."""
         self._closing = True
-        if not drain:
-            for entry in list(self._waiting.values()):
-                self._remove(entry)
-                _fail(entry, ClosedError())
         self._pump()
         if self._num_running:
             await self._ended.wait()
@@ -300,19 +231,29 @@ class Batcher(Generic[I, R]):
     def _remove(self, entry: _Entry[I, R]) -> None:
         if self._waiting.pop(entry.number, None) is not None:
             del self._by_length[bisect.bisect_left(self._by_length, (entry.length, entry.number))]
+            if entry.deadline is not None:
+                entry.deadline.cancel()
+
+    def _expire(self, entry: _Entry[I, R]) -> None:
+        self._remove(entry)
+        _fail([entry], ExpiredError)
+        self._pump()
 
     def _pump(self) -> None:
-        """Drops what has expired, and starts batches while there is a free worker and a group that need not wait."""
+        """Starts batches while there is a free worker and a group that need not wait."""
         now = self._clock.now()
-        self._expire(now)
         while self._waiting and self._num_running < self._settings.max_running and self._is_due(now):
             self._start(self._take(), now)
-        self._set_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._waiting and self._num_running < self._settings.max_running:
+            self._timer = self._clock.call_at(self._due, self._pump)
 
     def _is_due(self, now: float) -> bool:
         return (
             len(self._waiting) >= self._settings.max_batch
-            or not self._oldest.arrived <= now < self._due  # before its arrival: the clock went back
+            or now >= self._due
             or self._closing
             or (self._settings.flush_when_idle and not self._num_running)
         )
@@ -325,41 +266,18 @@ class Batcher(Generic[I, R]):
     def _due(self) -> float:
         return self._oldest.arrived + self._settings.max_wait_s
 
-    def _expire(self, now: float) -> None:
-        while self._deadlines and (
-            self._deadlines[0][0] <= now or self._deadlines[0][1] not in self._waiting
-        ):
-            entry = self._waiting.get(heapq.heappop(self._deadlines)[1])
-            if entry is not None:
-                self._remove(entry)
-                _fail(entry, ExpiredError())
-        if len(self._deadlines) > 2 * len(self._waiting) + 64:  # mostly of items that have left
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._waiting]
-            heapq.heapify(self._deadlines)
-
-    def _set_timer(self) -> None:
-        """One timer for what comes first: the end of the oldest item's wait, or a deadline."""
-        next_time = self._deadlines[0][0] if self._deadlines else math.inf
-        if self._waiting and self._num_running < self._settings.max_running:
-            next_time = min(next_time, self._due)
-        if self._timer is not None and (next_time == math.inf or next_time < self._timer_at):
-            self._timer.cancel()
-            self._timer = None
-        if self._timer is None and next_time < math.inf:
-            self._timer_at = next_time
-            self._timer = self._clock.call_at(next_time, self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._pump()
-
     def _take(self) -> list[_Entry[I, R]]:
         """Removes the next group from the queue."""
+        entries: list[_Entry[I, R]] = []
         if self._settings.order == "arrival":
-            entries = list(itertools.islice(self._waiting.values(), self._settings.max_batch))
-            entries = entries[: oldest_first([entry.length for entry in entries], self._settings)]
+            longest = 0
+            for entry in itertools.islice(self._waiting.values(), self._settings.max_batch):
+                longest = max(longest, entry.length)
+                if entries and (len(entries) + 1) * longest > self._settings.max_padded_tokens:
+                    break
+                entries.append(entry)
         else:
-            oldest = next(iter(self._waiting.values()))
+            oldest = self._oldest
             # No batch reaches further than max_batch places from the oldest request.
             at = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
             first = max(0, at - self._settings.max_batch)
@@ -374,8 +292,7 @@ class Batcher(Generic[I, R]):
         try:
             self._work([entry.item for entry in group], functools.partial(self._finish, group, now))
         except Exception as error:
-            for entry in group:
-                _fail(entry, BatchError(error))
+            _fail(group, functools.partial(BatchError, error))
             return
         self._num_running += 1
 
@@ -387,27 +304,26 @@ class Batcher(Generic[I, R]):
         error: BaseException | None,
     ) -> None:
         self._num_running -= 1
-        if results is None:
-            error = error or TailcastError("no results")
-        elif len(results) != len(group):
-            error = TailcastError(f"{len(results)} results for a batch of {len(group)}")
+        num_results = len(results or ())
+        if error is None and num_results != len(group):
+            error = TailcastError(f"{num_results} results for a batch of {len(group)}")
         if error is not None:
-            for entry in group:
-                _fail(entry, BatchError(error))
+            _fail(group, functools.partial(BatchError, error))
         else:
-            assert results is not None
             work_s = self._clock.now() - started
-            for entry, result in zip(group, results, strict=True):
+            for entry, result in zip(group, results or (), strict=True):
                 if not entry.future.done():
                     entry.future.set_result(
                         BatchedResult(result, started - entry.arrived, work_s, len(group))
                     )
-        if self._waiting or self._deadlines:
+        if self._waiting:
             self._pump()
         if self._closing and not self._num_running:
             self._ended.set()
 
 
-def _fail(entry: _Entry[I, R], error: TailcastError) -> None:
-    if not entry.future.done():
-        entry.future.set_exception(error)
+def _fail(group: Sequence[_Entry[I, R]], error: Callable[[], TailcastError]) -> None:
+    """Every caller gets an error of its own."""
+    for entry in group:
+        if not entry.future.done():
+            entry.future.set_exception(error())

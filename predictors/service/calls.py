@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Coroutine, Iterable, Mapping
 from importlib import metadata
 from typing import Any, TypeVar
 
 import grpc
 
-from predictors.artifact import FORMAT_VERSION
+from predictors.manifest import FORMAT_VERSION
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.artifacts import ArtifactTable
 from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, renamed, status_code
@@ -20,27 +21,21 @@ from predictors.service.tracing import Tracing
 from scheduler_core.errors import InputError
 
 T = TypeVar("T")
+# In one PredictBatch or ModelInfer.
+MAX_BATCH_REQUESTS = 256
 # Of requests, handled in one go.
 CHUNK_BYTES = 2**15
 
 
 class PredictorCalls:
-    """The methods; `max_message_bytes` and `max_prompt_chars` are reported in the metadata."""
+    """The methods; `max_message_bytes` is reported in the metadata."""
 
     def __init__(
-        self,
-        artifacts: ArtifactTable,
-        *,
-        max_batch_requests: int,
-        max_message_bytes: int,
-        max_prompt_chars: int | None = None,
-        tracing: Tracing | None = None,
+        self, artifacts: ArtifactTable, *, max_message_bytes: int, tracing: Tracing | None = None
     ) -> None:
         self.artifacts = artifacts
-        self.max_batch_requests = max_batch_requests
         self.tracing = tracing
         self._max_message_bytes = max_message_bytes
-        self._max_prompt_chars = max_prompt_chars
 
     def check_capacity(self, method: str) -> None:
         """Refuses a request before it is even parsed, where any request is refused.
@@ -50,8 +45,8 @@ class PredictorCalls:
         """
         if self.artifacts.is_full and self.tracing is None:  # a traced refusal needs its span
             served = self.artifacts.default
-            error = QueueFullError(served.pipeline.settings.max_queue)
-            served.metrics.request(method, status_code(error).name, 0.0)
+            error = QueueFullError(served.settings.max_queue)
+            served.metrics.request(method, status_code(error).name, 0.0, None)
             raise error
 
     async def predict(
@@ -74,21 +69,14 @@ class PredictorCalls:
             TailcastError: See `errors.STATUS`.
         """
         served = self.artifacts.get(request.artifact_id)
-        clock = served.pipeline.clock
-        start = clock.now()
+        start = time.monotonic()
         result: PipelineResult | None = None
         code = "OK"
         span = None if self.tracing is None else self.tracing.start(method, trace)
         try:
             checked = served.reader.read(request)
-            result = await served.pipeline.predict(
-                checked.prompt,
-                served_model=checked.served_model,
-                temperature=checked.temperature,
-                deadline=_deadline(start, timeout_s, request),
-            )
-            manifest = served.pipeline.runtime.artifact.manifest
-            return predict_response(request, result, manifest, is_trained_model=checked.is_trained_model)
+            result = await served.predict(checked, deadline=_deadline(start, timeout_s, request))
+            return predict_response(request, result, served.manifest, checked.is_trained_model)
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
@@ -96,10 +84,7 @@ class PredictorCalls:
             code = status_code(error).name
             raise
         finally:
-            if result is None or result.cached:
-                served.metrics.request(method, code, clock.now() - start)
-            else:
-                served.metrics.request(method, code, clock.now() - start, result.tokenize_s, result.queue_s)
+            served.metrics.request(method, code, time.monotonic() - start, result)
             if self.tracing is not None:
                 self.tracing.end(span, served.name, served.version, code, result)
 
@@ -129,7 +114,7 @@ class PredictorCalls:
             InputError: Too many or none.
             ClosedError: The service took none of them: as a status of the whole call, which gRPC clients retry.
         """
-        self.check_batch(len(request.requests))
+        check_batch(len(request.requests))
         outcomes = await gather_in_chunks(
             (
                 one.ByteSize(),
@@ -143,18 +128,10 @@ class PredictorCalls:
             raise ClosedError
         return pb.PredictBatchResponse(outcomes=outcomes)
 
-    def check_batch(self, num_requests: int) -> None:
-        """Raises InputError for more requests than one PredictBatch may have, or none."""
-        if not 1 <= num_requests <= self.max_batch_requests:
-            raise InputError(
-                "requests", f"{num_requests} requests", f"1 to {self.max_batch_requests} of them"
-            )
-
     def metadata(self, request: pb.GetMetadataRequest) -> pb.GetMetadataResponse:
         """Artifact, heads and limits; raises UnknownArtifactError if no artifact has that id."""
-        runtime = self.artifacts.get(request.artifact_id).pipeline.runtime
-        manifest = runtime.artifact.manifest
-        conditioning = manifest.conditioning
+        served = self.artifacts.get(request.artifact_id)
+        manifest, conditioning = served.manifest, served.manifest.conditioning
         return pb.GetMetadataResponse(
             artifact_id=manifest.artifact_id,
             artifact_version=manifest.artifact_version,
@@ -163,9 +140,9 @@ class PredictorCalls:
             nu=manifest.nu,
             max_length_tokens=manifest.max_length,
             truncation_side=manifest.truncation_side,
-            provider=runtime.provider,
+            provider=served.runtime.provider,
             server_version=metadata.version("tailcast"),
-            max_batch_requests=self.max_batch_requests,
+            max_batch_requests=MAX_BATCH_REQUESTS,
             max_message_bytes=self._max_message_bytes,
             heads=manifest.heads,
             conditioned_on_served_model=conditioning is not None,
@@ -175,8 +152,14 @@ class PredictorCalls:
             abstain_threshold=manifest.abstain_threshold,
             bucket_edges=manifest.bucket_edges,
             artifact_ids=self.artifacts.names,
-            max_prompt_chars=self._max_prompt_chars or 0,
+            max_prompt_chars=served.reader.max_prompt_chars or 0,
         )
+
+
+def check_batch(num_requests: int) -> None:
+    """Raises InputError for more requests than one PredictBatch may have, or none."""
+    if not 1 <= num_requests <= MAX_BATCH_REQUESTS:
+        raise InputError("requests", f"{num_requests} requests", f"1 to {MAX_BATCH_REQUESTS} of them")
 
 
 async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) -> list[T]:

@@ -10,9 +10,10 @@ import functools
 import logging
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 
 import grpc
-from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from predictors.edge import RequestDataFilter
@@ -126,13 +127,11 @@ class ErrorStatus:
         field = error.field if isinstance(error, InputError) and error.allowed is not None else ""
         name = type(error).__name__.removesuffix("Error")
         reason = re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()  # QueueFullError -> QUEUE_FULL
-        return cls(status_code(error), _shortened(str(error)), field, reason)
-
-    @property
-    def number(self) -> int:
-        """The gRPC status code's number."""
-        number: int = self.code.value[0]
-        return number
+        # UTF-8 can encode the message, and gRPC can send three copies of it in its trailing metadata.
+        data = str(error).encode("utf-8", "replace")
+        tail = "..." if len(data) > MAX_MESSAGE_BYTES else ""
+        message = data[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + tail
+        return cls(status_code(error), message, field, reason)
 
     @property
     def http_status(self) -> int:
@@ -141,47 +140,29 @@ class ErrorStatus:
 
     def message_with_details(self) -> status_pb2.Status:
         """The google.rpc.Status."""
-        status = status_pb2.Status(code=self.number, message=self.message)
-        status.details.add().Pack(error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN))
+        status = status_pb2.Status(code=self.code.value[0], message=self.message)
+        details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
         if self.field:
             violation = error_details_pb2.BadRequest.FieldViolation(
                 field=self.field, description=self.message
             )
-            status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+            details.append(error_details_pb2.BadRequest(field_violations=[violation]))
         if self.code in RETRY_AFTER_S:
-            delay = Duration()
-            delay.FromMilliseconds(round(RETRY_AFTER_S[self.code] * 1000))
-            status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+            delay = timedelta(seconds=RETRY_AFTER_S[self.code])
+            details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+        for detail in details:
+            status.details.add().Pack(detail)
         return status
-
-    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
-        """The details for gRPC clients."""
-        # Those of a full server repeat; others each hold what their caller has sent.
-        is_full = self.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        return ((DETAILS_KEY, _cached_details(self) if is_full else _serialized(self)),)
 
     def outcome(self, request_id: str) -> pb.Outcome:
         """The outcome of one of several requests."""
+        code: int = self.code.value[0]
         return pb.Outcome(
-            error=pb.PredictionError(
-                request_id=request_id, code=self.number, message=self.message, field=self.field
-            )
+            error=pb.PredictionError(request_id=request_id, code=code, message=self.message, field=self.field)
         )
 
 
-@functools.lru_cache(maxsize=16)
-def _cached_details(status: ErrorStatus) -> bytes:
-    return _serialized(status)
-
-
-def _serialized(status: ErrorStatus) -> bytes:
-    data: bytes = status.message_with_details().SerializeToString()
-    return data
-
-
-def _shortened(message: str) -> str:
-    """A message that UTF-8 can encode, and of which gRPC can send three copies in its trailing metadata."""
-    data = message.encode("utf-8", "replace")
-    if len(data) <= MAX_MESSAGE_BYTES:
-        return data.decode()
-    return data[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."
+@functools.lru_cache(maxsize=16)  # those of a full server repeat
+def trailing_metadata(status: ErrorStatus) -> tuple[tuple[str, bytes], ...]:
+    """The details of a status for gRPC clients."""
+    return ((DETAILS_KEY, status.message_with_details().SerializeToString()),)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from aiohttp import web
@@ -15,14 +14,16 @@ from google.protobuf.message import Message
 
 from predictors.http_edge import HttpRunner, read_body
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.service.calls import PredictorCalls
+from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.errors import ErrorStatus, UnparsableError
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
 from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
 from predictors.service.openapi import openapi
-from predictors.service.security import BearerTokens
+from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
-from scheduler_core.errors import InputError
+
+if TYPE_CHECKING:
+    from predictors.cli import ServeConfig
 
 M = TypeVar("M", bound=Message)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -47,82 +48,43 @@ TEXT_FIELDS = {
 """Names of text fields in JSON -> in the message."""
 
 
-class HttpGateway:
-    """The HTTP port of a server, in the same event loop. A body over `max_message_bytes` gets 413."""
+async def start_gateway(
+    config: ServeConfig,
+    calls: PredictorCalls,
+    metrics: ServiceMetrics,
+    tokens: BearerTokens | None,
+    *,
+    shares_port: bool,
+) -> web.AppRunner:
+    """Binds the HTTP port of a server, in the same event loop, and answers; `cleanup` of the result closes it.
 
-    def __init__(
-        self,
-        calls: PredictorCalls,
-        metrics: ServiceMetrics,
-        *,
-        max_message_bytes: int,
-        tokens: BearerTokens | None = None,
-    ) -> None:
-        self._calls = calls
-        self._metrics = metrics
-        self._max_message_bytes = max_message_bytes
-        self._tokens = tokens
-        self._runner: web.AppRunner | None = None
+    A body over the configured size gets 413. A caller that hangs up takes its request out of the queue.
 
-    async def start(self, host: str, port: int, tls: ssl.SSLContext | None, *, reuse_port: bool) -> int:
-        """Binds and answers; returns the port.
+    Raises:
+        InputError: The port cannot be bound.
+    """
+    from predictors.service.oip_http import open_inference_routes
 
-        Raises:
-            InputError: The port cannot be bound.
-        """
-        # A caller that hangs up takes its request out of the queue.
-        self._runner = HttpRunner(self.application(), shutdown_timeout=1)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=tls, reuse_port=reuse_port or None)
-        try:
-            await site.start()
-        except OSError as error:
-            await self.stop()
-            raise InputError(
-                "http_port", f"{host}:{port}", f"an address that can be bound ({error.strerror})"
-            ) from error
-        bound: int = self._runner.addresses[0][1]
-        return bound
+    routes = web.RouteTableDef()
 
-    async def stop(self) -> None:
-        """Closes the port."""
-        runner, self._runner = self._runner, None
-        if runner is not None:
-            await runner.cleanup()
-
-    def application(self) -> web.Application:
-        """The routes."""
-        from predictors.service.oip_http import OpenInferenceRoutes
-
-        application = web.Application(
-            client_max_size=self._max_message_bytes, middlewares=[_middleware(self._tokens)]
-        )
-        application.router.add_post("/v1/predict", self._predict)
-        application.router.add_post("/v1/predict-batch", self._predict_batch)
-        application.router.add_get("/v1/metadata", self._metadata)
-        application.router.add_get("/openapi.json", self._openapi)
-        application.router.add_get("/metrics", self._expose_metrics)
-        application.router.add_get("/healthz", self._live)
-        application.router.add_get("/readyz", self._ready)
-        OpenInferenceRoutes(self._calls).add_to(application.router)
-        return application
-
-    async def _predict(self, request: web.Request) -> web.Response:
+    @routes.post("/v1/predict")
+    async def predict(request: web.Request) -> web.Response:
         message = request_message(await json_object(await read_body(request)))
-        response = await self._calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
+        response = await calls.predict(message, None, method="HTTP Predict", trace=_trace(request))
         return web.json_response(message_json(response))
 
-    async def _predict_batch(self, request: web.Request) -> web.Response:
+    @routes.post("/v1/predict-batch")
+    async def predict_batch(request: web.Request) -> web.Response:
         content = await json_object(await read_body(request))
         requests = content.pop("requests", [])
         if content or not isinstance(requests, list):
             raise UnparsableError("PredictBatchRequest", "it is an object with a list of requests")
-        self._calls.check_batch(len(requests))
+        check_batch(len(requests))
         batch = pb.PredictBatchRequest()
         for one in requests:
             batch.requests.append(request_message(one))
             await asyncio.sleep(0)
-        response = await self._calls.predict_batch(batch, None, _trace(request))
+        response = await calls.predict_batch(batch, None, _trace(request))
         outcomes = []
         for outcome in response.outcomes:
             outcomes.append(json.dumps(message_json(outcome)))
@@ -130,22 +92,35 @@ class HttpGateway:
                 await asyncio.sleep(0)  # those of many quantiles take a millisecond each
         return web.json_response(text=f'{{"outcomes": [{", ".join(outcomes)}]}}')
 
-    async def _metadata(self, request: web.Request) -> web.Response:
+    @routes.get("/v1/metadata")
+    async def metadata(request: web.Request) -> web.Response:
         message = pb.GetMetadataRequest(artifact_id=request.query.get("artifact_id", ""))
-        return web.json_response(message_json(self._calls.metadata(message)))
+        return web.json_response(message_json(calls.metadata(message)))
 
-    async def _openapi(self, request: web.Request) -> web.Response:
+    @routes.get("/openapi.json")
+    async def describe(request: web.Request) -> web.Response:
         return web.json_response(openapi())
 
-    async def _expose_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+    @routes.get("/metrics")
+    async def expose_metrics(request: web.Request) -> web.Response:
+        return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _live(self, request: web.Request) -> web.Response:
+    @routes.get("/healthz")
+    async def live(request: web.Request) -> web.Response:
         return web.Response(text="live\n")
 
-    async def _ready(self, request: web.Request) -> web.Response:
-        ready = self._calls.artifacts.is_ready
-        return web.Response(text="ready\n" if ready else "not ready\n", status=200 if ready else 503)
+    @routes.get("/readyz")
+    async def ready(request: web.Request) -> web.Response:
+        is_ready = calls.artifacts.is_ready
+        return web.Response(text="ready\n" if is_ready else "not ready\n", status=200 if is_ready else 503)
+
+    application = web.Application(client_max_size=config.max_message_bytes, middlewares=[_middleware(tokens)])
+    application.add_routes([*routes, *open_inference_routes(calls)])
+    runner = HttpRunner(application, shutdown_timeout=1)
+    assert config.http_port is not None
+    options: dict[str, Any] = {"ssl_context": http_context(config), "reuse_port": shares_port or None}
+    await runner.bind("http_port", config.host, config.http_port, **options)
+    return runner
 
 
 def _middleware(tokens: BearerTokens | None) -> Any:

@@ -6,20 +6,22 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from predictors.artifact import Manifest
-from predictors.manifest import checked_temperature
+from predictors.manifest import Manifest, checked_temperature
 from predictors.proto import predictor_v1_pb2 as pb
+from predictors.runtime import ArtifactRuntime, PredictedRow
 from predictors.service.errors import UnparsableError
-from predictors.service.pipeline import PipelineResult, PredictionPipeline
 from predictors.tokenizer import TokenizedPrompt, conversation_text
-from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT, expected_and_cvar
-from scheduler_core.urgency import effective_level
+from scheduler_core.predictions import UrgencyPrediction
+
+if TYPE_CHECKING:
+    from predictors.service.pipeline import PipelineResult
 
 M = TypeVar("M")
 
@@ -106,21 +108,28 @@ def _varint(data: bytes, at: int, end: int) -> tuple[int, int]:
 
 
 class CheckedRequest(NamedTuple):
-    """The valid input and conditions of a request."""
+    """The valid input and conditions of a request.
+
+    Attributes:
+        prompt: The text; or token ids, at most max_length of them, each of the artifact's vocabulary.
+        served_model: Name of the LLM of the request, for which the artifact can predict; None: unknown.
+        temperature: Its sampling temperature, at least 0; None: unknown.
+        is_trained_model: Whether the artifact was trained on outputs of that model.
+    """
 
     prompt: str | TokenizedPrompt
-    served_model: str | None
-    temperature: float | None
-    is_trained_model: bool
+    served_model: str | None = None
+    temperature: float | None = None
+    is_trained_model: bool = False
 
 
 class RequestReader:
     """Checks requests for one artifact."""
 
-    def __init__(self, pipeline: PredictionPipeline, max_prompt_chars: int | None) -> None:
-        self._pipeline = pipeline
-        self._manifest = pipeline.runtime.artifact.manifest
-        self._max_prompt_chars = max_prompt_chars
+    def __init__(self, runtime: ArtifactRuntime, max_prompt_chars: int | None) -> None:
+        self._runtime = runtime
+        self._manifest = runtime.artifact.manifest
+        self.max_prompt_chars = max_prompt_chars
 
     def read(self, request: pb.PredictRequest) -> CheckedRequest:
         """The request's input and conditions; raises InputError for the first wrong field."""
@@ -134,7 +143,7 @@ class RequestReader:
         else:
             prompt = self._text("prompt", request.prompt)
         served_model = request.served_model or None
-        is_trained_model = self._pipeline.is_trained_on(served_model)
+        is_trained_model = self._manifest.served_model_number(served_model) > 0
         temperature = request.temperature if request.HasField("temperature") else None
         if checked_temperature(temperature) > MAX_TEMPERATURE:
             raise InputError("temperature", temperature, f"0 to {MAX_TEMPERATURE:g}, or unset")
@@ -144,8 +153,8 @@ class RequestReader:
     def _text(self, field: str, text: str) -> str:
         if not text or text.isspace():
             raise InputError(field, text[:20], "a text that is not empty")
-        if self._max_prompt_chars is not None and len(text) > self._max_prompt_chars:
-            raise _too_many(field, len(text), "characters", self._max_prompt_chars)
+        if self.max_prompt_chars is not None and len(text) > self.max_prompt_chars:
+            raise _too_many(field, len(text), "characters", self.max_prompt_chars)
         return text
 
     def _message_text(self, chat: pb.ChatMessages) -> str:
@@ -163,7 +172,7 @@ class RequestReader:
 
     def _token_ids(self, token_ids: pb.TokenIds) -> TokenizedPrompt:
         max_length = self._manifest.max_length
-        size = self._pipeline.runtime.tokenizer.vocabulary_size
+        size = self._runtime.tokenizer.vocabulary_size
         if not 1 <= len(token_ids.ids) <= max_length:
             raise InputError("token_ids", f"{len(token_ids.ids)} ids", f"1 to {max_length} of them")
         ids = np.array(token_ids.ids, dtype=np.int64)
@@ -173,24 +182,22 @@ class RequestReader:
         return TokenizedPrompt(ids, truncated=False)
 
     def _check_numbers(self, request: pb.PredictRequest) -> None:
-        if request.HasField("max_tokens") and request.max_tokens < 1:
-            raise InputError("max_tokens", request.max_tokens, "an integer >= 1, or unset")
-        if request.HasField("cvar_level") and not 0 <= request.cvar_level < 1:
-            raise InputError("cvar_level", request.cvar_level, "a number in [0, 1)")
+        names = self._manifest.urgency_levels
+        tiers = f"0 to {len(names) - 1}" if names else "an integer >= 0"
         levels = request.quantile_levels
         if len(levels) > MAX_QUANTILE_LEVELS:
             raise _too_many("quantile_levels", len(levels), "levels", MAX_QUANTILE_LEVELS)
-        for level in levels:
-            if not 0 < level < 1:
-                raise InputError("quantile_levels", level, "numbers in (0, 1)")
-        if request.HasField("declared_tier"):
-            names = self._manifest.urgency_levels
-            highest = len(names) - 1 if names else math.inf
-            if not 0 <= request.declared_tier <= highest:
-                allowed = f"0 to {highest}" if names else "an integer >= 0"
-                raise InputError("declared_tier", request.declared_tier, allowed)
-        if request.HasField("timeout_s") and not request.timeout_s > 0:
-            raise InputError("timeout_s", request.timeout_s, "seconds > 0, or unset")
+        wrong_levels = [level for level in levels if not 0 < level < 1]
+        if wrong_levels:
+            raise InputError("quantile_levels", wrong_levels[0], "numbers in (0, 1)")
+        for field, is_allowed, allowed in (
+            ("max_tokens", request.max_tokens >= 1, "an integer >= 1, or unset"),
+            ("cvar_level", 0 <= request.cvar_level < 1, "a number in [0, 1)"),
+            ("declared_tier", 0 <= request.declared_tier < (len(names) or 2**31), tiers),
+            ("timeout_s", request.timeout_s > 0, "seconds > 0, or unset"),
+        ):
+            if not is_allowed and request.HasField(field):
+                raise InputError(field, getattr(request, field), allowed)
 
 
 def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:
@@ -198,17 +205,18 @@ def _too_many(field: str, count: int, unit: str, maximum: int) -> InputError:
 
 
 def predict_response(
-    request: pb.PredictRequest, result: PipelineResult, manifest: Manifest, *, is_trained_model: bool
+    request: pb.PredictRequest, result: PipelineResult, manifest: Manifest, is_trained_model: bool
 ) -> pb.PredictResponse:
-    """The response to a valid request; raises TailcastError if the model's urgency is not a distribution."""
-    prediction = result.prediction
-    response = pb.PredictResponse(
+    """The response to a valid request with a prediction that the runtime has checked."""
+    prediction, bucket = result.prediction, result.prediction.bucket
+    return pb.PredictResponse(
         request_id=request.request_id,
         mu=prediction.mu,
         sigma=prediction.sigma,
         nu=prediction.nu,
         artifact_id=manifest.artifact_id,
         artifact_version=manifest.artifact_version,
+        truncated_length=_truncated_length(request, prediction),
         prompt_tokens=result.prompt_tokens,
         truncated=result.truncated,
         durations=pb.Durations(
@@ -217,31 +225,36 @@ def predict_response(
             inference_ns=round(result.inference_s * 1e9),
             batch_size=result.batch_size,
         ),
-        bucket_probabilities=prediction.bucket,
-        bucket=None if prediction.bucket is None else most_likely(prediction.bucket),
+        served_model_known=None if manifest.conditioning is None else is_trained_model,
+        urgency=None
+        if prediction.urgency is None
+        else urgency(
+            prediction.urgency,
+            manifest.abstain_threshold,
+            request.declared_tier if request.HasField("declared_tier") else None,
+        ),
+        bucket_probabilities=None if bucket is None else _distribution(bucket),
+        bucket=None if bucket is None else most_likely(bucket),
+        bucket_edges=None if bucket is None else manifest.bucket_edges,
         regression_tokens=prediction.regression_tokens,
         rank=prediction.rank,
         sigma_within=prediction.sigma_within,
         cached=result.cached,
     )
-    if manifest.conditioning is not None:
-        response.served_model_known = is_trained_model
-    if prediction.urgency is not None:
-        declared = request.declared_tier if request.HasField("declared_tier") else None
-        response.urgency.CopyFrom(urgency(prediction.urgency, manifest.abstain_threshold, declared))
-    if request.HasField("max_tokens") and prediction.mu is not None:
-        assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
-        response.truncated_length.CopyFrom(
-            truncated_length(
-                prediction.mu,
-                prediction.sigma,
-                prediction.nu,
-                max_tokens=request.max_tokens,
-                cvar_level=request.cvar_level if request.HasField("cvar_level") else None,
-                levels=request.quantile_levels,
-            )
-        )
-    return response
+
+
+def _truncated_length(request: pb.PredictRequest, prediction: PredictedRow) -> pb.TruncatedLength | None:
+    if not request.HasField("max_tokens") or prediction.mu is None:
+        return None
+    assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
+    return truncated_length(
+        prediction.mu,
+        prediction.sigma,
+        prediction.nu,
+        max_tokens=request.max_tokens,
+        cvar_level=request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL,
+        levels=request.quantile_levels or DEFAULT_QUANTILE_LEVELS,
+    )
 
 
 def urgency(
@@ -254,23 +267,22 @@ def urgency(
         abstain_threshold: The manifest's: lowest probability of the likeliest level that counts; None: any; 1: none,
             even one that rounding made certain.
         declared_tier: The tier that the client declared; with it the message has the level to schedule at.
-
-    Raises:
-        TailcastError: The probabilities are not a distribution.
     """
-    # `effective_level` takes None for "always abstain".
-    threshold = 0.0 if abstain_threshold is None else abstain_threshold if abstain_threshold < 1 else None
-    message = pb.Urgency(
-        probabilities=probabilities,
+    prediction = UrgencyPrediction(_distribution(probabilities), abstain_threshold)
+    threshold = 0.0 if abstain_threshold is None else abstain_threshold
+    return pb.Urgency(
+        probabilities=prediction.probabilities,
         level=most_likely(probabilities),
-        abstain=threshold is None or max(probabilities) < threshold,
+        abstain=threshold >= 1 or max(probabilities) < threshold,
+        abstain_threshold=abstain_threshold,
+        effective_level=None if declared_tier is None else prediction.effective_level(declared_tier),
     )
-    if declared_tier is not None:
-        try:
-            message.effective_level = int(effective_level(probabilities, declared_tier, threshold))
-        except InputError as error:
-            raise TailcastError(f"the model gave urgency = {list(probabilities)}: {error}") from error
-    return message
+
+
+def _distribution(probabilities: Sequence[float]) -> tuple[float, ...]:
+    """The probabilities with a sum of 1, which a graph in half precision only nearly gives."""
+    total = math.fsum(probabilities)
+    return tuple(probability / total for probability in probabilities)
 
 
 def most_likely(probabilities: Sequence[float]) -> int:
@@ -279,7 +291,7 @@ def most_likely(probabilities: Sequence[float]) -> int:
 
 
 def truncated_length(
-    mu: float, sigma: float, nu: float, *, max_tokens: int, cvar_level: float | None, levels: Sequence[float]
+    mu: float, sigma: float, nu: float, *, max_tokens: int, cvar_level: float, levels: Sequence[float]
 ) -> pb.TruncatedLength:
     """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as `scheduler_core.lengths.LogT` gives them.
 
@@ -288,25 +300,24 @@ def truncated_length(
     Args:
         mu, sigma, nu: Parameters of the log-t distribution.
         max_tokens: Where X is truncated, >= 1.
-        cvar_level: Level in [0, 1); None = 0.9.
-        levels: Levels of the quantiles, in (0, 1); empty = 0.5, 0.9, 0.99.
+        cvar_level: In [0, 1).
+        levels: Of the quantiles, in (0, 1).
     """
-    alpha = DEFAULT_CVAR_LEVEL if cvar_level is None else cvar_level
-    if alpha >= 0.5:
-        expected, cvar = expected_and_cvar(mu, sigma, nu, max_tokens, alpha)
+    if cvar_level >= 0.5:
+        expected, cvar = expected_and_cvar(mu, sigma, nu, max_tokens, cvar_level)
     else:
         lengths = LogT(mu, sigma, nu)
-        expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(alpha, max_tokens))
+        expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
     log_max_tokens = math.log(max_tokens)
     quantiles = []
-    for level in levels or DEFAULT_QUANTILE_LEVELS:
+    for level in levels:
         log_tokens = mu + sigma * _t_quantile(level, nu)
         tokens = float(max_tokens) if log_tokens >= log_max_tokens else math.exp(log_tokens)
         quantiles.append(pb.Quantile(level=level, tokens=tokens))
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
-        cvar_level=alpha,
+        cvar_level=cvar_level,
         cvar_tokens=cvar,
         quantiles=quantiles,
     )

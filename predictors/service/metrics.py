@@ -6,11 +6,12 @@ all of them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from scheduler_core.errors import MissingExtraError, TailcastError
 
@@ -27,7 +28,12 @@ try:
 except ImportError as error:
     raise MissingExtraError("prometheus-client", "serve") from error
 
+if TYPE_CHECKING:
+    from predictors.service.pipeline import PipelineResult
+
 logger = logging.getLogger(__name__)
+
+M = TypeVar("M")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # From the half millisecond of a cached prediction to the seconds of an overloaded server.
@@ -53,12 +59,16 @@ class WorkerMetricFiles:
         num_workers: Workers, numbered from 0.
         num_artifacts: Artifacts of each of them.
 
+    Attributes:
+        environment: Environment variables of the workers.
+
     Raises:
         TailcastError: There is not enough space.
     """
 
     def __init__(self, folder: Path, num_workers: int, num_artifacts: int) -> None:
         self._folder = folder
+        self.environment = {DIRECTORY_VARIABLE: str(folder)}
         self._num_artifacts = num_artifacts
         try:
             for number in range(num_workers):
@@ -70,11 +80,6 @@ class WorkerMetricFiles:
                 f"temporary folder {folder.parent}: the metrics of {num_workers} workers need {kib} KiB there "
                 f"({error.strerror}); free some space, set TMPDIR to another folder, or leave out http_port"
             ) from error
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Environment variables of the workers."""
-        return {DIRECTORY_VARIABLE: str(self._folder)}
 
     def reset_live(self, number: int) -> None:
         """Sets the gauges of a worker that has ended to 0; in place, which takes no space."""
@@ -98,22 +103,12 @@ class ServiceMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tailcast_{name}", text, ["artifact", *labels], registry=self.registry)
+        def metric(kind: Callable[..., M], name: str, text: str, *labels: str, **options: Any) -> M:
+            return kind(f"tailcast_{name}", text, ["artifact", *labels], registry=self.registry, **options)
 
-        def histogram(name: str, text: str, *labels: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-            return Histogram(
-                f"tailcast_{name}", text, ["artifact", *labels], buckets=buckets, registry=self.registry
-            )
-
-        def gauge(name: str, text: str, mode: Any, *labels: str) -> Gauge:
-            return Gauge(
-                f"tailcast_{name}",
-                text,
-                ["artifact", *labels],
-                multiprocess_mode=mode,
-                registry=self.registry,
-            )
+        counter = functools.partial(metric, Counter)
+        histogram = functools.partial(metric, Histogram, buckets=SECONDS)
+        gauge = functools.partial(metric, Gauge)
 
         self.requests = counter("requests", "Requested predictions, by outcome.", "method", "code")
         self.seconds = histogram("request_seconds", "From a request's arrival to its response.", "method")
@@ -127,12 +122,16 @@ class ServiceMetrics:
         self.hits = counter("cache_hits", "Predictions from the cache.")
         self.misses = counter("cache_misses", "Predictions not in the cache.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
-        self.queue_length = gauge("queue_length", "Requests accepted and not yet answered.", "livesum")
-        self.info = gauge("artifact_info", "1 for the version in service.", "livemax", "version", "provider")
-
-    def artifact(self, name: str) -> ArtifactMetrics:
-        """The metrics of one artifact."""
-        return ArtifactMetrics(self, name)
+        self.queue_length = gauge(
+            "queue_length", "Requests accepted and not yet answered.", multiprocess_mode="livesum"
+        )
+        self.info = gauge(
+            "artifact_info",
+            "1 for the version in service.",
+            "version",
+            "provider",
+            multiprocess_mode="livemax",
+        )
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -160,8 +159,8 @@ class ArtifactMetrics:
         self._padding = metrics.padding.labels(name)
         self._hits = metrics.hits.labels(name)
         self._misses = metrics.misses.labels(name)
-        self._requests: dict[tuple[str, str], Counter] = {}
-        self._seconds: dict[str, Histogram] = {}
+        self._requests = functools.cache(functools.partial(metrics.requests.labels, name))
+        self._seconds = functools.cache(functools.partial(metrics.seconds.labels, name))
 
     def batch(self, lengths: Sequence[int], seconds: float) -> None:
         """Counts a batch of prompts of these lengths (tokens); called in threads."""
@@ -185,24 +184,10 @@ class ArtifactMetrics:
         """Counts the end of a reload."""
         self._metrics.reloads.labels(self._name, "taken" if succeeded else "refused").inc()
 
-    def request(
-        self,
-        method: str,
-        code: str,
-        seconds: float,
-        tokenize_s: float | None = None,
-        queue_s: float | None = None,
-    ) -> None:
-        """Counts the end of a request; one that was refused or cached has no times of its parts."""
-        counter = self._requests.get((method, code))
-        if counter is None:
-            counter = self._requests[method, code] = self._metrics.requests.labels(self._name, method, code)
-        counter.inc()
-        histogram = self._seconds.get(method)
-        if histogram is None:
-            histogram = self._seconds[method] = self._metrics.seconds.labels(self._name, method)
-        histogram.observe(seconds)
-        if tokenize_s is not None:
-            self._tokenize.observe(tokenize_s)
-        if queue_s is not None:
-            self._queue.observe(queue_s)
+    def request(self, method: str, code: str, seconds: float, result: PipelineResult | None) -> None:
+        """Counts the end of a request; one that was refused (`result` is None) or cached has no times of its parts."""
+        self._requests(method, code).inc()
+        self._seconds(method).observe(seconds)
+        if result is not None and not result.cached:
+            self._tokenize.observe(result.tokenize_s)
+            self._queue.observe(result.queue_s)

@@ -8,19 +8,8 @@ from typing import Any
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from predictors.proto import predictor_v1_pb2 as pb
+from predictors.service.errors import STATUS
 
-ERRORS = {
-    "400": "A field is wrong; the message names it.",
-    "401": "A valid bearer token is needed.",
-    "404": "No such artifact.",
-    "408": "The body was not complete in time.",
-    "413": "The body is too large.",
-    "415": "The body's compression is neither gzip nor deflate.",
-    "429": "The queue is full; try again later.",
-    "500": "The model failed.",
-    "503": "Starting or draining.",
-    "504": "The deadline passed in the queue.",
-}
 SCALARS: dict[int, dict[str, Any]] = {
     FieldDescriptor.CPPTYPE_INT32: {"type": "integer", "format": "int32"},
     # Protobuf's JSON mapping writes these as strings, and reads both.
@@ -31,31 +20,25 @@ SCALARS: dict[int, dict[str, Any]] = {
 }
 # Messages that are plain lists in a request.
 LISTS = {"TokenIds", "ChatMessages"}
-CONTENT_PARTS = {
-    "type": "array",
-    "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}},
+TEXT_PART = {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}}
+#: Path -> verb, summary, message of the request, message of the response.
+PATHS = {
+    "/v1/predict": ("post", "Predict for one prompt", "PredictRequest", "PredictResponse"),
+    "/v1/predict-batch": (
+        "post",
+        "Predict for many prompts, each with its own outcome",
+        "PredictBatchRequest",
+        "PredictBatchResponse",
+    ),
+    "/v1/metadata": ("get", "Artifact, heads and limits", None, "GetMetadataResponse"),
+    "/metrics": ("get", "Metrics for Prometheus", None, None),
+    "/healthz": ("get", "Liveness", None, None),
+    "/readyz": ("get", "Readiness", None, None),
 }
 
 
 def openapi() -> dict[str, Any]:
     """An OpenAPI 3.1 document."""
-    paths: dict[str, Any] = {
-        "/v1/predict": {"post": _operation("Predict for one prompt", "PredictResponse", "PredictRequest")},
-        "/v1/predict-batch": {
-            "post": _operation(
-                "Predict for many prompts, each with its own outcome",
-                "PredictBatchResponse",
-                "PredictBatchRequest",
-            )
-        },
-        "/v1/metadata": {
-            "get": _operation("Artifact, heads and limits", "GetMetadataResponse")
-            | {"parameters": [{"name": "artifact_id", "in": "query", "schema": {"type": "string"}}]}
-        },
-        "/metrics": {"get": _operation("Metrics for Prometheus")},
-        "/healthz": {"get": _operation("Liveness")},
-        "/readyz": {"get": _operation("Readiness")},
-    }
     schemas: dict[str, Any] = {
         "Status": {
             "type": "object",
@@ -68,14 +51,24 @@ def openapi() -> dict[str, Any]:
     }
     for kind in (pb.PredictBatchRequest, pb.PredictBatchResponse, pb.GetMetadataResponse):
         _add_schema(kind.DESCRIPTOR, schemas)
-    schemas["ChatMessage"]["properties"]["content"] = {"anyOf": [{"type": "string"}, CONTENT_PARTS]}
+    parts = {"type": "array", "items": TEXT_PART}
+    schemas["ChatMessage"]["properties"]["content"] = {"anyOf": [{"type": "string"}, parts]}
+    errors = {str(status): _content(code.name, "Status") for code, status in STATUS.values()}
+    paths = {}
+    for path, (verb, summary, request, response) in PATHS.items():
+        responses = {"200": {"description": summary} if response is None else _content(summary, response)}
+        operation: dict[str, Any] = {"summary": summary, "responses": responses}
+        if response is not None:
+            operation["responses"] |= errors
+        if request is not None:
+            operation["requestBody"] = {"required": True} | _content(summary, request)
+        paths[path] = {verb: operation}
+    paths["/v1/metadata"]["get"]["parameters"] = [
+        {"name": "artifact_id", "in": "query", "schema": {"type": "string"}}
+    ]
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "tailcast prediction service",
-            "version": metadata.version("tailcast"),
-            "description": "Predicted output lengths of LLM requests. Fields: predictor_v1.proto.",
-        },
+        "info": {"title": "tailcast prediction service", "version": metadata.version("tailcast")},
         "paths": paths,
         "components": {
             "schemas": schemas,
@@ -84,22 +77,8 @@ def openapi() -> dict[str, Any]:
     }
 
 
-def _operation(summary: str, response: str | None = None, request: str | None = None) -> dict[str, Any]:
-    success: dict[str, Any] = {"description": summary}
-    operation: dict[str, Any] = {"summary": summary, "responses": {"200": success}}
-    if response is not None:
-        success["content"] = _json(_reference(response))
-        operation["responses"] |= {
-            code: {"description": text, "content": _json(_reference("Status"))}
-            for code, text in ERRORS.items()
-        }
-    if request is not None:
-        operation["requestBody"] = {"required": True, "content": _json(_reference(request))}
-    return operation
-
-
-def _json(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"application/json": {"schema": schema}}
+def _content(description: str, message: str) -> dict[str, Any]:
+    return {"description": description, "content": {"application/json": {"schema": _reference(message)}}}
 
 
 def _reference(name: str) -> dict[str, Any]:

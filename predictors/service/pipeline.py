@@ -4,68 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import itertools
 import logging
+import marshal
 import os
-import struct
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol, TypeVar, TypeVarTuple, Unpack
+from typing import Literal, NamedTuple, TypeVar
 
-import numpy as np
 from cachetools import LRUCache
-from numpy.typing import NDArray
 
-from predictors.artifact import Artifact
-from predictors.manifest import checked_temperature
-from predictors.runtime import Predicted, PredictedRow, check_range
-from predictors.service.batcher import BatchedResult, Batcher, BatchingSettings, Callback, Clock, LoopClock
+from predictors.runtime import ArtifactRuntime, PredictedRow, check_range
+from predictors.service.batcher import Batcher, BatchingSettings, Callback
 from predictors.service.errors import BatchError, ClosedError, QueueFullError
-from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
+from predictors.service.messages import CheckedRequest, RequestReader
+from predictors.service.metrics import ArtifactMetrics
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-A = TypeVarTuple("A")
 R = TypeVar("R")
+_Row = tuple[
+    TokenizedPrompt, CheckedRequest
+]  # rows of different served models and temperatures share batches
 
 # Up to so many characters a prompt is tokenized in the event loop: in less than a quarter of a millisecond, which is
 # less than what a thread on a busy machine waits for its turn.
 MAX_INLINE_CHARS = 1000
-TOKENIZE_BATCH = 32  # longer texts per hop to the tokenizing thread
-
-
-class Tokenizer(Protocol):
-    """Text to token ids, callable from a thread."""
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are below it."""
-        ...
-
-    def __call__(self, prompts: Sequence[str]) -> Sequence[TokenizedPrompt]: ...
-
-
-class Runtime(Protocol):
-    """The part of `predictors.runtime.ArtifactRuntime` that the pipeline uses."""
-
-    artifact: Artifact
-    provider: str
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    def run(
-        self,
-        prompts: Sequence[NDArray[Any]],
-        served_models: Sequence[str | None] | None = None,
-        temperatures: Sequence[float | None] | None = None,
-    ) -> Predicted: ...
-
-    def warm_up(self) -> None: ...
 
 
 class PipelineResult(NamedTuple):
@@ -82,21 +51,6 @@ class PipelineResult(NamedTuple):
     inference_s: float
     batch_size: int
     cached: bool = False
-
-
-class _Row(NamedTuple):
-    """One row of a batch; rows of different served models and temperatures share batches."""
-
-    prompt: TokenizedPrompt
-    served_model: str | None
-    temperature: float | None
-
-
-class _RowResult(NamedTuple):
-    """The prediction of one row, and the seconds of its model call."""
-
-    prediction: PredictedRow
-    inference_s: float
 
 
 class ServiceThreads:
@@ -127,10 +81,8 @@ class ServiceThreads:
 def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> list[int]:
     """Cores for the single-threaded model calls of one process, one core each.
 
-    Linux often lets two busy threads share a core for tens of milliseconds while the event loop is all that another
-    core has to do; at 70 % load this doubled the latency. With as many model threads as cores, threads that are bound
-    to one core each cannot meet. With fewer there are idle cores to go to, and binding could put the threads of
-    several services on the same ones.
+    Linux often lets two busy threads share a core for tens of milliseconds while another core is almost idle; at 70 %
+    load this doubled the latency. With fewer threads than cores, binding could put those of several services on one.
 
     Args:
         num_workers: Model threads of each process.
@@ -148,65 +100,48 @@ def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> 
     return cores[process * num_workers : (process + 1) * num_workers]
 
 
-class PredictionPipeline:
-    """Bounded, batched predictions with one runtime.
+class ServedArtifact:
+    """One artifact in service, at one version: bounded, batched predictions.
 
     Args:
-        runtime: Artifact to predict with.
-        settings: Batching; `max_queue` bounds all requests in the pipeline, tokenizing ones included.
-        clock: Source of time; default: the event loop's.
-        threads: Default: its own.
+        settings: Batching; `max_queue` bounds all requests in flight, tokenizing ones included.
+        threads: The server's.
         cache_entries: Size of the cache of predictions; 0: no cache.
-        metrics: Default: not exposed.
+        max_prompt_chars: Longest prompt; None: any.
+        runtime: To predict with.
+        metrics: Of the artifact.
     """
 
     def __init__(
         self,
-        runtime: Runtime,
         settings: BatchingSettings,
-        clock: Clock | None = None,
-        *,
-        threads: ServiceThreads | None = None,
-        cache_entries: int = 0,
-        metrics: ArtifactMetrics | None = None,
+        threads: ServiceThreads,
+        cache_entries: int,
+        max_prompt_chars: int | None,
+        runtime: ArtifactRuntime,
+        metrics: ArtifactMetrics,
     ) -> None:
         self.runtime = runtime
+        self.manifest = runtime.artifact.manifest
+        self.name = self.manifest.artifact_id
+        self.version = self.manifest.artifact_version
+        self.reader = RequestReader(runtime, max_prompt_chars)
+        self.metrics = metrics
         self.settings = settings
-        self.clock: Clock = clock or LoopClock()
-        self._trained_models = frozenset(runtime.artifact.manifest.served_models)
-        self._in_flight = 0
+        self.num_in_flight = 0  # requests accepted and not yet answered
         self._empty = asyncio.Event()
         self._empty.set()
-        self._state = "starting"
-        self._owns_threads = threads is None
-        self._threads = threads or ServiceThreads(settings.num_workers)
+        self.state: Literal["starting", "ready", "shutting down"] = "starting"
+        self._threads = threads
         self._cache: LRUCache[bytes, PipelineResult] | None = (
             LRUCache(cache_entries) if cache_entries else None
         )
-        self._metrics = metrics or ServiceMetrics().artifact(runtime.artifact.manifest.artifact_id)
-        self._tokenize_batcher: Batcher[str, TokenizedPrompt] = Batcher(
-            self._tokenize,
-            settings=BatchingSettings(
-                max_batch=TOKENIZE_BATCH, max_wait_s=0.0, order="arrival", max_queue=settings.max_queue
-            ),
-            clock=self.clock,
-        )
-        self._batcher: Batcher[_Row, _RowResult] = Batcher(self._run, settings=settings, clock=self.clock)
-
-    @property
-    def num_in_flight(self) -> int:
-        """Requests accepted and not yet answered."""
-        return self._in_flight
-
-    @property
-    def state(self) -> str:
-        """starting, ready or shutting down."""
-        return self._state
+        self._batcher: Batcher[_Row, tuple[PredictedRow, float]] = Batcher(self._run, settings)
 
     @property
     def is_full(self) -> bool:
         """Whether any request is refused now: there is no cache, and the queue is full."""
-        return self._cache is None and self._state == "ready" and self._in_flight >= self.settings.max_queue
+        return self._cache is None and self.state == "ready" and self.num_in_flight >= self.settings.max_queue
 
     async def start(self) -> None:
         """Warms the session up and verifies it; requests are accepted from then on.
@@ -215,63 +150,40 @@ class PredictionPipeline:
             TailcastError: The model fails, or gives numbers that no scheduler can use.
         """
         await asyncio.get_running_loop().run_in_executor(self._threads.run, self.runtime.warm_up)
-        self._state = "ready"
+        self.state = "ready"
 
-    def is_trained_on(self, served_model: str | None) -> bool:
-        """Whether the artifact was trained on outputs of that model.
-
-        Raises:
-            InputError: It cannot predict for it.
-        """
-        if served_model in self._trained_models:
-            return True
-        return self.runtime.artifact.manifest.served_model_number(served_model) > 0
-
-    async def predict(
-        self,
-        prompt: str | TokenizedPrompt,
-        *,
-        served_model: str | None = None,
-        temperature: float | None = None,
-        deadline: float | None = None,
-    ) -> PipelineResult:
+    async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
         """Predicts one prompt.
 
         Args:
-            prompt: The text; or token ids, at most max_length of them, each of the artifact's vocabulary (checked by
-                the caller).
-            served_model: Name of the LLM of the request; None: unknown.
-            temperature: Its sampling temperature, at least 0; None: unknown.
+            request: Checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
             deadline: Time of the clock after which no more work is done for it.
 
         Raises:
             ClosedError, QueueFullError, ExpiredError, BatchError: See `errors`.
-            InputError: The text has no tokens, or the served model or the temperature is not allowed.
+            InputError: The text has no tokens.
             TailcastError: The model gave numbers that no scheduler can use.
         """
-        if self._state != "ready":
-            raise ClosedError(self._state)
-        # Checked here: in a batch it would fail its neighbors too.
-        self.is_trained_on(served_model)
-        checked_temperature(temperature)
+        if self.state != "ready":
+            raise ClosedError(self.state)
         key = b""
         if self._cache is not None:
-            key = cache_key(prompt, served_model, temperature)
+            key = cache_key(request.prompt, request.served_model, request.temperature)
             result = self._cache.get(key)
-            self._metrics.cache(result is not None)
+            self.metrics.cache(result is not None)
             if result is not None:
                 return result
-        if self._in_flight >= self.settings.max_queue:
+        if self.num_in_flight >= self.settings.max_queue:
             raise QueueFullError(self.settings.max_queue)
-        self._in_flight += 1
-        self._metrics.queue_length.inc()
+        self.num_in_flight += 1
+        self.metrics.queue_length.inc()
         self._empty.clear()
         try:
-            result = await self._predict(prompt, served_model, temperature, deadline)
+            result = await self._predict(request, deadline)
         finally:
-            self._in_flight -= 1
-            self._metrics.queue_length.dec()
-            if self._in_flight == 0:
+            self.num_in_flight -= 1
+            self.metrics.queue_length.dec()
+            if self.num_in_flight == 0:
                 self._empty.set()
         if self._cache is not None:
             self._cache[key] = result._replace(
@@ -279,51 +191,27 @@ class PredictionPipeline:
             )
         return result
 
-    def refuse_new(self) -> None:
-        """Refuses new requests with `ClosedError`; those in flight finish."""
-        self._state = "shutting down"
+    async def close(self) -> None:
+        """Refuses new requests with `ClosedError`, and ends it once those in flight are answered."""
+        self.state = "shutting down"
+        await self._empty.wait()
+        await self._batcher.close()
 
-    async def close(self, *, drain: bool = True) -> None:
-        """Ends the pipeline; requests in flight are answered first, or failed without `drain`."""
-        self.refuse_new()
-        if drain:
-            await self._empty.wait()
-        await self._tokenize_batcher.close(drain=False)
-        await self._batcher.close(drain=False)
-        if self._owns_threads:
-            self._threads.close()
-
-    async def _predict(
-        self,
-        prompt: str | TokenizedPrompt,
-        served_model: str | None,
-        temperature: float | None,
-        deadline: float | None,
-    ) -> PipelineResult:
-        tokenize_s = 0.0
+    async def _predict(self, request: CheckedRequest, deadline: float | None) -> PipelineResult:
+        prompt = request.prompt
+        begin = time.perf_counter()
         if isinstance(prompt, TokenizedPrompt):
-            tokens: TokenizedPrompt = prompt
-        elif len(prompt) <= MAX_INLINE_CHARS:
-            begin = time.perf_counter()
-            try:
-                [tokens] = self.runtime.tokenizer([prompt])
-            except Exception as error:
-                logger.exception("a prompt could not be tokenized")
-                raise BatchError(error) from error
-            tokenize_s = time.perf_counter() - begin
+            tokens = prompt
         else:
-            tokenized: BatchedResult[TokenizedPrompt] = await self._tokenize_batcher.submit(
-                prompt, length=1, deadline=deadline
-            )
-            tokenize_s = tokenized.queue_s + tokenized.work_s
-            tokens = tokenized.result
+            tokens = await self._tokenized(prompt)
+        tokenize_s = time.perf_counter() - begin
         if len(tokens.ids) == 0:
             raise InputError("prompt", "a text without tokens", "a text with at least one token")
         batched = await self._batcher.submit(
-            _Row(tokens, served_model, temperature), length=max(1, tokens.num_tokens), deadline=deadline
+            (tokens, request), length=max(1, tokens.num_tokens), deadline=deadline
         )
         prediction, inference_s = batched.result
-        check_range(prediction)
+        check_range([prediction])
         return PipelineResult(
             prediction=prediction,
             prompt_tokens=tokens.num_tokens,
@@ -335,48 +223,52 @@ class PredictionPipeline:
             batch_size=batched.batch_size,
         )
 
-    def _tokenize(self, prompts: Sequence[str], callback: Callback[TokenizedPrompt]) -> None:
-        _submit(self._threads.tokenize, callback, self.runtime.tokenizer, prompts)
+    async def _tokenized(self, prompt: str) -> TokenizedPrompt:
+        try:
+            if len(prompt) <= MAX_INLINE_CHARS:
+                [tokens] = self.runtime.tokenizer([prompt])
+            else:
+                loop = asyncio.get_running_loop()
+                [tokens] = await loop.run_in_executor(
+                    self._threads.tokenize, self.runtime.tokenizer, [prompt]
+                )
+        except Exception as error:
+            logger.exception("a prompt could not be tokenized")
+            raise BatchError(error) from error
+        return tokens
 
-    def _run(self, rows: Sequence[_Row], callback: Callback[_RowResult]) -> None:
-        _submit(self._threads.run, callback, self._run_rows, rows)
+    def _run(self, rows: Sequence[_Row], callback: Callback[tuple[PredictedRow, float]]) -> None:
+        _submit(self._threads.run, callback, functools.partial(self._run_rows, rows))
 
-    def _run_rows(self, rows: Sequence[_Row]) -> list[_RowResult]:
-        """Runs in a thread."""
+    def _run_rows(self, rows: Sequence[_Row]) -> list[tuple[PredictedRow, float]]:
+        """Predictions and the seconds of the model call; runs in a thread."""
         begin = time.perf_counter()
         try:
             predictions = self.runtime.run(
-                [row.prompt.ids for row in rows],
-                [row.served_model for row in rows],
-                [row.temperature for row in rows],
+                [tokens.ids for tokens, _ in rows],
+                [request.served_model for _, request in rows],
+                [request.temperature for _, request in rows],
             ).rows()
         except Exception:
-            self._metrics.failed_batches.inc()
+            self.metrics.failed_batches.inc()
             logger.exception("a batch of %d prompts failed", len(rows))
             raise
         inference_s = time.perf_counter() - begin
-        self._metrics.batch([max(1, row.prompt.num_tokens) for row in rows], inference_s)
-        return [_RowResult(prediction, inference_s) for prediction in predictions]
+        self.metrics.batch([max(1, tokens.num_tokens) for tokens, _ in rows], inference_s)
+        return [(prediction, inference_s) for prediction in predictions]
 
 
 def cache_key(prompt: str | TokenizedPrompt, served_model: str | None, temperature: float | None) -> bytes:
     """128 bits that two requests share only if they get the same prediction of the same artifact."""
-    name = (served_model or "").encode()
-    condition = b"" if temperature is None else struct.pack("<d", temperature)
-    if isinstance(prompt, str):
-        kind, content = b"text", prompt.encode("utf-8", "surrogatepass")
-    else:
-        kind, content = b"ids", np.ascontiguousarray(prompt.ids, dtype=np.int64).tobytes()
-    # With the lengths of all parts but the last in front, no two sets of parts give the same bytes.
-    lengths = struct.pack("<BBQ", len(kind), len(condition), len(name))
-    return hashlib.blake2b(lengths + kind + condition + name + content, digest_size=16).digest()
+    parts = (prompt if isinstance(prompt, str) else prompt.ids.tobytes(), served_model or "", temperature)
+    # Version 0 knows no shared or interned objects: equal parts have equal bytes.
+    return hashlib.blake2b(marshal.dumps(parts, 0), digest_size=16).digest()
 
 
 def _submit(
     executor: ThreadPoolExecutor,
     callback: Callable[[R | None, BaseException | None], None],
-    function: Callable[[Unpack[A]], R],
-    *args: *A,
+    function: Callable[[], R],
 ) -> None:
     """Calls `function` in a thread, then `callback` in the running event loop.
 
@@ -390,4 +282,4 @@ def _submit(
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nothing waits for the result
             loop.call_soon_threadsafe(callback, result, error)
 
-    executor.submit(function, *args).add_done_callback(on_done)
+    executor.submit(function).add_done_callback(on_done)

@@ -6,15 +6,18 @@ import hashlib
 import hmac
 import ssl
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from predictors.service.errors import UnauthenticatedError
+from predictors.service.grpc_methods import abort
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+
+if TYPE_CHECKING:
+    from predictors.cli import ServeConfig
 
 # Probes need no token.
 OPEN_METHODS = frozenset(
@@ -27,77 +30,52 @@ OPEN_METHODS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TlsFiles:
-    """PEM files.
+def grpc_credentials(config: ServeConfig) -> grpc.ServerCredentials | None:
+    """TLS of a gRPC port, None without; raises InputError for a file that is missing or not what it should be."""
+    if http_context(config) is None:  # gRPC itself reports bad files only in its log
+        return None
+    key, certificate, authority = (
+        None if path is None else Path(path).read_bytes()
+        for path in (config.tls_key, config.tls_cert, config.tls_client_ca)
+    )
+    return grpc.ssl_server_credentials(
+        [(key, certificate)],  # type: ignore[list-item]  # both are there
+        root_certificates=authority,
+        require_client_auth=authority is not None,
+    )
 
-    Attributes:
-        certificate: The server's certificate, with its chain.
-        key: Its private key.
-        client_authority: Signs the certificates that clients must present; None: clients need none.
-    """
 
-    certificate: Path
-    key: Path
-    client_authority: Path | None = None
-
-    def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC port.
-
-        Raises:
-            InputError: A file is missing, or not what it should be.
-        """
-        self.http_context()  # gRPC itself reports bad files only in its log
-        authority = None if self.client_authority is None else self.client_authority.read_bytes()
-        pair = (self.key.read_bytes(), self.certificate.read_bytes())
-        return grpc.ssl_server_credentials(
-            [pair], root_certificates=authority, require_client_auth=authority is not None
-        )
-
-    def http_context(self) -> ssl.SSLContext:
-        """For an HTTP port; raises as `grpc_credentials`."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        existing_file(self.certificate, "tls_cert")
-        existing_file(self.key, "tls_key")
+def http_context(config: ServeConfig) -> ssl.SSLContext | None:
+    """TLS of an HTTP port; as `grpc_credentials`."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    existing_file(config.tls_cert, "tls_cert")
+    existing_file(config.tls_key, "tls_key")
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except (ssl.SSLError, OSError) as error:
+        files = f"{config.tls_cert}, {config.tls_key}"
+        raise InputError("tls_cert, tls_key", files, f"a PEM certificate and its key ({error})") from error
+    if config.tls_client_ca is not None:
+        existing_file(config.tls_client_ca, "tls_client_ca")
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            context.load_verify_locations(config.tls_client_ca)
         except (ssl.SSLError, OSError) as error:
-            raise InputError(
-                "tls_cert, tls_key",
-                f"{self.certificate}, {self.key}",
-                f"a PEM certificate and its key ({error})",
-            ) from error
-        if self.client_authority is not None:
-            existing_file(self.client_authority, "tls_client_ca")
-            try:
-                context.load_verify_locations(self.client_authority)
-            except (ssl.SSLError, OSError) as error:
-                raise InputError(
-                    "tls_client_ca", str(self.client_authority), f"a PEM certificate ({error})"
-                ) from error
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
+            raise InputError("tls_client_ca", config.tls_client_ca, f"a PEM certificate ({error})") from error
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
 
 
 class BearerTokens:
-    """The valid tokens, stored as hashes.
+    """The valid tokens of a file, stored as hashes: one a line; empty lines and lines that begin with # are skipped."""
 
-    Args:
-        tokens: At least one, none of them empty.
-    """
-
-    def __init__(self, tokens: list[str]) -> None:
-        if not tokens or not all(tokens):
-            raise InputError("token_file", f"{len(tokens)} tokens", "at least one, one a line")
-        self._digests = [_digest(token) for token in tokens]
-
-    @classmethod
-    def of_file(cls, path: str | Path) -> BearerTokens:
-        """One token a line; empty lines and lines that begin with # are skipped."""
-        lines = existing_file(path, "token_file").read_text(encoding="utf-8").splitlines()
-        stripped = [line.strip() for line in lines]
-        return cls([line for line in stripped if line and not line.startswith("#")])
+    def __init__(self, path: str) -> None:
+        lines = map(str.strip, existing_file(path, "token_file").read_text(encoding="utf-8").splitlines())
+        self._digests = [_digest(line) for line in lines if line and not line.startswith("#")]
+        if not self._digests:
+            raise InputError("token_file", "no token", "at least one, one a line")
 
     def check(self, authorization: str | bytes | None) -> None:
         """Raises UnauthenticatedError unless the header is `Bearer` and one of the tokens; takes the same time for all."""
@@ -122,35 +100,20 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        """The method's own handler, or one that refuses."""
+        """The method's own handler, or one that refuses before the first message."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method in OPEN_METHODS:
             return handler
         metadata = handler_call_details.invocation_metadata
         try:
             self._tokens.check(next((value for key, value in metadata if key == "authorization"), None))
-        except UnauthenticatedError as error:
-            return _refusal(handler, error)
+        except UnauthenticatedError:
+            return grpc.stream_stream_rpc_method_handler(_refuse)  # unary calls as well
         return handler
 
 
-def _refusal(
-    handler: grpc.RpcMethodHandler[Any, Any], error: UnauthenticatedError
-) -> grpc.RpcMethodHandler[Any, Any]:
-    from predictors.service.grpc_methods import abort
-
-    async def refuse(request: object, context: Any) -> None:
-        await abort(context, error)
-
-    # The kind of call must be that of the method: a stream is refused before its first message.
-    make = {
-        (False, False): grpc.unary_unary_rpc_method_handler,
-        (False, True): grpc.unary_stream_rpc_method_handler,
-        (True, False): grpc.stream_unary_rpc_method_handler,
-        (True, True): grpc.stream_stream_rpc_method_handler,
-    }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    refusing: grpc.RpcMethodHandler[Any, Any] = make(refuse)
-    return refusing
+async def _refuse(requests: object, context: Any) -> None:
+    await abort(context, UnauthenticatedError())
 
 
 def _digest(token: str) -> bytes:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -15,22 +14,22 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from predictors.proto import open_inference_pb2, predictor_v1_pb2
+from predictors.runtime import ArtifactRuntime
 from predictors.service.artifacts import ArtifactTable, Reopen
-from predictors.service.batcher import BatchingSettings, Clock
+from predictors.service.batcher import BatchingSettings
 from predictors.service.calls import PredictorCalls
 from predictors.service.errors import ReloadError
 from predictors.service.grpc_methods import SERVICE, PredictorMethods
 from predictors.service.metrics import ServiceMetrics
-from predictors.service.oip import OIP_SERVICE, OpenInferenceMethods
-from predictors.service.pipeline import PredictionPipeline, Runtime
-from predictors.service.security import BearerInterceptor, BearerTokens, TlsFiles
+from predictors.service.oip import OIP_SERVICE, open_inference_handler
+from predictors.service.security import BearerInterceptor, BearerTokens, grpc_credentials
 from predictors.service.tracing import Tracing
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 
 if TYPE_CHECKING:
-    from predictors.service.gateway import HttpGateway
+    from aiohttp.web import AppRunner
 
-__all__ = ["OIP_SERVICE", "SERVICE", "PredictionServer", "ServerSettings"]
+    from predictors.cli import ServeConfig
 
 logger = logging.getLogger(__name__)
 
@@ -38,131 +37,57 @@ logger = logging.getLogger(__name__)
 STREAM_GRACE_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSettings:
-    """Addresses and limits.
+class PredictionServer:
+    """Artifacts behind one gRPC port and, on request, one HTTP port.
 
-    Attributes:
-        host: Address to listen on.
-        port: gRPC port to listen on; 0 takes a free one.
-        http_port: HTTP port to listen on; 0 takes a free one; None: no HTTP.
-        reuse_port: Other processes may listen on the same ports and share their connections.
-        max_message_bytes: Largest message in and out; larger ones are refused with RESOURCE_EXHAUSTED. Parsing takes up
-            to 10 ms per MiB, in which nothing else runs (`benchmarks/hostile_bodies.py`).
-        max_batch_requests: Maximum number of requests in one PredictBatch or ModelInfer.
-        max_prompt_chars: Longest prompt; None: any that fits into a message.
-        max_streams: Maximum number of PredictStream calls at the same time.
-        max_stream_requests: Requests of one stream in flight.
-        cache_entries: Size of each artifact's cache of predictions; 0: no cache.
-        drain_delay_s: How long `stop` goes on to take requests while health reports NOT_SERVING, so that load balancers
-            look away first.
-        drain_timeout_s: How long `stop` then waits for requests in flight.
-        tls: Certificates; None: no TLS.
-        tokens: Valid bearer tokens; None: no authentication.
-        worker_cores: Cores of the model threads, one each; empty: the system places them.
+    Args:
+        runtimes: The loaded artifacts, of different ids, the default first.
+        batching: How requests are grouped.
+        config: Addresses, limits, certificates and tokens; `artifact`, `workers` and options of batching are not used.
+        reopen: Loads the artifact of an id again, for `reload`; called in a thread.
+        tracing: Records spans; None: no spans.
+        shares_ports: Other processes may listen on the same ports and share their connections.
+        worker_cores: As of `ServiceThreads`.
         num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
             two changes of thread for each, so that on a busy machine calls wait in the library before they can be refused
             (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    http_port: int | None = None
-    reuse_port: bool = False
-    max_message_bytes: int = 4 * 2**20
-    max_batch_requests: int = 256
-    max_prompt_chars: int | None = None
-    max_streams: int = 256
-    max_stream_requests: int = 128
-    cache_entries: int = 0
-    drain_delay_s: float = 0.0
-    drain_timeout_s: float = 30.0
-    tls: TlsFiles | None = None
-    tokens: BearerTokens | None = None
-    worker_cores: tuple[int, ...] = ()
-    num_listeners: int = 4
-
-    def __post_init__(self) -> None:
-        if not self.host:
-            raise InputError("host", self.host, "a host name or address")
-        for name in ("port", "http_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise InputError(name, value, "0 to 65535; 0 takes a free port")
-        if not 1024 <= self.max_message_bytes < 2**31:
-            raise InputError("max_message_bytes", self.max_message_bytes, "1024 to 2147483647")
-        for name in (
-            "max_batch_requests",
-            "max_prompt_chars",
-            "max_streams",
-            "max_stream_requests",
-            "num_listeners",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(name, value, "an integer >= 1")
-        if self.cache_entries < 0:
-            raise InputError("cache_entries", self.cache_entries, "an integer >= 0")
-        for name in ("drain_delay_s", "drain_timeout_s"):
-            if not 0 <= getattr(self, name) <= 86_400:
-                raise InputError(name, getattr(self, name), "0 to 86400 seconds")
-
-
-class PredictionServer:
-    """Artifacts behind one gRPC port and, on request, one HTTP port.
-
-    Args:
-        runtimes: The loaded artifact, or several of different ids, the default first.
-        batching: How requests are grouped.
-        settings: Addresses and limits.
-        clock: Source of time of the batchers; default: the event loop's.
-        reopen: Loads the artifact of an id again, for `reload`; called in a thread.
-        metrics: Counters, exposed on the HTTP port.
-        tracing: Records spans; None: no spans.
-    """
-
     def __init__(
         self,
-        runtimes: Runtime | Sequence[Runtime],
+        runtimes: Sequence[ArtifactRuntime],
         batching: BatchingSettings,
-        settings: ServerSettings,
-        clock: Clock | None = None,
+        config: ServeConfig,
         *,
         reopen: Reopen | None = None,
-        metrics: ServiceMetrics | None = None,
         tracing: Tracing | None = None,
+        shares_ports: bool = False,
+        worker_cores: Sequence[int] = (),
+        num_listeners: int = 4,
     ) -> None:
-        self.settings = settings
+        self.config = config
+        self.batching = batching
         self.http_port: int | None = None
-        self._metrics = metrics or ServiceMetrics()
+        self.metrics = ServiceMetrics()
         self.artifacts = ArtifactTable(
-            runtimes if isinstance(runtimes, Sequence) else [runtimes],
+            runtimes,
             batching,
-            clock=clock,
-            cache_entries=settings.cache_entries,
-            max_prompt_chars=settings.max_prompt_chars,
-            worker_cores=settings.worker_cores,
-            metrics=self._metrics,
+            cache_entries=config.cache_entries,
+            max_prompt_chars=config.max_prompt_chars,
+            worker_cores=worker_cores,
+            metrics=self.metrics,
             reopen=reopen,
         )
         self._calls = PredictorCalls(
-            self.artifacts,
-            max_batch_requests=settings.max_batch_requests,
-            max_message_bytes=settings.max_message_bytes,
-            max_prompt_chars=settings.max_prompt_chars,
-            tracing=tracing,
+            self.artifacts, max_message_bytes=config.max_message_bytes, tracing=tracing
         )
-        self._methods = PredictorMethods(
-            self._calls, max_streams=settings.max_streams, max_stream_requests=settings.max_stream_requests
-        )
+        self._methods = PredictorMethods(self._calls, config.max_streams)
+        self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
+        self._shares_ports = shares_ports
+        self._num_listeners = num_listeners if hasattr(socket, "SO_REUSEPORT") else 1
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         self._servers: list[grpc.aio.Server] = []
-        self._gateway: HttpGateway | None = None
-
-    @property
-    def pipeline(self) -> PredictionPipeline:
-        """The default artifact's pipeline."""
-        return self.artifacts.default.pipeline
+        self._gateway: AppRunner | None = None
 
     async def start(self) -> int:
         """Binds, answers, warms up, then reports SERVING; returns the gRPC port.
@@ -170,22 +95,21 @@ class PredictionServer:
         Raises:
             InputError: A port is in use or may not be bound, or a certificate cannot be read.
         """
-        settings = self.settings
-        if not settings.reuse_port:
-            probe_port(settings.host, settings.port)
-        if settings.http_port is not None:
-            self._gateway = self._new_gateway()
+        port = self.config.port
+        if not self._shares_ports:
+            bound_socket(self.config.host, port, "port", socket.SO_REUSEADDR).close()
         # From here on clients can connect; until `server.start` they wait for the first bytes.
         servers = [self._new_server() for _ in range(self._num_listeners)]
-        port = settings.port
         for server in servers:
             port = self._bind(server, port)
         await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
-        if self._gateway is not None and settings.http_port is not None:
-            tls = None if settings.tls is None else settings.tls.http_context()
-            self.http_port = await self._gateway.start(
-                settings.host, settings.http_port, tls, reuse_port=settings.reuse_port
+        if self.config.http_port is not None:
+            from predictors.service.gateway import start_gateway
+
+            self._gateway = await start_gateway(
+                self.config, self._calls, self.metrics, self._tokens, shares_port=self._shares_ports
             )
+            self.http_port = self._gateway.addresses[0][1]
         for server in servers:
             await server.start()
         self._servers = servers
@@ -206,71 +130,52 @@ class PredictionServer:
         """Refuses new requests, answers those in flight (for `drain_timeout_s`), then closes."""
         if not self._servers:
             if self._gateway is not None:
-                await self._gateway.stop()
+                await self._gateway.cleanup()
             return
         await self._health.enter_graceful_shutdown()
-        self.artifacts.announce_end()
-        if self.settings.drain_delay_s:
-            await asyncio.sleep(self.settings.drain_delay_s)
-        self.artifacts.refuse_new()
-        self._methods.end_streams()
+        self.artifacts.is_ending = True
+        if self.config.drain_delay_s:
+            await asyncio.sleep(self.config.drain_delay_s)
         draining = asyncio.create_task(self.artifacts.close())
+        self._methods.end_streams()
         # gRPC's own grace period would answer new calls with CANCELLED; until all predictions are made (or the time is up)
         # the pipeline answers them with UNAVAILABLE, which clients retry.
-        await asyncio.wait({draining}, timeout=self.settings.drain_timeout_s)
+        await asyncio.wait({draining}, timeout=self.config.drain_timeout_s)
         if self._gateway is not None:
-            await self._gateway.stop()
+            await self._gateway.cleanup()
         await asyncio.gather(*(server.stop(STREAM_GRACE_S) for server in self._servers))
         await draining
         self._servers = []
 
-    @property
-    def _num_listeners(self) -> int:
-        return self.settings.num_listeners if hasattr(socket, "SO_REUSEPORT") else 1
-
     def _new_server(self) -> grpc.aio.Server:
         """A server with all methods, not bound."""
-        settings = self.settings
-        shares_port = settings.reuse_port or self._num_listeners > 1
         server = grpc.aio.server(
-            interceptors=[] if settings.tokens is None else [BearerInterceptor(settings.tokens)],
+            interceptors=[] if self._tokens is None else [BearerInterceptor(self._tokens)],
             options=[
-                ("grpc.so_reuseport", int(shares_port)),
-                ("grpc.max_receive_message_length", settings.max_message_bytes),
-                ("grpc.max_send_message_length", settings.max_message_bytes),
+                ("grpc.so_reuseport", int(self._shares_ports or self._num_listeners > 1)),
+                ("grpc.max_receive_message_length", self.config.max_message_bytes),
+                ("grpc.max_send_message_length", self.config.max_message_bytes),
                 # Clients may ping their connection every ten seconds.
                 ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        server.add_generic_rpc_handlers(
-            (self._methods.handler(), OpenInferenceMethods(self._calls).handler())
-        )
+        server.add_generic_rpc_handlers((self._methods.handler(), open_inference_handler(self._calls)))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, OIP_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server, _descriptions())
         return server
-
-    def _new_gateway(self) -> HttpGateway:
-        try:
-            from predictors.service.gateway import HttpGateway
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "aiohttp", "serve") from error
-        limit = self.settings.max_message_bytes
-        return HttpGateway(self._calls, self._metrics, max_message_bytes=limit, tokens=self.settings.tokens)
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE, OIP_SERVICE, *self.artifacts.names):
             await self._health.set(service, status)
 
     def _bind(self, server: grpc.aio.Server, port: int) -> int:
-        host = self.settings.host
+        host = self.config.host
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        tls = self.settings.tls
+        tls = grpc_credentials(self.config)
         try:
-            if tls is None:
-                return server.add_insecure_port(address)
-            return server.add_secure_port(address, tls.grpc_credentials())
+            return server.add_insecure_port(address) if tls is None else server.add_secure_port(address, tls)
         except RuntimeError as error:
             raise InputError("port", f"{host}:{port}", "an address that can be bound") from error
 
@@ -283,18 +188,22 @@ def _descriptions() -> DescriptorPool:
     return pool
 
 
-def probe_port(host: str, port: int, field: str = "port") -> None:
-    """Binds and releases a port: gRPC would hide the reason of a failure and write to stderr by itself.
+def bound_socket(host: str, port: int, field: str, option: int) -> socket.socket:
+    """A socket with an option, bound to a port but not listening: gRPC would hide the reason of a failure.
 
     Raises:
-        InputError: It cannot be bound.
+        InputError: It cannot be bound; the error names `field`.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+        result = socket.socket(family, kind, protocol)
+        try:
+            result.setsockopt(socket.SOL_SOCKET, option, 1)
+            result.bind(address)
+        except OSError:
+            result.close()
+            raise
     except OSError as error:
-        raise InputError(
-            field, f"{host}:{port}", f"an address that can be bound ({error.strerror})"
-        ) from error
+        reason = f"an address that can be bound ({error.strerror})"
+        raise InputError(field, f"{host}:{port}", reason) from error
+    return result

@@ -55,19 +55,6 @@ def set_up_exporting() -> None:
         InputError: The protocol is not one of OTLP's binary ones.
         MissingExtraError: The SDK or the protocol's exporter is not installed.
     """
-    exporter = _exporter()
-    try:
-        from opentelemetry import trace
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise MissingExtraError("opentelemetry-sdk", "traces") from error
-    provider = TracerProvider()
-    provider.add_span_processor(BatchSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
-
-
-def _exporter() -> Any:
     name = next((name for name in PROTOCOL_VARIABLES if name in os.environ), PROTOCOL_VARIABLES[-1])
     protocol = os.environ.get(name, "http/protobuf")
     packages = {"http/protobuf": "http", "grpc": "grpc"}
@@ -78,4 +65,12 @@ def _exporter() -> Any:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
     except ImportError as error:
         raise MissingExtraError(f"opentelemetry-exporter-otlp-proto-{package}", "traces") from error
-    return module.OTLPSpanExporter()
+    try:
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise MissingExtraError("opentelemetry-sdk", "traces") from error
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(module.OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)

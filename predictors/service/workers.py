@@ -7,6 +7,7 @@ The kernel distributes new connections over the workers (SO_REUSEPORT). A worker
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -14,11 +15,10 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from predictors.service.server import probe_port
+from predictors.service.server import bound_socket
 from scheduler_core.errors import TailcastError
 
 logger = logging.getLogger(__name__)
@@ -38,17 +38,14 @@ class _Worker:
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # it, or one before it
 
 
-def reserved_port(stack: ExitStack, host: str, port: int, name: str = "port") -> int:
+def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
     """Holds a port for the workers without listening on it; 0 takes a free one.
 
     Raises:
         InputError: It is in use, or may not be bound.
     """
-    probe_port(host, port, name)
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    holder = stack.enter_context(socket.socket(family, kind, protocol))
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    holder.bind(address)
+    bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # nobody else listens on it
+    holder = stack.enter_context(bound_socket(host, port, name, socket.SO_REUSEPORT))
     bound: int = holder.getsockname()[1]
     return bound
 
@@ -90,10 +87,10 @@ class Supervisor:
             0 if every worker drained; else the exit code of one that could not start, or 1.
         """
         tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
-        all_ready = asyncio.ensure_future(_all_ready(self._workers))
+        all_ready = asyncio.gather(*(worker.was_ready.wait() for worker in self._workers))
         stopping = asyncio.ensure_future(self._stopping.wait())
-        waited: set[asyncio.Future[Any]] = {all_ready, stopping}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        events: list[asyncio.Future[Any]] = [all_ready, stopping]
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         if not self._stopping.is_set():
             on_ready()
             await stopping
@@ -101,11 +98,8 @@ class Supervisor:
         self._signal(signal.SIGTERM)
         _, running = await asyncio.wait(tasks, timeout=self._stop_timeout_s)
         if running:
-            logger.error(
-                "%d workers still run %g s after the signal to stop: killed",
-                len(running),
-                self._stop_timeout_s,
-            )
+            text = "%d workers still run %g s after the signal to stop: killed"
+            logger.error(text, len(running), self._stop_timeout_s)
             self._signal(signal.SIGKILL)
         codes = await asyncio.gather(*tasks)
         if self._failed is not None:
@@ -146,15 +140,12 @@ class Supervisor:
                 self.stop()
                 return code
             logger.error("worker %d ended with code %d; it is started again", worker.number, code)
-            backoff_s = (
-                FIRST_BACKOFF_S if loop.time() - started > STEADY_S else min(backoff_s * 2, MAX_BACKOFF_S)
-            )
-            try:
+            is_steady = loop.time() - started > STEADY_S
+            backoff_s = FIRST_BACKOFF_S if is_steady else min(backoff_s * 2, MAX_BACKOFF_S)
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(backoff_s):
                     await self._stopping.wait()
                 return 0
-            except TimeoutError:
-                continue
 
     async def _run_once(self, worker: _Worker) -> int:
         """One process of a worker, from its start to its exit code."""
@@ -197,20 +188,12 @@ class Supervisor:
         return code >= 0 or self._num_early_ends >= MAX_EARLY_ENDS
 
 
-async def _all_ready(workers: Sequence[_Worker]) -> None:
-    for worker in workers:
-        await worker.was_ready.wait()
-
-
-def worker_command(config: str) -> list[str]:
-    """Command line of a worker; `config` is a JSON object with the fields of ServeConfig."""
-    if not sys.executable:
-        raise TailcastError("workers: sys.executable of this Python is empty")
-    return [sys.executable, "-m", "predictors.service.workers", config]
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code."""
+    """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code.
+
+    Args:
+        arguments: A JSON object with the fields of ServeConfig, the worker's number, and the file descriptor.
+    """
     from predictors.cli import ServeConfig, serve_worker
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")

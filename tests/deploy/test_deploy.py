@@ -92,12 +92,12 @@ def test_a_pod_is_given_the_time_it_needs_to_drain() -> None:
 
 def test_the_metric_that_is_scaled_on_exists() -> None:
     pytest.importorskip("prometheus_client")
-    from predictors.service.metrics import ServiceMetrics
+    from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
 
     [metric] = manifest("HorizontalPodAutoscaler")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
     metrics = ServiceMetrics()
-    metrics.artifact("tiny")
+    ArtifactMetrics(metrics, "tiny")
     assert name.encode() in metrics.exposition()
     assert name in (DEPLOY / "metrics-adapter.yaml").read_text(encoding="utf-8")
 
@@ -186,15 +186,11 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
 
     [config] = documents(DEPLOY / "ray_serve.yaml")
     grpc_port, http_port = free_port(), free_port()
-    config["grpc_options"]["port"], config["http_options"] = (
-        grpc_port,
-        {"host": "127.0.0.1", "port": http_port},
-    )
+    config["grpc_options"]["port"] = grpc_port
+    config["http_options"] = {"host": "127.0.0.1", "port": http_port}
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     one_try = ClientSettings(max_attempts=1, timeout_s=30)
-    wanted = [
-        PredictionRequest(f"r{number}", prompt, 100) for number, prompt in enumerate(["sea", "a long essay"])
-    ]
+    wanted = [PredictionRequest(prompt, prompt, 100) for prompt in ("sea", "a long essay")]
 
     def answers() -> bool:
         with SyncPredictor(f"127.0.0.1:{grpc_port}", one_try) as client:
@@ -203,27 +199,18 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
             except PredictorError:
                 return False
 
-    command = [
-        sys.executable,
-        "-m",
-        "ray.serve.scripts",
-        "run",
-        str(tmp_path / "serve.yaml"),
-        "--app-dir",
-        str(ROOT),
-    ]
+    command = [sys.executable, "-m", "ray.serve.scripts", "run"]
+    command += [str(tmp_path / "serve.yaml"), "--app-dir", str(ROOT)]
     environment = {"PYTHONPATH": str(ROOT), "ARTIFACT": str(artifact_folder), "RAY_USAGE_STATS_ENABLED": "0"}
     with running(command, answers, environment=environment, timeout_s=180):
         with SyncPredictor(f"127.0.0.1:{grpc_port}", one_try) as client:
-            assert (
-                client.metadata().artifact_version == open_artifact(artifact_folder).manifest.artifact_version
-            )
+            version = open_artifact(artifact_folder).manifest.artifact_version
+            assert client.metadata().artifact_version == version
             found = client.predict(wanted)
             with pytest.raises(PredictorError, match="prompt") as caught:
                 client.predict([PredictionRequest("r", " ", 100)])
-        assert [one.mu for one in found] == pytest.approx(
-            [expected(one.prompt)[0] for one in wanted], rel=1e-5
-        )
+        mus = [expected(one.prompt)[0] for one in wanted]
+        assert [one.length.mu for one in found] == pytest.approx(mus, rel=1e-5)
         assert caught.value.code == "INVALID_ARGUMENT"
         body = json.dumps({"prompt": "sea", "max_tokens": 100}).encode()
         url = f"http://127.0.0.1:{http_port}/v1/predict"

@@ -4,14 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.predictors.fakes import write_artifact
+from tests.predictors.conftest import artifact_folder  # noqa: F401
 from tests.service.harness import write_costly_artifact
-
-
-@pytest.fixture(scope="session")
-def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A valid tiny artifact; tests must not write into it."""
-    return write_artifact(tmp_path_factory.mktemp("artifacts") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Real servers and clients in processes of their own, an artifact that costs CPU, and a clock that jumps."""
+"""Real servers and clients in processes of their own, and an artifact that costs CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ import onnx
 from onnx import helper, numpy_helper
 
 from benchmarks.serving.processes import ROOT, Process, free_port, running
-from predictors.artifact import MODEL, open_artifact, write_manifest
+from predictors.artifact import open_artifact, write_manifest
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
-from predictors.manifest import Manifest
-from predictors.service.batcher import LoopClock, TimerHandle
+from predictors.manifest import MODEL
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import write_artifact
 
@@ -58,24 +57,13 @@ def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     onnx.save(model, folder / MODEL)
-    return rewritten(folder, manifest)
-
-
-def rewritten(folder: Path, manifest: Manifest) -> Path:
-    """Gives a changed artifact the hashes and the version of what it now is; `manifest` was its manifest."""
     write_manifest(folder, manifest)
     return folder
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running server.
-
-    Attributes:
-        process: It.
-        port: Of gRPC.
-        http_port: Of HTTP.
-    """
+    """A running server, and its ports of gRPC and HTTP."""
 
     process: Process
     port: int
@@ -143,16 +131,3 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
             return True
         time.sleep(0.05)
     return condition()
-
-
-class JumpingClock(LoopClock):
-    """The loop's clock, moved by `offset` seconds whenever a test says so."""
-
-    def __init__(self) -> None:
-        self.offset = 0.0
-
-    def now(self) -> float:
-        return super().now() + self.offset
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
-        return super().call_at(when - self.offset, callback)
