@@ -7,51 +7,36 @@ import logging
 import os
 import platform
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from predictors.artifact import (
+from predictors.artifact import KIND, write_manifest
+from predictors.manifest import (
     CONFORMAL,
-    KIND,
     MANIFEST,
     MODEL,
     NORMALIZATION,
     TOKENIZER,
     Conditions,
     EncoderCard,
-    Head,
     Manifest,
-    TruncationSide,
-    open_artifact,
-    write_manifest,
 )
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, folder_target, write_json
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    from predictors.modules import Checkpoint
+    from predictors.modules.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
 # Where the password of a signing key is read from.
 PASSWORD = "TAILCAST_SIGNING_PASSWORD"
-
-VERSIONS_OF = (
-    "tailcast",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "numpy",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +59,8 @@ class ExportConfig:
     license: str | None = None
     """Licence of the artifact (SPDX), for the manifest."""
     abstain_threshold: float | None = None
-    """Lowest probability of the likeliest urgency level that counts as an answer; default: urgency.abstain_threshold
-    of the checkpoint's training.json, and without one every answer counts."""
+    """With a highest urgency probability below this the artifact abstains; default: urgency.abstain_threshold of the
+    checkpoint's training.json, and without one it never does."""
     sign: str | None = None
     """PEM file with an Ed25519 private key: also write manifest.json.sig. The key's password, if it has one, is read
     from the environment variable TAILCAST_SIGNING_PASSWORD."""
@@ -98,13 +83,8 @@ class ExportConfig:
             value = getattr(self, name)
             if value is not None and not value.strip():
                 raise InputError(name, value, "a name that is not empty, or unset")
-        if not 0 < self.tolerance < 1:
-            raise InputError("tolerance", self.tolerance, "a number in (0, 1)")
-        if self.abstain_threshold is not None and not 0 <= self.abstain_threshold <= 1:
-            raise InputError("abstain_threshold", self.abstain_threshold, "a number in [0, 1], or unset")
-        for name, least in (("parity_tokens", 64), ("parity_shapes", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"an integer >= {least}")
+        check_ranges(self, tolerance=(1e-12, 0.999), abstain_threshold=(0.0, 1.0))
+        check_ranges(self, parity_tokens=(64, INTEGERS), parity_shapes=(0, INTEGERS), seed=(0, INTEGERS))
 
 
 def export_onnx(config: ExportConfig) -> Manifest:
@@ -118,14 +98,16 @@ def export_onnx(config: ExportConfig) -> Manifest:
         TailcastError: The model cannot be exported, or differs from torch by more than the tolerance.
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
-    from predictors.modules import load_checkpoint
+    from predictors.modules.checkpoint import load_checkpoint
 
     key = None if config.sign is None else signing_key(config.sign)
     checkpoint = load_checkpoint(config.checkpoint)
     with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
         manifest = _write(config, checkpoint, folder)
         if key is not None:
-            sign_artifact(folder, key)
+            from predictors.signing import sign_file
+
+            sign_file(folder / MANIFEST, key)
     logger.info("artifact %s version %s in %s", manifest.artifact_id, manifest.artifact_version, out)
     return manifest
 
@@ -137,129 +119,80 @@ def signing_key(path: str) -> Ed25519PrivateKey:
     return read_private_key(path, os.environ.get(PASSWORD))
 
 
-def sign_artifact(folder: Path, key: Ed25519PrivateKey) -> None:
-    """Writes the signature of an artifact's manifest, and so of all its files, after verifying them.
-
-    Raises:
-        InputError: The artifact is refused.
-    """
-    from predictors.signing import sign_file
-
-    open_artifact(folder)
-    sign_file(folder / MANIFEST, key)
-
-
 def _write(config: ExportConfig, checkpoint: Checkpoint, folder: Path) -> Manifest:
     import numpy as np
 
     from export.graph import export_graph
     from export.parity import check_tokenizer, measure_parity
     from predictors.runtime import open_runtime
-    from predictors.tokenizer import PromptTokenizer
 
     manifest = _manifest(config, checkpoint)
     export_graph(checkpoint.model, manifest, folder / MODEL, legacy_exporter=config.legacy_exporter)
-    for name in (TOKENIZER, NORMALIZATION):
-        shutil.copyfile(checkpoint.path / name, folder / name)
-    if (checkpoint.path / CONFORMAL).is_file():
-        shutil.copyfile(checkpoint.path / CONFORMAL, folder / CONFORMAL)
-    run = {
-        "command": "export-onnx",
-        "config": dataclasses.asdict(config),
-        "versions": dict(manifest.versions),
-    }
+    for name in (TOKENIZER, NORMALIZATION, CONFORMAL):
+        if name != CONFORMAL or (checkpoint.path / name).is_file():
+            shutil.copyfile(checkpoint.path / name, folder / name)
+    run = {"command": "export-onnx", "config": dataclasses.asdict(config), "versions": manifest.versions}
     write_json(folder / "run.json", run)
     write_manifest(folder, manifest)
     # From here on the artifact is read as any consumer reads it: what is checked is what is shipped.
     runtime = open_runtime(folder, provider="cpu")
-    assert isinstance(runtime.tokenizer, PromptTokenizer)
     check_tokenizer(checkpoint, runtime.tokenizer)
-    rng = np.random.default_rng(config.seed)
     parity = measure_parity(
         checkpoint.model,
         runtime,
         tolerance=config.tolerance,
-        rng=rng,
+        rng=np.random.default_rng(config.seed),
         max_tokens=config.parity_tokens,
         num_random=config.parity_shapes,
     )
-    manifest = manifest.model_copy(update={"parity": {"seed": config.seed} | dataclasses.asdict(parity)})
+    manifest = manifest.model_copy(update={"parity": {"seed": config.seed} | parity})
     return write_manifest(folder, manifest, version_prefix=config.artifact_version)
 
 
 def _manifest(config: ExportConfig, checkpoint: Checkpoint) -> Manifest:
     """All of it but what follows from the files."""
-    predictor, training = checkpoint.config, checkpoint.training_info
+    from predictors.modules.encoder import config_of, state_width
+
+    predictor, training, encoder = checkpoint.config, checkpoint.training_info, checkpoint.model.encoder
     heads, conditioning = predictor.heads, predictor.conditioning
     calibration = checkpoint.model.calibration
-    nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
-    return Manifest.draft(
+    architecture = config_of(encoder)
+    threshold = config.abstain_threshold
+    if threshold is None and heads.urgency is not None:
+        threshold = training.get("urgency", {}).get("abstain_threshold")
+    return Manifest.model_construct(
         artifact_id=config.artifact_id or checkpoint.path.resolve().name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        heads=cast(tuple[Head, ...], heads.names),
-        encoder=_encoder_card(checkpoint),
-        nu=nu,
+        heads=heads.names,
+        encoder=EncoderCard(
+            architecture=str(architecture["model_type"]),
+            source=predictor.encoder,
+            num_parameters=sum(weight.numel() for weight in encoder.parameters()),
+            num_layers=architecture.get("num_hidden_layers", architecture.get("n_layers")),
+            width=state_width(encoder),
+        ),
+        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
         within=heads.length is not None and heads.length.within,
         max_length=predictor.max_length,
-        truncation_side=cast(TruncationSide, predictor.truncation_side),
+        truncation_side=predictor.truncation_side,
+        pad_token_id=checkpoint.tokenizer.pad_token_id,
         conversations=predictor.conversations,
-        pad_token_id=int(cast(int, checkpoint.tokenizer.pad_token_id)),
         served_models=predictor.known_models,
         conditioning=None
         if conditioning is None
         else Conditions(unknown_models=conditioning.unknown, temperature=conditioning.temperature),
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
-        abstain_threshold=_abstain_threshold(config, checkpoint),
+        abstain_threshold=threshold,
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
         calibration={} if calibration.is_identity else calibration.to_json(),
-        training_data=_object(training, "data"),
-        metrics=_object(training, "metrics"),
+        training_data=training.get("data", {}),
+        metrics=training.get("metrics", {}),
         versions=toolchain_versions(),
         license=config.license,
     )
 
 
-def _encoder_card(checkpoint: Checkpoint) -> EncoderCard:
-    from predictors.modules.encoder import config_of, state_width
-
-    encoder = checkpoint.model.encoder
-    described = config_of(encoder)
-    layers = described.get("num_hidden_layers", described.get("n_layers"))
-    return EncoderCard(
-        architecture=str(described["model_type"]),
-        source=checkpoint.config.encoder,
-        num_parameters=sum(weight.numel() for weight in encoder.parameters()),
-        num_layers=layers,
-        width=state_width(encoder),
-    )
-
-
-def _abstain_threshold(config: ExportConfig, checkpoint: Checkpoint) -> float | None:
-    if checkpoint.config.heads.urgency is None:
-        if config.abstain_threshold is not None:
-            raise InputError(
-                "abstain_threshold", config.abstain_threshold, "unset: the checkpoint has no urgency head"
-            )
-        return None
-    if config.abstain_threshold is not None:
-        return config.abstain_threshold
-    threshold = _object(checkpoint.training_info, "urgency").get("abstain_threshold")
-    if threshold is not None and (
-        isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1
-    ):
-        raise InputError(
-            "checkpoint training.json, urgency.abstain_threshold", threshold, "a number in [0, 1]"
-        )
-    return None if threshold is None else float(threshold)
-
-
 def toolchain_versions() -> dict[str, str]:
     """Versions of what took part in the export."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in VERSIONS_OF}
-
-
-def _object(info: Mapping[str, Any], name: str) -> dict[str, Any]:
-    content = info.get(name, {})
-    if not isinstance(content, dict):
-        raise InputError(f"checkpoint training.json, {name}", content, "a JSON object")
-    return content
+    names = ("tailcast", "torch", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "numpy")
+    return {"python": platform.python_version()} | {name: metadata.version(name) for name in names}

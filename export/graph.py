@@ -6,25 +6,22 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from predictors.artifact import Manifest
-from scheduler_core.errors import MissingExtraError, TailcastError
+from predictors.manifest import Manifest
+from scheduler_core.errors import TailcastError
 
 if TYPE_CHECKING:
     import onnx
     from torch import Tensor, nn
 
-    from predictors.modules import PromptPredictor
-
-logger = logging.getLogger(__name__)
+    from predictors.modules.predictor import PromptPredictor
 
 MAX_BATCH = 4096
 # A protobuf file holds at most 2 GiB; larger weights go into model.onnx.data beside it.
 MAX_INLINE_BYTES = 1_900_000_000
-EXPORT_LOGGERS = ("torch.onnx", "torch.export", "torch._dynamo", "onnxscript", "onnx_ir")
 
 
 def export_graph(
@@ -42,71 +39,53 @@ def export_graph(
 
     Raises:
         TailcastError: torch cannot export this encoder.
-        MissingExtraError: onnx or onnxscript is not installed.
     """
+    import onnx
+    import onnxscript  # noqa: F401  (torch names it only in the middle of the export)
+
     try:
-        import onnx
-        import onnxscript
-    except ImportError as error:
-        raise MissingExtraError(error.name or "onnx", "export") from error
-    del onnx, onnxscript
-    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
-    is_large = num_bytes > MAX_INLINE_BYTES
-    try:
-        with quiet_export():
-            _torch_export(model, manifest, path, legacy_exporter=legacy_exporter, external_data=is_large)
+        with _quiet():
+            _torch_export(model, manifest, path, legacy_exporter=legacy_exporter)
     except OSError:
         raise
     except Exception as error:  # the exporters raise whatever the failing layer raises
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
-    save_clean(path)
-
-
-def save_clean(path: Path) -> None:
-    """Writes an ONNX file anew without traces of this machine, and checks it."""
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
-    _strip(model)
-    drop_unused_domains(model)
-    onnx.save(model, path)
+    graph = onnx.load(path, load_external_data=False)
+    _strip(graph)
+    drop_unused_domains(graph)
+    onnx.save(graph, path)
     onnx.checker.check_model(str(path))
 
 
 def drop_unused_domains(model: onnx.ModelProto) -> None:
     """Removes operator sets that no node uses, in place: exporters and optimizers list unused ones."""
-    used = {"ai.onnx"}
-
-    def visit(nodes: Iterable[onnx.NodeProto]) -> None:
-        for node in nodes:
-            used.add(node.domain or "ai.onnx")
-            for attribute in node.attribute:
-                visit(attribute.g.node)
-                for graph in attribute.graphs:
-                    visit(graph.node)
-
-    visit(model.graph.node)
-    for function in model.functions:
-        visit(function.node)
-    opsets = [entry for entry in model.opset_import if (entry.domain or "ai.onnx") in used]
+    parts = (model.graph, *model.functions)
+    used = {"", "ai.onnx"} | {node.domain for part in parts for node in _nodes(part)}
+    opsets = [entry for entry in model.opset_import if entry.domain in used]
     del model.opset_import[:]
     model.opset_import.extend(opsets)
 
 
-def _torch_export(
-    model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool, external_data: bool
-) -> None:
+def _nodes(part: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    """All nodes, those of graphs inside of nodes included."""
+    for node in part.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from _nodes(inner)
+
+
+def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool) -> None:
     import torch
 
-    names_in = [tensor.name for tensor in manifest.inputs]
-    graph = _in_order(model, names_in, [tensor.name for tensor in manifest.outputs])
-    example = _example(model, manifest)
     names: dict[str, Any] = {
-        "input_names": names_in,
+        "input_names": [tensor.name for tensor in manifest.inputs],
         "output_names": [tensor.name for tensor in manifest.outputs],
     }
+    graph = _in_order(model, *names.values())
+    example = _example(model, manifest)
     if legacy_exporter:
         axes: dict[str, Any] = {
             tensor.name: {axis: name for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
@@ -123,13 +102,14 @@ def _torch_export(
         {axis: sizes[name] for axis, name in enumerate(tensor.shape) if isinstance(name, str)}
         for tensor in manifest.inputs
     ]
+    num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     torch.onnx.export(
         graph,
         example,
         path,
         dynamo=True,
         dynamic_shapes=(tuple(shapes),),
-        external_data=external_data,
+        external_data=num_bytes > MAX_INLINE_BYTES,
         verbose=False,
         **names,
     )
@@ -186,33 +166,24 @@ def _expm1_known_to_the_legacy_exporter() -> Iterator[None]:
         onnx_exporter.unregister_custom_op_symbolic("aten::expm1", 9)
 
 
-def _strip(graph: onnx.ModelProto) -> None:
+def _strip(model: onnx.ModelProto) -> None:
     """Removes what the exporters write for debugging: source paths of this machine, stack traces."""
-    for part in (graph, graph.graph, *graph.graph.node, *graph.functions):
+    graph = model.graph
+    nodes = (*graph.node, *(node for function in model.functions for node in function.node))
+    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
+    for part in (model, graph, *model.functions, *nodes, *values):
         part.doc_string = ""
-        if hasattr(part, "metadata_props"):
-            del part.metadata_props[:]
-    for function in graph.functions:
-        for node in function.node:
-            node.doc_string = ""
-            del node.metadata_props[:]
-    for value in (*graph.graph.input, *graph.graph.output, *graph.graph.value_info, *graph.graph.initializer):
-        value.doc_string = ""
-        del value.metadata_props[:]
+        del part.metadata_props[:]
 
 
 @contextlib.contextmanager
-def quiet_export() -> Iterator[None]:
-    """Turns the exporters' warnings into debug records and drops what they print."""
-    levels = {name: logging.getLogger(name).level for name in EXPORT_LOGGERS}
-    for name in EXPORT_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+def _quiet() -> Iterator[None]:
+    """Drops the exporters' warnings and what they print."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(io.StringIO()):
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
             yield
-        for warning in caught:
-            logger.debug("exporter warned: %s", warning.message)
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from predictors.artifact import Artifact, open_artifact
+from predictors.manifest import MODEL, TOKENIZER, TensorSpec
+from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, folder_target, write_json
-
-if TYPE_CHECKING:
-    from predictors.artifact import Artifact, TensorSpec
+from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
 logger = logging.getLogger(__name__)
 
-Device = Literal["auto", "cpu", "gpu"]
-TARGETS = ("triton", "kserve")
-
-_TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"}
-_DATATYPES = {"float32": "FP32", "int64": "INT64", "string": "BYTES"}
-_KINDS = {"auto": "KIND_AUTO", "cpu": "KIND_CPU", "gpu": "KIND_GPU"}
-_NAME_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-.")
-_RESOURCE_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-")
+#: Of the manifest -> of Triton, of the Open Inference Protocol.
+_TYPES = {"float32": ("FP32", "FP32"), "int64": ("INT64", "INT64"), "string": ("STRING", "BYTES")}
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
 metadata:
@@ -77,7 +73,7 @@ class PackageConfig:
     """How long a request may wait for others to share a batch, microseconds."""
     instances: int = 1
     """Copies of the model that run at the same time."""
-    device: Device = "cpu"
+    device: Literal["auto", "cpu", "gpu"] = "cpu"
     """Where the graph runs; the tokenizer runs on the CPU."""
     threads: int = 1
     """Threads of one call of the graph on the CPU."""
@@ -85,28 +81,22 @@ class PackageConfig:
     """Of kserve: where the folder models will be, as in pvc://claim/models."""
 
     def __post_init__(self) -> None:
-        if self.target not in TARGETS:
-            raise InputError("TARGET", self.target, ", ".join(TARGETS))
+        check_choice("TARGET", self.target, ("triton", "kserve"))
         for field in ("artifact", "out"):
             if not getattr(self, field):
                 raise InputError(field, getattr(self, field), "a path")
         if bool(self.storage_uri) != (self.target == "kserve"):
             raise InputError("storage_uri", self.storage_uri, "set for kserve, and for nothing else")
-        if not self.name or set(self.name) - _NAME_CHARACTERS:
-            raise InputError("name", self.name, "letters, digits, dots, - and _")
-        name = self.name
-        if self.target == "kserve" and (
-            len(name) > 63 or set(name) - _RESOURCE_CHARACTERS or name != name.strip("-")
-        ):
-            allowed = (
-                "lower-case letters, digits and -, beginning and ending with a letter or digit, at most 63"
-            )
-            raise InputError("name", name, allowed)
-        for field in ("max_batch_size", "instances", "threads"):
-            if getattr(self, field) < 1:
-                raise InputError(field, getattr(self, field), "an integer >= 1")
-        if self.max_queue_delay_us < 0:
-            raise InputError("max_queue_delay_us", self.max_queue_delay_us, "an integer >= 0")
+        pattern, allowed = "[A-Za-z0-9_.-]+", "letters, digits, dots, - and _"
+        if self.target == "kserve":
+            pattern = "[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+            allowed = "lower-case letters, digits and - (not at the ends), at most 63 characters"
+        if not re.fullmatch(pattern, self.name):
+            raise InputError("name", self.name, allowed)
+        positive, queue = (1, INTEGERS), (0, INTEGERS)
+        check_ranges(
+            self, max_batch_size=positive, instances=positive, threads=positive, max_queue_delay_us=queue
+        )
 
 
 def package(config: PackageConfig) -> None:
@@ -115,77 +105,57 @@ def package(config: PackageConfig) -> None:
     Raises:
         InputError: The artifact is refused, or the folder may not be written.
     """
-    from predictors.artifact import open_artifact
-
     out = folder_target(config.out, config.target, overwrite=config.overwrite)
     artifact = open_artifact(config.artifact, public_key=config.public_key)
     with atomic_directory(out, config.target, overwrite=config.overwrite) as folder:
-        if config.target == "triton":
-            write_repository(artifact, config, folder)
-        else:
-            _write_kserve(artifact, config, folder)
+        _write_repository(artifact, config, folder if config.target == "triton" else folder / "models")
+        if config.target == "kserve":
+            text = {
+                "artifact_id": artifact.manifest.artifact_id,
+                "artifact_version": artifact.manifest.artifact_version,
+                "storage_uri": config.storage_uri,
+            }
+            # JSON strings are YAML strings.
+            values = {name: json.dumps(value) for name, value in text.items()}
+            resource = _RESOURCE.format(name=config.name, **values)
+            (folder / "inference-service.yaml").write_text(resource, encoding="utf-8")
+            (folder / "metadata").mkdir()
+            write_json(folder / "metadata" / f"{config.name}.json", metadata(artifact, config.name))
     logger.info("%s of artifact %s in %s", config.target, artifact.manifest.artifact_id, out)
 
 
-def write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -> None:
-    """Writes the model repository into an empty folder."""
-    from predictors.artifact import MODEL, TOKENIZER
-
+def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -> None:
     version = folder / config.name / "1"
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(_model_config(artifact, config), encoding="utf-8")
     for name in artifact.manifest.files:
         if name.startswith(MODEL):
             shutil.copyfile(artifact.path / name, version / name)
-    shutil.copyfile(artifact.tokenizer_path, version / TOKENIZER)
+    shutil.copyfile(artifact.path / TOKENIZER, version / TOKENIZER)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
 
 
 def metadata(artifact: Artifact, name: str) -> dict[str, object]:
     """The model's tensors as the Open Inference Protocol's `GET v2/models/NAME` describes them."""
-    inputs, outputs = _tensors(artifact)
-    return {
-        "name": name,
-        **{
-            kind: [
-                {"name": tensor.name, "datatype": _DATATYPES[tensor.dtype], "shape": [-1, *_dims(tensor)]}
-                for tensor in tensors
-            ]
-            for kind, tensors in (("inputs", inputs), ("outputs", outputs))
-        },
-    }
-
-
-def _write_kserve(artifact: Artifact, config: PackageConfig, folder: Path) -> None:
-    (folder / "models").mkdir()
-    write_repository(artifact, config, folder / "models")
-    manifest = artifact.manifest
-    # JSON strings are YAML strings.
-    values = {
-        "name": config.name,
-        "artifact_id": json.dumps(manifest.artifact_id),
-        "artifact_version": json.dumps(manifest.artifact_version),
-        "storage_uri": json.dumps(config.storage_uri),
-    }
-    (folder / "inference-service.yaml").write_text(_RESOURCE.format(**values), encoding="utf-8")
-    (folder / "metadata").mkdir()
-    write_json(folder / "metadata" / f"{config.name}.json", metadata(artifact, config.name))
+    inputs, outputs = (
+        [
+            {"name": tensor.name, "datatype": _TYPES[tensor.dtype][1], "shape": [-1, *_dims(tensor)]}
+            for tensor in tensors
+        ]
+        for tensors in _tensors(artifact)
+    )
+    return {"name": name, "inputs": inputs, "outputs": outputs}
 
 
 def _tensors(artifact: Artifact) -> tuple[list[TensorSpec], Sequence[TensorSpec]]:
     """Inputs and outputs of the packaged model: text in place of the graph's two tensors of token ids."""
-    from predictors.artifact import TensorSpec
-
     text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
     return [text, *artifact.manifest.inputs[2:]], artifact.manifest.outputs
 
 
 def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     """`config.pbtxt`, in protobuf's text format."""
-    from predictors.tokenizer import MAX_CHARS_PER_TOKEN
-
     manifest = artifact.manifest
-    assert manifest.max_length is not None
     parameters = {
         "threads": config.threads,
         "max_length": manifest.max_length,
@@ -198,10 +168,10 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
         for tensor in tensors:
             dims = ", ".join(str(size) for size in _dims(tensor))
             lines.append(
-                f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ] }}'
+                f'{kind} {{ name: "{tensor.name}" data_type: TYPE_{_TYPES[tensor.dtype][0]} dims: [ {dims} ] }}'
             )
     lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {config.max_queue_delay_us} }}")
-    lines.append(f"instance_group {{ count: {config.instances} kind: {_KINDS[config.device]} }}")
+    lines.append(f"instance_group {{ count: {config.instances} kind: KIND_{config.device.upper()} }}")
     lines += [
         f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}'
         for name, value in parameters.items()

@@ -12,50 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from predictors.manifest import (
-    CONFORMAL,
-    FORMAT_VERSION,
     MANIFEST,
     MODEL,
-    NORMALIZATION,
     SIGNATURE,
-    TOKENIZER,
-    Conditions,
-    EncoderCard,
-    Head,
     Manifest,
-    Precision,
-    TensorSpec,
-    TruncationSide,
     content_version,
     parse_manifest,
 )
-from predictors.onnx_header import check_opset, read_header
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
 from scheduler_core.json_text import read_json_object
-
-__all__ = [
-    "CONFORMAL",
-    "FORMAT_VERSION",
-    "KIND",
-    "MANIFEST",
-    "MODEL",
-    "NORMALIZATION",
-    "SIGNATURE",
-    "TOKENIZER",
-    "Artifact",
-    "Conditions",
-    "EncoderCard",
-    "Head",
-    "Manifest",
-    "Precision",
-    "TensorSpec",
-    "TruncationSide",
-    "content_version",
-    "hash_files",
-    "open_artifact",
-    "write_manifest",
-]
 
 # Not listed in the manifest: itself, its signature, and the record of the command that wrote the folder.
 _UNLISTED = frozenset({MANIFEST, SIGNATURE, RECORD})
@@ -70,16 +36,6 @@ class Artifact:
     path: Path
     manifest: Manifest
 
-    @property
-    def model_path(self) -> Path:
-        """The ONNX graph."""
-        return self.path / MODEL
-
-    @property
-    def tokenizer_path(self) -> Path:
-        """The tokenizer in the format of the `tokenizers` package."""
-        return self.path / TOKENIZER
-
 
 def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> Artifact:
     """Reads and verifies an artifact folder.
@@ -91,7 +47,7 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
     Raises:
         InputError: The folder, its manifest or a file is missing, the format is of another version, a manifest field or
             the artifact version is wrong, a file is not listed, lies elsewhere, or differs from the manifest in its
-            SHA-256, opset or external data, or the signature is missing or wrong.
+            SHA-256, or the signature is missing or wrong.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -102,14 +58,22 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
         verify_file(manifest_path, read_public_key(public_key))
     manifest = parse_manifest(read_json_object(manifest_path, "artifact manifest"))
-    _check_entries(folder, manifest)
+    for name in (MANIFEST, *manifest.files):
+        file = folder / name
+        if not file.is_file():
+            allowed = "a file that the manifest lists and that exists"
+            raise InputError(f"artifact file {name}", str(file), allowed)
+        if file.resolve().parent != folder.resolve():
+            allowed = "a file inside the artifact folder"
+            raise InputError(f"artifact file {name}", str(file.resolve()), allowed)
+    unlisted = sorted(set(os.listdir(folder)) - manifest.files.keys() - _UNLISTED)
+    if unlisted:
+        raise InputError("artifact", unlisted, f"a folder with the files that {MANIFEST} lists, and no other")
     for name, expected in manifest.files.items():
         actual = sha256_file(folder / name)
         if actual != expected:
             raise InputError(f"artifact file {name}", f"SHA-256 {actual}", f"{expected}, as in {MANIFEST}")
-        if name.endswith(".onnx"):
-            _check_graph(folder / name, manifest)
-        elif name.endswith(".json") and name not in manifest.tokenizer_files:
+        if name.endswith(".json") and name not in manifest.tokenizer_files:
             read_json_object(folder / name, f"artifact file {name}")
     return Artifact(folder, manifest)
 
@@ -126,14 +90,16 @@ def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: st
         What was written.
 
     Raises:
-        InputError: A field is wrong or contradicts another one, so that it would not be read back, or the graph is of
-            an opset that is not accepted.
+        InputError: A field is wrong or contradicts another one, so that it would not be read back.
     """
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtraError("onnx", "export") from error
     folder = Path(folder)
-    complete = manifest.model_copy(
-        update={"files": hash_files(folder), "opset": read_header(folder / MODEL).opset}
-    )
-    content = complete.to_json()
+    graph = onnx.load(folder / MODEL, load_external_data=False)
+    opset = {entry.domain or "ai.onnx": entry.version for entry in graph.opset_import}
+    content = manifest.model_copy(update={"files": hash_files(folder), "opset": opset}).to_json()
     version = content_version(content)
     content["artifact_version"] = version if version_prefix is None else f"{version_prefix}+{version}"
     written = parse_manifest(content)
@@ -148,38 +114,3 @@ def hash_files(folder: str | Path) -> dict[str, str]:
         for file in sorted(Path(folder).iterdir())
         if file.is_file() and file.name not in _UNLISTED
     }
-
-
-def _check_entries(folder: Path, manifest: Manifest) -> None:
-    """The folder holds what the manifest lists and nothing else, and all of it lies there itself."""
-    entries = set(os.listdir(folder))
-    for name in (MANIFEST, *manifest.files):
-        file = folder / name
-        if not file.is_file():
-            raise InputError(
-                f"artifact file {name}", str(file), "a file that the manifest lists and that exists"
-            )
-        if file.resolve().parent != folder.resolve():
-            raise InputError(
-                f"artifact file {name}", str(file.resolve()), "a file inside the artifact folder"
-            )
-    extra = entries - manifest.files.keys() - _UNLISTED
-    if extra:
-        raise InputError(
-            "artifact", sorted(extra), f"a folder with the files that {MANIFEST} lists, and no other"
-        )
-
-
-def _check_graph(path: Path, manifest: Manifest) -> None:
-    header = read_header(path)
-    if path.name != MODEL:
-        check_opset(header.opset, f"artifact file {path.name}")
-    elif header.opset != manifest.opset:
-        raise InputError(
-            f"artifact file {MODEL}, opset", header.opset, f"{dict(manifest.opset)}, as in {MANIFEST}"
-        )
-    unlisted = sorted(header.external_files - manifest.files.keys())
-    if unlisted:
-        raise InputError(
-            f"artifact file {path.name}, external data", unlisted, f"files that {MANIFEST} lists"
-        )

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 import tempfile
@@ -17,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from predictors.edge import run, set_up_logs
+from predictors.edge import PortFile, on_signals, run, set_up_logs
 from scheduler_core.command import run_command
-from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, remove_output, writable_target
+from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
 
 if TYPE_CHECKING:
@@ -110,26 +109,36 @@ class ServeConfig:
     """Seconds after that for the requests in flight; with workers > 1 a worker that still runs 2.5 s later is killed."""
 
     def __post_init__(self) -> None:
-        if not self.artifact:
-            raise InputError("artifact", self.artifact, "the path of an artifact folder")
-        for name in ("port", "http_port"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value <= 65535:
-                raise InputError(name, value, "0 to 65535; 0 takes a free port")
-        if not 1 <= self.max_message_mib <= 1024:
-            raise InputError("max_message_mib", self.max_message_mib, "1 to 1024")
+        for name in ("artifact", "host"):
+            if not getattr(self, name):
+                raise InputError(name, "", "a text that is not empty")
+        day_s = (0.0, 86_400.0)
+        check_ranges(
+            self,
+            port=(0, 65535),
+            http_port=(0, 65535),
+            max_message_mib=(1, 1024),
+            max_prompt_chars=(1, INTEGERS),
+            max_streams=(1, INTEGERS),
+            cache_entries=(0, INTEGERS),
+            workers=(1, 256),
+            reload_poll_s=day_s,
+            drain_delay_s=day_s,
+            drain_timeout_s=day_s,
+        )
         check_threads("num_workers", self.num_workers)
         check_threads("threads_per_worker", self.threads_per_worker)
-        if not 1 <= self.workers <= 256:
-            raise InputError("workers", self.workers, "1 to 256")
         if self.workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
             raise InputError("workers", self.workers, "1: this system cannot share a port")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InputError("tls_cert, tls_key", self.tls_cert or self.tls_key, "both or none of them")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InputError("tls_client_ca", self.tls_client_ca, "a file beside tls_cert and tls_key")
-        if not 0 <= self.reload_poll_s <= 86_400:
-            raise InputError("reload_poll_s", self.reload_poll_s, "0 to 86400 seconds")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Largest gRPC message or HTTP body."""
+        return self.max_message_mib * 2**20
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -141,8 +150,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 def serve(config: ServeConfig) -> int:
     """Loads the artifacts and serves them until SIGTERM or SIGINT; requests in flight are answered first."""
-    port_file = _PortFile(config.port_file)
-    _check_packages()
+    port_file = PortFile(config.port_file)
     set_up_logs(config.log_format)
     if config.workers > 1:
         return asyncio.run(_supervise(config, port_file))
@@ -174,30 +182,6 @@ def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
     return 0
 
 
-class _PortFile:
-    """The file for the port of a ready service, or none.
-
-    The file of a killed service is removed at once: a program that waits for it must not take it for this one's.
-    """
-
-    def __init__(self, path: str | None) -> None:
-        self._path = None if path is None else writable_target(path, "port_file")
-        if self._path is not None and self._path.is_dir():
-            raise InputError("port_file", path, "a file path, but a folder stands there")
-        self.remove()
-
-    def write(self, port: int) -> None:
-        """Writes the port, atomically."""
-        if self._path is not None:
-            with atomic_file(self._path) as temporary:
-                temporary.write_text(f"{port}\n", encoding="ascii")
-
-    def remove(self) -> None:
-        """Removes the file if it is there."""
-        if self._path is not None:
-            remove_output(self._path)
-
-
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
@@ -210,49 +194,25 @@ def build_server(
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores
-    from predictors.service.security import BearerTokens, TlsFiles
-    from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.server import PredictionServer
     from predictors.service.tracing import Tracing, set_up_exporting
 
-    tls = None
-    if config.tls_cert is not None and config.tls_key is not None:
-        authority = None if config.tls_client_ca is None else Path(config.tls_client_ca)
-        tls = TlsFiles(
-            certificate=Path(config.tls_cert), key=Path(config.tls_key), client_authority=authority
-        )
-    settings = ServerSettings(
-        host=config.host,
-        port=config.port,
-        http_port=config.http_port,
-        reuse_port=worker is not None,
-        max_message_bytes=config.max_message_mib * 2**20,
-        max_prompt_chars=config.max_prompt_chars,
-        max_streams=config.max_streams,
-        cache_entries=config.cache_entries,
-        drain_delay_s=config.drain_delay_s,
-        drain_timeout_s=config.drain_timeout_s,
-        tls=tls,
-        tokens=None if config.token_file is None else BearerTokens.of_file(config.token_file),
-    )
-    sources, runtimes = open_sources(
-        [config.artifact, *config.more_artifacts],
-        provider=config.provider,
-        threads_per_run=config.threads_per_worker,
-        public_key=config.public_key,
-    )
+    sources, runtimes = open_sources(config)
     provider = runtimes[0].provider
     batching = batching_settings(config, provider)
+    cores: list[int] = []
     if provider == CPU and config.threads_per_worker == 1:
         cores = worker_cores(batching.num_workers, worker or 0, config.workers)
-        settings = dataclasses.replace(settings, worker_cores=tuple(cores))
     if config.traces:
         set_up_exporting()
     server = PredictionServer(
         runtimes,
         batching,
-        settings,
+        config,
         reopen=lambda name: sources[name].open(),
         tracing=Tracing() if config.traces else None,
+        shares_ports=worker is not None,
+        worker_cores=cores,
     )
     return server, sources
 
@@ -263,22 +223,12 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
     from predictors.service.batcher import BatchingSettings
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = (
-        BatchingSettings.cpu(max(1, num_cores // config.workers))
-        if provider == CPU
-        else BatchingSettings.gpu()
+    on_cpu = BatchingSettings.cpu(max(1, num_cores // config.workers))
+    defaults = dataclasses.asdict(on_cpu if provider == CPU else BatchingSettings.gpu())
+    options = {name: getattr(config, name, None) for name in defaults}
+    return BatchingSettings(
+        **{name: defaults[name] if value is None else value for name, value in options.items()}
     )
-    names = (
-        "max_batch",
-        "max_wait_s",
-        "max_padding",
-        "max_padded_tokens",
-        "order",
-        "max_queue",
-        "num_workers",
-    )
-    overrides = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    return dataclasses.replace(defaults, **overrides)
 
 
 async def _serve(
@@ -298,14 +248,14 @@ async def _serve(
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    _on_signals(stop.set, reload)
+    on_signals(stop.set, reload)
     if until_eof:
         asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stop.set)
     try:
         port = await server.start()
         on_ready(port)
         http = "" if server.http_port is None else f", http on {config.host}:{server.http_port}"
-        logger.info("ready on %s:%d%s with %s", config.host, port, http, server.pipeline.settings)
+        logger.info("ready on %s:%d%s with %s", config.host, port, http, server.batching)
         if config.reload_poll_s:
             tasks.add(asyncio.create_task(_watch(server, sources, config.reload_poll_s)))
         await stop.wait()
@@ -328,13 +278,13 @@ async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], e
             await server.reload()
 
 
-async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
+async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
     from predictors.service.metrics import WorkerMetricFiles
     from predictors.service.server import STREAM_GRACE_S
-    from predictors.service.workers import Supervisor, reserved_port, worker_command
+    from predictors.service.workers import Supervisor, reserved_port
 
     with ExitStack() as stack:
-        port = reserved_port(stack, config.host, config.port)
+        port = reserved_port(stack, config.host, config.port, "port")
         http_port = config.http_port
         metric_files: WorkerMetricFiles | None = None
         if http_port is not None:
@@ -343,7 +293,7 @@ async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
             metric_files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
-            worker_command(json.dumps(dataclasses.asdict(shared))),
+            [sys.executable, "-m", "predictors.service.workers", json.dumps(dataclasses.asdict(shared))],
             config.workers,
             stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
             environment={} if metric_files is None else metric_files.environment,
@@ -359,34 +309,11 @@ async def _supervise(config: ServeConfig, port_file: _PortFile) -> int:
             http = "" if http_port is None else f", http on {config.host}:{http_port}"
             logger.info("ready on %s:%d%s with %d workers", config.host, port, http, config.workers)
 
-        _on_signals(stop, supervisor.reload)
+        on_signals(stop, supervisor.reload)
         try:
             return await supervisor.run(on_ready)
         finally:
             port_file.remove()
-
-
-def _check_packages() -> None:
-    try:
-        import grpc_health
-        import grpc_reflection
-        import onnxruntime
-
-        del grpc_health, grpc_reflection, onnxruntime
-        from google.rpc import status_pb2
-
-        del status_pb2
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "grpcio", "serve") from error
-
-
-def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    for name, action in (("SIGTERM", stop), ("SIGINT", stop), ("SIGHUP", reload)):
-        try:
-            loop.add_signal_handler(getattr(signal, name), action)
-        except (AttributeError, NotImplementedError):  # Windows: Ctrl-C ends asyncio.run by itself
-            return
 
 
 if __name__ == "__main__":

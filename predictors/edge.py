@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from scheduler_core.errors import TailcastError
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import atomic_file, remove_output, writable_target
 
 R = TypeVar("R")
 
@@ -28,6 +30,41 @@ def run(main: Coroutine[Any, Any, R]) -> R:
         return asyncio.run(main)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
+
+
+def on_signals(stop: Callable[[], object], reload: Callable[[], object] | None = None) -> None:
+    """Calls `stop` at SIGTERM and SIGINT, `reload` at SIGHUP, in the running event loop."""
+    actions = {"SIGTERM": stop, "SIGINT": stop} | ({} if reload is None else {"SIGHUP": reload})
+    for name, action in actions.items():
+        try:
+            asyncio.get_running_loop().add_signal_handler(getattr(signal, name), action)
+        except (AttributeError, NotImplementedError):  # Windows: Ctrl-C ends asyncio.run by itself
+            return
+
+
+class PortFile:
+    """The file for the ports of a ready service, or none.
+
+    The file of a killed service is removed at once: a program that waits for it must not take it for this one's.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else writable_target(path, "port_file")
+        if self._path is not None and self._path.is_dir():
+            raise InputError("port_file", path, "a file path, but a folder stands there")
+        self.remove()
+
+    def write(self, *ports: int | None) -> None:
+        """Writes the ports that are set, each on a line, atomically."""
+        if self._path is not None:
+            lines = [f"{port}\n" for port in ports if port is not None]
+            with atomic_file(self._path) as temporary:
+                temporary.write_text("".join(lines), encoding="ascii")
+
+    def remove(self) -> None:
+        """Removes the file if it is there."""
+        if self._path is not None:
+            remove_output(self._path)
 
 
 class RequestDataFilter(logging.Filter):

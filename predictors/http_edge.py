@@ -46,6 +46,21 @@ class HttpRunner(web.AppRunner):
         )
         self._request_timeout_s = request_timeout_s
 
+    async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
+        """Binds a port and answers; returns its number.
+
+        Raises:
+            InputError: The port of the option `field` cannot be bound.
+        """
+        await self.setup()
+        try:
+            await web.TCPSite(self, host, port, **options).start()
+        except OSError as error:
+            await self.cleanup()
+            allowed = f"an address that can be bound ({error.strerror})"
+            raise InputError(field, f"{host}:{port}", allowed) from error
+        return int(self.addresses[0][1])
+
     async def _make_server(self) -> web.Server:
         server = await super()._make_server()
 
@@ -55,13 +70,10 @@ class HttpRunner(web.AppRunner):
                 raise web.HTTPExpectationFailed(text="Expect can only be 100-continue\n")
             return await server.request_handler(request)
 
-        return _Server(
-            handle,
-            self._request_timeout_s,
-            request_factory=server.request_factory,
-            handler_cancellation=server.handler_cancellation,
-            **server._kwargs,
-        )
+        options = {"request_factory": server.request_factory, **server._kwargs}
+        result = _Server(handle, handler_cancellation=server.handler_cancellation, **options)
+        result.request_timeout_s = self._request_timeout_s
+        return result
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
@@ -111,23 +123,19 @@ async def _decompressed(body: bytes, max_bytes: int) -> bytes:
 
 
 class _Server(web.Server):
-    def __init__(self, handler: Any, request_timeout_s: float, **options: Any) -> None:
-        super().__init__(handler, **options)
-        self._request_timeout_s = request_timeout_s
+    request_timeout_s: float
 
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, self._request_timeout_s, loop=self._loop, **self._kwargs)
+        connection = _Connection(self, loop=self._loop, **self._kwargs)
+        connection.request_timeout_s = self.request_timeout_s
+        return connection
 
 
 class _Connection(web.RequestHandler):
     """aiohttp has no public place for a time limit of heads and for the page of a malformed request."""
 
-    __slots__ = ("_head_timer", "_request_timeout_s")
-
-    def __init__(self, manager: web.Server, request_timeout_s: float, **options: Any) -> None:
-        super().__init__(manager, **options)
-        self._request_timeout_s = request_timeout_s
-        self._head_timer: asyncio.TimerHandle | None = None
+    request_timeout_s = REQUEST_TIMEOUT_S
+    _head_timer: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         num_heads = self._request_count
@@ -136,7 +144,7 @@ class _Connection(web.RequestHandler):
             self._stop_timer()
         elif self._waiter is not None and self._head_timer is None:
             # No request is under way, so this is half a head.
-            self._head_timer = self._loop.call_later(self._request_timeout_s, self.force_close)
+            self._head_timer = self._loop.call_later(self.request_timeout_s, self.force_close)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._stop_timer()

@@ -11,13 +11,11 @@ import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
-from predictors.onnx_header import check_opset
 from scheduler_core.errors import InputError
 
 FORMAT_VERSION: Literal[6] = 6
@@ -79,11 +77,10 @@ _STRICT = ConfigDict(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class TensorSpec(BaseModel):
     """One input or output of the graph; a dimension is a size or the name of a free axis."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    model_config = _STRICT
 
     name: str
     dtype: str
@@ -94,8 +91,7 @@ class TensorSpec:
 TensorSpecs = Annotated[tuple[TensorSpec, ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncoderCard:
+class EncoderCard(BaseModel):
     """The encoder of an artifact.
 
     Attributes:
@@ -106,7 +102,7 @@ class EncoderCard:
         width: Width of its hidden states.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    model_config = _STRICT
 
     architecture: Name
     source: Name
@@ -115,8 +111,7 @@ class EncoderCard:
     width: Annotated[int, Field(ge=1, le=10**6)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conditions:
+class Conditions(BaseModel):
     """Inputs of the graph beside the prompt.
 
     The input served_model is 1 + the model's position in the manifest's served_models, and 0 for any other model.
@@ -126,7 +121,7 @@ class Conditions:
         temperature: There is an input temperature; NaN = unknown.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+    model_config = _STRICT
 
     unknown_models: bool
     temperature: bool
@@ -178,7 +173,7 @@ class Manifest(BaseModel):
     pad_token_id: Annotated[int, Field(ge=0, lt=2**31)]
     artifact_version: Name = ""
     files: Mapping[FileName, Sha256] = Field(default_factory=dict)
-    opset: Mapping[str, int] = Field(default_factory=dict)
+    opset: Annotated[Mapping[str, Count], Field(min_length=1)] = Field(default_factory=dict)
     precision: Precision = "fp32"
     variant: Mapping[str, Any] = Field(default_factory=dict)
     nu: Annotated[float, Field(ge=0.1, le=1e9)] | None = None
@@ -195,11 +190,6 @@ class Manifest(BaseModel):
     parity: Mapping[str, Any] = Field(default_factory=dict)
     versions: Mapping[str, str] = Field(default_factory=dict)
     license: Name | None = None
-
-    @classmethod
-    def draft(cls, **fields: Any) -> Manifest:
-        """A manifest under construction, not checked: `write_manifest` does that."""
-        return cls.model_construct(**fields)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -225,23 +215,23 @@ class Manifest(BaseModel):
         length = [("mu", "log tokens"), ("sigma", "log tokens")]
         length += [("nu", "degrees of freedom")] if self.nu is None else []
         length += [("sigma_within", "log tokens")] if self.within else []
-        scalars = {
-            "length": length,
-            "regression": [("regression_tokens", "tokens")],
-            "rank": [("rank", "none; larger = longer")],
+        levels, buckets = len(self.urgency_levels), len(self.bucket_edges) + 1
+        #: Of each head: name, unit, width (None: a scalar of each row).
+        tensors: dict[str, list[tuple[str, str, int | None]]] = {
+            "length": [(name, unit, None) for name, unit in length],
+            "urgency": [("urgency", "probability", levels)],
+            "bucket": [("bucket", "probability", buckets)],
+            "regression": [("regression_tokens", "tokens", None)],
+            "rank": [("rank", "none; larger = longer", None)],
         }
-        widths = {"urgency": len(self.urgency_levels), "bucket": len(self.bucket_edges) + 1}
-        specs = []
-        for head in ("length", "urgency", "bucket", "regression", "rank"):
-            if head in self.heads and head in widths:
-                shape = ("batch", widths[head])
-                specs.append(TensorSpec(name=head, dtype="float32", shape=shape, unit="probability"))
-            elif head in self.heads:
-                specs += [
-                    TensorSpec(name=name, dtype="float32", shape=("batch",), unit=unit)
-                    for name, unit in scalars[head]
-                ]
-        return tuple(specs)
+        return tuple(
+            TensorSpec(
+                name=name, dtype="float32", shape=("batch",) if width is None else ("batch", width), unit=unit
+            )
+            for head in get_args(Head)
+            if head in self.heads
+            for name, unit, width in tensors[head]
+        )
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -266,18 +256,14 @@ class Manifest(BaseModel):
         Raises:
             InputError: The artifact was not trained on such a model.
         """
-        named = ", ".join(self.served_models)
         if name and name in self.served_models:
             return 0 if self.conditioning is None else self.served_models.index(name) + 1
-        if self.accepts_unknown_models:
+        if self.accepts_unknown_models or (self.conditioning is None and not name):
             return 0
-        if self.conditioning is None:
-            if name:
-                raise InputError("served_model", name, f"empty or one of {named}")
-            return 0
-        if not name and len(self.served_models) == 1:
+        if self.conditioning is not None and not name and len(self.served_models) == 1:
             return 1
-        raise InputError("served_model", name or "", f"one of {named}")
+        empty = "empty or " if self.conditioning is None else ""
+        raise InputError("served_model", name or "", f"{empty}one of {', '.join(self.served_models)}")
 
     def to_json(self) -> dict[str, Any]:
         """Content of the file."""
@@ -312,7 +298,8 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
         InputError: The format is of another version, a field is missing, unknown, wrong or contradicts another one, or
             the artifact version is not that of the content.
     """
-    _check_format(content.get("format_version"))
+    version = content.get("format_version")
+    check_format("artifact manifest, format_version", version, FORMAT_VERSION, "export it again")
     fields = {name: value for name, value in content.items() if name not in _DERIVED}
     try:
         # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
@@ -321,7 +308,6 @@ def parse_manifest(content: Mapping[str, Any]) -> Manifest:
         raise _input_error(error) from error
     for name, allowed in _contradictions(manifest):
         raise _wrong(name, fields.get(name), allowed)
-    check_opset(manifest.opset, "artifact manifest")
     _check_derived(content, manifest)
     version = content_version(content)
     if manifest.artifact_version.rpartition("+")[2] != version:
@@ -342,13 +328,16 @@ def manifest_schema() -> dict[str, Any]:
     }
 
 
-def _check_format(version: object) -> None:
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise _wrong("format_version", version, str(FORMAT_VERSION))
-    if version < FORMAT_VERSION:
-        raise _wrong("format_version", version, f"{FORMAT_VERSION}; the artifact is older: export it again")
-    if version > FORMAT_VERSION:
-        raise _wrong("format_version", version, f"{FORMAT_VERSION}; the artifact is newer: upgrade tailcast")
+def check_format(field: str, version: object, expected: int, advice: str) -> None:
+    """Raises InputError, naming `field`, for another format version; `advice` is what to do about an older one."""
+    if version == expected and type(version) is int:
+        return
+    if type(version) is int and version > 0:
+        reason = (
+            f"an older tailcast wrote it: {advice}" if version < expected else "it is newer: upgrade tailcast"
+        )
+        raise InputError(field, version, f"{expected}; {reason}")
+    raise InputError(field, version, str(expected))
 
 
 def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -377,13 +366,10 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
             yield "files", f"an object with {name}"
     if {MANIFEST, SIGNATURE} & manifest.files.keys():
         yield "files", "neither the manifest nor its signature"
-    if not manifest.opset:
-        yield "opset", "an object of operator set: version"
 
 
 def _check_derived(content: Mapping[str, Any], manifest: Manifest) -> None:
-    expected = manifest.to_json()
-    for name, value in expected.items():
+    for name, value in manifest.to_json().items():
         if name not in content:
             raise _wrong(name, "no such field", "a value: the field is required")
         if name in _DERIVED and _canonical(content[name]) != _canonical(value):
@@ -399,9 +385,9 @@ def _input_error(invalid: ValidationError) -> InputError:
     error = invalid.errors(include_url=False)[0]
     path = [str(step) for step in error["loc"] if step != "[key]"]
     name, kind = ", ".join(path), error["type"]
-    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+    if kind == "extra_forbidden":
         return _wrong(name, error["input"], f"no field of this name in format {FORMAT_VERSION}")
-    if kind in ("missing", "missing_argument", "missing_keyword_only_argument"):
+    if kind == "missing":
         return _wrong(name, "no such field", "a value: the field is required")
     if kind == "value_error":
         return _wrong(name, error["input"], str(error["ctx"]["error"]))

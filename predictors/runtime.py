@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.artifact import MANIFEST, MODEL, TOKENIZER, Artifact, open_artifact
-from predictors.manifest import Manifest, TensorSpec, checked_temperature
+from predictors.artifact import Artifact, open_artifact
+from predictors.manifest import MANIFEST, MODEL, TOKENIZER, TensorSpec, checked_temperature
 from predictors.tokenizer import PromptTokenizer
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
 
 if TYPE_CHECKING:
     import onnxruntime as ort
-
-logger = logging.getLogger(__name__)
 
 Array = NDArray[np.float64]
 
@@ -80,13 +76,6 @@ class Predicted:
             return cls(**arrays, nu=np.full(len(arrays["mu"]), nu))
         return cls(**arrays)
 
-    @classmethod
-    def gathered(cls, parts: Sequence[Predicted], rows: Sequence[Sequence[int]]) -> Predicted:
-        """Joins one or more predictions of the same artifact; `rows` are the row numbers of each part."""
-        order = np.argsort(np.concatenate([np.asarray(numbers, dtype=np.int64) for numbers in rows]))
-        columns = [part.arrays() for part in parts]
-        return cls(**{name: np.concatenate([part[name] for part in columns])[order] for name in columns[0]})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedRow:
@@ -102,23 +91,23 @@ class PredictedRow:
     rank: float | None = None
 
 
-def check_range(row: PredictedRow) -> None:
+def check_range(rows: Iterable[PredictedRow]) -> None:
     """Raises TailcastError for numbers of a model that no scheduler can use."""
-    if row.mu is not None and row.sigma is not None and row.nu is not None:
-        try:
-            LengthPrediction(row.mu, row.sigma, row.nu)
-        except InputError as error:
-            raise TailcastError(
-                f"the model gave mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}: {error}"
-            ) from error
-    for name in ("sigma_within", "regression_tokens", "rank"):
-        value = getattr(row, name)
-        if value is not None and not math.isfinite(value):
-            raise TailcastError(f"the model gave {name} = {value}")
-    for name in ("urgency", "bucket"):
-        values = getattr(row, name)
-        if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
-            raise TailcastError(f"the model gave {name} = {values}")
+    for row in rows:
+        if row.mu is not None and row.sigma is not None and row.nu is not None:
+            try:
+                LengthPrediction(row.mu, row.sigma, row.nu)
+            except InputError as error:
+                numbers = f"mu = {row.mu}, sigma = {row.sigma}, nu = {row.nu}"
+                raise TailcastError(f"the model gave {numbers}: {error}") from error
+        for name in ("sigma_within", "regression_tokens", "rank"):
+            value = getattr(row, name)
+            if value is not None and not math.isfinite(value):
+                raise TailcastError(f"the model gave {name} = {value}")
+        for name in ("urgency", "bucket"):
+            values = getattr(row, name)
+            if values is not None and not (min(values) >= 0 and abs(math.fsum(values) - 1) <= 1e-3):
+                raise TailcastError(f"the model gave {name} = {values}")
 
 
 class ArtifactRuntime:
@@ -130,16 +119,14 @@ class ArtifactRuntime:
         provider: ONNX Runtime's execution provider in use, "auto" resolved.
     """
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        tokenizer: PromptTokenizer,
-        session: ort.InferenceSession,
-    ) -> None:
+    def __init__(self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession) -> None:
         self.artifact = artifact
         self.tokenizer = tokenizer
         self.provider: str = session.get_providers()[0]
         self._session = session
+        # The manifest makes them anew at every access.
+        self._inputs = [tensor.name for tensor in artifact.manifest.inputs]
+        self._outputs = artifact.manifest.outputs
 
     def run(
         self,
@@ -163,21 +150,20 @@ class ArtifactRuntime:
                 tokens than `seq`.
             TailcastError: The session failed or gave something else than B rows.
         """
-        manifest = self.artifact.manifest
-        feed = self._tokens(prompts, seq) | _conditions(manifest, len(prompts), served_models, temperatures)
-        names = [tensor.name for tensor in manifest.outputs]
+        feed = self.feed(prompts, served_models, temperatures, seq=seq)
         try:
-            outputs = self._session.run(names, feed)
+            outputs = self._session.run([tensor.name for tensor in self._outputs], feed)
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             shape = next(iter(feed.values())).shape
             reason = " ".join(str(error).split())
             raise TailcastError(f"the ONNX session failed on shape {shape}: {reason}") from error
-        for tensor, values in zip(manifest.outputs, outputs, strict=True):
+        arrays = {}
+        for tensor, values in zip(self._outputs, outputs, strict=True):
             expected = (len(prompts), *tensor.shape[1:])
             if values.shape != expected:
                 raise TailcastError(f"the model gave {tensor.name} with shape {values.shape}, not {expected}")
-        arrays = {name: values.astype(np.float64) for name, values in zip(names, outputs, strict=True)}
-        return Predicted.of(arrays, nu=manifest.nu)
+            arrays[tensor.name] = values.astype(np.float64)
+        return Predicted.of(arrays, nu=self.artifact.manifest.nu)
 
     def predict(
         self,
@@ -203,7 +189,8 @@ class ArtifactRuntime:
         by_length = sorted(range(len(prompts)), key=lambda index: len(tokenized[index].ids))
         batches = [by_length[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
         if not batches:
-            return self._nothing()
+            empty = {tensor.name: np.zeros((0, *map(int, tensor.shape[1:]))) for tensor in self._outputs}
+            return Predicted.of(empty, nu=self.artifact.manifest.nu)
         parts = [
             self.run(
                 [tokenized[row].ids for row in rows],
@@ -212,13 +199,16 @@ class ArtifactRuntime:
             )
             for rows in batches
         ]
-        return Predicted.gathered(parts, batches)
+        order = np.argsort(np.concatenate([np.asarray(rows, dtype=np.int64) for rows in batches]))
+        columns = [part.arrays() for part in parts]
+        joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
+        return Predicted(**{name: values[order] for name, values in joined.items()})
 
-    def warm_up(self, shapes: Sequence[tuple[int, int]] = ((1, 16), (4, 32))) -> None:
+    def warm_up(self) -> None:
         """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model.
 
-        Batches of the given (batch, tokens), one prompt as long as the model reads (up to 2048 tokens) with the highest
-        token id in it, and texts for every served model, with and without a temperature.
+        Small batches, one prompt as long as the model reads (up to 2048 tokens) with the highest token id in it, and texts
+        for every served model, with and without a temperature.
 
         Raises:
             TailcastError: The model fails, or gives numbers that no scheduler can use.
@@ -229,10 +219,10 @@ class ArtifactRuntime:
             names = names[:1] or [None]  # the graph does not see them
         elif manifest.conditioning.unknown_models:
             names.append(None)
-        for batch, tokens in (*shapes, (1, LONGEST_PROBE)):
+        for batch, tokens in ((1, 16), (4, 32), (1, LONGEST_PROBE)):
             prompt = np.zeros(min(tokens, manifest.max_length), dtype=np.int64)
             prompt[-1] = self.tokenizer.vocabulary_size - 1
-            _check(self.run([prompt] * batch, names[:1] * batch))
+            check_range(self.run([prompt] * batch, names[:1] * batch).rows())
         rows = [
             (probe.ids, name, temperature)
             for probe, temperature in zip(self.tokenizer(PROBES), (None, 1.0), strict=True)
@@ -240,49 +230,37 @@ class ArtifactRuntime:
             if len(probe.ids) > 0
         ]
         for start in range(0, len(rows), PROBE_BATCH):
-            _check(self.run(*zip(*rows[start : start + PROBE_BATCH], strict=True)))
+            check_range(self.run(*zip(*rows[start : start + PROBE_BATCH], strict=True)).rows())
 
-    def _tokens(self, prompts: Sequence[NDArray[Any]], seq: int | None) -> dict[str, NDArray[Any]]:
+    def feed(
+        self,
+        prompts: Sequence[NDArray[Any]],
+        served_models: Sequence[str | None] | None = None,
+        temperatures: Sequence[float | None] | None = None,
+        *,
+        seq: int | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """Inputs of the graph by name, [B, S] or [B]; arguments and errors as those of `run`."""
+        manifest = self.artifact.manifest
         longest = max(len(ids) for ids in prompts)
-        if seq is not None and seq < longest:
+        shape = (len(prompts), longest if seq is None else seq)
+        if shape[1] < longest:
             raise InputError("seq", seq, f"at least the {longest} tokens of the longest prompt")
-        longest = longest if seq is None else seq
-        input_ids = np.full((len(prompts), longest), self.artifact.manifest.pad_token_id, dtype=np.int64)
-        attention_mask = np.zeros((len(prompts), longest), dtype=np.int64)
+        input_ids = np.full(shape, manifest.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
         for row, ids in enumerate(prompts):
             input_ids[row, : len(ids)] = ids
             attention_mask[row, : len(ids)] = 1
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-    def _nothing(self) -> Predicted:
-        manifest = self.artifact.manifest
-        arrays = {
-            tensor.name: np.zeros((0, *(size for size in tensor.shape[1:] if isinstance(size, int))))
-            for tensor in manifest.outputs
+        unknown = [None] * len(prompts)
+        numbers = [manifest.served_model_number(name) for name in served_models or unknown]
+        values = [checked_temperature(value) for value in temperatures or unknown]
+        feed: dict[str, NDArray[Any]] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "served_model": np.array(numbers, dtype=np.int64),
+            "temperature": np.array(values, dtype=np.float32),
         }
-        return Predicted.of(arrays, nu=manifest.nu)
-
-
-def _check(predicted: Predicted) -> None:
-    for row in predicted.rows():
-        check_range(row)
-
-
-def _conditions(
-    manifest: Manifest,
-    num_prompts: int,
-    served_models: Sequence[str | None] | None,
-    temperatures: Sequence[float | None] | None,
-) -> dict[str, NDArray[Any]]:
-    names = served_models if served_models is not None else [None] * num_prompts
-    numbers = [manifest.served_model_number(name) for name in names]
-    values = [checked_temperature(value) for value in temperatures or [None] * num_prompts]
-    if manifest.conditioning is None:
-        return {}
-    feed: dict[str, NDArray[Any]] = {"served_model": np.array(numbers, dtype=np.int64)}
-    if manifest.conditioning.temperature:
-        feed["temperature"] = np.array(values, dtype=np.float32)
-    return feed
+        return {name: feed[name] for name in self._inputs}
 
 
 def open_runtime(
@@ -304,31 +282,21 @@ def open_runtime(
         InputError: The artifact is refused, or the provider cannot be had.
     """
     artifact = open_artifact(path, public_key=public_key)
-    return ArtifactRuntime(
-        artifact, _open_tokenizer(artifact), _open_session(artifact, provider, threads_per_run)
-    )
-
-
-def _open_tokenizer(artifact: Artifact) -> PromptTokenizer:
     manifest = artifact.manifest
     tokenizer = PromptTokenizer(
-        artifact.tokenizer_path, max_length=manifest.max_length, truncation_side=manifest.truncation_side
+        artifact.path / TOKENIZER, max_length=manifest.max_length, truncation_side=manifest.truncation_side
     )
-    pad, size = manifest.pad_token_id, tokenizer.vocabulary_size
-    if pad >= size:
-        allowed = f"0 to {size - 1}, the token ids of {TOKENIZER}"
-        raise InputError("artifact manifest, pad_token_id", pad, allowed)
-    return tokenizer
+    if manifest.pad_token_id >= tokenizer.vocabulary_size:
+        allowed = f"0 to {tokenizer.vocabulary_size - 1}, the token ids of {TOKENIZER}"
+        raise InputError("artifact manifest, pad_token_id", manifest.pad_token_id, allowed)
+    return ArtifactRuntime(artifact, tokenizer, _open_session(artifact, provider, threads_per_run))
 
 
 def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) -> ort.InferenceSession:
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime", "serve") from error
+    import onnxruntime as ort
+
     if threads < 1:
         raise InputError("threads_per_run", threads, "an integer >= 1")
-    _warn_of_two_packages()
     # The list of available providers names what was compiled in; only the session knows what really works.
     has_cuda = CUDA in ort.get_available_providers()
     if provider == "cuda" and not has_cuda:
@@ -343,29 +311,19 @@ def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) ->
     # Threads that spin while they wait burn the cores that tokenisation and gRPC need.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.add_session_config_entry("session.inter_op.allow_spinning", "0")
+    path = str(artifact.path / MODEL)
     try:
-        session = ort.InferenceSession(str(artifact.model_path), options, providers=providers)
+        session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
         reason = " ".join(str(error).split())
-        raise InputError(
-            f"artifact file {MODEL}", str(artifact.model_path), f"a valid ONNX model ({reason})"
-        ) from error
+        allowed = f"a valid ONNX model ({reason})"
+        raise InputError(f"artifact file {MODEL}", path, allowed) from error
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
     manifest = artifact.manifest
     _check_tensors("inputs", session.get_inputs(), manifest.inputs)
     _check_tensors("outputs", session.get_outputs(), manifest.outputs)
     return session
-
-
-def _warn_of_two_packages() -> None:
-    """onnxruntime and onnxruntime-gpu write into the same folder: with both, chance decides which one runs."""
-    try:
-        for name in ("onnxruntime", "onnxruntime-gpu"):
-            metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return
-    logger.warning("onnxruntime and onnxruntime-gpu are both installed and overwrite each other; keep one")
 
 
 def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[TensorSpec]) -> None:

@@ -48,12 +48,9 @@ def verify_file(path: Path, key: Ed25519PublicKey) -> None:
     """Raises InputError unless a signature of this content by this key stands beside the file."""
     signature = Path(f"{path}.sig")
     if not signature.is_file():
-        raise InputError(
-            f"signature {signature.name} is missing; with a public key the artifact must be signed"
-        )
+        raise InputError(f"signature {signature.name} is missing: with a public key it must be there")
     try:
         key.verify(signature.read_bytes(), path.read_bytes())
     except InvalidSignature as error:
-        raise InputError(
-            f"signature {signature.name} is not of this {path.name} by the public key"
-        ) from error
+        reason = f"signature {signature.name} is not of this {path.name} by the public key"
+        raise InputError(reason) from error

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.artifact import TruncationSide
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from predictors.manifest import TruncationSide
+from scheduler_core.errors import InputError, TailcastError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -77,26 +77,16 @@ class PromptTokenizer:
         InputError: The file is not a tokenizer, or `max_length` leaves no room for a prompt's own tokens.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        max_length: int,
-        truncation_side: TruncationSide,
-    ) -> None:
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise MissingExtraError("tokenizers", "serve") from error
+    def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except BaseException as error:  # plain Exception for a malformed file, or pyo3's PanicException
             if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
                 raise
-            reason = " ".join(str(error).split())
-            raise InputError(
-                f"artifact file {path.name}", str(path), f"a tokenizer of the package tokenizers ({reason})"
-            ) from error
+            allowed = f"a tokenizer of the package tokenizers ({' '.join(str(error).split())})"
+            raise InputError(f"artifact file {path.name}", str(path), allowed) from error
         ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
         self.vocabulary_size: int = max(ids, default=-1) + 1
         special = self._tokenizer.num_special_tokens_to_add(is_pair=False)

@@ -11,43 +11,33 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-    from export.variants.config import VariantsConfig
-
 
 @entry_point("export-variants", extra="export")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `export-variants`."""
     from export.variants.config import VariantsConfig
 
+    def run(config: VariantsConfig) -> None:
+        from export.variants.run import export_variants
+        from training.evaluating.config import EvaluateConfig
+        from training.evaluating.run import evaluate
+
+        def compare(variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
+            options = ("group_by", "max_groups", "max_tokens", "seed", "threads", "progress")
+            return evaluate(
+                EvaluateConfig(
+                    predictor=config.artifact,
+                    data=str(data),
+                    compare=[f"{name}={folder}" for name, folder in variants.items()],
+                    ceiling=False,
+                    **{name: getattr(config, name) for name in options},
+                )
+            )
+
+        export_variants(config, compare)
+
     return run_command(
-        "export-variants", VariantsConfig, _command, positionals=("artifact",), extra="export", args=args
-    )
-
-
-def _command(config: VariantsConfig) -> None:
-    from export.variants.run import export_variants
-
-    export_variants(config, _evaluate)
-
-
-def _evaluate(config: VariantsConfig, variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
-    """Evaluates the artifact and its variants; an `export.variants.evaluate.Evaluate`."""
-    from training.evaluating.config import EvaluateConfig
-    from training.evaluating.run import evaluate
-
-    return evaluate(
-        EvaluateConfig(
-            predictor=config.artifact,
-            data=str(data),
-            compare=[f"{name}={folder}" for name, folder in variants.items()],
-            ceiling=False,
-            group_by=config.group_by,
-            max_groups=config.max_groups,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            threads=config.threads,
-            progress=config.progress,
-        )
+        "export-variants", VariantsConfig, run, positionals=("artifact",), extra="export", args=args
     )
 
 

@@ -10,7 +10,6 @@ that reading is right is then checked by calculating it in numpy on a random bat
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +19,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
-from export.passes.disentangled import PositionTerm, RelativeBias, position_tables
+from export.passes.disentangled import PositionTerm, RelativeBias, Scale, position_tables, product_of
 from export.passes.graph import MICROSOFT, GraphView, probe, random_feed
-
-logger = logging.getLogger(__name__)
 
 Array = NDArray[Any]
 LAYOUT = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
@@ -31,21 +28,6 @@ LAYOUT = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
 BLOCKED = -1e4
 #: Differences of probabilities and of context (relative) that still count as equal.
 TOLERANCE = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """A scalar factor in the graph: a tensor, which divides or multiplies."""
-
-    name: str
-    divides: bool
-
-    def value(self, values: Mapping[str, Array]) -> float | None:
-        """The factor; None if the tensor is no scalar."""
-        tensor = values[self.name]
-        if tensor.size != 1:
-            return None
-        return 1 / float(tensor.reshape(())) if self.divides else float(tensor.reshape(()))
 
 
 @dataclass(slots=True)
@@ -74,12 +56,10 @@ class Reading:
 
     def tensors(self) -> list[str]:
         """All that has to be looked at to prove the reading."""
-        names = [self.query, self.key, self.value, self.context, self.softmax.output[0]]
+        names = [self.query, self.key, self.value, self.context, self.mask, self.softmax.output[0]]
         names += [scale.name for scale in self.scales]
-        names += [self.mask] if self.mask else []
-        for term in self.positions:
-            names += [term.table, term.index, *(scale.name for scale in term.scales)]
-        return names
+        names += [scale.name for term in self.positions for scale in term.scales]
+        return [name for name in names if name]
 
 
 def fuse_attention(model: onnx.ModelProto, *, max_length: int, vocabulary: int) -> int:
@@ -94,33 +74,27 @@ def fuse_attention(model: onnx.ModelProto, *, max_length: int, vocabulary: int) 
         Number of attention layers that were rewritten; 0 leaves the graph as it was.
     """
     graph = GraphView(model)
-    readings = [
-        reading
-        for node in graph.nodes
-        if node.op_type == "Softmax" and (reading := read_attention(graph, node)) is not None
-    ]
+    softmaxes = [node for node in graph.nodes if node.op_type == "Softmax"]
+    readings = [reading for node in softmaxes if (reading := read_attention(graph, node)) is not None]
     if not readings:
         return 0
     rng = np.random.default_rng(0)
     feed = random_feed(model, 2, min(7, max_length), rng, vocabulary)
     values = probe(model, [name for reading in readings for name in reading.tensors()], feed)
-    tables: dict[str, Array] = {}
-    if any(reading.positions for reading in readings):
-        tables = position_tables(
-            model, [term for r in readings for term in r.positions], max_length, rng, vocabulary
-        )
+    terms = [term for reading in readings for term in reading.positions]
+    tables = position_tables(model, terms, max_length, rng, vocabulary) if terms else {}
     done = 0
     key_mask = ""
     relative = RelativeBias(graph, max_length)
     for reading in readings:
-        proof = _prove(reading, values, feed["attention_mask"].astype(bool), tables, max_length)
-        if proof is None:
-            logger.debug("no attention that can be rewritten at %s", reading.softmax.output[0])
-            continue
-        if not key_mask:
-            key_mask = graph.add("Cast", ["attention_mask"], to=TensorProto.INT32)
-        _rewrite(graph, reading, proof, key_mask, relative)
-        done += 1
+        try:
+            proof = _prove(reading, values, feed["attention_mask"].astype(bool), tables, max_length)
+        except ValueError:
+            proof = None
+        if proof is not None:
+            key_mask = key_mask or graph.add("Cast", ["attention_mask"], to=TensorProto.INT32)
+            _rewrite(graph, reading, proof, key_mask, relative)
+            done += 1
     if done:
         graph.finish()
     return done
@@ -129,9 +103,7 @@ def fuse_attention(model: onnx.ModelProto, *, max_length: int, vocabulary: int) 
 def read_attention(graph: GraphView, softmax: NodeProto) -> Reading | None:
     """What the surroundings of a softmax say; None if they cannot be attention."""
     reading = Reading(softmax)
-    if not _read_scores(graph, softmax.input[0], reading, [], swapped=False):
-        return None
-    if not (reading.query and reading.key):
+    if not _read_scores(graph, softmax.input[0], reading, [], swapped=False) or not reading.query:
         return None
     name = softmax.output[0]
     while True:
@@ -162,7 +134,7 @@ def _read_scores(
         return False
     if node.op_type == "Add":
         return all(_read_scores(graph, part, reading, scales, swapped=swapped) for part in node.input)
-    if _is_masked_product(graph, node) and not reading.mask:
+    if node.op_type == "Where" and not reading.mask and _makes_products(graph, node.input[1]):
         reading.mask, reading.keep = node.input[0], True
         return _read_scores(graph, node.input[1], reading, scales, swapped=swapped)
     if node.op_type in ("Mul", "Div") and _makes_products(graph, node.input[0]):
@@ -208,14 +180,6 @@ def _makes_products(graph: GraphView, name: str) -> bool:
     return False
 
 
-def _is_masked_product(graph: GraphView, node: NodeProto) -> bool:
-    """Whether a node puts a very negative number where a score is forbidden."""
-    if node.op_type != "Where" or not _makes_products(graph, node.input[1]):
-        return False
-    value = graph.constant(node.input[2])
-    return value is not None and value.size == 1 and float(value.reshape(())) < BLOCKED
-
-
 def _walk_back(graph: GraphView, name: str) -> tuple[str, list[Scale]]:
     """Where a tensor comes from before new layouts and factors; the factors."""
     scales: list[Scale] = []
@@ -240,52 +204,39 @@ def _only_reader(graph: GraphView, name: str, ignored: Sequence[str]) -> NodePro
     return readers[0] if len(readers) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Proof:
-    """What was measured of a reading that is right.
-
-    Attributes:
-        num_heads: Heads.
-        scale: Factor on query times key.
-        causal: A token sees only those before it.
-        tables: For each term of positions, keys or queries by distance [H, D, 2 P], scaled.
-    """
-
-    num_heads: int
-    scale: float
-    causal: bool
-    tables: tuple[Array, ...]
+#: Of a reading that is right: number of heads, factor on query times key, whether a token sees only those before it, and
+#: for each term of positions keys or queries by distance [H, D, 2 P], scaled.
+Proof = tuple[int, float, bool, list[Array]]
 
 
 def _prove(
     reading: Reading, values: Mapping[str, Array], tokens: Array, tables: Mapping[str, Array], max_length: int
 ) -> Proof | None:
-    """Calculates the attention in numpy from the reading and compares; None if it differs."""
+    """Calculates the attention in numpy from the reading and compares; None if it differs.
+
+    Raises:
+        ValueError: Shapes do not fit each other.
+    """
     batch, seq = tokens.shape
     probabilities = values[reading.softmax.output[0]]
-    parts = [values[name] for name in (reading.query, reading.key, reading.value, reading.context)]
-    if any(part.ndim != 3 or part.shape[:2] != (batch, seq) for part in parts) or probabilities.size % (
-        batch * seq * seq
-    ):
+    probabilities = probabilities.reshape(batch, -1, seq, seq)
+    num_heads = probabilities.shape[1]
+    query, key, value = (
+        values[name].reshape(batch, seq, num_heads, -1).swapaxes(1, 2)
+        for name in (reading.query, reading.key, reading.value)
+    )
+    scale, causal = product_of(reading.scales, values), _mask_kind(reading, values, tokens)
+    if scale is None or causal is None:
         return None
-    num_heads = probabilities.size // (batch * seq * seq)
-    if any(part.shape[2] % num_heads for part in parts):
-        return None
-    query, key, value = (_heads(part, num_heads) for part in parts[:3])
-    factors = [scale.value(values) for scale in reading.scales]
-    causal = _mask_kind(reading, values, tokens)
-    if None in factors or causal is None:
-        return None
-    scale = float(np.prod([factor for factor in factors if factor is not None]))
     scores = scale * query @ key.swapaxes(-1, -2)
     scaled_tables = []
     for term in reading.positions:
-        factors = [factor.value(values) for factor in term.scales]
-        if None in factors or term.key not in tables or term.source not in (reading.query, reading.key):
+        factor = product_of(term.scales, values)
+        if factor is None or term.key not in tables or term.source not in (reading.query, reading.key):
             return None
         if (term.source == reading.key) != term.by_key and reading.query != reading.key:
             return None
-        table = tables[term.key] * np.float32(np.prod([factor for factor in factors if factor is not None]))
+        table = tables[term.key] * np.float32(factor)
         distance = np.arange(seq)[:, None] - np.arange(seq)
         raw = (key if term.by_key else query) @ table
         one = np.take_along_axis(
@@ -297,36 +248,24 @@ def _prove(
     scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
-    probabilities = probabilities.reshape(batch, num_heads, seq, seq)
-    context = (weights @ value).swapaxes(1, 2).reshape(batch, seq, -1)
+    context = (weights @ value).swapaxes(1, 2).reshape(batch, seq, -1)[tokens]
+    expected = values[reading.context].reshape(batch, seq, -1)[tokens]
     error = np.abs(weights - probabilities).swapaxes(1, 2)[tokens].max()
-    magnitude = np.abs(parts[3][tokens]).max() + 1e-6
-    error = max(error, np.abs(context - parts[3])[tokens].max() / magnitude)
-    if not error <= TOLERANCE:
-        return None
-    return Proof(num_heads, scale, causal, tuple(scaled_tables))
-
-
-def _heads(values: Array, num_heads: int) -> Array:
-    batch, seq, width = values.shape
-    return values.reshape(batch, seq, num_heads, width // num_heads).swapaxes(1, 2)
+    error = max(error, np.abs(context - expected).max() / (np.abs(expected).max() + 1e-6))
+    return (num_heads, scale, causal, scaled_tables) if error <= TOLERANCE else None
 
 
 def _mask_kind(reading: Reading, values: Mapping[str, Array], tokens: Array) -> bool | None:
     """False if a token sees all tokens of its row, True if all up to itself, None for any other mask."""
-    batch, seq = tokens.shape
     if not reading.mask:
         return None
+    batch, seq = tokens.shape
     mask = values[reading.mask]
-    if mask.ndim < 2 or mask.shape[-1] != seq or mask.shape[-2] not in (1, seq):
-        return None
-    try:
-        mask = np.broadcast_to(mask, (batch, *mask.shape[1:-2], seq, seq)) if mask.ndim > 2 else mask[None]
-        visible = (mask if reading.keep else mask > BLOCKED).astype(bool).reshape(batch, -1, seq, seq)
-    except ValueError:
-        return None
+    mask = np.broadcast_to(mask, (batch, *mask.shape[1:-2], seq, seq)) if mask.ndim > 2 else mask[None]
     if not reading.keep and (mask[mask > BLOCKED] != 0).any():
         return None
+    visible = (mask if reading.keep else mask > BLOCKED).astype(bool)
+    visible = np.broadcast_to(visible, (batch, *mask.shape[1:])).reshape(batch, -1, seq, seq)
     for causal in (False, True):
         expected = tokens[:, None, None, :] & (np.tri(seq, dtype=bool) if causal else True)
         expected = np.broadcast_to(expected, (batch, visible.shape[1], seq, seq))
@@ -336,25 +275,17 @@ def _mask_kind(reading: Reading, values: Mapping[str, Array], tokens: Array) -> 
 
 
 def _rewrite(graph: GraphView, reading: Reading, proof: Proof, key_mask: str, relative: RelativeBias) -> None:
+    num_heads, scale, causal, tables = proof
     bias = ""
     if reading.positions:
-        bias = relative.add(reading.query, reading.key, reading.positions, proof.tables, proof.num_heads)
-    attributes: dict[str, Any] = {
-        "num_heads": proof.num_heads,
-        "scale": proof.scale,
-        "mask_filter_value": BLOCKED,
-    }
-    if proof.causal:
-        attributes["unidirectional"] = 1
+        bias = relative.add(reading.query, reading.key, reading.positions, tables, num_heads)
     fused = graph.add(
         "MultiHeadAttention",
         [reading.query, reading.key, reading.value, "", key_mask, bias],
         domain=MICROSOFT,
-        **attributes,
+        num_heads=num_heads,
+        scale=scale,
+        mask_filter_value=BLOCKED,
+        **({"unidirectional": 1} if causal else {}),
     )
     graph.replace_uses(reading.context, fused)
-
-
-def attention_layers(model: onnx.ModelProto) -> int:
-    """Number of attention operators in a graph."""
-    return sum(node.op_type == "MultiHeadAttention" for node in model.graph.node)

@@ -12,9 +12,10 @@ Source: He et al., DeBERTa: Decoding-enhanced BERT with Disentangled Attention, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnx
@@ -25,15 +26,21 @@ from export.passes.graph import GraphView, probe, random_feed
 Array = NDArray[Any]
 
 
-class Factor(Protocol):
-    """A scalar factor in the graph."""
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """A scalar factor in the graph: a tensor, which divides or multiplies."""
 
-    @property
-    def name(self) -> str:
-        """The tensor."""
+    name: str
+    divides: bool
 
-    def value(self, values: Mapping[str, Array]) -> float | None:
-        """The factor, given values of tensors; None if it is no scalar."""
+
+def product_of(scales: Sequence[Scale], values: Mapping[str, Array]) -> float | None:
+    """Product of some factors, by values of tensors; None if one is no scalar."""
+    factors = [values[scale.name] for scale in scales]
+    if any(factor.size != 1 for factor in factors):
+        return None
+    exponents = (-1 if scale.divides else 1 for scale in scales)
+    return math.prod(float(f.reshape(())) ** e for f, e in zip(factors, exponents, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,7 @@ class PositionTerm:
     source: str
     table: str
     index: str
-    scales: tuple[Factor, ...]
+    scales: tuple[Scale, ...]
     by_key: bool
 
     @property
@@ -85,31 +92,18 @@ def position_tables(
     distances = np.clip(max_length - np.arange(2 * max_length), 1 - max_length, max_length - 1)
     tables: dict[str, Array] = {}
     for term in terms:
-        table, other = longest[term.table], shorter[term.table]
-        if table.shape != other.shape or not np.array_equal(table, other):
-            continue
-        index = _by_distance(longest[term.index])
-        if index is None or not _agrees(index, shorter[term.index]):
-            continue
-        columns = index[distances + max_length - 1]
-        heads = table.reshape(-1, *table.shape[-2:])
-        if columns.min() < -heads.shape[-1] or columns.max() >= heads.shape[-1]:
-            continue
-        tables[term.key] = np.ascontiguousarray(heads[:, :, columns].astype(np.float32))
+        table, index = longest[term.table], longest[term.index].reshape(-1, max_length, max_length)
+        by_distance = np.concatenate([index[0, 0, :0:-1], index[0, :, 0]])
+        is_fixed = np.array_equal(table, shorter[term.table])
+        if is_fixed and _agrees(by_distance, index) and _agrees(by_distance, shorter[term.index]):
+            heads = table.reshape(-1, *table.shape[-2:])
+            columns = by_distance[distances + max_length - 1]
+            tables[term.key] = np.ascontiguousarray(heads[:, :, columns].astype(np.float32))
     return tables
 
 
-def _by_distance(index: Array) -> Array | None:
-    """Bucket by distance from 1 - S to S - 1 [2 S - 1]; None if it depends on anything else."""
-    size = index.shape[-1]
-    if index.shape[-2] != size:
-        return None
-    table = index.reshape(-1, size, size)
-    line = np.concatenate([table[0, 0, :0:-1], table[0, :, 0]])
-    return line if _agrees(line, index) else None
-
-
 def _agrees(line: Array, index: Array) -> bool:
+    """Whether buckets [.., S, S] are those by distance from 1 - S to S - 1 in the middle of `line`."""
     size = index.shape[-1]
     middle = len(line) // 2
     distance = np.arange(size)[:, None] - np.arange(size)
@@ -127,7 +121,7 @@ class RelativeBias:
     def __init__(self, graph: GraphView, max_length: int) -> None:
         self._graph = graph
         self._max_length = max_length
-        self._sizes: _Sizes | None = None
+        self._sizes: dict[str, str] = {}
 
     def add(
         self,
@@ -146,57 +140,44 @@ class RelativeBias:
             num_heads: Heads H.
         """
         graph = self._graph
-        if self._sizes is None:
-            self._sizes = _Sizes.of(graph, self._max_length)
+        if not self._sizes:
+            self._sizes = self._add_sizes()
         sizes = self._sizes
         parts = []
         for term, table in zip(terms, tables, strict=True):
             stored = graph.add_constant("positions_by_distance", table)
-            columns = graph.add("Slice", [stored, sizes.first, sizes.last, sizes.two])
+            columns = graph.add("Slice", [stored, sizes["first"], sizes["last"], sizes["two"]])
             shape = graph.add_constant("heads", np.array([0, 0, num_heads, -1], dtype=np.int64))
             split = graph.add("Reshape", [key if term.by_key else query, shape])
             heads = graph.add("Transpose", [split], perm=[0, 2, 1, 3])
             raw = graph.add("MatMul", [heads, columns])
             # Column j of row i is number 2 S i + j - i + S = (2 S - 1) i + j + S of the flat view.
-            flat = graph.add("Reshape", [raw, sizes.flat])
-            inside = graph.add("Slice", [flat, sizes.seq, sizes.end, sizes.two])
-            rows = graph.add("Reshape", [inside, sizes.rows])
-            part = graph.add("Slice", [rows, sizes.zero, sizes.seq, sizes.three])
+            flat = graph.add("Reshape", [raw, sizes["flat"]])
+            inside = graph.add("Slice", [flat, sizes["seq"], sizes["end"], sizes["two"]])
+            rows = graph.add("Reshape", [inside, sizes["rows"]])
+            part = graph.add("Slice", [rows, sizes["zero"], sizes["seq"], sizes["three"]])
             parts.append(graph.add("Transpose", [part], perm=[0, 1, 3, 2]) if term.by_key else part)
         return parts[0] if len(parts) == 1 else graph.add("Sum", parts)
 
+    def _add_sizes(self) -> dict[str, str]:
+        """Names of shapes and bounds at S tokens."""
+        graph = self._graph
 
-@dataclass(frozen=True, slots=True)
-class _Sizes:
-    """Names of shapes and bounds at S tokens."""
-
-    zero: str
-    two: str
-    three: str
-    seq: str
-    first: str
-    last: str
-    end: str
-    flat: str
-    rows: str
-
-    @classmethod
-    def of(cls, graph: GraphView, max_length: int) -> _Sizes:
         def constant(*values: int) -> str:
             return graph.add_constant("size", np.array(values, dtype=np.int64))
 
-        two, one, longest, keep = constant(2), constant(1), constant(max_length), constant(0, 0)
+        two, one, longest, keep = constant(2), constant(1), constant(self._max_length), constant(0, 0)
         seq = graph.add("Slice", [graph.add("Shape", ["input_ids"]), one, two])
         length = graph.add("Sub", [graph.add("Add", [seq, seq]), one])
-        return cls(
-            zero=constant(0),
-            two=two,
-            three=constant(3),
-            seq=seq,
-            first=graph.add("Sub", [longest, seq]),
-            last=graph.add("Add", [longest, seq]),
+        return {
+            "zero": constant(0),
+            "two": two,
+            "three": constant(3),
+            "seq": seq,
+            "first": graph.add("Sub", [longest, seq]),
+            "last": graph.add("Add", [longest, seq]),
             # S + S (2 S - 1)
-            end=graph.add("Add", [seq, graph.add("Mul", [seq, length])]),
-            flat=graph.add("Concat", [keep, constant(-1)], axis=0),
-            rows=graph.add("Concat", [keep, seq, length], axis=0),
-        )
+            "end": graph.add("Add", [seq, graph.add("Mul", [seq, length])]),
+            "flat": graph.add("Concat", [keep, constant(-1)], axis=0),
+            "rows": graph.add("Concat", [keep, seq, length], axis=0),
+        }

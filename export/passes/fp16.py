@@ -40,14 +40,8 @@ def to_half(model: onnx.ModelProto, last_states: str, feed: Feed) -> int:
         raise TailcastError("no word embeddings lead to the hidden states")
     inside = {id(node) for node in halved}
     internal = {name for node in halved for name in node.output}
-    entering = sorted(
-        {
-            name
-            for node in halved
-            for name in node.input
-            if name and name not in internal and not graph.is_constant(name)
-        }
-    )
+    inputs = {name for node in halved for name in node.input if name and name not in internal}
+    entering = sorted(name for name in inputs if not graph.is_constant(name))
     leaving = sorted(
         name for name in internal if any(id(reader) not in inside for reader in graph.consumers(name))
     )
@@ -66,7 +60,7 @@ def to_half(model: onnx.ModelProto, last_states: str, feed: Feed) -> int:
 
 def _between(graph: GraphView, last_states: str) -> Sequence[NodeProto]:
     """Nodes on a path from the word embeddings to the last hidden states."""
-    ahead = _reached(graph, ["input_ids"], lambda node: node.op_type == "Gather" and _is_table(graph, node))
+    ahead = _behind_embeddings(graph)
     nodes, stack, visited = [], [last_states], set()
     while stack:
         node = graph.producer(stack.pop())
@@ -78,25 +72,20 @@ def _between(graph: GraphView, last_states: str) -> Sequence[NodeProto]:
     return nodes
 
 
-def _is_table(graph: GraphView, node: NodeProto) -> bool:
-    value = graph.constant_shape(node.input[0])
-    return value is not None and len(value) == 2
-
-
-def _reached(graph: GraphView, names: Sequence[str], starts: Any) -> set[int]:
-    """Nodes behind those nodes that read one of the tensors (by way of others) and that `starts` accepts."""
-    stack, behind, visited = list(names), set(), set()
+def _behind_embeddings(graph: GraphView) -> set[int]:
+    """The lookup of the token ids in the word embeddings, and all nodes that read its result, by way of others too."""
+    stack, behind, visited = ["input_ids"], set(), set()
     while stack:
         name = stack.pop()
         for node in graph.consumers(name):
-            after = name in behind or starts(node)
+            is_lookup = node.op_type == "Gather" and len(graph.constant_shape(node.input[0]) or ()) == 2
+            after = name in behind or is_lookup
             if node.op_type == "Shape" or (id(node), after) in visited:
                 continue
             visited.add((id(node), after))
-            for output in node.output:
-                if after:
-                    behind.add(output)
-                stack.append(output)
+            stack += node.output
+            if after:
+                behind.update(node.output)
     return {number for number, after in visited if after}
 
 
@@ -109,25 +98,14 @@ def _halve_node(
         if name not in halves:
             value = graph.constant(name)
             if value is not None:
-                is_single = value.dtype == np.float32
-                halves[name] = graph.add_constant(f"{name}_half", _half(value)) if is_single else name
+                half = np.clip(value, LOWEST, -LOWEST).astype(np.float16)
+                halves[name] = graph.add_constant(f"{name}_half", half) if value.dtype == np.float32 else name
             elif types[name] == np.float32:
                 lowest = graph.add_constant("lowest", np.float32(LOWEST))  # type: ignore[arg-type]
                 halves[name] = graph.add("Cast", [graph.add("Max", [name, lowest])], to=TensorProto.FLOAT16)
             else:
                 halves[name] = name
         node.input[position] = halves[name]
-    if node.op_type == "Cast":
-        for entry in node.attribute:
-            if entry.name == "to" and entry.i == TensorProto.FLOAT:
-                entry.i = TensorProto.FLOAT16
-
-
-def _half(value: Any) -> Any:
-    return np.maximum(np.minimum(value, -LOWEST), LOWEST).astype(np.float16)
-
-
-def last_of(model: onnx.ModelProto, names: Sequence[str]) -> str:
-    """The last of some tensors in the order of the graph."""
-    position = {name: number for number, node in enumerate(model.graph.node) for name in node.output}
-    return max(names, key=lambda name: position.get(name, -1))
+    for entry in node.attribute:
+        if node.op_type == "Cast" and (entry.name, entry.i) == ("to", TensorProto.FLOAT):
+            entry.i = TensorProto.FLOAT16

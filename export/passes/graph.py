@@ -12,7 +12,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, helper, numpy_helper
 
-from scheduler_core.errors import MissingExtraError, TailcastError
+from scheduler_core.errors import TailcastError
 
 MICROSOFT = "com.microsoft"
 
@@ -32,17 +32,12 @@ class GraphView:
         self.nodes: list[NodeProto] = list(model.graph.node)
         for node in self.nodes:
             if any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
-                raise TailcastError(
-                    f"the graph has a {node.op_type} with a graph inside: no pass can read it"
-                )
-        self.inputs = [value.name for value in model.graph.input]
+                raise TailcastError(f"a {node.op_type} has a graph inside: no pass can read it")
         self.outputs = [value.name for value in model.graph.output]
-        # What is an input too is only a default.
-        self._constants = {
-            tensor.name: tensor for tensor in model.graph.initializer if tensor.name not in self.inputs
-        }
-        self._names = {name for node in self.nodes for name in (*node.input, *node.output)}
-        self._names |= set(self._constants) | set(self.inputs) | set(self.outputs)
+        self._constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        self._names = {name for node in self.nodes for name in (*node.input, *node.output)} | set(
+            self._constants
+        )
         self._index()
 
     def _index(self) -> None:
@@ -59,7 +54,7 @@ class GraphView:
 
     def consumers(self, name: str) -> list[NodeProto]:
         """The nodes that read a tensor."""
-        return list(self._consumers.get(name, ()))
+        return list(self._consumers[name])
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is stored in the model."""
@@ -118,46 +113,39 @@ class GraphView:
 
     def finish(self) -> onnx.ModelProto:
         """The model as changed: sorted, without unused nodes and constants, without stored shapes (they may be stale)."""
-        needed: set[str] = set(self.outputs)
-        stack = [node for name in self.outputs if (node := self.producer(name)) is not None]
-        used: dict[int, NodeProto] = {}
-        while stack:
-            node = stack.pop()
-            if id(node) in used:
-                continue
-            used[id(node)] = node
-            needed.update(node.input)
-            stack += [maker for name in node.input if (maker := self.producer(name)) is not None]
+        needed = _needed(self._producers, self.outputs)
         graph = self.model.graph
-        ordered = self._ordered([node for node in self.nodes if id(node) in used])
+        nodes = [node for node in self.nodes if needed.intersection(node.output)]
+        numbers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
+        sources = {
+            n: {numbers[name] for name in node.input if name in numbers} for n, node in enumerate(nodes)
+        }
+        ordered = [nodes[number] for number in graphlib.TopologicalSorter(sources).static_order()]
         constants = [tensor for name, tensor in self._constants.items() if name in needed]
         copied = [NodeProto.FromString(node.SerializeToString()) for node in ordered]
         del graph.node[:], graph.value_info[:]
         graph.node.extend(copied)
-        needed.update(self.inputs)
-        stale = [tensor.name for tensor in graph.initializer if tensor.name not in needed]
-        for name in stale:
-            position = next(at for at, tensor in enumerate(graph.initializer) if tensor.name == name)
-            del graph.initializer[position]
+        for position in reversed(range(len(graph.initializer))):
+            if graph.initializer[position].name not in needed:
+                del graph.initializer[position]
         present = {tensor.name for tensor in graph.initializer}
         graph.initializer.extend(tensor for tensor in constants if tensor.name not in present)
-        if any(node.domain == MICROSOFT for node in copied):
-            domains = {entry.domain for entry in self.model.opset_import}
-            if MICROSOFT not in domains:
-                self.model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
+        domains = {entry.domain for entry in self.model.opset_import}
+        if MICROSOFT not in domains and any(node.domain == MICROSOFT for node in copied):
+            self.model.opset_import.append(helper.make_opsetid(MICROSOFT, 1))
         return self.model
 
-    @staticmethod
-    def _ordered(nodes: Sequence[NodeProto]) -> list[NodeProto]:
-        producers = {name: number for number, node in enumerate(nodes) for name in node.output if name}
-        needs = {
-            number: {producers[name] for name in node.input if name in producers}
-            for number, node in enumerate(nodes)
-        }
-        try:
-            return [nodes[number] for number in graphlib.TopologicalSorter(needs).static_order()]
-        except graphlib.CycleError as error:
-            raise TailcastError("the rewritten graph has a cycle") from error
+
+def _needed(producers: Mapping[str, NodeProto], outputs: Iterable[str]) -> set[str]:
+    """The tensors that some tensors are made from, themselves included."""
+    needed: set[str] = set()
+    stack = list(outputs)
+    while stack:
+        name = stack.pop()
+        if name not in needed:
+            needed.add(name)
+            stack += producers[name].input if name in producers else []
+    return needed
 
 
 def attribute(node: NodeProto, name: str, default: Any = None) -> Any:
@@ -173,23 +161,18 @@ Feed = Mapping[str, NDArray[Any]]
 _LARGEST = 2_000_000_000
 
 
-def session(model: onnx.ModelProto, *, optimize: bool = True, threads: int = 1) -> Any:
-    """An ONNX Runtime session on the CPU.
+def session(model: onnx.ModelProto, *, optimize: bool = True) -> Any:
+    """An ONNX Runtime session on the CPU with one thread.
 
     Raises:
-        MissingExtraError: onnxruntime is not installed.
         TailcastError: The graph is refused or too large.
     """
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime", "export") from error
+    import onnxruntime as ort
+
     if model.ByteSize() > _LARGEST:
-        raise TailcastError(
-            "variants of models beyond 2 GB cannot be made: the graph must fit into one message"
-        )
+        raise TailcastError("the graph is beyond 2 GB: variants must fit into one message")
     options: Any = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = 1
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     level = ort.GraphOptimizationLevel
@@ -205,8 +188,6 @@ def random_feed(
 ) -> dict[str, NDArray[Any]]:
     """Inputs for a graph of token ids: random tokens, rows padded on the right from the second on, zeros for the rest.
 
-    Inputs with a default are left out.
-
     Args:
         model: Its inputs have the axes batch and seq in this order, as the manifest says.
         batch, seq: Shape.
@@ -215,10 +196,7 @@ def random_feed(
     """
     feed: dict[str, NDArray[Any]] = {}
     lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])
-    defaults = {tensor.name for tensor in model.graph.initializer}
     for value in model.graph.input:
-        if value.name in defaults:
-            continue
         dims = [batch, seq][: len(value.type.tensor_type.shape.dim)]
         dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         if value.name == "input_ids":
@@ -257,16 +235,7 @@ def probe(model: onnx.ModelProto, names: Iterable[str], feed: Feed) -> dict[str,
 def part(model: onnx.ModelProto, outputs: Iterable[str]) -> onnx.ModelProto:
     """The part of a graph that some of its tensors need, with those as outputs of unstated shape."""
     outputs = list(dict.fromkeys(outputs))
-    makers = {name: node for node in model.graph.node for name in node.output}
-    needed: set[str] = set()
-    stack = list(outputs)
-    while stack:
-        name = stack.pop()
-        if name in needed:
-            continue
-        needed.add(name)
-        if name in makers:
-            stack += list(makers[name].input)
+    needed = _needed({name: node for node in model.graph.node for name in node.output}, outputs)
     graph = onnx.GraphProto(name=model.graph.name)
     graph.node.extend(node for node in model.graph.node if needed.intersection(node.output))
     graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in needed)

@@ -24,17 +24,17 @@ Intel 64 manual, VPMADDUBSW; ONNX Runtime, "Quantize ONNX models", when and why 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import NodeProto, TensorProto
 
-from export.passes.graph import MICROSOFT, Feed, GraphView, attribute, part, session
+from export.passes.graph import MICROSOFT, Feed, GraphView, attribute, part, probe, session
 
 Array = NDArray[np.float32]
 #: Smaller products cost next to nothing.
@@ -47,17 +47,24 @@ class Product:
 
     Attributes:
         node: The MatMul.
-        source: States [B, S, K].
-        weight: Name of the stored weight [K, N].
+        source: States [B, S, K] that were measured; rewrites can put others in their place.
         add: The Add of a stored bias [N], if there is one.
-        bias: Name of that bias.
     """
 
     node: NodeProto
     source: str
-    weight: str
     add: NodeProto | None
-    bias: str
+
+    @property
+    def weight(self) -> str:
+        """Name of the stored weight [K, N]."""
+        return str(self.node.input[1])
+
+    @property
+    def bias(self) -> str:
+        """Name of the stored bias; empty if there is none."""
+        names = [] if self.add is None else self.add.input
+        return next((str(name) for name in names if name != self.node.output[0]), "")
 
     @property
     def output(self) -> str:
@@ -65,55 +72,28 @@ class Product:
         return str((self.node if self.add is None else self.add).output[0])
 
 
-def find_products(graph: GraphView, tokens_of: Callable[[str], bool]) -> list[Product]:
-    """Products worth quantising.
+def find_products(graph: GraphView, feed: Feed) -> list[Product]:
+    """Products worth quantizing, in the order of the graph: those with one row per token, as a run on `feed` shows.
 
-    Args:
-        graph: The graph.
-        tokens_of: Whether a tensor has one row per token: the small products behind the pooling stay exact.
+    The small products behind the pooling stay exact.
     """
-    products = []
-    for node in graph.nodes:
-        if node.op_type != "MatMul":
-            continue
-        shape = graph.constant_shape(node.input[1])
-        if shape is None or len(shape) != 2 or shape[0] * shape[1] < SMALLEST_WEIGHT:
-            continue
-        if tokens_of(node.input[0]):
-            add, bias = _bias(graph, node, shape[1])
-            products.append(Product(node, node.input[0], node.input[1], add, bias))
-    return products
+    products = [Product(node, node.input[0], None) for node in graph.nodes if node.op_type == "MatMul"]
+    shapes = {product.output: graph.constant_shape(product.weight) or () for product in products}
+    large = [
+        p for p in products if len(shapes[p.output]) == 2 and math.prod(shapes[p.output]) >= SMALLEST_WEIGHT
+    ]
+    states = probe(graph.model, [product.source for product in large], feed)
+    rows = feed["input_ids"].shape
+    large = [p for p in large if states[p.source].ndim == 3 and states[p.source].shape[:2] == rows]
+    return [_with_bias(graph, product, shapes[product.output][1:]) for product in large]
 
 
-def _bias(graph: GraphView, node: NodeProto, width: int) -> tuple[NodeProto | None, str]:
-    readers = graph.consumers(node.output[0])
-    if len(readers) != 1 or readers[0].op_type != "Add" or node.output[0] in graph.outputs:
-        return None, ""
-    [other] = [name for name in readers[0].input if name != node.output[0]] or [""]
-    return (readers[0], other) if graph.constant_shape(other) == (width,) else (None, "")
-
-
-def token_states(model: onnx.ModelProto, feed: Feed) -> Callable[[str], bool]:
-    """Tells of a tensor whether it has the shape [B, S, K], by running the graph on `feed`."""
-    graph = GraphView(model)
-    sources = {
-        node.input[0]
-        for node in graph.nodes
-        if node.op_type == "MatMul" and len(graph.constant_shape(node.input[1]) or ()) == 2
-    }
-    computed = [name for name in sources if graph.producer(name) is not None]
-    batch, seq = feed["input_ids"].shape
-    if not computed:
-        return lambda name: False
-    runner = session(part(model, computed))
-    needed = {value.name for value in runner.get_inputs()}
-    values = runner.run(computed, {name: value for name, value in feed.items() if name in needed})
-    right = {
-        name
-        for name, value in zip(computed, values, strict=True)
-        if value.ndim == 3 and value.shape[:2] == (batch, seq)
-    }
-    return lambda name: name in right
+def _with_bias(graph: GraphView, product: Product, shape: tuple[int, ...]) -> Product:
+    readers = graph.consumers(product.output)
+    if len(readers) == 1 and readers[0].op_type == "Add" and product.output not in graph.outputs:
+        biased = Product(product.node, product.source, readers[0])
+        return biased if graph.constant_shape(biased.bias) == shape else product
+    return product
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +115,7 @@ def measure_ranges(
         feeds: Inputs without padding.
     """
     names = list(dict.fromkeys(names))
-    runner: Any = session(part(model, names))
+    runner = session(part(model, names))
     needed = {value.name for value in runner.get_inputs()}
     ranges: dict[str, Range] = {}
     for feed in feeds:
@@ -163,31 +143,54 @@ def smooth(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, R
         products: Its products.
         ranges: Of the products' sources.
     """
-    readers: dict[str, list[Product]] = defaultdict(list)
+    groups: dict[str, list[Product]] = defaultdict(list)
     for product in products:
-        readers[product.source].append(product)
+        groups[product.source].append(product)
     by_output = {product.output: product for product in products}
     done = 0
-    for source, group in readers.items():
-        if any(product.add is None for product in group):
+    for source, group in groups.items():
+        node = graph.producer(source)
+        if node is None or any(product.add is None for product in group):
             continue
-        shift, scale = _shift_and_scale(ranges[source], [_weight(graph, p) for p in group])
-        smoothed = _from_normalization(graph, source, shift, scale)
-        if smoothed is None:
-            if not _from_values(graph, source, group, by_output, shift, scale):
-                continue
-        else:
+        shift, scale = _shift_and_scale(ranges[source], [_stored(graph, product.weight) for product in group])
+        values = by_output.get(node.input[2]) if node.op_type == "MultiHeadAttention" else None
+        if (
+            node.op_type == "LayerNormalization"
+            and len(node.input) == 3
+            and all(map(graph.is_constant, node.input[1:]))
+        ):
+            smoothed = graph.add(
+                "LayerNormalization",
+                [
+                    node.input[0],
+                    graph.add_constant("smooth_gain", _stored(graph, node.input[1]) / scale),
+                    graph.add_constant("smooth_offset", (_stored(graph, node.input[2]) - shift) / scale),
+                ],
+                axis=attribute(node, "axis", -1),
+                epsilon=attribute(node, "epsilon", 1e-5),
+            )
             for product in group:
                 graph.replace_uses(source, smoothed, among=[product.node])
+        elif (
+            values is not None
+            and values.add is not None
+            and len(graph.consumers(source)) == len(group)
+            and len(graph.consumers(values.output)) == 1
+        ):
+            weight, bias = _stored(graph, values.weight), _stored(graph, values.bias)
+            _replace(graph, values, weight / scale, (bias - shift) / scale)
+        else:
+            continue
         for product in group:
-            _take_back(graph, product, shift, scale)
+            weight, bias = _stored(graph, product.weight), _stored(graph, product.bias)
+            _replace(graph, product, weight * scale[:, None], bias + shift @ weight)
         done += 1
     graph.finish()
     return done
 
 
-def _weight(graph: GraphView, product: Product) -> Array:
-    value = graph.constant(product.node.input[1])
+def _stored(graph: GraphView, name: str) -> Array:
+    value = graph.constant(name)
     assert value is not None
     return value
 
@@ -202,64 +205,10 @@ def _shift_and_scale(range_: Range, weights: Sequence[Array]) -> tuple[Array, Ar
     return shift.astype(np.float32), scale.astype(np.float32)
 
 
-def _from_normalization(graph: GraphView, source: str, shift: Array, scale: Array) -> str | None:
-    node = graph.producer(source)
-    if node is None or node.op_type != "LayerNormalization" or len(node.input) != 3:
-        return None
-    gain, offset = graph.constant(node.input[1]), graph.constant(node.input[2])
-    if gain is None or offset is None:
-        return None
-    return graph.add(
-        "LayerNormalization",
-        [
-            node.input[0],
-            graph.add_constant("smooth_gain", gain / scale),
-            graph.add_constant("smooth_offset", (offset - shift) / scale),
-        ],
-        axis=attribute(node, "axis", -1),
-        epsilon=attribute(node, "epsilon", 1e-5),
-    )
-
-
-def _from_values(
-    graph: GraphView,
-    source: str,
-    group: Sequence[Product],
-    by_output: Mapping[str, Product],
-    shift: Array,
-    scale: Array,
-) -> bool:
-    node = graph.producer(source)
-    if node is None or node.op_type != "MultiHeadAttention" or len(graph.consumers(source)) != len(group):
-        return False
-    values = by_output.get(node.input[2])
-    if values is None or values.add is None or len(graph.consumers(values.output)) != 1:
-        return False
-    weight, bias = _weight(graph, values), graph.constant(_bias_name(values))
-    assert bias is not None
-    _store(graph, values, weight / scale, (bias - shift) / scale)
-    return True
-
-
-def _take_back(graph: GraphView, product: Product, shift: Array, scale: Array) -> None:
-    weight, bias = _weight(graph, product), graph.constant(_bias_name(product))
-    assert bias is not None
-    _store(graph, product, weight * scale[:, None], bias + shift @ weight)
-
-
-def _bias_name(product: Product) -> str:
+def _replace(graph: GraphView, product: Product, weight: Array, bias: Array) -> None:
     assert product.add is not None
-    [name] = [name for name in product.add.input if name != product.node.output[0]]
-    return str(name)
-
-
-def _store(graph: GraphView, product: Product, weight: Array, bias: Array) -> None:
-    assert product.add is not None
-    old = _bias_name(product)
-    graph.replace_uses(
-        product.node.input[1], graph.add_constant("smooth_weight", weight), among=[product.node]
-    )
-    graph.replace_uses(old, graph.add_constant("smooth_bias", bias), among=[product.add])
+    graph.replace_uses(product.bias, graph.add_constant("smooth_bias", bias), among=[product.add])
+    graph.replace_uses(product.weight, graph.add_constant("smooth_weight", weight), among=[product.node])
 
 
 #: Largest sum of two neighboring weights of the same sign: 255 x 128 fits into 16 bits with a sign.
@@ -284,9 +233,7 @@ def quantize(graph: GraphView, products: Sequence[Product], ranges: Mapping[str,
             integers = graph.add("QuantizeLinear", [product.source, *names])
             quantized[product.source] = (integers, *names)
         integers, act_scale, act_zero = quantized[product.source]
-        weight = graph.constant(product.weight)
-        assert weight is not None
-        rounded, scales = quantize_weight(weight)
+        rounded, scales = quantize_weight(_stored(graph, product.weight))
         result = graph.add(
             "MatMulIntegerToFloat",
             [
@@ -340,7 +287,7 @@ def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
 def quantize_tables(graph: GraphView, *, least_rows: int = 1000) -> int:
     """Stores embedding tables in bytes with a scale per row, in place; returns how many.
 
-    A row is turned back into floats when it is looked up: that makes the file smaller and no answer slower, at a rounding
+    A row is turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding
     error far below that of the products.
 
     Args:

@@ -8,8 +8,9 @@ from typing import Any
 
 import onnx
 
+from export.graph import drop_unused_domains
 from export.passes.graph import GraphView
-from scheduler_core.errors import MissingExtraError, TailcastError
+from scheduler_core.errors import TailcastError
 
 
 def simplified(path: str | Path) -> onnx.ModelProto:
@@ -20,12 +21,9 @@ def simplified(path: str | Path) -> onnx.ModelProto:
 
     Raises:
         TailcastError: ONNX Runtime refuses the file.
-        MissingExtraError: onnxruntime is not installed.
     """
-    try:
-        import onnxruntime as ort
-    except ImportError as error:
-        raise MissingExtraError("onnxruntime", "export") from error
+    import onnxruntime as ort
+
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "basic.onnx"
         options: Any = ort.SessionOptions()
@@ -40,10 +38,7 @@ def simplified(path: str | Path) -> onnx.ModelProto:
     # Shapes found before the simplification can contradict it, and the quantizer believes them.
     del model.graph.value_info[:]
     # It also names every operator set it knows of.
-    used = {node.domain for node in model.graph.node}
-    opsets = [entry for entry in model.opset_import if entry.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(opsets)
+    drop_unused_domains(model)
     return model
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
 
 KINDS = ("fused", "int8", "fp16", "fp16-fused")
@@ -27,10 +29,7 @@ class AcceptanceLimits:
     in single precision."""
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if not 0 <= value <= 1:
-                raise InputError(f"limits.{name}", value, "a number in [0, 1]")
+        check_ranges(self, **dict.fromkeys(self.__dataclass_fields__, (0.0, 1.0)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +37,7 @@ class VariantsConfig:
     """Make faster variants of an artifact, keep those whose quality holds, and choose the fastest on this machine."""
 
     INPUTS = ("artifact", "data", "public_key", "sign")
-    OUTPUTS = ("out", "markdown")
+    OUTPUTS = ("out",)
 
     artifact: str
     """Artifact folder of export-onnx, with an encoder."""
@@ -72,8 +71,6 @@ class VariantsConfig:
     """Threads of a model call."""
     limits: AcceptanceLimits = field(default_factory=AcceptanceLimits)
     """Maximum losses of a variant."""
-    markdown: str | None = None
-    """Also write the Markdown report to this file."""
     seed: int = 0
     """Seed of the prompts that calibrate and of random tokens."""
     progress: bool = True
@@ -86,21 +83,10 @@ class VariantsConfig:
         unknown = [name for name in self.variants if name not in KINDS]
         if unknown or not self.variants or len(set(self.variants)) < len(self.variants):
             raise InputError("variants", self.variants, f"one or more of {', '.join(KINDS)}, each once")
-        for name, least in (("calibration_prompts", 1), ("repetitions", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise InputError(name, getattr(self, name), f"an integer >= {least}")
+        positive = (1, INTEGERS)
+        check_ranges(self, calibration_prompts=positive, repetitions=positive, seed=(0, INTEGERS))
         check_threads("threads", self.threads)
-        self.measured_shapes  # noqa: B018  (raises for a wrong shape)
-
-    @property
-    def measured_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of each batch to measure."""
-        shapes = []
-        for shape in self.shapes:
-            batch, cross, tokens = shape.partition("x")
-            if not cross or not (batch.isdecimal() and tokens.isdecimal()) or not int(batch) * int(tokens):
-                raise InputError("shapes", shape, "BATCHxTOKENS, as 8x128")
-            shapes.append((int(batch), int(tokens)))
-        if not shapes:
-            raise InputError("shapes", self.shapes, "one or more BATCHxTOKENS")
-        return tuple(shapes)
+        if not self.shapes or not all(
+            re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", shape) for shape in self.shapes
+        ):
+            raise InputError("shapes", self.shapes, "one or more BATCHxTOKENS, as 8x128")

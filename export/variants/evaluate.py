@@ -1,24 +1,20 @@
-"""Quality of variants: metrics on other prompts than those of the calibration, and differences of their outputs.
-
-`training` and `export` do not import each other: the command passes `training`'s evaluation in as a function.
-"""
+"""Prompts that calibrate and those that evaluate, and differences of outputs between variants."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from export.variants.config import VariantsConfig
 from predictors.runtime import ArtifactRuntime
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
-LEVELS = ("p50", "p90", "p99")
 #: Outputs of the graph that are probabilities.
 PROBABILITIES = ("urgency", "bucket")
 #: Upper limit of the fraction of the prompts that calibrates.
@@ -26,176 +22,88 @@ CALIBRATION_FRACTION = 1 / 3
 #: Rows of a batch, where outputs of single rows and of batches are compared.
 BATCH = 8
 
-Metrics = Mapping[str, float | None]
-Outputs = dict[str, NDArray[np.float64]]
+#: Prompt, served model, temperature.
+PromptRow = tuple[str, str | None, float | None]
 
 
-class Evaluate(Protocol):
-    """Evaluates an artifact and its variants on the same rows."""
-
-    def __call__(self, config: VariantsConfig, variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
-        """Content of an evaluation (docs/evaluation-format.md), variants under `compared`.
-
-        Args:
-            config: Names the artifact and the options.
-            variants: Name -> artifact folder.
-            data: Parquet file of output lengths.
-        """
-
-
-def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """r2, tau, p50, p90, p99 and crps_tokens of a predictor's metrics; None where unknown."""
-    coverage = metrics["coverage"]
-    return {
-        "r2": metrics["mu"]["r2"],
-        "tau": metrics["kendall_tau"]["median_vs_fitted_mu"],
-        **{level: coverage.get(level, {}).get("estimate") for level in LEVELS},
-        "crps_tokens": metrics["crps_tokens"],
-    }
-
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A prompt with its conditions."""
-
-    prompt: str
-    served_model: str | None
-    temperature: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class SplitPrompts:
-    """Prompts of a data file in two parts.
-
-    Attributes:
-        calibration: Distinct prompts that calibrate.
-        rows: Rows with other prompts, one per prompt.
-        file: All rows of the data file with those other prompts, for the evaluation.
-    """
-
-    calibration: tuple[str, ...]
-    rows: tuple[PromptRow, ...]
-    file: Path
-
-
-def split_prompts(path: str, target: Path, num_calibration: int, rng: np.random.Generator) -> SplitPrompts:
+def split_prompts(
+    path: str, target: Path, num_calibration: int, rng: np.random.Generator
+) -> tuple[list[str], list[PromptRow]]:
     """Splits a data file by prompt.
 
     Args:
         path: Parquet file with a column prompt.
-        target: File to write for the evaluation.
+        target: File to write: all rows with the other prompts, for the evaluation.
         num_calibration: Maximum number of prompts that calibrate.
         rng: Draws them.
 
+    Returns:
+        Distinct prompts that calibrate; rows with other prompts, one per prompt.
+
     Raises:
         InputError: The file has no prompts, or fewer than three.
-        MissingExtraError: pyarrow is not installed.
     """
-    try:
-        import pyarrow as pa
-        import pyarrow.compute as pc
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "train") from error
     try:
         table = pq.read_table(existing_file(path, "data"))
     except (pa.ArrowInvalid, OSError) as error:
         raise InputError("data", path, f"a Parquet file ({error})") from error
     if "prompt" not in table.column_names or table["prompt"].null_count == len(table):
         raise InputError("data, columns", table.column_names, "also prompt, with text")
-    prompts = sorted(set(table["prompt"].drop_null().to_pylist()))
+    prompts = sorted(table["prompt"].drop_null().unique().to_pylist())
     if len(prompts) < 3:
-        raise InputError(
-            "data", f"{len(prompts)} distinct prompts", "at least 3: some calibrate, others evaluate"
-        )
+        allowed = "at least 3: some calibrate, others evaluate"
+        raise InputError("data", f"{len(prompts)} distinct prompts", allowed)
     count = max(1, min(num_calibration, int(len(prompts) * CALIBRATION_FRACTION)))
     calibration = [prompts[number] for number in rng.choice(len(prompts), count, replace=False)]
     others = table.filter(pc.invert(pc.is_in(table["prompt"], pa.array(calibration))))
     pq.write_table(others, target)
-    return SplitPrompts(tuple(calibration), tuple(_one_per_prompt(others)), target)
-
-
-def _one_per_prompt(table: Any) -> Sequence[PromptRow]:
-    columns = [
-        table[name].to_pylist() if name in table.column_names else [None] * len(table)
-        for name in ("prompt", "model", "temperature")
-    ]
     rows: dict[str, list[PromptRow]] = {}
-    for prompt, model, temperature in zip(*columns, strict=True):
-        if prompt is not None:
+    for row in others.to_pylist():
+        if (prompt := row["prompt"]) is not None:
+            temperature = row.get("temperature")
             finite = temperature is not None and np.isfinite(temperature)
-            row = PromptRow(prompt, model, float(temperature) if finite else None)
-            rows.setdefault(prompt, []).append(row)
+            condition = (prompt, row.get("model"), float(temperature) if finite else None)
+            rows.setdefault(prompt, []).append(condition)
     # The served model changes from prompt to prompt, so that all of them take part.
-    return [candidates[number % len(candidates)] for number, candidates in enumerate(rows.values())]
+    varied = [candidates[number % len(candidates)] for number, candidates in enumerate(rows.values())]
+    return calibration, varied
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputDifferences:
-    """Differences by output of the graph, over some prompts.
-
-    Attributes:
-        to_artifact: Root mean squared difference from the artifact's outputs, relative to their standard deviation.
-        probability: Of probabilities, mean absolute difference.
-        batch_mates: Largest change of an output by other rows in its batch, relative to the standard deviation.
-    """
-
-    to_artifact: dict[str, float]
-    probability: dict[str, float]
-    batch_mates: dict[str, float]
-
-
-class OutputComparison:
-    """Compares runtimes on the same prompts.
+def compare_outputs(
+    reference: ArtifactRuntime, runtime: ArtifactRuntime, rows: Sequence[PromptRow]
+) -> dict[str, dict[str, float]]:
+    """Differences of the outputs of `runtime` from those of `reference`, by output of the graph.
 
     Args:
         reference: The artifact's runtime.
+        runtime: Of a variant of it.
         rows: Prompts with conditions, at least two distinct ones.
+
+    Returns:
+        rms_to_artifact: Root mean squared difference from the artifact's outputs, relative to their standard deviation
+            (largest of all columns). probability_shift: Of probabilities, mean absolute difference. batch_mates: Largest
+            change of an output by other rows in its batch, relative to the standard deviation.
     """
-
-    def __init__(self, reference: ArtifactRuntime, rows: Sequence[PromptRow]) -> None:
-        self._rows = rows
-        self._tokenized = reference.tokenizer([row.prompt for row in rows])
-        self._expected = self._outputs(reference, 1)
-        self._scale = {name: _standard_deviation(values) for name, values in self._expected.items()}
-
-    def compare(self, runtime: ArtifactRuntime) -> OutputDifferences:
-        """Differences of another runtime."""
-        single = self._outputs(runtime, 1)
-        # In the file's order, so that short and long prompts share batches and most rows are padded.
-        batched = self._outputs(runtime, BATCH)
-        differences = {name: single[name] - values for name, values in self._expected.items()}
-        return OutputDifferences(
-            to_artifact={
-                name: float(np.sqrt((values**2).mean()) / self._scale[name])
-                for name, values in differences.items()
-            },
-            probability={
-                name: float(np.abs(values).mean())
-                for name, values in differences.items()
-                if name in PROBABILITIES
-            },
-            batch_mates={
-                name: float(np.abs(batched[name] - values).max() / self._scale[name])
-                for name, values in single.items()
-            },
-        )
-
-    def _outputs(self, runtime: ArtifactRuntime, batch_size: int) -> Outputs:
-        parts = []
-        for start in range(0, len(self._rows), batch_size):
-            batch = slice(start, start + batch_size)
-            result = runtime.run(
-                [prompt.ids for prompt in self._tokenized[batch]],
-                [row.served_model for row in self._rows[batch]],
-                [row.temperature for row in self._rows[batch]],
-            )
-            parts.append(result.arrays())
-        names = [tensor.name for tensor in runtime.artifact.manifest.outputs]
-        return {name: np.concatenate([part[name] for part in parts]) for name in names}
+    expected, single = _outputs(reference, rows, 1), _outputs(runtime, rows, 1)
+    # In the file's order, so that short and long prompts share batches and most rows are padded.
+    batched = _outputs(runtime, rows, BATCH)
+    names = ("rms_to_artifact", "probability_shift", "batch_mates")
+    differences: dict[str, dict[str, float]] = {name: {} for name in names}
+    for name, values in expected.items():
+        difference, scale = single[name] - values, values.std(axis=0).max() or 1.0
+        differences["rms_to_artifact"][name] = float(np.sqrt((difference**2).mean()) / scale)
+        if name in PROBABILITIES:
+            differences["probability_shift"][name] = float(np.abs(difference).mean())
+        differences["batch_mates"][name] = float(np.abs(batched[name] - single[name]).max() / scale)
+    return differences
 
 
-def _standard_deviation(values: NDArray[np.float64]) -> float:
-    """Over the prompts, largest of all columns; 1 for an output that does not vary."""
-    largest = float(values.std(axis=0).max())
-    return largest if largest > 0 else 1.0
+def _outputs(
+    runtime: ArtifactRuntime, rows: Sequence[PromptRow], batch_size: int
+) -> dict[str, NDArray[np.float64]]:
+    prompts, served_models, temperatures = zip(*rows, strict=True)
+    tokens = [prompt.ids for prompt in runtime.tokenizer(prompts)]
+    batches = [slice(start, start + batch_size) for start in range(0, len(rows), batch_size)]
+    parts = [runtime.run(tokens[b], served_models[b], temperatures[b]).arrays() for b in batches]
+    names = [tensor.name for tensor in runtime.artifact.manifest.outputs]
+    return {name: np.concatenate([part[name] for part in parts]) for name in names}

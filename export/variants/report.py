@@ -1,144 +1,92 @@
-"""Results of variants: acceptance, choice, JSON and Markdown."""
+"""Acceptance of variants, choice of the fastest, and the report in Markdown."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from export.variants.config import AcceptanceLimits
-from export.variants.evaluate import LEVELS, Metrics, OutputDifferences
 from scheduler_core.report.markdown import markdown_table
 
-SCHEMA = "variants/1"
 #: Name of the artifact itself among its variants.
 PLAIN = "fp32"
 #: Limit of `batch_mates` for variants in single precision.
 EXACT = 1e-5
+LEVELS = ("p50", "p90", "p99")
+
+Metrics = Mapping[str, float | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariantResult:
-    """Result of one variant.
-
-    Attributes:
-        name: The variant, or fp32 for the artifact itself.
-        precision: Of weights and activations.
-        num_bytes: Of the graph with its weights.
-        steps: Number of rewrites of the graph, by kind.
-        metrics: Of the evaluation.
-        differences: Of the graph's outputs.
-        reasons: Of its rejection; empty: it is accepted.
-    """
-
-    name: str
-    precision: str
-    num_bytes: int
-    steps: Mapping[str, int] = field(default_factory=dict)
-    metrics: Metrics = field(default_factory=dict)
-    differences: OutputDifferences | None = None
-    reasons: tuple[str, ...] = ()
-
-    @property
-    def accepted(self) -> bool:
-        """All limits hold."""
-        return not self.reasons
-
-    def to_json(self) -> dict[str, Any]:
-        """Content of the report and of the manifest."""
-        differences = self.differences
-        return {
-            "accepted": self.accepted,
-            "reasons": list(self.reasons),
-            "precision": self.precision,
-            "bytes": self.num_bytes,
-            "steps": dict(self.steps),
-            "metrics": dict(self.metrics),
-            "rms_to_artifact": {} if differences is None else differences.to_artifact,
-            "probability_shift": {} if differences is None else differences.probability,
-            "batch_mates": {} if differences is None else differences.batch_mates,
-        }
+def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """r2, tau, p50, p90, p99 and crps_tokens of a predictor's metrics; None where unknown."""
+    coverage = metrics["coverage"]
+    return {
+        "r2": metrics["mu"]["r2"],
+        "tau": metrics["kendall_tau"]["median_vs_fitted_mu"],
+        **{level: coverage.get(level, {}).get("estimate") for level in LEVELS},
+        "crps_tokens": metrics["crps_tokens"],
+    }
 
 
-def rejection_reasons(
-    plain: Metrics,
-    metrics: Metrics,
-    differences: OutputDifferences,
-    limits: AcceptanceLimits,
-    *,
-    exact: bool,
-) -> tuple[str, ...]:
-    """Limits that a variant exceeds; empty if all hold.
+def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
+    """Limits that a variant exceeds.
 
     Args:
         plain: Metrics of the artifact.
-        metrics: Of the variant, on the same rows.
-        differences: Of its outputs.
-        limits: Of the losses.
-        exact: It is in single precision, where batch mates may change next to nothing.
+        result: precision, metrics (on the same rows), probability_shift and batch_mates of the variant.
+        limits: Maximum losses; batch mates may change next to nothing in single precision.
     """
-    return tuple(_rejections(plain, metrics, differences, limits, exact))
-
-
-def _rejections(
-    plain: Metrics, metrics: Metrics, differences: OutputDifferences, limits: AcceptanceLimits, exact: bool
-) -> Iterator[str]:
-    for name, limit, label in (("r2", limits.r2_drop, "R2 of mu"), ("tau", limits.tau_drop, "Kendall's tau")):
-        drop = _difference(plain.get(name), metrics.get(name))
-        if drop is None and plain.get(name) is not None:
+    checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
+    checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]
+    for name, label, limit in checks:
+        value, reference = result["metrics"].get(name), plain.get(name)
+        if reference is None:
+            continue
+        if value is None:
             yield f"{label} is unknown"
-        elif drop is not None and not drop <= limit:
-            yield f"{label} drops by {drop:.4f}, allowed {limit:g}"
-    for level in LEVELS:
-        shift = _difference(metrics.get(level), plain.get(level))
-        if shift is None and plain.get(level) is not None:
-            yield f"coverage of {level.upper()} is unknown"
-        elif shift is not None and not abs(shift) <= limits.coverage_shift:
-            yield f"coverage of {level.upper()} shifts by {shift:+.4f}, allowed {limits.coverage_shift:g}"
-    for name, value in differences.probability.items():
-        if not value <= limits.probability_shift:
-            yield (
-                f"probabilities of {name} shift by {value:.4f} on average, allowed {limits.probability_shift:g}"
-            )
-    allowed = min(EXACT, limits.batch_mates) if exact else limits.batch_mates
-    for name, value in differences.batch_mates.items():
-        if not value <= allowed:
-            yield (f"batch mates change {name} by {value:.2g} of its standard deviation, allowed {allowed:g}")
+            continue
+        loss = abs(value - reference) if name in LEVELS else reference - value
+        if not loss <= limit:
+            yield f"{label} changes by {value - reference:+.4f}, allowed {limit:g}"
+    for name, value in result["probability_shift"].items():
+        if not value <= (limit := limits.probability_shift):
+            yield f"probabilities of {name} shift by {value:.4f} on average, allowed {limit:g}"
+    limit = min(EXACT, limits.batch_mates) if result["precision"] == "fp32" else limits.batch_mates
+    for name, value in result["batch_mates"].items():
+        if not value <= limit:
+            yield f"batch mates change {name} by {value:.2g} of its standard deviation, allowed {limit:g}"
 
 
-def _difference(value: float | None, reference: float | None) -> float | None:
-    return None if value is None or reference is None else value - reference
-
-
-def best_of(results: Sequence[VariantResult], latency_ms: Mapping[str, Mapping[str, float]]) -> str:
+def fastest(variants: Mapping[str, Mapping[str, Any]], latency_ms: Mapping[str, Mapping[str, float]]) -> str:
     """The accepted variant with the smallest geometric mean of times over all shapes."""
-
-    def log_time(name: str) -> float:
-        return math.fsum(math.log(times[name]) for times in latency_ms.values())
-
-    return min((result.name for result in results if result.accepted), key=log_time)
+    accepted = [name for name, variant in variants.items() if variant["accepted"]]
+    return min(accepted, key=lambda name: math.prod(times[name] for times in latency_ms.values()))
 
 
-def report_markdown(content: Mapping[str, Any], command: str) -> str:
+def report_markdown(content: Mapping[str, Any]) -> str:
     """The report as a page."""
-    machine, data, limits = content["machine"], content["data"], content["limits"]
-    artifact, versions = content["artifact"], content["versions"]
+    data, limits, config, artifact = (content[name] for name in ("data", "limits", "config", "artifact"))
     best = ", ".join(f"{name} on {provider}" for provider, name in content["best"].items())
-    plain = content["variants"][PLAIN]["metrics"]
-    quality = [_quality_row(name, variant, plain) for name, variant in content["variants"].items()]
+    command = f"export-variants {config['artifact']} --data {config['data']} --out {config['out']}"
+    if config["max_groups"] is not None:
+        command += f" --max_groups {config['max_groups']}"
     parts = [
         f"# Variants of {artifact['artifact_id']}",
-        f"`{command}`",
-        f"Artifact version {artifact['artifact_version']}, tailcast {versions['tailcast']}, ONNX Runtime "
-        f"{versions['onnxruntime']}, {machine['processor']} ({machine['instructions']}), "
-        f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}, {content['created']}.",
+        f"`{command} --repetitions {config['repetitions']}`",
+        f"Artifact version {artifact['artifact_version']}, tailcast {content['versions']['tailcast']}, ONNX Runtime "
+        f"{content['versions']['onnxruntime']}, {content['processor']}, threads: {config['threads']}, "
+        f"{content['created']}.",
         f"Best here: **{best}**.",
         "## Quality",
         f"{data['num_groups']} (prompt, served model) groups of `{data['name']}`; int8 was calibrated on "
         f"{data['calibration_prompts']} other prompts. In brackets: the difference from {PLAIN}.",
         markdown_table(
-            ("variant", "MB", "R2 mu", "tau", "P50", "P90", "P99", "CRPS", "batch mates", "accepted"), quality
+            ("variant", "MB", "R2 mu", "tau", "P50", "P90", "P99", "CRPS", "batch mates", "accepted"),
+            [
+                _quality_row(name, variant, content["variants"][PLAIN]["metrics"])
+                for name, variant in content["variants"].items()
+            ],
         ),
         f"Limits: R2 and tau {limits['r2_drop']:g} and {limits['tau_drop']:g} lower, coverage "
         f"{limits['coverage_shift']:g} off, probabilities {limits['probability_shift']:g} off on average. Batch mates: "
@@ -153,21 +101,21 @@ def report_markdown(content: Mapping[str, Any], command: str) -> str:
             for shape, times in shapes.items()
         ]
         parts += [
-            f"{provider}, minimum {'CPU' if provider == 'cpu' else 'wall-clock'} time of "
-            f"{content['config']['repetitions']} calls in ms, variants interleaved; in brackets the speed-up over {PLAIN}.",
+            f"{provider}, minimum {'CPU' if provider == 'cpu' else 'wall-clock'} time of {config['repetitions']} calls "
+            f"in ms, variants interleaved; in brackets the speed-up over {PLAIN}.",
             markdown_table(("batch x tokens", *names), rows),
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def _quality_row(name: str, variant: Mapping[str, Any], plain: Metrics) -> list[str]:
-    metrics = variant["metrics"]
     cells = []
     for key in ("r2", "tau", *LEVELS):
-        value, difference = metrics.get(key), _difference(metrics.get(key), plain.get(key))
+        value, reference = variant["metrics"].get(key), plain.get(key)
         text = "-" if value is None else f"{value:.4f}"
-        cells.append(text if name == PLAIN or difference is None else f"{text} ({difference:+.4f})")
-    crps = metrics.get("crps_tokens")
+        is_compared = name != PLAIN and value is not None and reference is not None
+        cells.append(f"{text} ({value - reference:+.4f})" if is_compared else text)
+    crps = variant["metrics"].get("crps_tokens")
     mates = max(variant["batch_mates"].values(), default=None)
     return [
         name,

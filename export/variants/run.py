@@ -1,52 +1,48 @@
-"""The run of `export-variants`: build, evaluate, measure, report."""
+"""The run of `export-variants`: build, evaluate, measure, report.
+
+`training` and `export` do not import each other: the command passes `training`'s evaluation in as a function.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import platform
+import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from export.exporter import sign_artifact, signing_key, toolchain_versions
-from export.variants.build import PRECISION, VariantBuilder, add_result, model_bytes, write_variant
+from export.exporter import signing_key, toolchain_versions
+from export.variants.build import PRECISION, build_variant, write_variant
 from export.variants.config import VariantsConfig
-from export.variants.evaluate import Evaluate, OutputComparison, SplitPrompts, select_metrics, split_prompts
-from export.variants.measure import machine, measure_latency
-from export.variants.report import (
-    PLAIN,
-    SCHEMA,
-    VariantResult,
-    best_of,
-    rejection_reasons,
-    report_markdown,
-)
-from predictors.artifact import Artifact, Manifest, open_artifact
+from export.variants.evaluate import PromptRow, compare_outputs, split_prompts
+from export.variants.report import PLAIN, fastest, rejection_reasons, report_markdown, select_metrics
+from predictors.artifact import open_artifact, write_manifest
+from predictors.manifest import MANIFEST, MODEL
 from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import (
-    atomic_directory,
-    atomic_file,
-    existing_file,
-    folder_target,
-    sha256_file,
-    writable_target,
-    write_json,
-)
+from scheduler_core.files import atomic_directory, existing_file, folder_target, sha256_file, write_json
 
 logger = logging.getLogger(__name__)
 
-REPORT = "report.json"
 #: Of the folder's record, see `scheduler_core.files.atomic_directory`.
 KIND = "variants"
 #: Prompts on which outputs are compared one by one.
 NUM_COMPARED = 64
+#: Every vocabulary has these; which tokens they are changes no time.
+LOWEST_IDS = 16
+
+#: Folders of variants by name, Parquet file -> content of an evaluation (docs/evaluation-format.md) of the artifact and of
+#: its variants on the same rows, variants under `compared`.
+Evaluate = Callable[[Mapping[str, Path], Path], Mapping[str, Any]]
 
 
 def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any]:
@@ -61,202 +57,158 @@ def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any
         TailcastError: A graph cannot be rewritten.
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
-    page = None if config.markdown is None else writable_target(config.markdown, "markdown")
     existing_file(config.data, "data")
     artifact = open_artifact(config.artifact, public_key=config.public_key)
+    if artifact.manifest.precision != "fp32" or artifact.manifest.variant:
+        raise InputError("artifact", config.artifact, "an artifact as export-onnx writes it, no variant")
     key = None if config.sign is None else signing_key(config.sign)
+    rng = np.random.default_rng(config.seed)
     with (
         atomic_directory(out, KIND, overwrite=config.overwrite) as folder,
         tempfile.TemporaryDirectory() as temporary,
     ):
-        prompts = split_prompts(
-            config.data,
-            Path(temporary) / "evaluation.parquet",
-            config.calibration_prompts,
-            np.random.default_rng(config.seed),
-        )
-        content = _Run(config, evaluate, artifact, prompts, folder).content()
-        if key is not None:
-            for result in sorted(path for path in folder.iterdir() if path.is_dir()):
-                sign_artifact(result, key)
-        write_json(folder / REPORT, content)
-        text = report_markdown(content, _command(config))
-        (folder / "report.md").write_text(text, encoding="utf-8")
-    if page is not None:
-        with atomic_file(page) as target:
-            target.write_text(text, encoding="utf-8")
+        others = Path(temporary) / "evaluation.parquet"
+        calibration, rows = split_prompts(config.data, others, config.calibration_prompts, rng)
+        plain = _open(config, artifact.path)
+        tokens = [prompt.ids for prompt in plain.tokenizer(calibration)]
+        steps, failed = _build(config, plain, tokens, folder)
+        folders = {name: folder / name for name in steps}
+        evaluation = evaluate(folders, others)
+        results = _compare(config, plain, rows, {PLAIN: artifact.path, **folders}, evaluation)
+        latency = _measure(config, {PLAIN: artifact.path, **folders}, artifact.manifest.max_length)
+        for name, path in folders.items():
+            results[name]["steps"] = steps[name]
+            if results[name]["accepted"]:
+                manifest = open_artifact(path).manifest
+                variant = {**manifest.variant, **results[name]}
+                write_manifest(path, manifest.model_copy(update={"variant": variant}))
+                if key is not None:
+                    from predictors.signing import sign_file
+
+                    sign_file(path / MANIFEST, key)
+            else:
+                shutil.rmtree(path)
+        content: dict[str, Any] = {
+            "schema": "variants/1",
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "artifact": artifact.manifest.model_dump(include={"artifact_id", "artifact_version"}),
+            "data": {
+                "name": Path(config.data).name,
+                "sha256": sha256_file(config.data),
+                "calibration_prompts": len(calibration),
+                "evaluation_prompts": len(rows),
+                "num_groups": evaluation["model"]["num_prompts"],
+            },
+            "processor": _processor(),
+            "limits": dataclasses.asdict(config.limits),
+            "variants": results | failed,
+            "latency_ms": latency,
+            "best": {provider: fastest(results, shapes) for provider, shapes in latency.items()},
+            "config": dataclasses.asdict(config),
+            "versions": toolchain_versions(),
+        }
+        write_json(folder / "report.json", content)
+        (folder / "report.md").write_text(report_markdown(content), encoding="utf-8")
     for provider, name in content["best"].items():
         logger.info("best on %s: %s", provider, name)
     return content
 
 
-def _command(config: VariantsConfig) -> str:
-    options = [("--data", config.data), ("--out", config.out)]
-    options += [] if config.max_groups is None else [("--max_groups", str(config.max_groups))]
-    if config.repetitions != VariantsConfig.repetitions:
-        options.append(("--repetitions", str(config.repetitions)))
-    words = [
-        Path(config.artifact).name,
-        *(word for name, value in options for word in (name, Path(value).name)),
-    ]
-    return "export-variants " + " ".join(words)
+def _open(config: VariantsConfig, folder: Path, provider: ProviderChoice = "cpu") -> ArtifactRuntime:
+    return open_runtime(folder, provider=provider, threads_per_run=config.threads)
 
 
-class _Run:
-    """One run; the variants are built inside `folder`."""
+def _build(
+    config: VariantsConfig, plain: ArtifactRuntime, tokens: Sequence[NDArray[np.int64]], folder: Path
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, Any]]]:
+    """Writes the variants into `folder`; their rewrites, and the results of those that cannot be made."""
+    run = {"command": "export-variants", "config": dataclasses.asdict(config)}
+    tokenizer = plain.tokenizer
+    limits = {"max_length": tokenizer.max_length, "vocabulary": tokenizer.vocabulary_size}
+    steps: dict[str, dict[str, int]] = {}
+    failed: dict[str, dict[str, Any]] = {}
+    for kind in config.variants:
+        logger.info("building %s", kind)
+        try:
+            model, done = build_variant(plain.artifact.path / MODEL, kind, tokens, **limits, seed=config.seed)
+        except TailcastError as error:
+            logger.warning("%s cannot be made: %s", kind, error)
+            empty = ("steps", "metrics", "rms_to_artifact", "probability_shift", "batch_mates")
+            result = {"accepted": False, "reasons": [f"cannot be made: {error}"], "bytes": 0}
+            failed[kind] = result | {"precision": PRECISION[kind]} | {name: {} for name in empty}
+            continue
+        write_variant(plain.artifact, model, folder / kind, run)
+        steps[kind] = done
+    return steps, failed
 
-    def __init__(
-        self,
-        config: VariantsConfig,
-        evaluate: Evaluate,
-        artifact: Artifact,
-        prompts: SplitPrompts,
-        folder: Path,
-    ) -> None:
-        self._config = config
-        self._evaluate = evaluate
-        self._artifact = artifact
-        self._prompts = prompts
-        self._folder = folder
-        self._manifests: dict[str, Manifest] = {}
-        self._steps: dict[str, Mapping[str, int]] = {}
-        self._failures: dict[str, str] = {}
 
-    def content(self) -> dict[str, Any]:
-        """Builds, evaluates and measures all variants; the content of report.json."""
-        self._build()
-        folders = {name: self._folder / name for name in self._manifests}
-        evaluation = self._evaluate(self._config, folders, self._prompts.file)
-        results = self._results(folders, evaluation)
-        latency = self._measure(folders)
-        best = {
-            provider: best_of(results[: 1 + len(folders)], shapes) for provider, shapes in latency.items()
+def _compare(
+    config: VariantsConfig,
+    plain: ArtifactRuntime,
+    rows: Sequence[PromptRow],
+    folders: Mapping[str, Path],
+    evaluation: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Quality of the artifact and its variants, and whether they are accepted."""
+    reference = select_metrics(evaluation["model"])
+    results = {}
+    for name, folder in folders.items():
+        logger.info("comparing outputs of %s", name)
+        is_plain = name == PLAIN
+        result = {
+            "precision": PRECISION.get(name, "fp32"),
+            "bytes": sum(file.stat().st_size for file in folder.glob(f"{MODEL}*")),
+            "steps": {},
+            "metrics": reference if is_plain else select_metrics(evaluation["compared"][name]),
+            **compare_outputs(plain, _open(config, folder), rows[:NUM_COMPARED]),
         }
-        for result in results[1 : 1 + len(folders)]:
-            if result.accepted:
-                add_result(folders[result.name], self._manifests[result.name], result.to_json())
-            else:
-                shutil.rmtree(folders[result.name])
-        manifest = self._artifact.manifest
-        return {
-            "schema": SCHEMA,
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "artifact": {
-                "artifact_id": manifest.artifact_id,
-                "artifact_version": manifest.artifact_version,
-            },
-            "data": {
-                "name": Path(self._config.data).name,
-                "sha256": sha256_file(self._config.data),
-                "calibration_prompts": len(self._prompts.calibration),
-                "evaluation_prompts": len(self._prompts.rows),
-                "num_groups": evaluation["model"]["num_prompts"],
-            },
-            "machine": machine() | {"threads": self._config.threads},
-            "limits": dataclasses.asdict(self._config.limits),
-            "variants": {result.name: result.to_json() for result in results},
-            "latency_ms": latency,
-            "best": best,
-            "config": dataclasses.asdict(self._config),
-            "versions": toolchain_versions(),
-        }
+        reasons = [] if is_plain else list(rejection_reasons(reference, result, config.limits))
+        for reason in reasons:
+            logger.warning("%s is rejected: %s", name, reason)
+        results[name] = {"accepted": not reasons, "reasons": reasons, **result}
+    return results
 
-    def _build(self) -> None:
-        builder = VariantBuilder.of(self._artifact, self._prompts.calibration, seed=self._config.seed)
-        run = {"command": "export-variants", "config": dataclasses.asdict(self._config)}
-        for kind in self._config.variants:
-            logger.info("building %s", kind)
-            try:
-                variant = builder.build(kind)
-            except InputError:
+
+def _measure(
+    config: VariantsConfig, folders: Mapping[str, Path], max_length: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Minimum time of a call, variants interleaved: provider -> "batch x tokens" -> name -> milliseconds.
+
+    Full batches without padding; CUDA where there is a GPU. On the CPU it is CPU time of the process.
+    """
+    sizes = [tuple(map(int, shape.split("x"))) for shape in config.shapes]
+    shapes = [(batch, tokens) for batch, tokens in sizes if tokens <= max_length]
+    if not shapes:
+        raise InputError("shapes", config.shapes, f"at least one of at most {max_length} tokens")
+    clocks: dict[ProviderChoice, Callable[[], float]] = {"cpu": time.process_time, "cuda": time.perf_counter}
+    latency: dict[str, dict[str, dict[str, float]]] = {}
+    for provider, clock in clocks.items():
+        try:
+            runtimes = {name: _open(config, folder, provider) for name, folder in folders.items()}
+        except InputError:
+            if provider == "cpu":
                 raise
-            except TailcastError as error:
-                logger.warning("%s cannot be made: %s", kind, error)
-                self._failures[kind] = str(error)
-                continue
-            self._steps[kind] = variant.steps
-            self._manifests[kind] = write_variant(
-                self._artifact,
-                variant.model,
-                self._folder / kind,
-                name=kind,
-                precision=PRECISION[kind],
-                run=run,
-            )
+            logger.info("no usable GPU: variants are measured on the CPU only")
+            continue
+        served_models = runtimes[PLAIN].artifact.manifest.served_models or (None,)
+        rng, latency[provider] = np.random.default_rng(config.seed), {}
+        for batch, tokens in shapes:
+            logger.info("measuring %d x %d tokens", batch, tokens)
+            prompts = [rng.integers(0, LOWEST_IDS, size=tokens) for _ in range(batch)]
+            best = dict.fromkeys(runtimes, np.inf)
+            for number in range(config.repetitions + 1):  # the first one warms up
+                for name, runtime in runtimes.items():
+                    start = clock()
+                    runtime.run(prompts, served_models[:1] * batch)
+                    if number:
+                        best[name] = min(best[name], 1000 * (clock() - start))
+            latency[provider][f"{batch}x{tokens}"] = best
+    return latency
 
-    def _results(self, folders: Mapping[str, Path], evaluation: Mapping[str, Any]) -> list[VariantResult]:
-        """The artifact's result, those of the built variants, and those of the others."""
-        plain_metrics = select_metrics(evaluation["model"])
-        plain = self._open(self._artifact.path)
-        comparison = OutputComparison(plain, self._prompts.rows[:NUM_COMPARED])
-        results = [
-            VariantResult(
-                name=PLAIN,
-                precision=self._artifact.manifest.precision,
-                num_bytes=model_bytes(self._artifact.path),
-                metrics=plain_metrics,
-                differences=comparison.compare(plain),
-            )
-        ]
-        for name, folder in folders.items():
-            logger.info("comparing outputs of %s", name)
-            precision = PRECISION[name]
-            metrics = select_metrics(evaluation["compared"][name])
-            differences = comparison.compare(self._open(folder))
-            reasons = rejection_reasons(
-                plain_metrics, metrics, differences, self._config.limits, exact=precision == "fp32"
-            )
-            for reason in reasons:
-                logger.warning("%s is rejected: %s", name, reason)
-            results.append(
-                VariantResult(
-                    name=name,
-                    precision=precision,
-                    num_bytes=model_bytes(folder),
-                    steps=self._steps[name],
-                    metrics=metrics,
-                    differences=differences,
-                    reasons=reasons,
-                )
-            )
-        return results + [
-            VariantResult(
-                name=name, precision=PRECISION[name], num_bytes=0, reasons=(f"cannot be made: {reason}",)
-            )
-            for name, reason in self._failures.items()
-        ]
 
-    def _open(self, folder: Path, provider: ProviderChoice = "cpu") -> ArtifactRuntime:
-        return open_runtime(folder, provider=provider, threads_per_run=self._config.threads)
-
-    def _measure(self, folders: Mapping[str, Path]) -> dict[str, dict[str, dict[str, float]]]:
-        """Provider -> shape -> name -> milliseconds; CUDA where there is a GPU."""
-        config = self._config
-        max_length = self._artifact.manifest.max_length
-        shapes = [(batch, tokens) for batch, tokens in config.measured_shapes if tokens <= max_length]
-        if not shapes:
-            raise InputError("shapes", config.shapes, f"at least one of at most {max_length} tokens")
-        clocks: dict[ProviderChoice, Callable[[], float]] = {
-            "cpu": time.process_time,
-            "cuda": time.perf_counter,
-        }
-        latency = {}
-        for provider, clock in clocks.items():
-            try:
-                runtimes = {
-                    name: self._open(folder, provider)
-                    for name, folder in {PLAIN: self._artifact.path, **folders}.items()
-                }
-            except InputError:
-                if provider == "cpu":
-                    raise
-                logger.info("no usable GPU: variants are measured on the CPU only")
-                continue
-            latency[str(provider)] = measure_latency(
-                runtimes,
-                shapes,
-                repetitions=config.repetitions,
-                rng=np.random.default_rng(config.seed),
-                clock=clock,
-            )
-        return latency
+def _processor() -> str:
+    """Name of the processor, from /proc/cpuinfo where there is one."""
+    file = Path("/proc/cpuinfo")
+    text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()

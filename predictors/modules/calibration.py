@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from pydantic import ConfigDict
 
 from scheduler_core.errors import InputError
 
@@ -22,6 +20,8 @@ class Calibration:
             not conditioned on it.
         mu_shift: In units of the uncalibrated sigma [num_models + 1].
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     sigma_scale: tuple[float, ...]
     mu_shift: tuple[float, ...]
@@ -49,40 +49,6 @@ class Calibration:
         """Whether it changes nothing."""
         return self == Calibration.identity(self.num_models)
 
-    @classmethod
-    def from_json(cls, content: object) -> Calibration:
-        """From the content of `to_json`; raises InputError if a table is missing or wrong."""
-        if not isinstance(content, Mapping) or set(content) != {"sigma_scale", "mu_shift"}:
-            raise InputError("calibration", content, "a JSON object with sigma_scale and mu_shift")
-        try:
-            return cls(**content)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
-            raise InputError("calibration", content, "tables of numbers") from error
-
     def to_json(self) -> dict[str, Any]:
         """As JSON."""
         return {"sigma_scale": list(self.sigma_scale), "mu_shift": list(self.mu_shift)}
-
-
-class CalibrationTable(nn.Module):
-    """A `Calibration` inside the graph."""
-
-    sigma_scale: Tensor
-    mu_shift: Tensor
-
-    def __init__(self, calibration: Calibration) -> None:
-        super().__init__()
-        # Not in the weights file: config.json is the one place that holds them.
-        for name in ("sigma_scale", "mu_shift"):
-            table = torch.tensor(getattr(calibration, name), dtype=torch.float32)
-            self.register_buffer(name, table, persistent=False)
-
-    def forward(self, mu: Tensor, sigma: Tensor, served_model: Tensor | None) -> tuple[Tensor, Tensor]:
-        """mu [B], sigma [B] in log tokens, numbers of served models int64 [B] (None: entry 0) -> mu' [B], sigma' [B]."""
-        if served_model is None:
-            shift, scale = self.mu_shift[0], self.sigma_scale[0]
-        else:
-            shift, scale = self.mu_shift[served_model], self.sigma_scale[served_model]
-        return mu + shift * sigma, sigma * scale

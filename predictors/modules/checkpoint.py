@@ -13,14 +13,16 @@ Loading needs neither the network nor the folder the encoder came from, and runs
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from predictors.manifest import NORMALIZATION, TOKENIZER, check_format
 from predictors.modules.calibration import Calibration
-from predictors.modules.config import PredictorConfig
+from predictors.modules.config import PredictorConfig, read_config
 from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
@@ -36,8 +38,6 @@ FORMAT_VERSION = 5
 KIND = "checkpoint"
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
-NORMALIZATION = "normalization.json"
-TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TRAINING = "training.json"
 
@@ -79,7 +79,7 @@ def save_checkpoint(
 
     config = {
         "format_version": FORMAT_VERSION,
-        "predictor": model.config.to_json(),
+        "predictor": dataclasses.asdict(model.config),
         "calibration": model.calibration.to_json(),
         "encoder_config": config_of(model.encoder),
     }
@@ -88,20 +88,16 @@ def save_checkpoint(
     }
     with atomic_directory(path, KIND, overwrite=overwrite) as folder:
         write_json(folder / CONFIG, config)
-        write_json(folder / NORMALIZATION, model.normalization.to_json())
+        write_json(folder / NORMALIZATION, dataclasses.asdict(model.normalization))
         write_json(folder / TRAINING, dict(training_info))
         with atomic_file(folder / WEIGHTS) as temporary:  # safetensors writes for the owner alone
             save_file(weights, str(temporary), metadata={"format": "pt"})
-        _save_tokenizer(folder, tokenizer)
+        # Truncation and padding of the last call live in the tokenizer's state and would be saved with it.
+        tokenizer.backend_tokenizer.no_truncation()
+        tokenizer.backend_tokenizer.no_padding()
+        tokenizer.save_pretrained(str(folder))
         for name, source in (extra_files or {}).items():
             shutil.copyfile(source, folder / name)
-
-
-def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
-    # Truncation and padding of the last call live in the tokenizer's state and would be saved with it.
-    tokenizer.backend_tokenizer.no_truncation()
-    tokenizer.backend_tokenizer.no_padding()
-    tokenizer.save_pretrained(str(folder))
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
@@ -115,31 +111,22 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
     if not folder.is_dir():
         raise InputError("checkpoint", str(path), "an existing checkpoint folder of train")
     content = read_json_object(folder / CONFIG, "checkpoint")
-    _check_format(content.get("format_version"))
-    config = PredictorConfig.from_json(content.get("predictor"), f"checkpoint {CONFIG}, predictor")
-    encoder_config = content.get("encoder_config")
-    if not isinstance(encoder_config, dict):
-        raise InputError(f"checkpoint {CONFIG}, encoder_config", encoder_config, "a JSON object")
-    normalization = Normalization.from_json(read_json_object(folder / NORMALIZATION, "checkpoint"))
-    calibration = Calibration.from_json(content.get("calibration"))
-    model = PromptPredictor(config, build_encoder(encoder_config), normalization, calibration=calibration)
+    version = content.get("format_version")
+    check_format(f"checkpoint {CONFIG}, format_version", version, FORMAT_VERSION, "train it again")
+    config = read_config(PredictorConfig, content.get("predictor"), f"checkpoint {CONFIG}, predictor")
+    calibration = read_config(Calibration, content.get("calibration"), f"checkpoint {CONFIG}, calibration")
+    statistics = read_json_object(folder / NORMALIZATION, "checkpoint")
+    if missing := dataclasses.asdict(Normalization()).keys() - statistics.keys():
+        raise InputError(f"checkpoint {NORMALIZATION}", sorted(statistics), f"also {', '.join(missing)}")
+    normalization = read_config(Normalization, statistics, f"checkpoint {NORMALIZATION}")
+    encoder = build_encoder(content.get("encoder_config"))
+    model = PromptPredictor(config, encoder, normalization, calibration=calibration)
     _load_weights(model, folder / WEIGHTS)
     for name in (TOKENIZER, TOKENIZER_CONFIG):
         existing_file(folder / name, "checkpoint")
     tokenizer = load_tokenizer(str(folder), truncation_side=config.truncation_side)
     training = read_json_object(folder / TRAINING, "checkpoint")
     return Checkpoint(folder, model.eval(), tokenizer, config, training)
-
-
-def _check_format(version: object) -> None:
-    if version == FORMAT_VERSION and not isinstance(version, bool):
-        return
-    reason = ""
-    if isinstance(version, int) and 1 <= version < FORMAT_VERSION:
-        reason = "; an older tailcast wrote this checkpoint: train it again"
-    elif isinstance(version, int) and version > FORMAT_VERSION:
-        reason = "; a newer tailcast wrote this checkpoint: upgrade"
-    raise InputError(f"checkpoint {CONFIG}, format_version", version, f"{FORMAT_VERSION}{reason}")
 
 
 def _load_weights(model: PromptPredictor, path: Path) -> None:
@@ -149,10 +136,7 @@ def _load_weights(model: PromptPredictor, path: Path) -> None:
     existing_file(path, "checkpoint")
     try:
         model.load_state_dict(load_file(str(path)), strict=True)
-    except SafetensorError as error:
-        raise InputError("checkpoint", str(path), f"a complete safetensors file ({error})") from error
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        raise InputError(
-            "checkpoint", str(path), f"weights that fit {CONFIG} ({' '.join(lines[1:2])})"
-        ) from error
+    except (SafetensorError, RuntimeError) as error:
+        reason = str(error).splitlines()[:2][-1].strip()  # the first line of torch names the class alone
+        allowed = f"a complete safetensors file with weights that fit {CONFIG} ({reason})"
+        raise InputError("checkpoint", str(path), allowed) from error

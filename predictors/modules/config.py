@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from predictors.manifest import TRUNCATION_SIDES
-from predictors.modules.encoder import check_poolings
+from predictors.modules.encoder import POOLINGS
 from predictors.modules.heads import Heads
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import check_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,7 @@ class Conditioning:
     unknown: bool = True
 
     def __post_init__(self) -> None:
-        names = tuple(self.served_models)
-        object.__setattr__(self, "served_models", names)
+        names = self.served_models
         if not names or len(set(names)) < len(names) or not all(names):
             raise InputError("served_models", names, "one or more different names")
         if self.width < 1:
@@ -43,9 +41,7 @@ class Conditioning:
 
     def number_of(self, served_model: str | None) -> int:
         """Number of a served model by name; 0 for one that is not in the list, and for None."""
-        if served_model is None or served_model not in self.served_models:
-            return 0
-        return self.served_models.index(served_model) + 1
+        return 0 if served_model not in self.served_models else self.served_models.index(served_model) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,13 +73,13 @@ class PredictorConfig:
     served_models: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("pooling", "served_models"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        check_poolings(self.pooling)
+        poolings = set(self.pooling)
+        if not poolings or len(poolings) < len(self.pooling) or not poolings <= POOLINGS.keys():
+            allowed = f"one or more of {', '.join(POOLINGS)}, each once"
+            raise InputError("pooling", list(self.pooling), allowed)
         if self.max_length < 3:
             raise InputError("max_length", self.max_length, "integers >= 3")
-        if self.truncation_side not in TRUNCATION_SIDES:
-            raise InputError("truncation_side", self.truncation_side, ", ".join(TRUNCATION_SIDES))
+        check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning names them")
         if self.conditioning is not None and not any(head.is_conditioned for _, head in self.heads.items()):
@@ -94,29 +90,23 @@ class PredictorConfig:
         """LLMs whose lengths it was trained on, whether the heads are conditioned on them or not."""
         return self.served_models if self.conditioning is None else self.conditioning.served_models
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON; `from_json` reads it back."""
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, content: object, field: str = "predictor") -> PredictorConfig:
-        """From the content of `to_json`.
-
-        Raises:
-            InputError: A field is missing, unknown or wrong; `field` is the start of its name.
-        """
-        try:
-            # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
-            return _adapter().validate_json(json.dumps(content))
-        except ValidationError as invalid:
-            error = invalid.errors(include_url=False)[0]
-            cause = error.get("ctx", {}).get("error")
-            if isinstance(cause, InputError):
-                raise cause from invalid
-            name = ".".join([field, *(str(step) for step in error["loc"])])
-            raise InputError(name, error["input"], error["msg"]) from invalid
+Config = TypeVar("Config")
 
 
-@functools.cache
-def _adapter() -> TypeAdapter[PredictorConfig]:
-    return TypeAdapter(PredictorConfig)
+def read_config(kind: type[Config], content: object, field: str) -> Config:
+    """A configuration from the JSON of its `dataclasses.asdict`.
+
+    Raises:
+        InputError: A field is missing, unknown or wrong; `field` is the start of its name.
+    """
+    try:
+        # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
+        return TypeAdapter(kind).validate_json(json.dumps(content))
+    except ValidationError as invalid:
+        error = invalid.errors(include_url=False)[0]
+        cause = error.get("ctx", {}).get("error")
+        if isinstance(cause, InputError):
+            raise cause from invalid
+        name = ".".join([field, *(str(step) for step in error["loc"])])
+        raise InputError(name, error["input"], error["msg"]) from invalid

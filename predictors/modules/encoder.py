@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from predictors.tokenizer import keep_ends
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def load_encoder(encoder: str) -> nn.Module:
         InputError: It cannot be found or read, or its folder lacks weights of the encoder.
     """
     source = resolve_encoder(encoder)
-    transformers = _transformers()
+    import transformers
+
     try:
         model, report = transformers.AutoModel.from_pretrained(
             source, dtype=torch.float32, output_loading_info=True
@@ -71,20 +72,21 @@ def load_encoder(encoder: str) -> nn.Module:
     return _as_text_encoder(model).eval()
 
 
-def build_encoder(config: Mapping[str, Any]) -> nn.Module:
+def build_encoder(config: Any) -> nn.Module:
     """An encoder with random weights from the content of a transformers `config.json`.
 
     Raises:
         InputError: The configuration is of no known architecture.
     """
-    transformers = _transformers()
+    import transformers
+
     try:
         model_class = transformers.CONFIG_MAPPING[config["model_type"]]
-        model = transformers.AutoModel.from_config(model_class.from_dict(dict(config)), dtype=torch.float32)
-    except Exception as error:
-        raise InputError(
-            "encoder_config", config.get("model_type"), f"a transformers encoder ({_first_line(error)})"
-        ) from error
+        auto: Any = transformers.AutoModel
+        model = auto.from_config(model_class.from_dict(dict(config)), dtype=torch.float32)
+    except Exception as error:  # KeyError for an unknown type; configurations raise what they like
+        reason = f"the configuration of a transformers encoder ({_first_line(error)})"
+        raise InputError("encoder_config", config, reason) from error
     return _as_text_encoder(model).eval()
 
 
@@ -95,7 +97,8 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
         InputError: It cannot be found or read, or it has no padding token.
     """
     source = resolve_encoder(encoder)
-    transformers = _transformers()
+    import transformers
+
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source,
@@ -104,12 +107,11 @@ def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTraine
             padding_side="right",
         )
     except Exception as error:
-        raise InputError(
-            "encoder", encoder, f"{ALLOWED}; its tokenizer failed ({_first_line(error)})"
-        ) from error
+        reason = f"{ALLOWED}; its tokenizer failed ({_first_line(error)})"
+        raise InputError("encoder", encoder, reason) from error
     if tokenizer.pad_token_id is None or not tokenizer.is_fast:
         raise InputError("encoder", encoder, "an encoder with a tokenizer.json and a padding token")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def tokenize(
@@ -166,11 +168,6 @@ def num_positions(encoder: nn.Module) -> int | None:
     return positions
 
 
-def cls_pool(states: Tensor, mask: Tensor) -> Tensor:
-    """State of the first position; [B, S, H], bool [B, S] -> [B, H]."""
-    return states[:, 0]
-
-
 def mean_pool(states: Tensor, mask: Tensor) -> Tensor:
     """Mean over the positions in the mask; [B, S, H], bool [B, S] -> [B, H]."""
     # masked_fill and not a product: what stands at padding may be anything, infinities included.
@@ -190,7 +187,7 @@ def last_pool(states: Tensor, mask: Tensor) -> Tensor:
 
 
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "cls": cls_pool,
+    "cls": lambda states, mask: states[:, 0],
     "mean": mean_pool,
     "max": max_pool,
     "last": last_pool,
@@ -212,13 +209,6 @@ def pool(states: Tensor, attention_mask: Tensor, poolings: Sequence[str]) -> Ten
     return torch.cat([POOLINGS[name](states, mask) for name in poolings], dim=-1)
 
 
-def check_poolings(poolings: Sequence[str]) -> None:
-    """Raises InputError unless `poolings` is a list of known, different names that is not empty."""
-    known = ", ".join(POOLINGS)
-    if not poolings or len(set(poolings)) < len(poolings) or not set(poolings) <= set(POOLINGS):
-        raise InputError("pooling", list(poolings), f"one or more of {known}, each once")
-
-
 def _as_text_encoder(model: Any) -> nn.Module:
     # BERT-likes bring a tanh layer on CLS; we pool ourselves, and an unused layer would only be exported.
     if getattr(model, "pooler", None) is not None:
@@ -227,14 +217,6 @@ def _as_text_encoder(model: Any) -> nn.Module:
     if getattr(model.config, "use_cache", None):
         model.config.use_cache = False
     return model  # type: ignore[no-any-return]
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError("transformers", "train") from error
-    return transformers
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Prediction heads: the options, network and outputs of each, and their registry `HEADS`.
+"""Prediction heads: the options, network and outputs of each, and their registry `Heads`.
 
 A head maps the prompt's features to scores, which training compares with its targets, and scores to outputs in the
 natural units that a scheduler uses.
@@ -7,8 +7,8 @@ natural units that a scheduler uses.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from predictors.modules.normalization import Normalization
 from predictors.modules.towers import ConditionedTower, Tower, build_tower
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import check_choice
 
 URGENCY_LEVELS = ("emergency", "interactive", "standard", "batch", "background")
-URGENCY_ODDS = ("proportional", "free")
 # A learned number of degrees of freedom stays between these: below 1 not even the median is well determined, above 100
 # the distribution is a log-normal.
 NU_RANGE = (1.0, 100.0)
@@ -26,26 +26,34 @@ NU_RANGE = (1.0, 100.0)
 SIGMA_FLOOR = 1e-6
 
 
-class Head(Protocol):
+@dataclass(frozen=True, slots=True)
+class Head:
     """Options of a head, what they build, and what its scores mean.
 
     Attributes:
         is_conditioned: Also sees the served model and the temperature, one row per (prompt, served model, temperature).
+        tower: Layers.
     """
 
-    is_conditioned: ClassVar[bool]
+    is_conditioned: ClassVar[bool] = True
+    tower: Tower = field(default_factory=Tower)
+
+    @property
+    def num_scores(self) -> int | None:
+        """Scores of each row; None: one, without an axis of its own."""
+        return None
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
         """The network: features [B, F] and, if conditioned, conditions [B, C] or None, to scores [B, ...]."""
-        ...
+        return ConditionedTower(num_features, num_conditions, self.tower, self.num_scores, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         """Scores [B, ...] in natural units, by name of the output."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class LengthHead:
+class LengthHead(Head):
     """Parameters of the log-t distribution of the length; a tower each for mu, sigma (nu, sigma_within). Source: TIE.
 
     sigma is the scale of the length given all that is known before decoding, the predictor's own error in mu included;
@@ -58,8 +66,6 @@ class LengthHead:
         within: Also predict sigma_within.
     """
 
-    is_conditioned: ClassVar[bool] = True
-    tower: Tower = field(default_factory=Tower)
     nu: float = 3.5
     learn_nu: bool = False
     within: bool = False
@@ -129,7 +135,7 @@ class LengthTowers(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class UrgencyHead:
+class UrgencyHead(Head):
     """Probabilities of ordered urgency levels, level 0 the most urgent; sees the prompt alone.
 
     Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
@@ -142,14 +148,11 @@ class UrgencyHead:
     """
 
     is_conditioned: ClassVar[bool] = False
-    tower: Tower = field(default_factory=Tower)
     levels: tuple[str, ...] = URGENCY_LEVELS
     odds: str = "proportional"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "levels", tuple(self.levels))
-        if self.odds not in URGENCY_ODDS:
-            raise InputError("urgency.odds", self.odds, ", ".join(URGENCY_ODDS))
+        check_choice("urgency.odds", self.odds, ("proportional", "free"))
         if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
             raise InputError("levels", self.levels, "two or more different names, the most urgent first")
 
@@ -238,7 +241,7 @@ def level_probabilities(logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketHead:
+class BucketHead(Head):
     """Probabilities of length buckets. Source: S3 (equal buckets over the maximum length).
 
     Attributes:
@@ -246,40 +249,25 @@ class BucketHead:
         edges: Bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
     """
 
-    is_conditioned: ClassVar[bool] = True
-    tower: Tower = field(default_factory=Tower)
     edges: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "edges", tuple(self.edges))
-        if not self.edges or not all(0 < edge < math.inf for edge in self.edges):
-            raise InputError("edges", self.edges, "one or more finite numbers of tokens > 0")
-        if sorted(set(self.edges)) != list(self.edges):
-            raise InputError("edges", self.edges, "ascending numbers of tokens")
+        is_ascending = sorted(set(self.edges)) == list(self.edges)
+        if not self.edges or not is_ascending or not all(0 < edge < math.inf for edge in self.edges):
+            raise InputError("edges", self.edges, "one or more finite ascending numbers of tokens > 0")
 
     @property
-    def num_buckets(self) -> int:
+    def num_scores(self) -> int:
         """K."""
         return len(self.edges) + 1
-
-    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """Logits [B, K]."""
-        return ConditionedTower(num_features, num_conditions, self.tower, self.num_buckets, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         return {"bucket": torch.softmax(scores.float(), dim=-1)}
 
 
 @dataclass(frozen=True, slots=True)
-class RegressionHead:
+class RegressionHead(Head):
     """One number of tokens: z-score of ln(1 + tokens). Source: SSJF."""
-
-    is_conditioned: ClassVar[bool] = True
-    tower: Tower = field(default_factory=Tower)
-
-    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """z-score of ln(1 + tokens) [B]."""
-        return ConditionedTower(num_features, num_conditions, self.tower, None, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         logs = scores.float() * statistics.regression_std + statistics.regression_mean
@@ -287,33 +275,17 @@ class RegressionHead:
 
 
 @dataclass(frozen=True, slots=True)
-class RankHead:
+class RankHead(Head):
     """A score that orders requests, larger = longer; its scale has no meaning. Source: LTR (learning to rank)."""
-
-    is_conditioned: ClassVar[bool] = True
-    tower: Tower = field(default_factory=Tower)
-
-    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """Score [B]."""
-        return ConditionedTower(num_features, num_conditions, self.tower, None, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
         return {"rank": scores.float()}
 
 
-#: Every head by name, in the order of the outputs. How each is trained: `training.losses.LOSSES`.
-HEADS: dict[str, type[Any]] = {
-    "length": LengthHead,
-    "urgency": UrgencyHead,
-    "bucket": BucketHead,
-    "regression": RegressionHead,
-    "rank": RankHead,
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads on one encoder; at least one."""
+    """The heads on one encoder; at least one. The fields are the registry of heads; how each is trained:
+    `training.losses.head_loss`."""
 
     length: LengthHead | None = None
     urgency: UrgencyHead | None = None
@@ -332,6 +304,8 @@ class Heads:
 
     def items(self) -> list[tuple[str, Head]]:
         """Name and options of the heads that are set."""
-        return [
-            (entry.name, head) for entry in fields(self) if (head := getattr(self, entry.name)) is not None
-        ]
+        return [(name, getattr(self, name)) for name in self.names]
+
+
+#: Name of each head -> its class.
+HEADS: dict[str, type[Head]] = {name: get_args(kind)[0] for name, kind in get_type_hints(Heads).items()}

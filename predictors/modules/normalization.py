@@ -7,8 +7,7 @@ the training split only.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -37,10 +36,8 @@ class Normalization:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise InputError(f"normalization, {name}", value, "finite numbers")
-            if name.endswith("_std") and value <= 0:
-                raise InputError(f"normalization, {name}", value, "numbers > 0")
+            if not math.isfinite(value) or (name.endswith("_std") and value <= 0):
+                raise InputError(f"normalization, {name}", value, "finite numbers, standard deviations > 0")
 
     @classmethod
     def of(
@@ -62,43 +59,23 @@ class Normalization:
             InputError: Fewer than two targets, or all of them alike, so that there is nothing to learn.
         """
         targets = {
-            "mu": mu,
-            "sigma_log": None if sigma is None else np.log1p(sigma),
-            "regression": None if tokens is None else np.log1p(tokens),
-            "within_log": None if within is None else np.log1p(within),
+            "mu": ("mu", mu),
+            "sigma": ("sigma_log", None if sigma is None else np.log1p(sigma)),
+            "output_tokens": ("regression", None if tokens is None else np.log1p(tokens)),
+            "within": ("within_log", None if within is None else np.log1p(within)),
         }
         statistics: dict[str, float] = {}
-        for prefix, target in targets.items():
-            if target is not None:
-                values = np.asarray(target, dtype=np.float64)
-                name = {"regression": "output_tokens"}.get(prefix, prefix.partition("_")[0])
-                if len(values) < 2:
-                    raise InputError(f"values of {name} in the training split", len(values), "at least 2")
-                if values.std() < MIN_STD:
-                    raise InputError(
-                        f"{name} in the training split",
-                        float(values[0]),
-                        "values that differ between prompts",
-                    )
-                statistics |= {f"{prefix}_mean": float(values.mean()), f"{prefix}_std": float(values.std())}
+        for name, (prefix, target) in targets.items():
+            if target is None:
+                continue
+            values = np.asarray(target, dtype=np.float64)
+            if len(values) < 2:
+                raise InputError(f"values of {name} in the training split", len(values), "at least 2")
+            if values.std() < MIN_STD:
+                allowed = "values that differ between prompts"
+                raise InputError(f"{name} in the training split", float(values[0]), allowed)
+            statistics |= {f"{prefix}_mean": float(values.mean()), f"{prefix}_std": float(values.std())}
         return cls(**statistics)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, object]) -> Normalization:
-        """From the content of `normalization.json`.
-
-        Raises:
-            InputError: A statistic is missing or not a finite number.
-        """
-        names = [field.name for field in fields(cls)]
-        missing = [name for name in names if name not in content]
-        if missing:
-            raise InputError("normalization", sorted(content), f"also {', '.join(missing)}")
-        return cls(*(content[name] for name in names))  # type: ignore[arg-type]
-
-    def to_json(self) -> dict[str, float]:
-        """The content of `normalization.json`."""
-        return asdict(self)
 
     def normalize(self, mu: ArrayLike, sigma: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Training targets: z-scores of mu [N] and of log(1 + sigma) [N]."""

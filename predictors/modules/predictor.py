@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from predictors.modules.calibration import Calibration, CalibrationTable
+from predictors.modules.calibration import Calibration
 from predictors.modules.config import Conditioning, PredictorConfig
 from predictors.modules.encoder import num_positions, pool, state_width
 from predictors.modules.heads import SIGMA_FLOOR
@@ -78,6 +78,9 @@ class PromptPredictor(nn.Module):
         InputError: `max_length` is beyond the encoder's positions, or the calibration is for other served models.
     """
 
+    sigma_scale: Tensor
+    mu_shift: Tensor
+
     def __init__(
         self,
         config: PredictorConfig,
@@ -125,11 +128,13 @@ class PromptPredictor(nn.Module):
         """
         calibration = calibration or Calibration.identity(self.num_models)
         if calibration.num_models != self.num_models:
-            raise InputError(
-                "calibration", f"{calibration.num_models} served models", f"{self.num_models} of them"
-            )
+            allowed = f"{self.num_models} of them"
+            raise InputError("calibration", f"{calibration.num_models} served models", allowed)
         self.calibration = calibration
-        self.calibration_table = CalibrationTable(calibration).to(self.device)
+        # Not in the weights file: config.json is the one place that holds them.
+        for name in ("sigma_scale", "mu_shift"):
+            table = torch.tensor(getattr(calibration, name), dtype=torch.float32, device=self.device)
+            self.register_buffer(name, table, persistent=False)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Features of prompts; they depend neither on the other rows of the batch nor on how far a row is padded.
@@ -200,9 +205,10 @@ class PromptPredictor(nn.Module):
             if name in scores:
                 outputs |= head.outputs(scores[name], self.normalization)
         if "mu" in outputs:
-            row = None if self.conditions is None else served_model
-            mu, sigma = self.calibration_table(outputs["mu"], outputs["sigma"], row)
-            outputs |= {"mu": mu, "sigma": sigma.clamp_min(SIGMA_FLOOR)}
+            row = 0 if self.conditions is None or served_model is None else served_model
+            mu, sigma = outputs["mu"], outputs["sigma"]
+            outputs["mu"] = mu + self.mu_shift[row] * sigma
+            outputs["sigma"] = (sigma * self.sigma_scale[row]).clamp_min(SIGMA_FLOOR)
         return outputs
 
     def forward(

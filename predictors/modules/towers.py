@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import check_choice
 
 XAVIER_GAIN = 0.5
 
@@ -29,14 +30,11 @@ class Tower:
     layer_norm: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("hidden_sizes", "dropouts"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         if any(size < 1 for size in self.hidden_sizes):
             raise InputError("hidden_sizes", self.hidden_sizes, "integers > 0")
         if len(self.dropouts) != len(self.hidden_sizes) or not all(0 <= rate < 1 for rate in self.dropouts):
             raise InputError("dropouts", self.dropouts, f"{len(self.hidden_sizes)} numbers >= 0 and < 1")
-        if self.activation not in ("gelu", "relu"):
-            raise InputError("activation", self.activation, "gelu or relu")
+        check_choice("activation", self.activation, ("gelu", "relu"))
 
 
 def build_tower(

@@ -1,6 +1,7 @@
+"""`export-onnx`: artifacts of every encoder give the checkpoint's numbers, and bad input writes nothing."""
+
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,55 +11,23 @@ import onnx
 import pytest
 import torch
 
-import export.exporter as exporter
 from export.cli import main
-from export.exporter import ExportConfig, export_onnx
-from export.parity import PATTERNS, check_tokenizer, measure_parity
-from predictors.artifact import Conditions, open_artifact
-from predictors.modules import (
-    URGENCY_LEVELS,
-    BucketHead,
-    Conditioning,
-    Heads,
-    RegressionHead,
-    UrgencyHead,
-    load_checkpoint,
-)
+from export.parity import check_tokenizer
+from predictors.artifact import open_artifact
+from predictors.manifest import Conditions
+from predictors.modules.checkpoint import load_checkpoint
+from predictors.modules.config import Conditioning
+from predictors.modules.heads import URGENCY_LEVELS, BucketHead, Heads, RegressionHead, UrgencyHead
 from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
-from tests.export.conftest import CALIBRATION, PLAIN, TRAINING_INFO, write_checkpoint
+from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
 from tests.predictors.predictors import TOWER
 from tests.predictors.test_manifest_schema import errors as schema_errors
 from tests.predictors.test_manifest_schema import read as read_manifest
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
-
-
-EXPORTS = {  # name -> checkpoint, older exporter
-    "bert": ("bert", False),
-    "deberta": ("deberta", False),
-    "bert-legacy": ("bert", True),
-    "deberta-legacy": ("deberta", True),
-    "distilbert-legacy": ("distilbert", True),
-    "modernbert-legacy": ("modernbert", True),
-    "opt-legacy": ("opt", True),
-    "plain-legacy": ("plain", True),
-}
-SERVED = ["small-llm", "large-llm", None, "never heard of"]
-TEMPERATURES = [1.0, None, 0.3, 0.0]
-
-
-@pytest.fixture(scope="module")
-def artifacts(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifact folders by kind of encoder and exporter."""
-    root = tmp_path_factory.mktemp("exported")
-    made = {name: root / name for name in EXPORTS}
-    for name, (kind, legacy) in EXPORTS.items():
-        config = ExportConfig(checkpoint=str(checkpoints[kind]), out=str(made[name]), legacy_exporter=legacy)
-        export_onnx(config)
-    return made
 
 
 @pytest.mark.parametrize("name", EXPORTS)
@@ -71,16 +40,17 @@ def test_artifact_predicts_what_the_checkpoint_predicts(
     numbers = torch.tensor([1, 2, 0, 0])
     temperatures = torch.tensor([1.0, float("nan"), 0.3, 0.0])
     with torch.no_grad():
-        wanted = checkpoint.model(tokens["input_ids"], tokens["attention_mask"], numbers, temperatures)
-    served = ["tiny-llm", None, "", "tiny-llm"] if is_plain else SERVED
-    predicted = open_runtime(artifacts[name]).predict(PROMPTS, served, TEMPERATURES, batch_size=2)
-    found = predicted.arrays()
+        expected = checkpoint.model(tokens["input_ids"], tokens["attention_mask"], numbers, temperatures)
+    served = ["tiny-llm", None, "", "tiny-llm"] if is_plain else ["small-llm", "large-llm", None, "other"]
+    predicted = open_runtime(artifacts[name]).predict(PROMPTS, served, [1.0, None, 0.3, 0.0], batch_size=2)
+    arrays = predicted.arrays()
     if is_plain:
-        np.testing.assert_array_equal(found.pop("nu"), np.full(4, 3.5))
-    assert set(found) == set(wanted)
-    for output, values in wanted.items():
-        np.testing.assert_allclose(found[output], values.numpy(), atol=1e-5, rtol=1e-5, err_msg=output)
-        assert np.ptp(found[output], axis=0).max() > 1e-4, output
+        assert open_artifact(artifacts[name]).manifest.abstain_threshold is None
+        np.testing.assert_array_equal(arrays.pop("nu"), np.full(4, 3.5))
+    assert set(arrays) == set(expected)
+    for output, values in expected.items():
+        np.testing.assert_allclose(arrays[output], values.numpy(), atol=1e-5, rtol=1e-5, err_msg=output)
+        assert np.ptp(arrays[output], axis=0).max() > 1e-4, output
 
 
 @pytest.mark.slow
@@ -88,39 +58,19 @@ def test_artifact_predicts_what_the_checkpoint_predicts(
 def test_default_exporter_takes_the_other_encoders_too(
     checkpoints: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
-    manifest = export_onnx(ExportConfig(checkpoint=str(checkpoints[kind]), out=str(tmp_path / "a")))
+    manifest = export(checkpoints[kind], tmp_path / "a", legacy_exporter=False)
     assert max(manifest.parity["by_output"].values()) <= 1e-4
     assert set(manifest.parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
 
 
-@pytest.mark.parametrize("name", ["bert", "opt-legacy"])
-def test_artifact_follows_the_served_model_and_the_temperature(artifacts: dict[str, Path], name: str) -> None:
-    runtime = open_runtime(artifacts[name])
-    names = ["small-llm", "large-llm", None, "small-llm", "small-llm"]
-    found = runtime.predict(["name 3 rivers"] * 5, names, [1.0, 1.0, 1.0, 0.2, None]).arrays()
-    for output, values in found.items():
-        assert len(np.unique(values.round(5), axis=0)) == (1 if output == "urgency" else 5), output
-    unset = runtime.predict(["name 3 rivers"]).arrays()
-    unknown = runtime.predict(["name 3 rivers"], ["never heard of"], [float("nan")]).arrays()
-    assert all(np.array_equal(unset[output], unknown[output]) for output in unset)
-
-
-@pytest.mark.parametrize("name", EXPORTS)
-def test_manifest_fits_the_published_schema(artifacts: dict[str, Path], name: str) -> None:
-    content = read_manifest(artifacts[name])
-    assert schema_errors(content) == []
-    assert schema_errors(content | {"parity": None}) == ["$.parity"]
-    content["outputs"][0]["shape"] = "batch"
-    assert schema_errors(content) == ["$.outputs[0].shape"]
-
-
 @pytest.mark.parametrize("name", EXPORTS)
 def test_graph_has_free_axes_and_no_traces_of_this_machine(artifacts: dict[str, Path], name: str) -> None:
+    assert schema_errors(read_manifest(artifacts[name])) == []
     graph = onnx.load(artifacts[name] / "model.onnx").graph
     manifest = open_artifact(artifacts[name]).manifest
-    for found, specs in ((graph.input, manifest.inputs), (graph.output, manifest.outputs)):
-        assert [tensor.name for tensor in found] == [spec.name for spec in specs]
-        for tensor, spec in zip(found, specs, strict=True):
+    for tensors, specs in ((graph.input, manifest.inputs), (graph.output, manifest.outputs)):
+        assert [tensor.name for tensor in tensors] == [spec.name for spec in specs]
+        for tensor, spec in zip(tensors, specs, strict=True):
             axes = tensor.type.tensor_type.shape.dim
             assert [axis.dim_param or axis.dim_value for axis in axes] == list(spec.shape)
     content = (artifacts[name] / "model.onnx").read_bytes()
@@ -133,8 +83,6 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     manifest = open_artifact(artifacts["deberta"]).manifest
     assert manifest.artifact_id == "deberta"
     assert re.fullmatch(r"[0-9a-f]{12}", manifest.artifact_version)
-    assert manifest.nu is None
-    assert (manifest.max_length, manifest.truncation_side) == (48, "right")
     assert manifest.heads == ("length", "urgency", "bucket", "regression", "rank")
     assert manifest.served_models == ("small-llm", "large-llm")
     assert manifest.conditioning == Conditions(unknown_models=True, temperature=True)
@@ -145,67 +93,54 @@ def test_manifest_tells_where_the_artifact_comes_from_and_what_it_gives(
     assert manifest.training_data == TRAINING_INFO["data"]
     assert manifest.metrics == TRAINING_INFO["metrics"]
     parity = manifest.parity
-    shapes = [shape.split(" ", 1) for shape in parity["max_abs_diff"]]
-    assert {pattern for _, pattern in shapes} == set(PATTERNS)
-    assert {"1x1", "1x2", "2x1", "1x48", "64x1", "64x32", "42x48"} <= {size for size, _ in shapes}
+    shapes = {shape.split()[0] for shape in parity["max_abs_diff"]}
+    assert {"1x1", "1x2", "2x1", "1x48", "64x1", "64x32", "42x48"} <= shapes
     assert set(parity["by_output"]) == {tensor.name for tensor in manifest.outputs}
     largest = max(parity["max_abs_diff"].values())
     assert max(parity["by_output"].values()) == largest <= parity["tolerance"] == 1e-4
     assert parity["padding"] <= 1e-4
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.files["normalization.json"] == sha256_file(checkpoints["deberta"] / "normalization.json")
-    run = json.loads((artifacts["deberta"] / "run.json").read_text())
-    assert run["config"]["checkpoint"] == str(checkpoints["deberta"])
-    assert run["config"]["seed"] == 0
-
-
-def test_manifest_of_a_plain_predictor(artifacts: dict[str, Path]) -> None:
-    manifest = open_artifact(artifacts["plain-legacy"]).manifest
-    assert (manifest.nu, manifest.heads, manifest.conditioning) == (3.5, ("length",), None)
-    assert manifest.served_models == ("tiny-llm",)
-    assert (manifest.urgency_levels, manifest.bucket_edges, manifest.calibration) == ((), (), {})
-    assert manifest.abstain_threshold is None
-    assert [tensor.name for tensor in manifest.outputs] == ["mu", "sigma"]
-    with pytest.raises(InputError, match="served_model: got 'other'; allowed: empty or one of tiny-llm"):
-        open_runtime(artifacts["plain-legacy"]).predict(["x"], ["other"])
 
 
 def test_left_truncation_travels_with_the_artifact(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, "bert", **PLAIN, max_length=8, truncation_side="left")
-    export_onnx(ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True))
-    runtime = open_runtime(tmp_path / "a")
-    prompts = ["story " * 50 + "name the rivers", "name the rivers", "story story story"]
-    mu = runtime.predict(prompts).mu
+    export(checkpoint, tmp_path / "a")
+    prompt = "story " * 50 + "name the rivers"
+    mu = open_runtime(tmp_path / "a").predict([prompt]).mu
     loaded = load_checkpoint(checkpoint)
-    ids = loaded.tokenizer("story " * 50 + "name the rivers", truncation=True, max_length=8)["input_ids"]
+    ids = loaded.tokenizer(prompt, truncation=True, max_length=8)["input_ids"]
     with torch.no_grad():
-        wanted = loaded.model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))["mu"]
-    assert mu is not None
-    assert mu[0] == pytest.approx(float(wanted), abs=1e-5)
+        expected = loaded.model(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))["mu"]
+    assert mu == pytest.approx(float(expected), abs=1e-5)
+
+
+REGRESSION = Heads(regression=RegressionHead(TOWER))
+TWO = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHead(TOWER, edges=(9,)))
 
 
 @pytest.mark.parametrize(
-    ("conditioning", "inputs"),
+    ("heads", "conditioning", "inputs"),
     [
-        (Conditioning(("a",), width=4, temperature=False), ["served_model"]),
-        (Conditioning(("a", "b"), width=4, unknown=False), ["served_model", "temperature"]),
+        (REGRESSION, Conditioning(("a",), width=4, temperature=False), ["served_model"]),
+        (REGRESSION, Conditioning(("a", "b"), width=4, unknown=False), ["served_model", "temperature"]),
+        (TWO, None, []),
     ],
+    ids=["no temperature", "only its own models", "two levels and buckets"],
 )
-def test_inputs_are_those_the_heads_see(
-    tmp_path: Path, conditioning: Conditioning, inputs: list[str]
+def test_inputs_and_outputs_are_those_of_the_heads(
+    tmp_path: Path, heads: Heads, conditioning: Conditioning | None, inputs: list[str]
 ) -> None:
-    heads = Heads(regression=RegressionHead(TOWER))
-    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning)
-    manifest = export_onnx(
-        ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True)
+    manifest = export(
+        write_checkpoint(tmp_path, "bert", heads=heads, conditioning=conditioning), tmp_path / "a"
     )
     assert [tensor.name for tensor in manifest.inputs] == ["input_ids", "attention_mask", *inputs]
-    assert [tensor.name for tensor in manifest.outputs] == ["regression_tokens"]
     runtime = open_runtime(tmp_path / "a")
     runtime.warm_up()
-    predicted = runtime.predict(["name 3 rivers"], ["a"], [1.0])
-    assert (predicted.mu, predicted.nu, len(predicted)) == (None, None, 1)
-    if conditioning.unknown:
+    arrays = runtime.predict(["name 3 rivers"], ["a"], [1.0]).arrays()
+    outputs = {"urgency": (2,), "bucket": (2,)} if heads is TWO else {"regression_tokens": ()}
+    assert {name: values.shape[1:] for name, values in arrays.items()} == outputs
+    if conditioning is None or conditioning.unknown:
         assert len(runtime.predict(["name"], ["other"])) == 1
     else:
         for name in ("other", None):
@@ -213,75 +148,37 @@ def test_inputs_are_those_the_heads_see(
                 runtime.predict(["name"], [name])
 
 
-def test_two_levels_and_two_buckets_are_exported_too(tmp_path: Path) -> None:
-    heads = Heads(urgency=UrgencyHead(TOWER, levels=("now", "later")), bucket=BucketHead(TOWER, edges=(9,)))
-    checkpoint = write_checkpoint(tmp_path, "bert", heads=heads, conditioning=None)
-    export_onnx(ExportConfig(checkpoint=str(checkpoint), out=str(tmp_path / "a"), legacy_exporter=True))
-    found = open_runtime(tmp_path / "a").predict(PROMPTS)
-    for values in (found.urgency, found.bucket):
-        assert values is not None
-        assert values.shape == (4, 2)
-        np.testing.assert_allclose(values.sum(axis=1), 1, rtol=1e-6)
-
-
 def test_abstain_threshold_is_the_users_or_the_checkpoints(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    options = {"legacy_exporter": True, "out": str(tmp_path / "a"), "abstain_threshold": 0.5}
-    manifest = export_onnx(ExportConfig(checkpoint=str(checkpoints["bert"]), **options))
-    assert manifest.abstain_threshold == 0.5
-    with pytest.raises(InputError, match="the checkpoint has no urgency head"):
-        export_onnx(ExportConfig(checkpoint=str(checkpoints["plain"]), **options, overwrite=True))
+    options = {"abstain_threshold": 0.5, "parity_tokens": 64, "parity_shapes": 0}
+    assert export(checkpoints["bert"], tmp_path / "a", **options).abstain_threshold == 0.5
+    with pytest.raises(InputError, match="abstain_threshold: got 0.5; .*no urgency is predicted"):
+        export(checkpoints["plain"], tmp_path / "b", **options)
 
 
-def test_version_names_the_content(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
-    again = export_onnx(
-        ExportConfig(checkpoint=str(checkpoints["bert"]), out=str(tmp_path / "a"), legacy_exporter=True)
-    )
-    assert again.artifact_version == open_artifact(artifacts["bert-legacy"]).manifest.artifact_version
-    assert again.artifact_version != open_artifact(artifacts["bert"]).manifest.artifact_version
-
-
-def test_names_given_by_the_user_are_kept_and_an_old_artifact_is_replaced_on_demand(
+def test_version_is_of_the_content_and_an_old_artifact_is_replaced_on_demand(
     checkpoints: dict[str, Path],
     artifacts: dict[str, Path],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "a"
-    shutil.copytree(artifacts["bert"], out)
-    arguments = [
-        "--legacy_exporter",
-        "true",
-        "--artifact_id",
-        "mine",
-        "--artifact_version",
-        "2",
-        "--license",
-        "MIT",
-    ]
-    before = (out / "manifest.json").read_bytes()
-    assert main([str(checkpoints["bert"]), "--out", str(out), *arguments]) == 2
+    shutil.copytree(artifacts["bert-legacy"], out)
+    arguments = [str(checkpoints["bert"]), "--out", str(out), "--legacy_exporter", "true"]
+    before = read_manifest(out)
+    assert main(arguments) == 2
     assert "--overwrite true replaces this artifact" in one_error_line(capsys)
-    assert (out / "manifest.json").read_bytes() == before
-    assert main([str(checkpoints["bert"]), "--out", str(out), *arguments, "--overwrite", "true"]) == 0
+    assert read_manifest(out) == before
+    arguments += ["--overwrite", "true"]
+    assert main([*arguments, "--artifact_version", "2"]) == 0
+    assert open_artifact(out).manifest.artifact_version == f"2+{before['artifact_version']}"
+    assert before["artifact_version"] != open_artifact(artifacts["bert"]).manifest.artifact_version
+    assert main([*arguments, "--artifact_id", "mine", "--license", "MIT"]) == 0
     manifest = open_artifact(out).manifest
     assert (manifest.artifact_id, manifest.license) == ("mine", "MIT")
-    assert re.fullmatch(r"2\+[0-9a-f]{12}", manifest.artifact_version)
+    assert manifest.artifact_version != before["artifact_version"]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-@pytest.mark.parametrize("name", ["precious.txt", "manifest.json"])
-def test_folder_that_is_no_artifact_is_not_replaced(
-    name: str, checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / name).write_text("{}")
-    assert main([str(checkpoints["bert"]), "--out", str(tmp_path / "a"), "--overwrite", "true"]) == 2
-    assert "export-onnx: error: out: got" in one_error_line(capsys)
-    assert [(path.name, path.read_text()) for path in (tmp_path / "a").iterdir()] == [(name, "{}")]
 
 
 def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -291,27 +188,23 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("breakage", "message"),
+    ("file", "content", "message"),
     [
-        (lambda folder: shutil.rmtree(folder), "existing checkpoint folder"),
-        (lambda folder: (folder / "config.json").unlink(), "config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
-        (lambda folder: (folder / "model.safetensors").write_bytes(b"\0" * 100), "model.safetensors"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
-        (lambda folder: (folder / "training.json").write_text('{"metrics": []}'), "training.json, metrics"),
-        (
-            lambda folder: (folder / "training.json").write_text('{"urgency": {"abstain_threshold": 2}}'),
-            "training.json, urgency.abstain_threshold: got 2",
-        ),
+        ("config.json", "{", "config.json"),
+        ("training.json", '{"urgency": {"abstain_threshold": 2}}', "abstain_threshold: got 2"),
     ],
-    ids=["folder", "no config", "bad config", "bad weights", "no tokenizer", "bad metrics", "bad threshold"],
 )
 def test_broken_checkpoint_is_one_line_and_nothing_is_written(
-    checkpoints: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], breakage, message: str
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    file: str,
+    content: str,
+    message: str,
 ) -> None:
     folder = tmp_path / "in" / "checkpoint"
     shutil.copytree(checkpoints["bert"], folder)
-    breakage(folder)
+    (folder / file).write_text(content)
     out = tmp_path / "out"
     out.mkdir()
     assert main([str(folder), "--out", str(out / "a"), "--legacy_exporter", "true"]) == 2
@@ -325,8 +218,6 @@ def test_broken_checkpoint_is_one_line_and_nothing_is_written(
         (["x"], "required: out"),
         (["--out", "y"], "CHECKPOINT: missing"),
         (["x", "--out", "y", "--tolerance", "0"], "tolerance"),
-        (["x", "--out", "y", "--tolerance", "nan"], "tolerance"),
-        (["x", "--out", "y", "--seed", "-1"], "seed"),
         (["x", "--out", "y", "--abstain_threshold", "1.5"], "abstain_threshold"),
         (["x", "--out", ""], "out"),
         (["x", "--out", "y", "--artifact_id", " "], "artifact_id"),
@@ -340,25 +231,21 @@ def test_bad_option_is_named(arguments: list[str], message: str, capsys: pytest.
 def test_parity_failure_writes_nothing(
     checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = load_checkpoint
-
     def another_model_than_was_exported(path: str) -> object:
-        checkpoint = load(path)
+        checkpoint = load_checkpoint(path)
         forward = checkpoint.model.forward
 
         def shifted(*inputs: torch.Tensor, **conditions: torch.Tensor) -> object:
-            found = forward(*inputs, **conditions)
+            outputs = forward(*inputs, **conditions)
             # The exporters trace without data to look at; only the comparison sees the shift.
-            return found if torch.jit.is_tracing() else found | {"rank": found["rank"] + 10}
+            return outputs if torch.jit.is_tracing() else outputs | {"rank": outputs["rank"] + 10}
 
         checkpoint.model.forward = shifted
         return checkpoint
 
-    monkeypatch.setattr("predictors.modules.load_checkpoint", another_model_than_was_exported)
+    monkeypatch.setattr("predictors.modules.checkpoint.load_checkpoint", another_model_than_was_exported)
     with pytest.raises(TailcastError, match=r"at 5x16 full: rank differs by \d\.\d+; allowed: 0.0001"):
-        export_onnx(
-            ExportConfig(checkpoint=str(checkpoints["bert"]), out=str(tmp_path / "a"), legacy_exporter=True)
-        )
+        export(checkpoints["bert"], tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -369,23 +256,10 @@ def test_model_that_torch_cannot_export_is_one_error(
         raise RuntimeError("no such operator\nwith many\nlines")
 
     monkeypatch.setattr(torch.onnx, "export", fail)
-    with pytest.raises(
-        TailcastError, match="cannot export this model: no such operator; --legacy_exporter true may"
-    ):
-        export_onnx(ExportConfig(checkpoint=str(checkpoints["bert"]), out=str(tmp_path / "a")))
+    message = "cannot export this model: no such operator; --legacy_exporter true may"
+    with pytest.raises(TailcastError, match=message):
+        export(checkpoints["bert"], tmp_path / "a", legacy_exporter=False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_parity_catches_numbers_that_are_no_numbers(
-    artifacts: dict[str, Path], checkpoints: dict[str, Path]
-) -> None:
-    checkpoint = load_checkpoint(checkpoints["bert"])
-    with torch.no_grad():
-        checkpoint.model.heads["length"].mu.rest[-1].bias.fill_(float("nan"))
-    with pytest.raises(TailcastError, match="mu differs by nan"):
-        measure_parity(
-            checkpoint.model, open_runtime(artifacts["bert"]), tolerance=1e-4, rng=np.random.default_rng(0)
-        )
 
 
 def test_tokenizer_that_differs_from_training_is_caught(
@@ -395,9 +269,3 @@ def test_tokenizer_that_differs_from_training_is_caught(
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
         check_tokenizer(checkpoint, other)
-
-
-def test_config_refuses_what_cannot_be() -> None:
-    with pytest.raises(InputError, match="artifact_version"):
-        ExportConfig(checkpoint="a", out="b", artifact_version="")
-    assert exporter.ExportConfig(checkpoint="a", out="b").tolerance == 1e-4

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
+import runpy
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,22 +28,23 @@ from export.packages import metadata
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
 from scheduler_core.files import RECORD
-from tests.export.artifacts import write_text_artifact
+from tests.predictors.fakes import write_rich_artifact
 from tests.predictors.test_signing import public_key_file
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ["name three rivers", "", "naïve café 北京 " * 30, "[SEP] x"]
+TEXTS = ["name three rivers", "", "sea 北京 " * 30, "[SEP] the essay"]
 FEED: dict[str, NDArray[Any]] = {
     "text": np.array(TEXTS, dtype=object),
     "served_model": np.array([0, 1, 2, 1]),
     "temperature": np.array([1, np.nan, 0.5, 0], dtype=np.float32),
 }
-SERVED = [None, "small-llm", "large-llm", "small-llm"]
+SERVED = [None, "tiny-llm", "huge-llm", "tiny-llm"]
+HEADS = ("length", "urgency")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text_artifact(tmp_path_factory.mktemp("triton") / "artifact")
+    return write_rich_artifact(tmp_path_factory.mktemp("triton") / "artifact", heads=HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def check(outputs: dict[str, NDArray[Any]], folder: Path) -> None:
     """Asserts that Triton's outputs [4, ...] are the artifact's predictions of FEED."""
     expected = open_runtime(folder).predict(TEXTS, SERVED, [1.0, None, 0.5, 0.0])
     np.testing.assert_allclose(outputs["mu"][:, 0], expected.mu, rtol=1e-5)
-    np.testing.assert_allclose(outputs["sigma"][:, 0], expected.sigma, rtol=1e-5)
+    np.testing.assert_allclose(outputs["urgency"], expected.urgency, rtol=1e-5)
 
 
 def test_configuration_is_what_triton_reads(repository: Path) -> None:
@@ -67,7 +67,7 @@ def test_configuration_is_what_triton_reads(repository: Path) -> None:
     config = text_format.Parse(text, model_config_pb2.ModelConfig())
     assert (config.name, config.backend, config.max_batch_size) == ("tailcast", "python", 64)
     assert [tensor.name for tensor in config.input] == list(FEED)
-    assert [tensor.name for tensor in config.output] == ["mu", "sigma"]
+    assert [tensor.name for tensor in config.output] == ["mu", "sigma", "nu", "urgency"]
     assert config.dynamic_batching.max_queue_delay_microseconds == 1000
     assert {path.name for path in (repository / "tailcast" / "1").iterdir()} == {
         "model.onnx",
@@ -76,14 +76,9 @@ def test_configuration_is_what_triton_reads(repository: Path) -> None:
     }
 
 
-class _Tensor:
+def tensor(name: str, values: NDArray[Any]) -> SimpleNamespace:
     """As `triton_python_backend_utils.Tensor`."""
-
-    def __init__(self, name: str, values: NDArray[Any]) -> None:
-        self.name, self.values = name, values
-
-    def as_numpy(self) -> NDArray[Any]:
-        return self.values
+    return SimpleNamespace(name=name, values=values, as_numpy=lambda: values)
 
 
 @pytest.mark.parametrize("side", ["right", "left", "middle"])
@@ -91,34 +86,20 @@ def test_model_gives_the_predictions_of_the_artifact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
     """The Python backend's model under stand-ins for Triton's objects; the real server is below."""
-    folder = write_text_artifact(tmp_path / "artifact", truncation_side=side)
+    folder = write_rich_artifact(tmp_path / "artifact", heads=HEADS, truncation_side=side)
     assert main(["triton", str(folder), "--out", str(tmp_path / "models")]) == 0
-    utils = ModuleType("triton_python_backend_utils")
-    values = {
-        "Tensor": _Tensor,
-        "InferenceResponse": lambda output_tensors: {tensor.name: tensor.values for tensor in output_tensors},
-        "get_input_tensor_by_name": lambda request, name: _Tensor(name, request[name]),
-    }
-    for name, value in values.items():
-        monkeypatch.setattr(utils, name, value, raising=False)
+    utils = SimpleNamespace(
+        Tensor=tensor,
+        InferenceResponse=lambda output_tensors: {each.name: each.values for each in output_tensors},
+        get_input_tensor_by_name=lambda request, name: tensor(name, request[name]),
+    )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", utils)
     model = tmp_path / "models" / "tailcast"
     config = text_format.Parse((model / "config.pbtxt").read_text(), model_config_pb2.ModelConfig())
     content = json_format.MessageToDict(config, preserving_proto_field_name=True)
-    spec = importlib.util.spec_from_file_location("triton_model", model / "1" / "model.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    backend = module.TritonPythonModel()
-    backend.initialize(
-        {
-            "model_config": json.dumps(content),
-            "model_repository": str(model),
-            "model_version": "1",
-            "model_instance_kind": "CPU",
-        }
-    )
+    backend = runpy.run_path(str(model / "1" / "model.py"))["TritonPythonModel"]()
+    arguments = {"model_repository": str(model), "model_version": "1", "model_instance_kind": "CPU"}
+    backend.initialize({"model_config": json.dumps(content), **arguments})
     columns = FEED | {"text": np.array([text.encode() for text in TEXTS], dtype=object)}
     requests = [
         {name: values[rows].reshape(-1, 1) for name, values in columns.items()}
@@ -126,9 +107,7 @@ def test_model_gives_the_predictions_of_the_artifact(
     ]
     responses = backend.execute(requests)
     assert [len(response["mu"]) for response in responses] == [3, 1]
-    check(
-        {name: np.concatenate([response[name] for response in responses]) for name in ("mu", "sigma")}, folder
-    )
+    check({name: np.concatenate([each[name] for each in responses]) for name in ("mu", "urgency")}, folder)
 
 
 def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
@@ -157,8 +136,6 @@ def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
         (["kserve"], "storage_uri: got None; allowed: set for kserve"),
         (["triton", "--storage_uri", "x"], "storage_uri: got 'x'"),
         (["kserve", "--storage_uri", "x", "--name", "Not_This"], "name: got 'Not_This'"),
-        (["triton", "--name", "a/b"], "name: got 'a/b'"),
-        (["triton", "--max_batch_size", "0"], "max_batch_size: got 0"),
         (["triton", "--max_queue_delay_us", "-1"], "max_queue_delay_us: got -1"),
         (["triton", "--public_key", "nowhere"], "public_key: got 'nowhere'"),
     ],
@@ -189,15 +166,11 @@ def server_folder() -> Path:
     return folder
 
 
-def free_ports(number: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(number)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +178,7 @@ def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """HTTP and gRPC port of a real Triton with the repository."""
     environment = server_folder()
     triton = environment / "pytriton" / "tritonserver"
-    http, grpc = free_ports(2)
+    http, grpc = free_ports()
     command = [str(triton / "bin" / "tritonserver"), "--model-repository", str(repository)]
     command += ["--backend-directory", str(triton / "backends"), "--allow-metrics", "false"]
     command += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
@@ -248,8 +221,7 @@ def test_real_triton_answers_tritonclient(server: tuple[int, int], folder: Path)
         tensor.set_data_from_numpy(array.reshape(-1, 1))
         inputs.append(tensor)
     result = client.infer("tailcast", inputs)
-    names = ("mu", "sigma")
-    check({name: result.as_numpy(name) for name in names}, folder)
+    check({name: result.as_numpy(name) for name in ("mu", "urgency")}, folder)
     client.close()
 
 
@@ -272,12 +244,3 @@ def test_real_triton_speaks_the_open_inference_protocol(server: tuple[int, int],
         outputs = {output["name"]: output["data"] for output in json.load(response)["outputs"]}
     predicted = open_runtime(folder).predict(TEXTS, SERVED, [1.0, 0.0, 0.5, 0.0])
     np.testing.assert_allclose(outputs["mu"], predicted.mu, rtol=1e-5)
-
-
-def test_server_environment_is_complete_where_it_is_made() -> None:
-    """What `make triton-env` must have put there, so that a half-made one is told apart from a failing server."""
-    environment = server_folder()
-    backend = environment / "pytriton" / "tritonserver" / "backends" / "python"
-    for name in ("triton_python_backend_stub", "numpy", "onnxruntime", "tokenizers"):
-        assert (backend / name).exists(), name
-    assert shutil.which(str(backend / "triton_python_backend_stub"))

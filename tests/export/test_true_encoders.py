@@ -15,11 +15,10 @@ import torch
 
 from export.exporter import ExportConfig, export_onnx
 from predictors.artifact import open_artifact
-from predictors.modules import PromptPredictor, load_tokenizer, save_checkpoint
-from predictors.modules.config import PredictorConfig
-from predictors.modules.encoder import build_encoder
+from predictors.modules.checkpoint import save_checkpoint
+from predictors.modules.encoder import build_encoder, load_tokenizer
 from tests.export.conftest import CALIBRATION, TRAINING_INFO
-from tests.predictors.predictors import ALL_HEADS, CONDITIONING, NORMALIZATION
+from tests.predictors.predictors import predictor
 from tests.training.tiny import tiny_bert
 
 # The published configurations; what is left out is the architecture's default.
@@ -61,35 +60,17 @@ TRUE: dict[str, tuple[int, dict[str, Any]]] = {
 def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name: str) -> None:
     size, config = TRUE[name]
     torch.manual_seed(0)
-    encoder = build_encoder(config)
     poolings = ("mean", "last") if config["model_type"] == "opt" else ("cls", "mean", "max")
-    model = PromptPredictor(
-        PredictorConfig(
-            encoder=name,
-            heads=ALL_HEADS,
-            conditioning=CONDITIONING,
-            max_length=512,
-            pooling=poolings,
-            prompt_length=True,
-        ),
-        encoder,
-        NORMALIZATION,
-        calibration=CALIBRATION,
-        generator=torch.Generator().manual_seed(1),
-    ).eval()
-    with torch.no_grad():
-        for key, weight in model.heads.named_parameters():
-            if weight.ndim == 2 and weight.shape[0] < 8:
-                assert key.endswith("weight")
-                weight.mul_(20)
+    options = {"max_length": 512, "pooling": poolings, "prompt_length": True}
+    model = predictor(build_encoder(config), **options)
+    model.set_calibration(CALIBRATION)
     tokenizer = load_tokenizer(tiny_bert(tmp_path / "tokenizer"))
     save_checkpoint(tmp_path / "checkpoint", model, tokenizer, TRAINING_INFO)
-    del model, encoder
+    del model
     gc.collect()
     out = tmp_path / "artifact"
     export_onnx(ExportConfig(checkpoint=str(tmp_path / "checkpoint"), out=str(out), parity_shapes=4))
     manifest = open_artifact(out).manifest
-    assert manifest.encoder is not None
     assert manifest.encoder.num_parameters == size
     assert max(manifest.parity["max_abs_diff"].values()) <= 1e-4
     assert manifest.parity["padding"] <= 1e-4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
-import itertools
+import dataclasses
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -15,35 +14,26 @@ from typing import Any
 import grpc
 import numpy as np
 import onnx
+import onnx.parser
+import pytest
+from grpc_health.v1.health_pb2_grpc import HealthStub
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from predictors.artifact import Conditions, EncoderCard, Manifest, open_artifact, write_manifest
+from predictors.artifact import open_artifact, write_manifest
+from predictors.cli import ServeConfig
+from predictors.manifest import Conditions, EncoderCard, Manifest
+from predictors.proto.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import Predicted, open_runtime
 from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
-from predictors.service.metrics import ServiceMetrics
-from predictors.service.pipeline import Runtime
-from predictors.service.server import PredictionServer, ServerSettings
+from predictors.service.grpc_methods import SERVICE
+from predictors.service.server import PredictionServer
 from predictors.service.tracing import Tracing
 
-WORDS = (
-    "name",
-    "three",
-    "rivers",
-    "write",
-    "a",
-    "long",
-    "essay",
-    "about",
-    "the",
-    "sea",
-    "nan",
-    "crash",
-    "last",
-)
+WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
 NU = 3.5
 
@@ -73,7 +63,8 @@ def expected(prompt: str, max_length: int = 16) -> tuple[float, float]:
 def write_artifact(folder: Path, **changes: Any) -> Path:
     """Writes a valid artifact that predicts mu and sigma; `changes` replace fields of its manifest."""
     fields = {"heads": ("length",), "nu": NU, "served_models": ("tiny-llm",)} | changes
-    return _write(folder, _graph(), **fields)
+    graph = _graph(f"{MEAN}mu = Identity (first)", TOKENS, "float[batch] mu, float[batch] sigma")
+    return _write(folder, graph, **fields)
 
 
 def without_numbers(folder: Path) -> Path:
@@ -113,7 +104,8 @@ def write_rich_artifact(folder: Path, **changes: Any) -> Path:
     for head, names in of_heads.items():
         if head not in fields["heads"]:
             fields = {name: value for name, value in fields.items() if name not in names}
-    return _write(folder, _rich_graph(fields["heads"]), **fields)
+    outputs = ", ".join(OF_HEAD[head] for head in fields["heads"])
+    return _write(folder, _graph(MEAN + ALL_HEADS, f"{TOKENS}, {CONDITIONS}", outputs), **fields)
 
 
 def expected_rich(prompt: str, number: int = 0, temperature: float = 0.0) -> dict[str, Any]:
@@ -132,14 +124,8 @@ def expected_rich(prompt: str, number: int = 0, temperature: float = 0.0) -> dic
     }
 
 
-def _finish(folder: Path, fields: dict[str, Any]) -> Path:
-    """`artifact_version` among the fields is put before the version."""
-    prefix = fields.pop("artifact_version", None)
-    write_manifest(folder, Manifest.draft(**fields), version_prefix=prefix)
-    return folder
-
-
 def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
+    """`artifact_version` among the changes is put before the version."""
     folder.mkdir(parents=True, exist_ok=True)
     onnx.save(model, folder / "model.onnx")
     tokenizer = Tokenizer(models.WordLevel(VOCAB, unk_token="[UNK]"))
@@ -159,105 +145,83 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
         "truncation_side": "right",
         "pad_token_id": VOCAB["[PAD]"],
     }
-    return _finish(folder, fields | changes)
+    fields |= changes
+    prefix = fields.pop("artifact_version", None)
+    write_manifest(folder, Manifest.model_construct(**fields), version_prefix=prefix)
+    return folder
 
 
-# The mean embedding, and its two columns.
-MEAN = [
-    helper.make_node("Equal", ["input_ids", "crash"], ["crashes"]),
-    helper.make_node("Where", ["crashes", "outside", "input_ids"], ["rows"]),
-    helper.make_node("Gather", ["table", "rows"], ["embedded"]),
-    helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
-    helper.make_node("Unsqueeze", ["mask", "last"], ["weights"]),
-    helper.make_node("Mul", ["embedded", "weights"], ["weighted"]),
-    helper.make_node("ReduceSum", ["weighted", "one"], ["total"], keepdims=0),
-    helper.make_node("ReduceSum", ["weights", "one"], ["count"], keepdims=0),
-    helper.make_node("Div", ["total", "count"], ["mean"]),
-    helper.make_node("Gather", ["mean", "first_column"], ["first"], axis=1),
-    helper.make_node("Gather", ["mean", "second_column"], ["second"], axis=1),
-    helper.make_node("Softplus", ["second"], ["sigma"]),
-]
+# In ONNX's text format: the mean embedding, and its two columns.
+MEAN = """
+crashes = Equal (input_ids, crash)
+rows = Where (crashes, outside, input_ids)
+embedded = Gather (table, rows)
+mask = Cast <to = 1> (attention_mask)
+weights = Unsqueeze (mask, last)
+weighted = Mul (embedded, weights)
+total = ReduceSum <keepdims = 0> (weighted, one)
+count = ReduceSum <keepdims = 0> (weights, one)
+mean = Div (total, count)
+first = Gather <axis = 1> (mean, first_column)
+second = Gather <axis = 1> (mean, second_column)
+sigma = Softplus (second)
+"""
+ALL_HEADS = """
+number = Cast <to = 1> (served_model)
+unknown = IsNaN (temperature)
+filled = Where (unknown, zero, temperature)
+mu = Sum (first, number, filled)
+nu = Add (number, two)
+three = Pad (mean, pads)
+urgency = Softmax <axis = 1> (three)
+bucket = Softmax <axis = 1> (mean)
+regression_tokens = Exp (mu)
+rank = Identity (mu)
+"""
+#: Their outputs.
+OF_HEAD = {
+    "length": "float[batch] mu, float[batch] sigma, float[batch] nu",
+    "urgency": "float[batch, 3] urgency",
+    "bucket": "float[batch, 2] bucket",
+    "regression": "float[batch] regression_tokens",
+    "rank": "float[batch] rank",
+}
+TOKENS = "int64[batch, seq] input_ids, int64[batch, seq] attention_mask"
+CONDITIONS = "int64[batch] served_model, float[batch] temperature"
+CONSTANTS: dict[str, Any] = {
+    "table": embeddings(),
+    "crash": np.array(VOCAB["crash"]),
+    "outside": np.array(len(VOCAB)),
+    "last": np.array([2]),
+    "one": np.array([1]),
+    "first_column": np.array(0),
+    "second_column": np.array(1),
+    "zero": np.float32(0),
+    "two": np.float32(2),
+    "pads": np.array([0, 0, 0, 1]),  # one column of zeros on the right
+}
 
 
-def _constants() -> dict[str, Any]:
-    return {
-        "table": embeddings(),
-        "crash": np.array(VOCAB["crash"]),
-        "outside": np.array(len(VOCAB)),
-        "last": np.array([2]),
-        "one": np.array([1]),
-        "first_column": np.array(0),
-        "second_column": np.array(1),
-    }
+def _graph(nodes: str, inputs: str, outputs: str) -> onnx.ModelProto:
+    text = f'<ir_version: 9, opset_import: ["" : 18]> tiny ({inputs}) => ({outputs}) {{{nodes}}}'
+    model = onnx.parser.parse_model(text)
+    used = {name for node in model.graph.node for name in node.input}
+    tensors = {name: numpy_helper.from_array(np.asarray(value), name) for name, value in CONSTANTS.items()}
+    model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name in used)
+    return model
 
 
-def _token_inputs() -> list[onnx.ValueInfoProto]:
-    return [
-        helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"])
-        for name in ("input_ids", "attention_mask")
-    ]
+@dataclasses.dataclass(eq=False)
+class ManualTimer:
+    """A call at a second of a `ManualClock`."""
 
+    when: float
+    callback: Callable[[], None]
+    timers: list[ManualTimer]
 
-def _graph() -> onnx.ModelProto:
-    nodes = [*MEAN, helper.make_node("Identity", ["first"], ["mu"])]
-    return _model(nodes, _constants(), _token_inputs(), {"mu": None, "sigma": None})
-
-
-def _rich_graph(heads: Sequence[str]) -> onnx.ModelProto:
-    nodes = [
-        *MEAN,
-        helper.make_node("Cast", ["served_model"], ["number"], to=TensorProto.FLOAT),
-        helper.make_node("IsNaN", ["temperature"], ["unknown"]),
-        helper.make_node("Where", ["unknown", "zero", "temperature"], ["filled"]),
-        helper.make_node("Sum", ["first", "number", "filled"], ["mu"]),
-        helper.make_node("Add", ["number", "two"], ["nu"]),
-        helper.make_node("Pad", ["mean", "pads"], ["three"]),
-        helper.make_node("Softmax", ["three"], ["urgency"], axis=1),
-        helper.make_node("Softmax", ["mean"], ["bucket"], axis=1),
-        helper.make_node("Exp", ["mu"], ["regression_tokens"]),
-        helper.make_node("Identity", ["mu"], ["rank"]),
-    ]
-    constants = _constants() | {
-        "zero": np.float32(0),
-        "two": np.float32(2),
-        "pads": np.array([0, 0, 0, 1]),  # one column of zeros on the right
-    }
-    inputs = [
-        *_token_inputs(),
-        helper.make_tensor_value_info("served_model", TensorProto.INT64, ["batch"]),
-        helper.make_tensor_value_info("temperature", TensorProto.FLOAT, ["batch"]),
-    ]
-    of_head: dict[str, dict[str, int | None]] = {
-        "length": {"mu": None, "sigma": None, "nu": None},
-        "urgency": {"urgency": 3},
-        "bucket": {"bucket": 2},
-        "regression": {"regression_tokens": None},
-        "rank": {"rank": None},
-    }
-    outputs = {name: width for head in heads for name, width in of_head[head].items()}
-    return _model(nodes, constants, inputs, outputs)
-
-
-def _model(
-    nodes: Sequence[onnx.NodeProto],
-    constants: dict[str, Any],
-    inputs: Sequence[onnx.ValueInfoProto],
-    outputs: dict[str, int | None],
-) -> onnx.ModelProto:
-    """A graph whose outputs are [batch], or [batch, width] where a width stands."""
-    graph = helper.make_graph(
-        nodes,
-        "tiny",
-        inputs,
-        [
-            helper.make_tensor_value_info(
-                name, TensorProto.FLOAT, ["batch"] if width is None else ["batch", width]
-            )
-            for name, width in outputs.items()
-        ],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    def cancel(self) -> None:
+        if self in self.timers:
+            self.timers.remove(self)
 
 
 class ManualClock:
@@ -265,40 +229,25 @@ class ManualClock:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._numbers = itertools.count()
-        self._calls: list[tuple[float, int, Callable[[], None]]] = []
-        self._cancelled: set[int] = set()
+        self.timers: list[ManualTimer] = []  # that have neither been called nor cancelled
 
     def now(self) -> float:
         return self._now
 
     def call_at(self, when: float, callback: Callable[[], None]) -> ManualTimer:
-        number = next(self._numbers)
-        heapq.heappush(self._calls, (when, number, callback))
-        return ManualTimer(self._cancelled, number)
-
-    @property
-    def num_timers(self) -> int:
-        return sum(number not in self._cancelled for _, number, _ in self._calls)
+        self.timers.append(ManualTimer(when, callback, self.timers))
+        return self.timers[-1]
 
     async def advance(self, seconds: float) -> None:
         """Moves time on, makes the calls that are due, and lets the loop settle."""
         until = self._now + seconds
-        while self._calls and self._calls[0][0] <= until:
-            self._now, number, callback = heapq.heappop(self._calls)
-            if number not in self._cancelled:
-                callback()
+        while due := [timer for timer in self.timers if timer.when <= until]:
+            timer = min(due, key=lambda timer: timer.when)
+            self.timers.remove(timer)
+            self._now = max(self._now, timer.when)
+            timer.callback()
         self._now = until
         await settle()
-
-
-class ManualTimer:
-    def __init__(self, cancelled: set[int], number: int) -> None:
-        self._cancelled = cancelled
-        self._number = number
-
-    def cancel(self) -> None:
-        self._cancelled.add(self._number)
 
 
 async def settle() -> None:
@@ -339,24 +288,30 @@ class GatedRuntime:
         return self._runtime.run(prompts, served_models, temperatures)
 
 
+def serve_config(**options: Any) -> ServeConfig:
+    """Options of a server that takes a free port; its artifacts are loaded elsewhere."""
+    fields: dict[str, Any] = {"artifact": "loaded elsewhere", "port": 0} | options
+    return ServeConfig(**fields)
+
+
 @contextlib.asynccontextmanager
 async def running_server(
-    runtime: Runtime | Sequence[Runtime],
+    runtime: Any,
     *,
     batching: BatchingSettings | None = None,
     reopen: Reopen | None = None,
-    metrics: ServiceMetrics | None = None,
     tracing: Tracing | None = None,
-    **settings: Any,
+    num_listeners: int = 4,
+    **options: Any,
 ) -> AsyncIterator[tuple[PredictionServer, str]]:
-    """A server on a free loopback port, and its address."""
+    """A server on a free loopback port, and its address; `options` are fields of ServeConfig."""
     server = PredictionServer(
-        runtime,
+        runtime if isinstance(runtime, Sequence) else [runtime],
         batching or BatchingSettings.cpu(num_workers=2),
-        ServerSettings(**settings),
+        serve_config(**options),
         reopen=reopen,
-        metrics=metrics,
         tracing=tracing,
+        num_listeners=num_listeners,
     )
     try:
         port = await server.start()
@@ -366,15 +321,39 @@ async def running_server(
 
 
 @contextlib.asynccontextmanager
-async def server_and_stub(
-    runtime: Runtime | Sequence[Runtime], **options: Any
-) -> AsyncIterator[tuple[PredictionServer, Any]]:
-    """A running server, and a stub of the predictor over a channel of its own."""
+async def server_and_stub(runtime: Any, **options: Any) -> AsyncIterator[tuple[PredictionServer, Any]]:
+    """A running server, and a stub of all its services over a channel of its own."""
     async with (
         running_server(runtime, **options) as (server, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
-        yield server, PredictorStub(channel)  # type: ignore[no-untyped-call]
+        yield server, Stub(channel)
+
+
+class Stub(PredictorStub, GRPCInferenceServiceStub, HealthStub):  # type: ignore[misc]
+    """The methods of the predictor, of the Open Inference Protocol and of health."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        for kind in Stub.__bases__:
+            kind.__init__(self, channel)
+        self.channel = channel
+
+    def call(self, method: str, data: bytes) -> Any:
+        """A call of one of the predictor's methods with these bytes."""
+        return self.channel.unary_unary(f"/{SERVICE}/{method}")(data)  # type: ignore[call-arg]
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    """The error that a call ends with."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def status(call: Any) -> tuple[grpc.StatusCode, str]:
+    """Code and message of the error that a call ends with."""
+    error = await failure(call)
+    return error.code(), error.details() or ""
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
-from predictors.modules import (
-    BucketHead,
-    Conditioning,
-    Heads,
-    LengthHead,
-    Normalization,
-    PredictorConfig,
-    PromptPredictor,
-    RankHead,
-    RegressionHead,
-    Tower,
-    UrgencyHead,
-    load_encoder,
-)
+from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.encoder import load_encoder
+from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
+from predictors.modules.normalization import Normalization
+from predictors.modules.predictor import PromptPredictor
+from predictors.modules.towers import Tower
 
 NORMALIZATION = Normalization(5.0, 1.2, 0.3, 0.1, 1.0, 0.1, 4.5, 1.5)
 TOWER = Tower((16, 16, 8), (0.2, 0.2, 0.1))
@@ -33,12 +26,13 @@ ALL_HEADS = Heads(
 CONDITIONING = Conditioning(("small-llm", "large-llm"), width=4)
 
 
-def predictor(folder: str, **options: Any) -> PromptPredictor:
+def predictor(encoder: str | nn.Module, **options: Any) -> PromptPredictor:
     """All heads, conditioned on two served models and the temperature; 48 tokens; in eval mode."""
+    name, module = (encoder, load_encoder(encoder)) if isinstance(encoder, str) else ("encoder", encoder)
     fields = {"heads": ALL_HEADS, "conditioning": CONDITIONING, "max_length": 48} | options
     model = PromptPredictor(
-        PredictorConfig(encoder=folder, **fields),
-        load_encoder(folder),
+        PredictorConfig(encoder=name, **fields),
+        module,
         NORMALIZATION,
         generator=torch.Generator().manual_seed(1),
     )

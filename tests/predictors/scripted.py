@@ -32,19 +32,15 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
     Args:
         code: Status of the failures.
         num_failures: How many calls fail.
-        num_silent: How many calls after those are never answered.
 
     Attributes:
         calls: The prompts of each call so far.
         gate: Answers wait until it is set.
     """
 
-    def __init__(
-        self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0, num_silent: int = 0
-    ) -> None:
+    def __init__(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0) -> None:
         self.code = code
         self.num_failures = num_failures
-        self.num_silent = num_silent
         self.calls: list[list[str]] = []
         self.metadata: list[dict[str, str]] = []
         self.num_under_way = 0
@@ -73,8 +69,6 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
         self.num_under_way += 1
         try:
             await self.gate.wait()
-            if number <= self.num_failures + self.num_silent:
-                await asyncio.Event().wait()
         finally:
             self.num_under_way -= 1
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from predictors.modules import Calibration, load_checkpoint, load_tokenizer, save_checkpoint
+from predictors.modules.calibration import Calibration
+from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
+from predictors.modules.encoder import load_tokenizer
 from scheduler_core.errors import InputError
 from tests.predictors.predictors import predictor
 from tests.predictors.tiny_encoders import ENCODERS
@@ -71,8 +73,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
-def edit(path: Path, **values: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def edited(**values: Any) -> Any:
+    """Changes config.json."""
+
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    return edit
+
+
+def removed(name: str) -> Any:
+    return lambda folder: (folder / name).unlink()
+
+
+def replaced(name: str, content: str) -> Any:
+    return lambda folder: (folder / name).write_text(content)
 
 
 def widen(folder: Path) -> None:
@@ -84,35 +100,17 @@ def widen(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
-        (
-            lambda folder: (folder / "model.safetensors").write_bytes(b"12345678910"),
-            "complete safetensors file",
-        ),
-        (lambda folder: (folder / "config.json").write_text("{"), "valid JSON"),
-        (
-            lambda folder: edit(folder / "config.json", format_version=4),
-            "format_version: got 4; allowed: 5; an older tailcast wrote this checkpoint: train it again",
-        ),
-        (lambda folder: edit(folder / "config.json", format_version=6), "format_version: got 6.*upgrade"),
-        (
-            lambda folder: edit(folder / "config.json", format_version="5"),
-            "format_version: got '5'; allowed: 5$",
-        ),
-        (lambda folder: edit(folder / "config.json", predictor={"nope": 1}), "predictor"),
-        (lambda folder: edit(folder / "config.json", calibration=None), "calibration"),
-        (
-            lambda folder: edit(
-                folder / "config.json", calibration={"sigma_scale": [1.0], "mu_shift": [0.0]}
-            ),
-            "0 served models",
-        ),
-        (
-            lambda folder: edit(folder / "config.json", encoder_config={"model_type": "nope"}),
-            "encoder_config",
-        ),
-        (lambda folder: edit(folder / "normalization.json", mu_std=0), "mu_std"),
-        (lambda folder: (folder / "tokenizer.json").unlink(), "tokenizer.json"),
+        (removed("model.safetensors"), "model.safetensors"),
+        (replaced("model.safetensors", "12345678910"), "complete safetensors file"),
+        (replaced("config.json", "{"), "checkpoint: got .*config.json'; allowed: a file with valid JSON"),
+        (edited(format_version=4), "format_version: got 4; .*an older tailcast wrote it: train it again"),
+        (edited(format_version="5"), "format_version: got '5'; allowed: 5$"),
+        (edited(predictor={"nope": 1}), "predictor"),
+        (edited(calibration={"sigma_scale": [0.0], "mu_shift": [0.0]}), "sigma_scale"),
+        (edited(calibration={"sigma_scale": [1.0], "mu_shift": [0.0]}), "0 served models"),
+        (edited(encoder_config={"model_type": "nope"}), "encoder_config"),
+        (replaced("normalization.json", '{"mu_std": 1}'), "normalization.json: got .*; allowed: also"),
+        (removed("tokenizer.json"), "tokenizer.json"),
         (shutil.rmtree, "existing checkpoint folder"),
         (widen, r"weights that fit config\.json"),
     ],
@@ -122,10 +120,3 @@ def test_broken_checkpoints_are_named(break_it, message, saved, tmp_path):
     break_it(tmp_path / "out")
     with pytest.raises(InputError, match=message):
         load_checkpoint(tmp_path / "out")
-
-
-@pytest.mark.parametrize("text", [b'{"a":' + b"[" * 100_000, b'{"a": NaN}', b'{"a": 1, "a": 2}', b"\xff\xfe"])
-def test_json_that_python_would_take_or_choke_on_is_refused(tmp_path: Path, text: bytes) -> None:
-    (tmp_path / "config.json").write_bytes(text)
-    with pytest.raises(InputError, match=r"^checkpoint: got .*config\.json'; allowed: a file with"):
-        load_checkpoint(tmp_path)

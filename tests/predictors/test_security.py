@@ -1,186 +1,193 @@
-"""TLS, mutual TLS and bearer tokens, on both ports."""
+"""TLS, mutual TLS and bearer tokens: a server's two ports, our clients and others'."""
 
 from __future__ import annotations
 
+import asyncio
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from predictors.client import ClientSettings, GrpcPredictor, PredictorError, SyncPredictor, TlsSettings
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.runtime import open_runtime
 from predictors.service.errors import UnauthenticatedError
-from predictors.service.security import BearerTokens, TlsFiles
+from predictors.service.security import BearerTokens, grpc_credentials
 from scheduler_core.errors import InputError
-from tests.predictors.fakes import running_server
+from scheduler_core.predictor import PredictionRequest
+from tests.predictors.fakes import expected, failure, running_server, serve_config, server_and_stub
 
 trustme = pytest.importorskip("trustme")
 
-
-@dataclass
-class Pki:
-    """Files of an authority, a server's and a client's certificate."""
-
-    server: TlsFiles
-    mutual: TlsFiles
-    authority: bytes
-    client_key: Path
-    client_certificate: Path
-
-    def channel(self, address: str, *, with_certificate: bool) -> grpc.aio.Channel:
-        pair = (
-            (self.client_key.read_bytes(), self.client_certificate.read_bytes())
-            if with_certificate
-            else (None, None)
-        )
-        credentials = grpc.ssl_channel_credentials(self.authority, *pair)
-        return grpc.aio.secure_channel(address.replace("127.0.0.1", "localhost"), credentials)
-
-    def context(self, *, with_certificate: bool) -> ssl.SSLContext:
-        context = ssl.create_default_context(cadata=self.authority.decode())
-        if with_certificate:
-            context.load_cert_chain(self.client_certificate, self.client_key)
-        return context
+REQUEST = PredictionRequest("r", "name three rivers", 1)
 
 
 @pytest.fixture(scope="module")
-def pki(tmp_path_factory: pytest.TempPathFactory) -> Pki:
+def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of PEM files: authorities "ours" and "theirs", and certificates that they have signed."""
     folder = tmp_path_factory.mktemp("pki")
-    authority = trustme.CA()
-    authority.cert_pem.write_to_path(str(folder / "ca.pem"))
-    for name, certificate in (
-        ("server", authority.issue_cert("localhost", "127.0.0.1")),
-        ("client", authority.issue_cert("client")),
-    ):
-        certificate.private_key_pem.write_to_path(str(folder / f"{name}.key"))
-        for pem in certificate.cert_chain_pems:
-            pem.write_to_path(str(folder / f"{name}.pem"), append=True)
-    plain = TlsFiles(certificate=folder / "server.pem", key=folder / "server.key")
-    mutual = TlsFiles(
-        certificate=folder / "server.pem", key=folder / "server.key", client_authority=folder / "ca.pem"
+    for authority in ("ours", "theirs"):
+        issuer = trustme.CA()
+        issuer.cert_pem.write_to_path(str(folder / f"{authority}.pem"))
+        for name, host in (("server", "localhost"), ("client", "a.client")):
+            certificate = issuer.issue_cert(host)
+            certificate.private_key_pem.write_to_path(str(folder / f"{authority}-{name}.key"))
+            for pem in certificate.cert_chain_pems:
+                pem.write_to_path(str(folder / f"{authority}-{name}.pem"), append=True)
+    return folder
+
+
+def server_files(pki: Path, *, mutual: bool) -> dict[str, Any]:
+    """Options of a server with a certificate."""
+    files = {"tls_cert": str(pki / "ours-server.pem"), "tls_key": str(pki / "ours-server.key")}
+    return files | ({"tls_client_ca": str(pki / "ours.pem")} if mutual else {})
+
+
+def client_files(pki: Path, authority: str, name: str | None) -> TlsSettings:
+    own = {} if name is None else {"certificate": str(pki / f"{name}.pem"), "key": str(pki / f"{name}.key")}
+    return TlsSettings(ca=str(pki / f"{authority}.pem"), **own)
+
+
+async def median_log(client: str, address: str, tls: TlsSettings | None) -> float:
+    """The predicted mu of `REQUEST` by one of our clients."""
+    settings = ClientSettings(
+        tls=tls, transport="stream" if client == "stream" else "calls", max_attempts=1, timeout_s=60.0
     )
-    return Pki(plain, mutual, (folder / "ca.pem").read_bytes(), folder / "client.key", folder / "client.pem")
+    if client == "blocking":
+        with SyncPredictor(address, settings) as blocking:
+            [response] = await asyncio.to_thread(blocking.responses, [REQUEST])
+    else:
+        async with GrpcPredictor(address, settings) as predictor:
+            [response] = await predictor.responses([REQUEST])
+    return response.mu
 
 
-async def grpc_code(channel: grpc.aio.Channel, **arguments: Any) -> grpc.StatusCode:
+async def http_accepts(port: int | None, tls: TlsSettings | None) -> bool:
+    """Whether the HTTP port answers a client with these certificates."""
+    context: ssl.SSLContext | bool = True
+    if tls is not None:
+        context = ssl.create_default_context(cafile=tls.ca)
+        if tls.certificate is not None:
+            context.load_cert_chain(tls.certificate, tls.key)
     try:
-        await PredictorStub(channel).Predict(pb.PredictRequest(prompt="sea"), timeout=20, **arguments)
-    except grpc.aio.AioRpcError as error:
-        return error.code()
-    return grpc.StatusCode.OK
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(
+                f"{'http' if tls is None else 'https'}://localhost:{port}/v1/predict",
+                json={"prompt": "sea"},
+                ssl=context,
+            ) as response,
+        ):
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
 
 
-@pytest.mark.parametrize("mutual", [False, True])
-async def test_tls_on_both_ports(artifact_folder: Path, pki: Pki, mutual: bool) -> None:
-    tls = pki.mutual if mutual else pki.server
-    async with running_server(open_runtime(artifact_folder), tls=tls, http_port=0) as (server, address):
-        async with grpc.aio.insecure_channel(address) as channel:
-            assert await grpc_code(channel) == grpc.StatusCode.UNAVAILABLE
-        for with_certificate in (False, True):
-            async with pki.channel(address, with_certificate=with_certificate) as channel:
-                accepted = await grpc_code(channel) == grpc.StatusCode.OK
-            assert accepted is (with_certificate or not mutual)
-            context = pki.context(with_certificate=with_certificate)
-            accepted = True
-            try:
-                async with (
-                    aiohttp.ClientSession() as session,
-                    session.post(
-                        f"https://localhost:{server.http_port}/v1/predict",
-                        json={"prompt": "sea"},
-                        ssl=context,
-                    ) as response,
-                ):
-                    assert response.status == 200
-            except aiohttp.ClientError:
-                accepted = False
-            assert accepted is (with_certificate or not mutual)
+@pytest.mark.parametrize("mutual", [False, True], ids=["tls", "mutual"])
+async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Path, mutual: bool) -> None:
+    options = server_files(pki, mutual=mutual)
+    async with running_server(open_runtime(artifact_folder), http_port=0, **options) as (server, address):
+        address = address.replace("127.0.0.1", "localhost")
+        for authority, certificate, is_accepted in (
+            ("ours", None, not mutual),
+            ("ours", "ours-client", True),
+            ("ours", "theirs-client", not mutual),
+            ("theirs", "ours-client", False),
+            (None, None, False),
+        ):
+            tls = None if authority is None else client_files(pki, authority, certificate)
+            for client in ("calls", "stream", "blocking"):
+                if is_accepted:
+                    mu = await median_log(client, address, tls)
+                    assert mu == pytest.approx(expected(REQUEST.prompt)[0], rel=1e-6)
+                else:
+                    with pytest.raises(PredictorError, match=address) as caught:
+                        await median_log(client, address, tls)
+                    assert caught.value.code == "UNAVAILABLE", (client, authority, certificate)
+            assert await http_accepts(server.http_port, tls) is is_accepted, (authority, certificate)
 
 
-async def test_only_known_tokens_are_let_in_and_probes_need_none(artifact_folder: Path) -> None:
-    tokens = BearerTokens(["first", "second"])
+@pytest.mark.parametrize("option", ["tls_cert", "tls_key", "tls_client_ca"])
+def test_bad_files_of_a_server_are_named(tmp_path: Path, pki: Path, option: str) -> None:
+    (tmp_path / "text").write_text("no PEM")
+    for name in ("nothing", "text"):
+        files = server_files(pki, mutual=True) | {option: str(tmp_path / name)}
+        with pytest.raises(InputError, match=option):
+            grpc_credentials(serve_config(**files))
+
+
+async def test_bad_files_of_a_client_are_named(pki: Path) -> None:
+    key = str(pki / "ours-client.key")
+    for tls, name in (
+        (TlsSettings(ca="nowhere.pem"), "tls ca: got .*nowhere"),
+        (TlsSettings(certificate="nowhere.pem", key=key), "tls certificate"),
+    ):
+        with pytest.raises(InputError, match=name):
+            await median_log("calls", "localhost:1", tls)
+    with pytest.raises(InputError, match="together with its key"):
+        TlsSettings(certificate="client.pem")
+
+
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    file = tmp_path / "tokens"
+    file.write_text("# known callers\nfirst\n\n  schl\u00fcssel  \n\ufffd\ufffd\n", encoding="utf-8")
+    return str(file)
+
+
+async def test_only_known_tokens_are_let_in_and_probes_need_none(
+    artifact_folder: Path, token_file: str
+) -> None:
+    options = {"token_file": token_file, "http_port": 0}
     async with (
-        running_server(open_runtime(artifact_folder), tokens=tokens, http_port=0) as (server, address),
-        grpc.aio.insecure_channel(address) as channel,
+        server_and_stub(open_runtime(artifact_folder), **options) as (server, stub),
         aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
     ):
-        for header, accepted in (
-            ("Bearer first", True),
-            ("bearer second", True),
-            ("Bearer third", False),
-            ("Basic first", False),
-            ("first", False),
-            (None, False),
-        ):
-            metadata = None if header is None else (("authorization", header),)
-            wanted = grpc.StatusCode.OK if accepted else grpc.StatusCode.UNAUTHENTICATED
-            assert await grpc_code(channel, metadata=metadata) == wanted, header
-            headers = {} if header is None else {"Authorization": header}
-            async with session.post("/v1/predict", json={"prompt": "sea"}, headers=headers) as response:
-                assert response.status == (200 if accepted else 401), header
-        stream = PredictorStub(channel).PredictStream()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stream.read()
-        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
+        sea = pb.PredictRequest(prompt="sea")
+        assert (await stub.Predict(sea, metadata=(("authorization", "Bearer first"),))).mu > 0
+        reflection = reflection_pb2_grpc.ServerReflectionStub(stub.channel).ServerReflectionInfo(
             iter([reflection_pb2.ServerReflectionRequest(list_services="")])
         )
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await reflected.read()
-        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        health: Any = health_pb2_grpc.HealthStub(channel)
-        answer = await health.Check(health_pb2.HealthCheckRequest())
+        wrong = [(("authorization", header),) for header in ("Bearer third", "Basic first")]
+        refused = [*(stub.Predict(sea, metadata=metadata) for metadata in (None, *wrong))]
+        refused += [stub.PredictStream().read(), reflection.read()]
+        for call in refused:
+            assert (await failure(call)).code() == grpc.StatusCode.UNAUTHENTICATED
+        answer = await stub.Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-        for path, code in (("/healthz", 200), ("/readyz", 200), ("/v2/health/ready", 200), ("/metrics", 401)):
-            async with session.get(path) as response:
-                assert response.status == code, path
+        for path, headers, status in (
+            ("/v1/metadata", {"Authorization": "Bearer first"}, 200),
+            ("/v1/metadata", {"Authorization": "Bearer third"}, 401),
+            ("/metrics", {}, 401),
+            *((probe, {}, 200) for probe in ("/healthz", "/readyz", "/v2/health/ready")),
+        ):
+            async with session.get(path, headers=headers) as response:
+                assert response.status == status, path
 
 
-def test_token_file_holds_one_a_line(tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("# known callers\none\n\n  two  \n")
-    tokens = BearerTokens.of_file(file)
-    tokens.check("Bearer one")
-    tokens.check(b"Bearer two")
-    for wrong in ("Bearer # known callers", "Bearer ", b"Bearer \xff", None):
+def test_tokens_of_a_file(token_file: str) -> None:
+    tokens = BearerTokens(token_file)
+    for header in (b"Bearer first", "Bearer schl\u00fcssel", "Bearer schl\u00fcssel".encode()):
+        tokens.check(header)
+    refused = (
+        "Bearer # known callers",
+        "Bearer ",
+        "Bearer \udcff",
+        b"Bearer \xff",
+        b"Bearer \xef\xbf\xbd",
+        "",
+    )
+    for wrong in refused:
         with pytest.raises(UnauthenticatedError):
             tokens.check(wrong)
-    file.write_text("\n")
+
+
+def test_a_file_without_tokens_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("\n")
     with pytest.raises(InputError, match="token_file"):
-        BearerTokens.of_file(file)
-
-
-@pytest.mark.parametrize("field", ["certificate", "key", "client_authority"])
-def test_bad_files_are_named(tmp_path: Path, pki: Pki, field: str) -> None:
-    option = {"certificate": "tls_cert", "key": "tls_key", "client_authority": "tls_client_ca"}[field]
-    files = {
-        "certificate": pki.mutual.certificate,
-        "key": pki.mutual.key,
-        "client_authority": pki.mutual.client_authority,
-    }
-    with pytest.raises(InputError, match=option):
-        TlsFiles(**(files | {field: tmp_path / "nothing"})).grpc_credentials()
-    (tmp_path / "text").write_text("no PEM")
-    with pytest.raises(InputError, match=option):
-        TlsFiles(**(files | {field: tmp_path / "text"})).grpc_credentials()
-
-
-@pytest.mark.parametrize("header", ["Bearer schl\u00fcssel", "Bearer schl\u00fcssel".encode()])
-def test_a_token_need_not_be_ascii(header: str | bytes) -> None:
-    BearerTokens(["schl\u00fcssel"]).check(header)
-
-
-@pytest.mark.parametrize(
-    "header", ["Bearer \udcff", b"Bearer \xff", b"Bearer \xef\xbf\xbd", "Bearer schl\udcfcssel", "", None]
-)
-def test_bytes_that_are_no_text_are_no_token(header: str | bytes | None) -> None:
-    tokens = BearerTokens(["schl\u00fcssel", "\ufffd\ufffd"])
-    with pytest.raises(UnauthenticatedError):
-        tokens.check(header)
+        BearerTokens(str(tmp_path / "tokens"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,32 +13,31 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from predictors.artifact import MANIFEST, SIGNATURE, open_artifact
+from predictors.artifact import open_artifact
 from predictors.cli import main
 from predictors.client import InProcessPredictor
+from predictors.manifest import MANIFEST, SIGNATURE
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.service.artifacts import open_sources
 from predictors.service.errors import ReloadError
-from predictors.service.metrics import ServiceMetrics
 from predictors.signing import read_private_key, read_public_key, sign_file
 from scheduler_core.errors import InputError
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, running_server, version_prefix, write_artifact
-from tests.predictors.test_workers import replace_artifact, running, version
+from tests.predictors.fakes import running_server, serve_config, version_prefix, write_artifact
 
 OURS = Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
+REQUEST = PredictionRequest("r", "sea", 1)
 OTHER = Ed25519PrivateKey.from_private_bytes(bytes(range(32, 64)))
 
 
 def private_key_file(path: Path, key: Any = OURS, password: bytes | None = None) -> Path:
     """Writes a private key as `openssl genpkey -algorithm ed25519` does."""
-    encryption = (
-        serialization.NoEncryption() if password is None else serialization.BestAvailableEncryption(password)
-    )
-    path.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
-    )
+    encryption: Any = serialization.NoEncryption()
+    if password is not None:
+        encryption = serialization.BestAvailableEncryption(password)
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(key.private_bytes(pem, pkcs8, encryption))
     return path
 
 
@@ -63,15 +60,14 @@ def test_keys_and_signatures_are_those_of_openssl(tmp_path: Path) -> None:
         pytest.skip("openssl is not installed")
     secret, public, text = tmp_path / "key.pem", tmp_path / "key.pub", tmp_path / "text"
     text.write_text("hello\n")
-    for arguments in (
-        ("genpkey", "-algorithm", "ed25519", "-out", secret),
-        ("pkey", "-in", secret, "-pubout", "-out", public),
-    ):
+
+    def run(*arguments: object) -> None:
         subprocess.run([openssl, *map(str, arguments)], check=True, capture_output=True)
+
+    run("genpkey", "-algorithm", "ed25519", "-out", secret)
+    run("pkey", "-in", secret, "-pubout", "-out", public)
     sign_file(text, read_private_key(secret))
-    verify = ["pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", text]
-    verify += ["-sigfile", f"{text}.sig"]
-    subprocess.run([openssl, *map(str, verify)], check=True, capture_output=True)
+    run("pkeyutl", "-verify", "-pubin", "-inkey", public, "-rawin", "-in", text, "-sigfile", f"{text}.sig")
     read_public_key(public).verify((tmp_path / "text.sig").read_bytes(), b"hello\n")
 
 
@@ -94,139 +90,65 @@ def test_other_keys_are_named(tmp_path: Path) -> None:
             read_private_key(path)
 
 
-def test_signed_artifact_opens_with_its_key_and_without(tmp_path: Path) -> None:
-    folder, key = signed(tmp_path / "a"), public_key_file(tmp_path / "ours.pub")
-    assert open_artifact(folder, public_key=key) == open_artifact(folder)
-    (folder / SIGNATURE).write_bytes(b"short")
-    with pytest.raises(InputError, match=r"signature manifest\.json\.sig"):
-        open_artifact(folder, public_key=key)
-
-
-def unsigned(folder: Path) -> Path:
-    return write_artifact(folder, artifact_version="two")
-
-
-def of_another_key(folder: Path) -> Path:
-    return signed(folder, OTHER, artifact_version="two")
-
-
-def changed_afterwards(folder: Path) -> Path:
-    path = signed(folder, artifact_version="two") / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"created": "2027-01-01T00:00:00+00:00"}))
-    return folder
-
-
-BAD = pytest.mark.parametrize(
-    ("bad", "message"),
-    [
-        (unsigned, "with a public key the artifact must be signed"),
-        (of_another_key, "is not of this manifest.json by the public key"),
-        (changed_afterwards, "is not of this manifest.json by the public key"),
-    ],
-)
-
-
-@BAD
-def test_the_start_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: Any, message: str
+@pytest.mark.parametrize("how", ["unsigned", "of another key", "changed afterwards"])
+async def test_wrong_signatures_are_refused_by_server_and_client(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    key = public_key_file(tmp_path / "ours.pub")
-    good, refused = signed(tmp_path / "good", artifact_id="good"), bad(tmp_path / "refused")
-    port_file = tmp_path / "port"
-    options = [f"--public_key={key}", "--port=0", f"--port_file={port_file}"]
-    assert main([str(refused), *options]) == 2
+    folder, key = tmp_path / "a", public_key_file(tmp_path / "ours.pub")
+    signed(folder, OTHER if how == "of another key" else OURS)
+    open_artifact(folder)
+    if how == "unsigned":
+        (folder / SIGNATURE).unlink()
+    elif how == "changed afterwards":
+        assert open_artifact(folder, public_key=key) == open_artifact(folder)
+        (folder / MANIFEST).write_text((folder / MANIFEST).read_text() + " ")
+    assert main([str(folder), f"--public_key={key}", "--port=0"]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith("serve-predictor: error: ")
-    assert len(error.splitlines()) == 1
+    message = (
+        "with a public key it must be there" if how == "unsigned" else "is not of this manifest.json by the"
+    )
     assert message in error
-    assert main([str(good), f'--more_artifacts=["{refused}"]', *options]) == 2
-    assert message in capsys.readouterr().err
-    assert not port_file.exists()
+    assert len(error.splitlines()) == 1
+    async with InProcessPredictor(folder, public_key=key) as predictor:
+        with pytest.raises(InputError, match="signature"):
+            await predictor.predict([REQUEST])
 
 
-@BAD
-async def test_a_reload_is_refused_and_the_signed_one_stays(tmp_path: Path, bad: Any, message: str) -> None:
-    key = public_key_file(tmp_path / "ours.pub")
+async def test_wrong_signatures_are_refused_at_a_reload(tmp_path: Path) -> None:
+    key, bad = (
+        public_key_file(tmp_path / "ours.pub"),
+        write_artifact(tmp_path / "bad", artifact_version="two"),
+    )
     link = tmp_path / "current"
     link.symlink_to(signed(tmp_path / "one", artifact_version="one"))
-    places, runtimes = open_sources([str(link)], provider="cpu", threads_per_run=1, public_key=str(key))
-    metrics = ServiceMetrics()
+    sources, runtimes = open_sources(serve_config(artifact=str(link), provider="cpu", public_key=str(key)))
     async with (
-        running_server(runtimes, reopen=lambda name: places[name].open(), metrics=metrics) as (
-            server,
-            address,
-        ),
+        running_server(runtimes, reopen=lambda name: sources[name].open()) as (server, address),
         grpc.aio.insecure_channel(address) as channel,
     ):
         stub: Any = PredictorStub(channel)  # type: ignore[no-untyped-call]
 
-        async def answered_by() -> str:
+        async def version() -> str:
             return version_prefix((await stub.Predict(pb.PredictRequest(prompt="sea"))).artifact_version)
 
-        move(link, bad(tmp_path / "two"))
-        with pytest.raises(ReloadError, match=message):
+        (tmp_path / "next").symlink_to(bad)
+        (tmp_path / "next").replace(link)
+        with pytest.raises(ReloadError, match="with a public key it must be there"):
             await server.artifacts.reload("tiny")
-        assert await answered_by() == "one"
+        assert await version() == "one"
         sign_file(link / MANIFEST, OURS)
         assert await server.artifacts.reload("tiny")
-        assert await answered_by() == "two"
+        assert await version() == "two"
         # The same content without its signature is no news to be taken, but no reason to go on silently either.
         (link / SIGNATURE).unlink()
         with pytest.raises(ReloadError, match="signature"):
             await server.artifacts.reload("tiny")
-        assert await answered_by() == "two"
-    text = metrics.exposition().decode()
-    assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 2.0' in text
+        assert await version() == "two"
+        # A key that is replaced counts from the next reload.
+        sign_file(link / MANIFEST, OURS)
+        public_key_file(key, OTHER)
+        with pytest.raises(ReloadError, match="signature"):
+            await server.artifacts.reload("tiny")
+    text = server.metrics.exposition().decode()
+    assert 'tailcast_reloads_total{artifact="tiny",outcome="refused"} 3.0' in text
     assert 'tailcast_reloads_total{artifact="tiny",outcome="taken"} 1.0' in text
-
-
-async def test_a_key_that_is_replaced_counts_from_the_next_reload(tmp_path: Path) -> None:
-    key = public_key_file(tmp_path / "ours.pub")
-    [(_, place)] = open_sources(
-        [str(signed(tmp_path / "a"))], provider="cpu", threads_per_run=1, public_key=str(key)
-    )[0].items()
-    public_key_file(key, OTHER)
-    with pytest.raises(InputError, match="signature"):
-        place.open()
-    key.unlink()
-    with pytest.raises(InputError, match="public_key"):
-        place.open()
-
-
-def test_workers_verify_and_a_late_signature_is_found_by_looking(tmp_path: Path) -> None:
-    """The new version comes before its signature: the first look refuses it, the second one takes it."""
-    key = public_key_file(tmp_path / "ours.pub")
-    replace_artifact(tmp_path, "one")
-    sign_file(tmp_path / "current" / MANIFEST, OURS)
-    options = ("--workers=2", f"--public_key={key}", "--reload_poll_s=0.05")
-    with running(tmp_path, tmp_path / "current", *options) as server:
-        port, _ = server.ports()
-        assert version(port) == "one"
-        assert f"artifacts must be signed with the key {key}" in server.log
-        replace_artifact(tmp_path, "two")
-        server.wait_for(
-            lambda: len(re.findall(r"a new version was refused, one\+\w+ stays: signature", server.log)) >= 2
-        )
-        assert version(port) == "one"
-        sign_file(tmp_path / "current" / MANIFEST, OURS)
-        server.wait_for(lambda: len(re.findall(r"version two\+\w+ replaces one\+", server.log)) == 2)
-        assert {version(port) for _ in range(4)} == {"two"}
-        assert server.stop() == 0
-
-
-async def test_in_process_clients_verify_too(tmp_path: Path) -> None:
-    key = public_key_file(tmp_path / "ours.pub")
-    request = PredictionRequest("r", "sea", 1)
-    async with InProcessPredictor(signed(tmp_path / "a"), public_key=key) as predictor:
-        [found] = await predictor.predict([request])
-    assert found.mu == pytest.approx(expected("sea")[0], rel=1e-6)
-    async with InProcessPredictor(signed(tmp_path / "b", OTHER), public_key=key) as predictor:
-        with pytest.raises(InputError, match="signature"):
-            await predictor.predict([request])
-
-
-def move(link: Path, target: Path) -> None:
-    """Lets a link name another folder, in one step."""
-    following = link.with_name("next")
-    following.symlink_to(target)
-    following.replace(link)

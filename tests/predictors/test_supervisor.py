@@ -71,32 +71,44 @@ async def run(folder: Path, plan: str, *, suspended: int | None = None) -> tuple
     ("plan", "lives"),
     [
         ("else:serve", ["0-0", "1-0"]),
-        ("0-0:killed", ["0-0", "0-1", "1-0"]),
         ("0-0:killed,1-0:killed", ["0-0", "0-1", "1-0", "1-1"]),
         ("1-0:latekilled", ["0-0", "1-0", "1-1"]),
         ("1-0:late,1-1:late", ["0-0", "1-0", "1-1", "1-2"]),
     ],
-    ids=[
-        "nothing happens",
-        "killed early",
-        "both killed early",
-        "killed later",
-        "fails beside one that serves",
-    ],
+    ids=["nothing happens", "both killed early", "killed later", "fails beside one that serves"],
 )
 async def test_workers_that_end_are_started_again(tmp_path: Path, plan: str, lives: list[str]) -> None:
     assert await run(tmp_path, plan) == (0, lives, True)
 
 
-async def test_workers_that_end_by_themselves_before_any_is_ready_end_the_command(tmp_path: Path) -> None:
-    code, _, was_ready = await run(tmp_path, "else:2")
-    assert (code, was_ready) == (2, False)
+async def test_workers_that_never_come_up_end_the_command(tmp_path: Path) -> None:
+    for plan, expected in (("else:2", 2), ("else:killed", 1)):
+        (tmp_path / plan).mkdir()
+        code, lives, was_ready = await run(tmp_path / plan, plan)
+        assert (code, was_ready) == (expected, False)
+    assert module.MAX_EARLY_ENDS <= len(lives) <= module.MAX_EARLY_ENDS + 1  # killed again and again
 
 
-async def test_workers_that_are_killed_again_and_again_end_it_too(tmp_path: Path) -> None:
-    code, lives, was_ready = await run(tmp_path, "else:killed")
-    assert (code, was_ready) == (1, False)
-    assert module.MAX_EARLY_ENDS <= len(lives) <= module.MAX_EARLY_ENDS + 1
+async def test_a_worker_that_is_not_ready_again_yet_has_nothing_to_drain(tmp_path: Path) -> None:
+    # Ready in its first life alone; then it takes for ever to start, without a handler for SIGTERM.
+    first, second = tmp_path / "first", tmp_path / "second"
+    script = (
+        "import os, pathlib, sys, time; first, second = map(pathlib.Path, sys.argv[1:3])\n"
+        "again = first.exists(); (second if again else first).write_text(str(os.getpid()))\n"
+        "if not again: os.write(int(sys.argv[4]), b'x')\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, str(first), str(second)]
+    supervisor = Supervisor(command, count=1, stop_timeout_s=120)
+    ready = asyncio.Event()
+    running = asyncio.create_task(supervisor.run(ready.set))
+    async with asyncio.timeout(120):
+        await ready.wait()
+        os.kill(int(first.read_text()), signal.SIGKILL)
+        while not second.exists():
+            await asyncio.sleep(0.01)
+        supervisor.stop()
+        assert await running == 0
 
 
 async def test_workers_that_do_not_end_in_time_are_killed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,96 +11,50 @@ import torch
 
 from tests.training.tiny import tiny_bert, tiny_deberta
 
-POSITIONS = 64
+#: Model type -> its configuration beside the tokenizer's ids.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "distilbert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2},
+    # One of three layers has global attention.
+    "modernbert": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "local_attention": 8,
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+    },
+    # A decoder whose word embeddings are narrower than its states.
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 24,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+}
 
 
-def _like_bert(folder: Path, make: Callable[[int, int], Any]) -> str:
-    """The tokenizer of `tiny_bert` beside another model; `make(vocab_size, pad_token_id)` gives it."""
-    from transformers import AutoTokenizer
+def tiny(kind: str, folder: Path) -> str:
+    """Writes an encoder of `CONFIGS` with the tokenizer of `tiny_bert`; returns the folder."""
+    from transformers import CONFIG_MAPPING, AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_bert(folder))
     for name in ("config.json", "model.safetensors"):
         (folder / name).unlink()
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    if kind != "distilbert":
+        ids |= {"bos_token_id": 2, "eos_token_id": 3}
+    config = CONFIG_MAPPING[kind](max_position_embeddings=64, **ids, **CONFIGS[kind])
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = make(len(tokenizer), tokenizer.pad_token_id)
-    model.save_pretrained(str(folder))
+        AutoModel.from_config(config).save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))
     return str(folder)
-
-
-def tiny_distilbert(folder: Path) -> str:
-    """Writes a 2-layer DistilBERT; returns the folder."""
-    from transformers import DistilBertConfig, DistilBertModel
-
-    return _like_bert(
-        folder,
-        lambda size, pad: DistilBertModel(
-            DistilBertConfig(
-                vocab_size=size,
-                pad_token_id=pad,
-                dim=32,
-                hidden_dim=64,
-                n_layers=2,
-                n_heads=2,
-                max_position_embeddings=POSITIONS,
-            )
-        ),
-    )
-
-
-def tiny_modernbert(folder: Path) -> str:
-    """Writes a 3-layer ModernBERT, one layer of them with global attention; returns the folder."""
-    from transformers import ModernBertConfig, ModernBertModel
-
-    return _like_bert(
-        folder,
-        lambda size, pad: ModernBertModel(
-            ModernBertConfig(
-                vocab_size=size,
-                pad_token_id=pad,
-                bos_token_id=2,
-                cls_token_id=2,
-                eos_token_id=3,
-                sep_token_id=3,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                local_attention=8,
-                max_position_embeddings=POSITIONS,
-            )
-        ),
-    )
-
-
-def tiny_opt(folder: Path) -> str:
-    """Writes a 2-layer OPT, a decoder, with word embeddings narrower than its states; returns the folder."""
-    from transformers import OPTConfig, OPTModel
-
-    return _like_bert(
-        folder,
-        lambda size, pad: OPTModel(
-            OPTConfig(
-                vocab_size=size,
-                pad_token_id=pad,
-                bos_token_id=2,
-                eos_token_id=3,
-                hidden_size=32,
-                word_embed_proj_dim=24,
-                ffn_dim=64,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                max_position_embeddings=POSITIONS,
-            )
-        ),
-    )
 
 
 ENCODERS: dict[str, Callable[[Path], str]] = {
     "bert": tiny_bert,
     "deberta": tiny_deberta,
-    "distilbert": tiny_distilbert,
-    "modernbert": tiny_modernbert,
-    "opt": tiny_opt,
+    **{kind: partial(tiny, kind) for kind in CONFIGS},
 }

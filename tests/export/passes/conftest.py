@@ -10,7 +10,7 @@ import torch
 
 from export.graph import export_graph
 from export.passes.graph import random_feed, session
-from predictors.artifact import EncoderCard, Manifest
+from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
 from tests.predictors.predictors import predictor
 from tests.predictors.tiny_encoders import ENCODERS
@@ -19,7 +19,7 @@ from tests.training.tiny import tiny_bert
 LONGEST = 48
 # All tiny vocabularies have these.
 VOCABULARY = 20
-MANIFEST = Manifest.draft(
+MANIFEST = Manifest.model_construct(
     artifact_id="tiny",
     created="",
     heads=("length",),
@@ -59,9 +59,9 @@ def largest_difference(one: onnx.ModelProto, other: onnx.ModelProto) -> float:
     """Of all outputs over edge shapes, with padding."""
     rng = np.random.default_rng(1)
     first, second = session(one), session(other)
-    found = 0.0
+    largest = 0.0
     for batch, seq in ((1, 1), (1, 2), (3, 7), (4, 33), (2, LONGEST)):
         feed = random_feed(one, batch, seq, rng, VOCABULARY)
         for left, right in zip(first.run(None, feed), second.run(None, feed), strict=True):
-            found = max(found, float(np.abs(left - right).max()))
-    return found
+            largest = max(largest, float(np.abs(left - right).max()))
+    return largest
