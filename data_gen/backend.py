@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -109,7 +109,7 @@ class Backend(Protocol):
         """
         ...
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """Samples `work`, in any order; every index of every `Work` comes back exactly once.
 
         The indices of one `Work` may be spread over several results. `work` is consumed lazily, with a look-ahead

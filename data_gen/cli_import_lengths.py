@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.command import run_command
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
+from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImportLengthsConfig:
     """Import a production log, a serving trace or a public set of output lengths."""
 
-    INPUTS = ("file",)
+    INPUTS = ("file", "tokenizer")
     OUTPUTS = ("out", "{out}.run.json")
 
     kind: str
-    """Kind of the source: log (any table), openai-log, feedback, azure, burstgpt, mooncake or castillo; docs/importing.md has recipes for other sets."""
+    """Kind of the source: log (any table), openai-log, feedback, azure, burstgpt, mooncake, sharegpt or castillo; docs/importing.md has recipes for other sets."""
     file: str
     """The file to import, as its publisher ships it."""
     out: str
@@ -37,31 +38,31 @@ class ImportLengthsConfig:
     """Of kind log: columns of the values, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns that have our names."""
     tokens: str = ""
     """What the lengths count, where the kind leaves it open; only recorded."""
+    tokenizer: str = ""
+    """Of kind sharegpt: tokenizer.json that counts the texts, or a folder with one."""
+    arrivals: Arrivals | None = None
+    """Draw the arrivals of a trace, in the order of the source, instead of taking its own: as the simulator's workloads do. Unset: the source's own, or none."""
+    seed: int = 0
+    """Seed of the drawn arrivals."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "integers > 0, or unset")
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= 2**31 - 1:
+            raise InputError("max_tokens", self.max_tokens, "integers from 1 to 2**31 - 1, or unset")
+        if self.columns and self.kind != "log":
+            raise InputError("columns", self.columns, "nothing: only kind log has a mapping of columns")
+        if self.arrivals is not None and self.arrivals.process == "trace":
+            raise InputError(
+                "arrivals.process", "trace", "a process that is drawn; unset, the source's own stay"
+            )
+        if self.seed < 0:
+            raise InputError("seed", self.seed, "integers >= 0")
 
 
 def import_file(config: ImportLengthsConfig) -> None:
     """Runs the command; see `data_gen.importers.import_lengths` for what it guarantees."""
-    try:
-        import pyarrow  # noqa: F401
-        import pydantic  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(error.name or "pyarrow", "gen") from error
-    from data_gen.importers import ImportOptions, import_lengths
+    from data_gen.importers.import_lengths import import_lengths
 
-    options = ImportOptions(
-        schema=config.schema,
-        model=config.model,
-        dataset=config.dataset,
-        max_tokens=config.max_tokens,
-        unknown=config.unknown,
-        columns=config.columns,
-        tokens=config.tokens,
-    )
-    import_lengths(config.kind, config.file, config.out, options)
+    import_lengths(config)
 
 
 def main(args: Sequence[str] | None = None) -> int:

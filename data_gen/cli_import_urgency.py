@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler_core.command import run_command
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 
 log = logging.getLogger(__name__)
 
@@ -42,41 +42,15 @@ class ImportUrgencyConfig:
         for name in ("augment_claims", "augment_openers", "seed"):
             if getattr(self, name) < 0:
                 raise InputError(name, getattr(self, name), "integers >= 0")
+        if self.limit is not None and self.limit < 1:
+            raise InputError("limit", self.limit, "integers > 0, or unset")
 
 
 def import_urgency(config: ImportUrgencyConfig) -> None:
     """Runs the command; see `data_gen.urgency.mixture.write_mixture`."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "gen") from error
-    from data_gen.urgency.mixture import LabelSource, MixtureOptions, write_mixture
+    from data_gen.urgency.mixture import write_mixture
 
-    weights: dict[str, float] = {}
-    for kind, value in _pairs(config.weights, "weights", "KIND=WEIGHT"):
-        try:
-            weights[kind] = float(value)
-        except ValueError as error:
-            raise InputError(f"weights, {kind}", value, "a finite number above 0") from error
-    options = MixtureOptions(
-        splits=tuple(item.strip() for item in config.splits.split(",") if item.strip()),
-        levels=dict(_pairs(config.levels, "levels", "LABEL=LEVEL")),
-        weights=weights,
-        limit=config.limit,
-        augment_claims=config.augment_claims,
-        augment_openers=config.augment_openers,
-        seed=config.seed,
-    )
-    texts = write_mixture(LabelSource.parse(config.sources), config.out, options)
-    log.info("%s: %d labeled texts", config.out, len(texts))
-
-
-def _pairs(text: str, field: str, form: str) -> list[tuple[str, str]]:
-    pairs = [item.strip().partition("=") for item in text.split(",") if item.strip()]
-    for name, equals, value in pairs:
-        if not (name and equals and value):
-            raise InputError(field, f"{name}{equals}{value}", f"{form}, separated by commas")
-    return [(name.strip(), value.strip()) for name, _, value in pairs]
+    log.info("%s: %d labeled texts", config.out, len(write_mixture(config)))
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -103,15 +103,13 @@ class _GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def join(self, other: _GrowingLayer, repeats: int) -> None:
         length = max(self._length, other._length)
-        keys = [
-            _left_padded(self.keys, length),
-            _left_padded(other.keys, length).repeat_interleave(repeats, 0),
-        ]
-        values = [
-            _left_padded(self.values, length),
-            _left_padded(other.values, length).repeat_interleave(repeats, 0),
-        ]
-        self.set(torch.cat(keys), torch.cat(values), length)
+
+        def joined(own: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+            return torch.cat(
+                [_left_padded(own, length), _left_padded(new, length).repeat_interleave(repeats, 0)]
+            )
+
+        self.set(joined(self.keys, other.keys), joined(self.values, other.values), length)
 
 
 def _left_padded(states: torch.Tensor, length: int) -> torch.Tensor:

@@ -88,15 +88,8 @@ class FeedbackRecord(Strict):
     @property
     def main(self) -> PredictedLength | None:
         """The prediction of the first predictor."""
-        if self.mu is None or self.sigma is None or self.nu is None:
-            return None
-        return PredictedLength(
-            mu=self.mu,
-            sigma=self.sigma,
-            nu=self.nu,
-            artifact_id=self.artifact_id,
-            artifact_version=self.artifact_version,
-        )
+        values = self.model_dump(include=set(PredictedLength.model_fields))
+        return None if self.mu is None else PredictedLength(**values)
 
     @property
     def max_output_tokens(self) -> int | None:

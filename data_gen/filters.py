@@ -8,22 +8,19 @@ import math
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from data_gen.prompts import Prompt
-from data_gen.splits import SPLITS, Split, digest64, split_of, unit_hash
-from scheduler_core.errors import InputError, MissingExtraError
+from data_gen.splits import Split, digest64, split_of, unit_hash
+from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
 _TOKENIZER_BATCH = 256
 #: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
 PIECE = 5
-_MISSED = 1e-6
-_MAX_PERMUTATIONS = 256
-_MAX_ROWS = 16
 _MINHASH_SEED = 1
 _PIECES_AT_ONCE = 4096
 
@@ -62,12 +59,8 @@ class PromptFilters:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(name, value, "integers > 0, or unset")
-        if self.near_duplicates is not None:
-            _check_threshold(self.near_duplicates)
-        if self.split is not None and self.split not in SPLITS:
-            raise InputError("split", self.split, ", ".join(SPLITS))
-        if self.stratify_by not in (None, "category", "dataset", "length"):
-            raise InputError("stratify_by", self.stratify_by, "category, dataset, length or unset")
+        if self.near_duplicates is not None and not 0.5 <= self.near_duplicates <= 1:
+            raise InputError("near_duplicates", self.near_duplicates, "a number from 0.5 to 1, or unset")
         if self.stratify_by is not None and self.sample is None:
             raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
@@ -94,9 +87,11 @@ def filtered(
         passed = _once(passed, counts)
     if filters.near_duplicates is not None:
         passed = _unlike(passed, filters.near_duplicates, counts)
-    passed = _within(passed, filters.min_characters, filters.max_characters, counts)
+    sized: Iterator[tuple[Prompt, int]] = ((prompt, len(whole_text(prompt))) for prompt in passed)
+    passed = _within(sized, filters.min_characters, filters.max_characters, "characters", counts)
     if filters.tokenizer is not None:
-        passed = _within_tokens(passed, filters, filters.tokenizer, counts)
+        sized = _counted(passed, filters.tokenizer)
+        passed = _within(sized, filters.min_prompt_tokens, filters.max_prompt_tokens, "tokens", counts)
     if filters.split is not None:
         passed = _in_split(passed, filters.split, filters.split_seed, counts)
     if filters.sample is not None:
@@ -121,28 +116,18 @@ class NearDuplicates:
     texts and their order alone.
 
     Args:
-        threshold: Similarity from which two texts are alike.
-
-    Raises:
-        InputError: The threshold is out of range.
-        MissingExtraError: datasketch is not installed.
+        threshold: Similarity from which two texts are alike, 0.5 to 1.
     """
 
     def __init__(self, threshold: float) -> None:
-        _check_threshold(threshold)
-        try:
-            from datasketch import MinHash, MinHashLSH
-        except ImportError as error:
-            raise MissingExtraError("datasketch", "gen") from error
+        from datasketch import MinHash, MinHashLSH
+
         self._threshold = threshold
         params = lsh_bands(threshold)
         num_permutations = params[0] * params[1]
         self._empty: Any = MinHash(num_permutations, seed=_MINHASH_SEED, hashfunc=zlib.crc32)
         self._index: Any = MinHashLSH(num_perm=num_permutations, params=params)
         self._texts: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._texts)
 
     def add(self, text: str) -> bool:
         """Adds a text; False, and it is not added, if it is alike to one that was added before."""
@@ -165,12 +150,11 @@ def lsh_bands(threshold: float) -> tuple[int, int]:
     (1 - s^r)^b (Leskovec et al., Mining of Massive Datasets, 3.4). The most rows, and so the fewest candidates, that
     miss at most one pair in a million.
     """
-    for rows in range(_MAX_ROWS, 0, -1):
+    for rows in range(16, 0, -1):
         agrees = threshold**rows
-        num_bands = 1 if agrees >= 1 else math.ceil(math.log(_MISSED) / math.log1p(-agrees))
-        if num_bands * rows <= _MAX_PERMUTATIONS:
-            # datasketch wants two bands at least.
-            return max(2, num_bands), rows
+        num_bands = 1 if agrees >= 1 else math.ceil(math.log(1e-6) / math.log1p(-agrees))
+        if num_bands * rows <= 256:
+            return max(2, num_bands), rows  # datasketch wants two bands at least
     raise AssertionError(f"no bands for a threshold of {threshold}")
 
 
@@ -183,11 +167,6 @@ def similarity(one: frozenset[str], other: frozenset[str]) -> float:
     """Jaccard similarity of two sets that are not empty: 0 to 1."""
     common = len(one & other)
     return common / (len(one) + len(other) - common)
-
-
-def _check_threshold(threshold: float) -> None:
-    if not 0.5 <= threshold <= 1:
-        raise InputError("near_duplicates", threshold, "a number from 0.5 to 1, or unset")
 
 
 def _once(prompts: Iterator[Prompt], counts: Counter[str]) -> Iterator[Prompt]:
@@ -211,52 +190,44 @@ def _unlike(prompts: Iterator[Prompt], threshold: float, counts: Counter[str]) -
 
 
 def _within(
-    prompts: Iterator[Prompt], low: int | None, high: int | None, counts: Counter[str]
+    prompts: Iterable[tuple[Prompt, int]], low: int | None, high: int | None, unit: str, counts: Counter[str]
 ) -> Iterator[Prompt]:
-    if low is None and high is None:
-        yield from prompts
-        return
-    for prompt in prompts:
-        length = sum(len(message.content) for message in prompt.chat)
-        if _inside(length, low, high, "characters", counts):
+    for prompt, length in prompts:
+        if low is not None and length < low:
+            counts[f"fewer than {low} {unit}"] += 1
+        elif high is not None and length > high:
+            counts[f"more than {high} {unit}"] += 1
+        else:
             yield prompt
 
 
-def _inside(length: int, low: int | None, high: int | None, unit: str, counts: Counter[str]) -> bool:
-    if low is not None and length < low:
-        counts[f"fewer than {low} {unit}"] += 1
-        return False
-    if high is not None and length > high:
-        counts[f"more than {high} {unit}"] += 1
-        return False
-    return True
-
-
-def _within_tokens(
-    prompts: Iterator[Prompt], filters: PromptFilters, path: str, counts: Counter[str]
-) -> Iterator[Prompt]:
-    encode = _encoder(path)
+def _counted(prompts: Iterator[Prompt], tokenizer: str) -> Iterator[tuple[Prompt, int]]:
+    encode = load_tokenizer(tokenizer)
     while batch := list(itertools.islice(prompts, _TOKENIZER_BATCH)):
         for prompt, encoding in zip(batch, encode([whole_text(prompt) for prompt in batch]), strict=True):
-            if _inside(
-                len(encoding.ids), filters.min_prompt_tokens, filters.max_prompt_tokens, "tokens", counts
-            ):
-                yield prompt
+            yield prompt, len(encoding.ids)
 
 
-def _encoder(path: str) -> Any:
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise MissingExtraError("tokenizers", "gen") from error
-    file: Path = existing_file(path, "tokenizer")
+def load_tokenizer(path: str) -> Callable[[list[str]], list[Any]]:
+    """Encodes texts without special tokens; `ids` of each encoding are its tokens.
+
+    Args:
+        path: A tokenizer.json, or a folder with one.
+
+    Raises:
+        InputError: There is no such tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    folder = Path(path)
+    file = existing_file(folder / "tokenizer.json" if folder.is_dir() else folder, "tokenizer")
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:
+    except Exception as error:  # The reader raises bare exceptions.
         raise InputError("tokenizer", path, f"a tokenizer.json ({str(error)[:120]})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return lambda texts: tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    return lambda texts: list(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
 
 
 def _in_split(prompts: Iterator[Prompt], split: Split, seed: int, counts: Counter[str]) -> Iterator[Prompt]:

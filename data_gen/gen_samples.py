@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
-import sys
+import math
+import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from data_gen.filters import PromptFilters
@@ -16,12 +18,12 @@ from data_gen.sources.layouts import SourceOptions
 from data_gen.synthetic_backend import SyntheticOptions
 from data_gen.transformers_backend import TransformersOptions
 from data_gen.vllm_backend import VllmOptions
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.files import check_shared_folder
 from scheduler_core.threads import wait_without_spinning
 
 if TYPE_CHECKING:
-    from data_gen.backend import Backend, WorkResult
+    from data_gen.backend import Backend
     from data_gen.prompts import Prompt
 
 log = logging.getLogger(__name__)
@@ -86,23 +88,37 @@ class GenSamplesConfig:
     """Options of --backend vllm."""
     synthetic: SyntheticOptions = field(default_factory=SyntheticOptions)
     """Options of --backend synthetic."""
+    ray: str | None = None
+    """Sample on a Ray cluster: its address (HOST:PORT, ray://HOST:PORT or auto), or local to start one on this machine. Every node needs this version of tailcast, and the model."""
+    ray_workers: int | None = None
+    """Engines on the Ray cluster; unset: one for each GPU (with vllm.tensor_parallel_size for each so many), or for each node of a cluster without GPUs."""
     progress: bool = True
     """Show a progress bar on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name, high in (("num_samples", 1_000_000), ("max_tokens", 2**31 - 1)):
-            if not 1 <= getattr(self, name) <= high:
-                raise InputError(name, getattr(self, name), f"integers from 1 to {high}")
-        if self.limit is not None and self.limit < 1:
-            raise InputError("limit", self.limit, "integers > 0, or unset")
-        if self.skip < 0:
-            raise InputError("skip", self.skip, "integers >= 0")
-        if not 0 <= self.temperature <= 10:
-            raise InputError("temperature", self.temperature, "a number from 0 to 10")
+        for name, low, high in (
+            ("num_samples", 1, 1_000_000),
+            ("max_tokens", 1, 2**31 - 1),
+            ("seed", 0, 2**63 - 1),
+            ("skip", 0, math.inf),
+            ("limit", 1, math.inf),
+            ("retries", 0, math.inf),
+            ("max_failures_in_a_row", 1, math.inf),
+            ("ray_workers", 1, math.inf),
+            ("temperature", 0, 10),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise InputError(name, value, f"numbers {allowed}")
         if not 0 < self.top_p <= 1:
             raise InputError("top_p", self.top_p, "a number above 0, at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise InputError("seed", self.seed, "integers from 0 to 2**63 - 1")
+        if self.ray is not None and self.backend == "openai":
+            raise InputError(
+                "ray", self.ray, "unset for openai: it takes several servers in openai.base_urls"
+            )
+        if self.ray_workers is not None and self.ray is None:
+            raise InputError("ray_workers", self.ray_workers, "unset without ray")
         if self.backend == "vllm" and self.model is None:
             raise InputError("model", None, "a model for vllm")
         if self.model is not None and self.openai.model not in ("", self.model):
@@ -131,139 +147,101 @@ class _Prompts:
         counts = Counter[str]()
         passed = filtered(open_prompts(config.prompts, config.source), config.filters, counts)
         stop = None if config.limit is None else config.skip + config.limit
-        empty = True
+        prompt = None
         for prompt in itertools.islice(passed, config.skip, stop):
-            empty = False
             yield prompt
-        if empty:
+        if prompt is None:
             raise InputError(
                 "prompts", config.prompts, "a source of which filters, skip and limit leave a prompt"
             )
         self.skipped.clear()
         self.skipped.update(sorted(counts.items()))
 
-    def notes(self) -> dict[str, object]:
-        """Where they come from, for the manifest."""
-        config = self.config
-        return {
-            "prompts": config.prompts,
-            "source": asdict(config.source),
-            "filters": asdict(config.filters),
-            "skip": config.skip,
-            "limit": config.limit,
-            # Filled before it is written: a run reads all prompts first.
-            "skipped": self.skipped,
-        }
 
-
-def _backend(config: GenSamplesConfig) -> tuple[Backend, Mapping[str, object]]:
-    """The engine, and the options of it that are recorded."""
+def make_backend(config: GenSamplesConfig) -> Backend:
+    """The engine that the options describe."""
     if config.backend == "synthetic":
         from data_gen.synthetic_backend import SyntheticBackend
 
-        recorded = {key: value for key, value in asdict(config.synthetic).items() if key != "samples_per_s"}
-        return SyntheticBackend(config.synthetic), recorded
+        return SyntheticBackend(config.synthetic)
     if config.backend == "openai":
         from data_gen.openai.backend import OpenAIBackend
 
-        options = config.openai if config.model is None else replace(config.openai, model=config.model)
-        return OpenAIBackend(options), options.recorded()
+        return OpenAIBackend(replace(config.openai, model=config.model or config.openai.model))
     wait_without_spinning()
     if config.backend == "vllm":
         from data_gen.vllm_backend import VllmBackend
 
         assert config.model is not None
-        return (
-            VllmBackend(config.model, served_model=config.served_model, options=config.vllm),
-            {"dtype": config.vllm.dtype, "engine_args": config.vllm.engine_args},
-        )
+        return VllmBackend(config.model, served_model=config.served_model, options=config.vllm)
     from data_gen.transformers_backend import TransformersBackend
 
     model = config.model or DEFAULT_MODEL
-    local = TransformersBackend(model, served_model=config.served_model, options=config.transformers)
-    return local, {"dtype": config.transformers.dtype}
+    return TransformersBackend(model, served_model=config.served_model, options=config.transformers)
+
+
+def _recorded_options(config: GenSamplesConfig) -> dict[str, object]:
+    """The options of the engine that a manifest records: nothing secret, nothing that only sets the pace."""
+    if config.backend == "openai":
+        return config.openai.recorded()
+    options = asdict(getattr(config, config.backend))
+    names = {"dtype", "engine_args", "min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"}
+    return {name: options[name] for name in names & set(options)}
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """While it lasts, SIGTERM raises `KeyboardInterrupt`."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def gen_samples(config: GenSamplesConfig) -> None:
     """Runs the command; see `data_gen.sampling_run.run_sampling` for what it guarantees."""
     from data_gen.backend import SamplingSettings
-    from data_gen.sampling_run import SamplingRunOptions, run_sampling, terminate_as_interrupt
+    from data_gen.sampling_run import SamplingRunOptions, run_sampling, summary_lines
 
-    options = SamplingRunOptions(
-        keep_text=config.keep_text,
-        hash_prompts=config.hash_prompts,
-        retries=config.retries,
-        max_failures_in_a_row=config.max_failures_in_a_row,
-        overwrite=config.overwrite,
-    )
-    settings = SamplingSettings(
-        num_samples=config.num_samples,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        seed=config.seed,
-    )
+    def options_of(kind: type[Any]) -> Any:
+        names = {item.name for item in fields(kind)} & {item.name for item in fields(config)}
+        return kind(**{name: getattr(config, name) for name in names})
+
     if config.card is not None:
-        from data_gen.card.page import FILES
+        from data_gen.card import FILES, write_card
 
         check_shared_folder(config.card, "card", FILES, field="card")
     prompts = _Prompts(config)
-    backend, recorded = _backend(config)
-    with terminate_as_interrupt():
-        try:
-            with _bar(config.progress) as bar:
-                summary = run_sampling(
-                    backend,
-                    prompts,
-                    settings,
-                    config.out,
-                    options,
-                    engine_options={key: value for key, value in recorded.items() if key not in _NOTES},
-                    notes={**prompts.notes(), **{key: recorded[key] for key in _NOTES & set(recorded)}},
-                    observer=bar,
-                )
-        finally:
-            backend.close()
-    for line in summary.lines():
+    recorded = _recorded_options(config)
+    notes = {
+        "prompts": config.prompts,
+        "source": asdict(config.source),
+        "filters": asdict(config.filters),
+        "skip": config.skip,
+        "limit": config.limit,
+        # Filled before it is written: a run reads all prompts first.
+        "skipped": prompts.skipped,
+        **{key: recorded[key] for key in _NOTES & set(recorded)},
+    }
+    backend = make_backend(config)
+    if config.ray is not None:
+        from data_gen.ray_backend import RayBackend
+
+        backend = RayBackend(config, backend)
+    with _terminate_as_interrupt(), contextlib.closing(backend):
+        content = run_sampling(
+            backend,
+            prompts,
+            options_of(SamplingSettings),
+            config.out,
+            options_of(SamplingRunOptions),
+            engine_options={key: value for key, value in recorded.items() if key not in _NOTES},
+            notes=notes,
+        )
+    for line in summary_lines(content, config.out):
         log.info("%s", line)
     for reason, count in prompts.skipped.items():
         log.info("prompts skipped, %s: %d", reason, count)
     if config.card is not None:
-        from data_gen.card.page import write_card
-
         write_card(config.out, config.card)
-
-
-def _bar(visible: bool) -> Any:
-    """A progress bar that moves with every sample, as an observer of a run and a context manager."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise MissingExtraError("tqdm", "gen") from error
-    from data_gen.sampling_run import RunObserver
-
-    class Bar(RunObserver):
-        def __init__(self) -> None:
-            self.bar: Any = None
-            self.tokens = self.failed = 0
-
-        def __enter__(self) -> Bar:
-            return self
-
-        def __exit__(self, *reason: object) -> None:
-            if self.bar is not None:
-                self.bar.close()
-
-        def on_start(self, num_samples: int, num_done: int) -> None:
-            quiet = {} if sys.stderr.isatty() else {"mininterval": 10.0}
-            self.bar = tqdm(total=num_samples, initial=num_done, unit="sample", disable=not visible, **quiet)
-
-        def on_result(self, result: WorkResult) -> None:
-            self.tokens += sum(output.output_tokens for output in result.outputs)
-            self.failed += len(result.failures)
-            rate = self.tokens / max(self.bar.format_dict["elapsed"], 1e-9)
-            failures = f", {self.failed} failures" if self.failed else ""
-            self.bar.set_postfix_str(f"{rate:.0f} tokens/s{failures}", refresh=False)
-            self.bar.update(len(result.outputs))
-
-    return Bar()

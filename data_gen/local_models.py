@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from data_gen.backend import SamplingSettings, Work, WorkResult, failed
-from data_gen.prompts import Prompt
 from scheduler_core.files import PACKAGE_SCHEME, inside_package
-
-
-class TemplateError(ValueError):
-    """The model's chat template does not take such a conversation, e.g. one with a system message."""
 
 
 def resolve_model(model: str) -> str:
@@ -28,36 +23,30 @@ def model_name(model: str) -> str:
     return Path(model.rstrip("/")).name.removesuffix(".gguf")
 
 
-def prompt_token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, with the model's chat template if it has one, else of the texts one after the other.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        prompt: A single message or a conversation.
-
-    Raises:
-        TemplateError: The template refuses the conversation.
-    """
-    if tokenizer.chat_template is None:
-        return list(tokenizer("\n\n".join(message.content for message in prompt.chat))["input_ids"])
-    import jinja2
-
-    messages = [{"role": message.role, "content": message.content} for message in prompt.chat]
-    try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateError as error:
-        raise TemplateError(str(error)) from error
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
-
-
 def tokenize_within(
     tokenizer: Any, work: Work, settings: SamplingSettings, context_tokens: int
 ) -> tuple[list[int], WorkResult | None]:
-    """Token ids of a prompt, and its failures if it does not fit the template or the context."""
-    try:
-        ids = prompt_token_ids(tokenizer, work.prompt)
-    except TemplateError as error:
-        return [], failed(work, None, "template", str(error))
+    """Token ids of a prompt, and its failures if it does not fit the template or the context.
+
+    With the model's chat template if it has one, else of the texts one after the other.
+
+    Args:
+        tokenizer: A tokenizer of transformers.
+        work: A single message or a conversation.
+        settings: Of which max_tokens is to fit, too.
+        context_tokens: Longest prompt and output together.
+    """
+    import jinja2
+
+    messages = [{"role": message.role, "content": message.content} for message in work.prompt.chat]
+    if tokenizer.chat_template is None:
+        ids = list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
+    else:
+        try:
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:  # it does not take a system message, for instance
+            return [], failed(work, None, "template", str(error))
+        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if len(ids) + settings.max_tokens <= context_tokens:
         return ids, None
     reason = f"{len(ids)} prompt + {settings.max_tokens} output tokens exceed the context of {context_tokens}"

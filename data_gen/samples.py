@@ -23,20 +23,17 @@
 | text | string or null | the output; null unless it is kept |
 | engine, engine_version | string | the engine; engine "synthetic" is no language model |
 | run_id | string | identifier of the run that wrote the row |
-
-`samples/1` had no prompt_sha256, messages, dataset, error, timings and text, and no nulls; such files stay readable and
-are given the missing columns.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_gen.prompts import Prompt
@@ -76,11 +73,6 @@ SCHEMA = pa.schema(
     ],
     metadata={SCHEMA_KEY: SCHEMA_NAME.encode()},
 )
-_ADDED_IN_2 = frozenset(
-    {"prompt_sha256", "messages", "dataset", "error", "queue_s", "ttft_s", "total_s", "text"}
-)
-SCHEMA_1_NAMES = [name for name in SCHEMA.names if name not in _ADDED_IN_2]
-BATCH_ROWS = 1 << 15
 
 
 def prompt_sha256(prompt: Prompt) -> str:
@@ -89,11 +81,11 @@ def prompt_sha256(prompt: Prompt) -> str:
     Of the UTF-8 text, or of a conversation's JSON `[[role, content], ...]` as Python's json writes it with
     `ensure_ascii=False`.
     """
-    return _sha256_of(prompt.text, [[message.role, message.content] for message in prompt.messages])
-
-
-def _sha256_of(text: str, messages: Sequence[Sequence[str]] = ()) -> str:
-    sent = json.dumps(messages, ensure_ascii=False) if messages else text
+    sent = prompt.text
+    if prompt.messages:
+        sent = json.dumps(
+            [[message.role, message.content] for message in prompt.messages], ensure_ascii=False
+        )
     return hashlib.sha256(sent.encode(errors="surrogatepass")).hexdigest()
 
 
@@ -103,54 +95,18 @@ def write_samples(path: str | Path, table: pa.Table) -> None:
         pq.write_table(table.select(SCHEMA.names).cast(SCHEMA), temporary, compression="zstd")
 
 
-def read_samples(path: str | Path) -> pa.Table:
-    """Reads a whole `samples/2` or `samples/1` file as `samples/2`.
+def read_samples(path: str | Path, columns: Sequence[str] = tuple(SCHEMA.names)) -> pa.Table:
+    """Reads a `samples/2` file, all columns or some.
 
     Raises:
-        InputError: If the file is missing, empty, truncated, of another schema, or lacks a column.
+        InputError: The file is missing, empty, truncated, of another schema, or lacks a column.
     """
-    return pa.Table.from_batches(
-        [batch for table in iter_samples(path) for batch in table.to_batches()], schema=SCHEMA
-    )
-
-
-def iter_samples(path: str | Path, *, batch_rows: int = BATCH_ROWS) -> Iterator[pa.Table]:
-    """The rows of a `samples/2` or `samples/1` file as `samples/2`, at most `batch_rows` at a time.
-
-    Raises:
-        InputError: As `read_samples`; a bad column only when its rows are reached.
-    """
-    file = open_parquet(path, "samples")
     location = Path(path).name
-    columns = _columns_of(file.schema_arrow, location)
-    # Both schemas hold their rows in order, so batches of whole columns stay small.
-    with file, readable(path, "samples", "Parquet"):
-        for batch in file.iter_batches(batch_size=batch_rows, columns=columns):
-            yield _upgraded(pa.Table.from_batches([batch]), columns, location)
-
-
-def _columns_of(schema: pa.Schema, location: str) -> list[str]:
-    """The columns to read: those of the file's schema, by its label or by its columns."""
-    label = (schema.metadata or {}).get(SCHEMA_KEY, b"").decode()
-    if label not in ("", "samples/1", SCHEMA_NAME):
-        raise InputError(f"{location}: schema", label, f"{SCHEMA_NAME} or samples/1")
-    first = label == "samples/1" or (not label and "prompt_sha256" not in schema.names)
-    columns = SCHEMA_1_NAMES if first else SCHEMA.names
-    require_columns(schema.empty_table(), columns, f"{location}: columns")
-    return columns
-
-
-def _upgraded(table: pa.Table, names: list[str], location: str) -> pa.Table:
-    table = table.select(names)
-    if names is SCHEMA_1_NAMES:
-        hashes = {text: _sha256_of(text) for text in set(table.column("prompt").to_pylist())}
-        digests = [hashes[text] for text in table.column("prompt").to_pylist()]
-        table = table.append_column("prompt_sha256", pa.array(digests, pa.string()))
-        table = table.append_column("dataset", pa.array([""] * table.num_rows, pa.string()))
-        for name in sorted(_ADDED_IN_2 - {"prompt_sha256", "dataset"}):
-            table = table.append_column(name, pa.nulls(table.num_rows, SCHEMA.field(name).type))
+    with open_parquet(path, "samples") as file, readable(path, "samples", "Parquet"):
+        require_columns(file.schema_arrow.empty_table(), SCHEMA.names, f"{location}: columns")
+        table = file.read(list(columns))
     try:
-        return table.select(SCHEMA.names).cast(SCHEMA)
+        return table.cast(pa.schema([SCHEMA.field(name) for name in columns], metadata=SCHEMA.metadata))
     except (pa.ArrowException, ValueError) as error:
         raise InputError(f"{location}: columns", str(error), "columns of the documented types") from error
 
@@ -161,12 +117,8 @@ def join_samples(paths: Sequence[str | Path]) -> pa.Table:
     Raises:
         InputError: If two rows share (prompt_id, model, sample_index): the same sample must not count twice.
     """
-    tables = [read_samples(path) for path in paths]
-    table = pa.concat_tables(tables)
-    keys = list(
-        zip(*(table.column(name).to_pylist() for name in ("prompt_id", "model", "sample_index")), strict=True)
-    )
-    if len(set(keys)) < len(keys):
-        [(repeated, _)] = Counter(keys).most_common(1)
+    table = pa.concat_tables([read_samples(path) for path in paths])
+    keys = table.group_by(["prompt_id", "model", "sample_index"]).aggregate([([], "count_all")])
+    for repeated in keys.filter(pc.greater(keys.column("count_all"), 1)).slice(0, 1).to_pylist():
         raise InputError("samples", repeated, "each (prompt_id, model, sample_index) once over all files")
     return table

@@ -51,6 +51,7 @@ ON CONFLICT DO UPDATE SET (
 ) WHERE finish_reason = 'error'
 """
 _OF_SOURCE = "FROM samples JOIN source USING (prompt_id)"
+FAILED = "finish_reason = 'error'"
 
 
 class RunStoppedError(TailcastError):
@@ -108,7 +109,7 @@ class SampleStore:
                         for statement in _TABLES.split(";\n")[:-1]:
                             self._db.execute(statement)
                 # Failures of earlier processes are tried again.
-                self._db.execute("DELETE FROM samples WHERE finish_reason = 'error'")
+                self._db.execute(f"DELETE FROM samples WHERE {FAILED}")
                 self._db.execute(
                     "CREATE TEMP TABLE source (position INTEGER PRIMARY KEY, prompt_id TEXT UNIQUE)"
                 )
@@ -158,17 +159,12 @@ class SampleStore:
                 self._db.execute("INSERT INTO source VALUES (?, ?)", (count - 1, key))
             except sqlite3.IntegrityError as error:
                 raise InputError("prompts", prompt.prompt_id, "each prompt id once") from error
-            messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-            columns = (
-                key,
-                digest,
-                None if hash_only else valid_unicode(prompt.text),
-                None
-                if hash_only or not messages
-                else valid_unicode(json.dumps(messages, ensure_ascii=False)),
-                valid_unicode(prompt.category),
-                valid_unicode(prompt.dataset),
-            )
+            texts: list[str | None] = [None, None]
+            if not hash_only:
+                messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
+                chat = json.dumps(messages, ensure_ascii=False) if messages else None
+                texts = [valid_unicode(prompt.text), chat and valid_unicode(chat)]
+            columns = (key, digest, *texts, valid_unicode(prompt.category), valid_unicode(prompt.dataset))
             self._db.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?, ?, ?, ?, ?)", columns)
             if self._value("SELECT prompt_sha256 FROM prompts WHERE prompt_id = ?", [key]) != digest:
                 allowed = "the text that this id has in the interrupted run; or another --out"
@@ -207,7 +203,7 @@ class SampleStore:
         shared = (valid_unicode(prompt_id), engine_version, prompt_tokens)
         rows: list[tuple[object, ...]] = []
         for output in outputs:
-            times = (_rounded(output.queue_s), _rounded(output.ttft_s), _rounded(output.total_s))
+            times = (output.queue_s, output.ttft_s, output.total_s)
             text = valid_unicode(output.text) if keep_text else None
             rows.append(
                 (output.sample_index, output.output_tokens, output.finish_reason, None, *times, text, True)
@@ -244,31 +240,26 @@ class SampleStore:
         with contextlib.suppress(FileNotFoundError):  # SQLite has moved and synced it
             _sync(self.path.with_name(f"{self.path.name}-wal"))
 
-    def num_outputs(self) -> int:
-        """Finished samples of the source's prompts."""
-        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE finish_reason != 'error'"))
+    def count(self, condition: str) -> int:
+        """Number of the source's samples for which an SQL condition holds."""
+        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE {condition}"))
 
-    def num_closed(self) -> int:
-        """Samples of the source's prompts that are not asked for any more."""
-        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE final"))
-
-    def num_retryable(self) -> int:
-        """Failures that may pass another time."""
-        return int(self._value(f"SELECT COUNT(*) {_OF_SOURCE} WHERE NOT final"))
+    def output_tokens(self) -> int:
+        """Of all samples of the source."""
+        return int(self._value(f"SELECT SUM(output_tokens) {_OF_SOURCE}"))
 
     def num_surplus(self) -> int:
         """Finished samples of prompts that the source does not have any more."""
         query = "SELECT COUNT(*) FROM samples WHERE prompt_id NOT IN (SELECT prompt_id FROM source)"
-        return int(self._value(f"{query} AND finish_reason != 'error'"))
+        return int(self._value(f"{query} AND NOT {FAILED}"))
 
-    def totals(self) -> dict[str, tuple[int, int]]:
-        """Finish reason -> (samples, output tokens) of the source's prompts."""
-        query = f"SELECT finish_reason, COUNT(*), SUM(output_tokens) {_OF_SOURCE} GROUP BY finish_reason"
-        return {reason: (count, tokens) for reason, count, tokens in self._db.execute(query)}
+    def is_empty(self) -> bool:
+        """Whether no sample of any prompt is finished."""
+        return not self._value(f"SELECT COUNT(*) FROM samples WHERE NOT {FAILED}")
 
     def failures(self) -> Iterator[tuple[str, int, str]]:
         """(prompt id, sample index, "KIND: reason") of each failure, in the order of the source."""
-        query = f"SELECT prompt_id, sample_index, error {_OF_SOURCE} WHERE finish_reason = 'error'"
+        query = f"SELECT prompt_id, sample_index, error {_OF_SOURCE} WHERE {FAILED}"
         yield from self._db.execute(f"{query} ORDER BY position, sample_index")
 
     def export(self, target: Path, constants: Mapping[str, object]) -> None:
@@ -337,7 +328,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)

@@ -14,13 +14,11 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
 from scheduler_core.errors import InputError
-
-VERSION = "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +84,14 @@ class SyntheticBackend:
     """
 
     name = "synthetic"
-    version = VERSION
+    version = "1"
     served_model = "synthetic"
     seeded = True
 
     def __init__(self, options: SyntheticOptions | None = None) -> None:
         self._options = options or SyntheticOptions()
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output."""
         pause = 1 / self._options.samples_per_s if self._options.samples_per_s else 0.0
         for item in work:

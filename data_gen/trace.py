@@ -22,7 +22,6 @@ arrival_s may be null only where it draws arrivals itself. The tokens' unit is i
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.tables import convertible, read_parquet, require_columns
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
+from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 TRACE_SCHEMA_NAME = "trace/1"
 TRACE_SCHEMA = pa.schema(
@@ -53,27 +52,8 @@ TRACE_SCHEMA = pa.schema(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PoissonArrivals:
-    """Arrivals with independent exponential gaps; `rate_rps` requests per second on average."""
-
-    rate_rps: float
-    seed: int
-
-    def __post_init__(self) -> None:
-        if not (np.isfinite(self.rate_rps) and self.rate_rps > 0):
-            raise InputError("rate_rps", self.rate_rps, "a finite number above 0")
-
-    def times(self, count: int) -> np.ndarray:
-        """Arrival times in seconds, increasing, the first at 0; shape [count]."""
-        rng = np.random.Generator(np.random.PCG64(self.seed))
-        gaps = rng.exponential(1 / self.rate_rps, count)
-        gaps[:1] = 0.0
-        return np.cumsum(gaps)
-
-
 def trace_of(
-    samples: pa.Table, arrivals: PoissonArrivals, prompt_ids: Collection[str] | None = None
+    samples: pa.Table, arrivals: Arrivals, seed: int, prompt_ids: Collection[str] | None = None
 ) -> pa.Table:
     """One request per sampled output, in random order.
 
@@ -81,7 +61,8 @@ def trace_of(
 
     Args:
         samples: Table of a samples schema.
-        arrivals: When the requests come; its seed also shuffles their order.
+        arrivals: When the requests come.
+        seed: Of the arrivals and the order.
         prompt_ids: Only outputs of these prompts; None takes all.
 
     Returns:
@@ -92,43 +73,21 @@ def trace_of(
     """
     mask = pc.not_equal(samples.column("finish_reason"), "error")
     if prompt_ids is not None:
-        ids = pa.array(list(prompt_ids), samples.schema.field("prompt_id").type)
-        mask = pc.and_(mask, pc.is_in(samples.column("prompt_id"), ids))
+        mask = pc.and_(mask, pc.is_in(samples.column("prompt_id"), pa.array(list(prompt_ids), pa.string())))
     rows = samples.filter(mask)
     if not rows.num_rows:
         raise InputError("samples", samples.num_rows, "at least one finished output of the chosen prompts")
-    rng = np.random.Generator(np.random.PCG64(arrivals.seed + 1))
-    rows = rows.take(pa.array(rng.permutation(rows.num_rows)))
-    index = rows.column("sample_index").cast(pa.string())
-    columns = {
-        "request_id": pc.binary_join_element_wise(rows.column("prompt_id"), index, "-"),
-        "arrival_s": pa.array(arrivals.times(rows.num_rows)),
-    }
-    same = ("prompt_tokens", "output_tokens", "max_tokens", "prompt", "prompt_id", "model", "category")
-    columns |= {name: rows.column(name) for name in same if name in rows.column_names}
-    return as_trace(columns, rows.num_rows)
-
-
-def as_trace(columns: dict[str, pa.Array], num_rows: int) -> pa.Table:
-    """A table of the schema `trace/1` from some of its columns; the others are null."""
+    rows = rows.take(pa.array(np.random.Generator(np.random.PCG64(seed + 1)).permutation(rows.num_rows)))
+    times = arrivals.times(rows.num_rows, np.random.Generator(np.random.PCG64(seed)))
+    ids = pc.binary_join_element_wise(
+        rows.column("prompt_id"), rows.column("sample_index").cast(pa.string()), "-"
+    )
+    rows = rows.append_column("request_id", ids).append_column("arrival_s", pa.array(times))
     arrays = [
-        columns[field.name].cast(field.type) if field.name in columns else pa.nulls(num_rows, field.type)
+        rows.column(field.name) if field.name in rows.column_names else pa.nulls(rows.num_rows, field.type)
         for field in TRACE_SCHEMA
     ]
     return pa.table(arrays, schema=TRACE_SCHEMA)
-
-
-def read_trace(path: str | Path) -> pa.Table:
-    """Reads a `trace/1` file.
-
-    Raises:
-        InputError: If the file is missing, no Parquet file, or lacks a column.
-    """
-    table = read_parquet(path, "trace")
-    require_columns(table, TRACE_SCHEMA.names, f"{Path(path).name}: columns")
-    metadata = {**(table.schema.metadata or {}), **(TRACE_SCHEMA.metadata or {})}
-    with convertible(Path(path).name):
-        return table.select(TRACE_SCHEMA.names).cast(TRACE_SCHEMA).replace_schema_metadata(metadata)
 
 
 def write_trace(path: str | Path, trace: pa.Table) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ import numpy as np
 from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
 from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 from scheduler_core.threads import check_threads
 
 
@@ -73,35 +73,22 @@ class TransformersBackend:
 
     @property
     def version(self) -> str:
-        """Versions of transformers and torch.
+        """Versions of transformers and torch."""
+        from importlib.metadata import version
 
-        Raises:
-            MissingExtraError: One of them is not installed.
-        """
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return f"{version('transformers')}+torch-{version('torch')}"
-        except PackageNotFoundError as error:
-            raise MissingExtraError(error.name or "transformers", "gen") from error
+        return f"{version('transformers')}+torch-{version('torch')}"
 
     def load(self) -> tuple[Any, Any]:
         """The model, in evaluation mode on its device, and its tokenizer; loaded once.
 
         Raises:
             InputError: If `model` names nothing that can be loaded.
-            MissingExtraError: If torch or transformers is not installed.
         """
-        if self._loaded is None:
-            self._loaded = self._load()
-        return self._loaded
+        if self._loaded is not None:
+            return self._loaded
+        import torch
+        import transformers
 
-    def _load(self) -> tuple[Any, Any]:
-        try:
-            import torch
-            import transformers
-        except ImportError as error:
-            raise MissingExtraError(error.name or "transformers", "gen") from error
         from data_gen.decoding import ATTENTION
 
         if self._options.threads is not None:
@@ -133,9 +120,10 @@ class TransformersBackend:
                 self._source,
                 f"a local model folder, a .gguf file, or a reachable hub model ({reason})",
             ) from error
-        return model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
+        self._loaded = model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
+        return self._loaded
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output.
 
         At most `max_rows` outputs decode at a time (one prompt's repeats at the least).

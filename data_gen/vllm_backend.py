@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
@@ -39,15 +39,6 @@ class VllmOptions:
             raise InputError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0, at most 1"
             )
-
-
-@dataclass(slots=True)
-class _PendingRequest:
-    """One request in the engine."""
-
-    prompt: Prompt
-    sample_index: int
-    prompt_tokens: int
 
 
 class VllmBackend:
@@ -89,19 +80,11 @@ class VllmBackend:
             MissingExtraError: vLLM is not installed.
         """
         if self._llm is None:
-            options = self._options
-            arguments = {
-                "model": resolve_model(self._source),
-                "dtype": options.dtype,
-                "tensor_parallel_size": options.tensor_parallel_size,
-                "gpu_memory_utilization": options.gpu_memory_utilization,
-                "max_num_seqs": options.max_num_seqs,
-                "enforce_eager": options.enforce_eager,
-                # The timings of an output come with the engine's own statistics.
-                "disable_log_stats": False,
-                **({} if options.max_model_len is None else {"max_model_len": options.max_model_len}),
-                **options.engine_args,
-            }
+            options = {name: value for name, value in asdict(self._options).items() if value is not None}
+            engine_args = options.pop("engine_args")
+            # The timings of an output come with the engine's own statistics.
+            common = {"model": resolve_model(self._source), "disable_log_stats": False}
+            arguments = common | options | engine_args
             vllm = _vllm()
             try:
                 self._llm = vllm.LLM(**arguments)
@@ -110,13 +93,13 @@ class VllmBackend:
                 raise InputError("model", self._source, f"a model that vLLM can load ({reason})") from error
         return self._llm
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`; one result for each output. Closing the iterator aborts what the engine has."""
         llm = self.load()
         engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
         limit = int(engine.model_config.max_model_len)
         look_ahead = 2 * self._options.max_num_seqs
-        pending: dict[str, _PendingRequest] = {}
+        pending: dict[str, tuple[Prompt, int, int]] = {}  # prompt, sample index, tokens of the prompt
         waiting = iter(work)
         number = 0
         more = True
@@ -133,14 +116,19 @@ class VllmBackend:
                         continue
                     for index in item.indices:
                         number += 1
-                        pending[str(number)] = _PendingRequest(item.prompt, index, len(ids))
-                        engine.add_request(
-                            str(number), {"prompt_token_ids": ids}, _parameters(settings, item.prompt, index)
+                        pending[str(number)] = (item.prompt, index, len(ids))
+                        parameters = _vllm().SamplingParams(
+                            n=1,
+                            temperature=settings.temperature,
+                            top_p=settings.top_p,
+                            max_tokens=settings.max_tokens,
+                            seed=sample_seed(settings.seed, item.prompt.prompt_id, index),
                         )
+                        engine.add_request(str(number), {"prompt_token_ids": ids}, parameters)
                 if pending:
                     for output in engine.step():
                         if output.finished and output.request_id in pending:
-                            yield _result(pending.pop(output.request_id), output)
+                            yield _result(*pending.pop(output.request_id), output)
         finally:
             if pending:
                 engine.abort_request(list(pending))
@@ -162,43 +150,16 @@ def _vllm() -> Any:
     return vllm
 
 
-def _parameters(settings: SamplingSettings, prompt: Prompt, sample_index: int) -> Any:
-    return _vllm().SamplingParams(
-        n=1,
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_tokens=settings.max_tokens,
-        seed=sample_seed(settings.seed, prompt.prompt_id, sample_index),
-    )
-
-
-def _result(pending: _PendingRequest, output: Any) -> WorkResult:
+def _result(prompt: Prompt, index: int, prompt_tokens: int, output: Any) -> WorkResult:
     completion = output.outputs[0]
     reason = completion.finish_reason
     if reason not in ("stop", "length"):
-        failure = SampleFailure(pending.sample_index, f"the engine ended it with {reason!r}", "aborted")
-        return WorkResult(pending.prompt, pending.prompt_tokens, (), (failure,))
-    queue_s, ttft_s, total_s = _timings(output.metrics)
-    sampled = SampledOutput(
-        pending.sample_index,
-        len(completion.token_ids),
-        reason,
-        completion.text,
-        queue_s=queue_s,
-        ttft_s=ttft_s,
-        total_s=total_s,
-    )
-    return WorkResult(pending.prompt, pending.prompt_tokens, (sampled,))
-
-
-def _timings(metrics: Any) -> tuple[float | None, float | None, float | None]:
-    """Queue, first token, last token, in seconds since the engine got the request; vLLM's clock is monotonic."""
-    stamps = [
-        getattr(metrics, name, None)
-        for name in ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
-    ]
-    start, *rest = stamps
-    if not start:
-        return None, None, None
-    queue_s, ttft_s, total_s = (stamp - start if stamp else None for stamp in rest)
-    return queue_s, ttft_s, total_s
+        failure = SampleFailure(index, f"the engine ended it with {reason!r}", "aborted")
+        return WorkResult(prompt, prompt_tokens, (), (failure,))
+    # Seconds since the engine got the request; vLLM's clock is monotonic.
+    names = {"queue_s": "scheduled_ts", "ttft_s": "first_token_ts", "total_s": "last_token_ts"}
+    start = getattr(output.metrics, "queued_ts", None)
+    stamps = {name: getattr(output.metrics, stamp, None) for name, stamp in names.items()}
+    timings = {name: stamp - start for name, stamp in stamps.items() if start and stamp}
+    sampled = SampledOutput(index, len(completion.token_ids), reason, completion.text, **timings)
+    return WorkResult(prompt, prompt_tokens, (sampled,))

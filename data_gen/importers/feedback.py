@@ -16,16 +16,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-
 from data_gen.feedback_record import FeedbackRecord, parse_object, validated
-from data_gen.importers.logs import FINISH_REASONS, prompt_columns
-from data_gen.importers.rows import ERROR, UNKNOWN, ImportedRows, in_batches
+from data_gen.importers.values import ERROR, FINISH_REASONS, UNKNOWN, Row, prompt_columns
 from data_gen.prompts import prompt_id_of
 from data_gen.sources.layouts import messages_of
 from data_gen.splits import digest64
@@ -35,66 +30,63 @@ log = logging.getLogger(__name__)
 SEGMENTS = "feedback-*.jsonl"
 #: A line beyond this is skipped.
 MAX_LINE_BYTES = 64 << 20
+_COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
 
 
-@dataclass(slots=True)
-class SkippedLines:
-    """How many lines of a log were read, and why some of them were skipped."""
+def segments_of(path: Path) -> list[Path]:
+    """The segments of a log in their order; the path itself if it is no folder.
 
-    num_lines: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)
-
-    def __str__(self) -> str:
-        counts = ", ".join(f"{count} x {reason}" for reason, count in self.reasons.most_common())
-        return f"skipped {self.reasons.total()} of {self.num_lines} lines: {counts}"
+    Raises:
+        InputError: There is none.
+    """
+    segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
+    if not segments or not segments[0].is_file():
+        raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
+    return segments
 
 
 def feedback_records(
-    path: str | Path, skipped: SkippedLines | None = None
+    path: str | Path, skipped: Counter[str] | None = None
 ) -> Iterator[tuple[int, FeedbackRecord]]:
-    """Number of the line, counted over all segments, and content of each record; one line in the log sums up the others.
+    """Number of the line, counted over all segments, and content of each record.
 
     Args:
         path: The folder, or one segment.
-        skipped: Counts the lines; the caller then reports them.
+        skipped: Counts skipped lines by reason; None: one line in the log sums them up.
 
     Raises:
         InputError: There is no segment, or no line of them is a record.
     """
-    location = Path(path)
-    segments = sorted(location.glob(SEGMENTS)) if location.is_dir() else [location]
-    if not segments or not segments[0].is_file():
-        raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
-    counts = SkippedLines() if skipped is None else skipped
+    reasons = Counter[str]() if skipped is None else skipped
     digests: set[int] = set()
-    for line in _lines(segments):
-        counts.num_lines += 1
+    number = 0
+    for number, line in enumerate(_lines(segments_of(Path(path))), start=1):
         try:
             record = _record(line, digests)
         except InputError as error:
-            counts.reasons[_reason(error)] += 1
+            reasons[_reason(error)] += 1
             continue
-        yield counts.num_lines, record
-    if counts.num_lines and not digests:
+        yield number, record
+    counts = f"skipped {reasons.total()} of {number} lines: " + ", ".join(
+        f"{count} x {reason}" for reason, count in reasons.most_common()
+    )
+    if number and not digests:
         raise InputError("feedback log", str(path), f"at least one record ({counts})")
-    if skipped is None and counts.reasons:
-        log.warning("%s: %s", location.name, counts)
+    if skipped is None and reasons:
+        log.warning("%s: %s", Path(path).name, counts)
 
 
-def feedback_rows(path: str | Path) -> Iterator[ImportedRows]:
-    """Batches of a feedback log, arrivals counted from the earliest; the last one has the counts of skipped lines.
+def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
+    """Rows of a feedback log; counts the lines that are skipped.
 
     Raises:
         InputError: See `feedback_records`.
     """
-    first_pass = feedback_records(path, SkippedLines())
-    start_s = min((record.time for _, record in first_pass), default=0.0)
-    skipped = SkippedLines()
-    yield from in_batches(_rows(path, start_s, skipped))
-    if skipped.reasons:
-        log.warning("%s: %s", Path(path).name, skipped)
-        columns = {"output_tokens": pa.array([], pa.int64())}
-        yield ImportedRows(columns, np.empty(0, dtype=np.int64), skipped.reasons)
+    for number, record in feedback_records(path, skipped):
+        try:
+            yield number, _row(record)
+        except InputError as error:
+            skipped[_reason(error)] += 1
 
 
 def _lines(segments: list[Path]) -> Iterator[bytes]:
@@ -124,43 +116,31 @@ def _reason(error: InputError) -> str:
     return f"{key} (allowed: {error.allowed})"
 
 
-def _rows(path: str | Path, start_s: float, skipped: SkippedLines) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, record in feedback_records(path, skipped):
-        try:
-            yield number, _row(record, start_s)
-        except InputError as error:
-            skipped.reasons[_reason(error)] += 1
-
-
-def _row(record: FeedbackRecord, start_s: float) -> dict[str, Any]:
-    names = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
-    row = record.model_dump(include=names)
-    row |= {
+def _row(record: FeedbackRecord) -> dict[str, Any]:
+    row = record.model_dump(include=_COLUMNS) | {
         "model": record.served_model,
-        "arrival_s": record.time - start_s,
+        "arrival_s": record.time,
         "max_tokens": record.max_output_tokens,
+        "finish_reason": FINISH_REASONS.get(record.finish_reason, UNKNOWN),
+        **_prompt(record),
     }
-    row |= _prompt(record)
     problem = None
-    if record.counted_by == "deltas":
-        problem = "deltas: events were counted, not tokens"
     if record.finish_reason == "abort":
         problem = "abort: the client hung up"
+    elif record.counted_by == "deltas":
+        problem = "deltas: events were counted, not tokens"
+    elif row["finish_reason"] == ERROR:
+        problem = f"{record.finish_reason}: as logged"
     if problem is not None:
-        return row | {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
-    ending = FINISH_REASONS.get(record.finish_reason, UNKNOWN)
-    if ending == ERROR:
-        row |= {"output_tokens": 0, "error": f"{record.finish_reason}: as logged"}
-    return row | {"finish_reason": ending}
+        row |= {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
+    return row
 
 
 def _prompt(record: FeedbackRecord) -> dict[str, Any]:
-    if record.messages:
-        columns = prompt_columns(
-            messages_of([message.model_dump() for message in record.messages], "messages")
-        )
-        if columns:
-            return columns
+    messages = [message.model_dump() for message in record.messages or ()]
+    columns = prompt_columns(messages_of(messages, "messages"))
+    if columns:
+        return columns
     if record.prompt:
         return {"prompt_id": prompt_id_of(record.prompt), "prompt": record.prompt}
     return {"prompt_id": record.prompt_sha256}

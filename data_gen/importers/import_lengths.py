@@ -2,202 +2,290 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from data_gen.importers.castillo import castillo_rows
-from data_gen.importers.feedback import feedback_rows
-from data_gen.importers.logs import log_rows, openai_rows
-from data_gen.importers.rows import MAX_TOKENS, ImportedRows
-from data_gen.importers.traces import trace_rows
-from data_gen.importers.writers import ImportCounts, ImportDefaults, SamplesWriter, TraceWriter, Unknown
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_gen import samples, trace
+from data_gen.importers.feedback import feedback_rows, segments_of
+from data_gen.importers.logs import openai_rows, parse_mapping
+from data_gen.importers.public_sets import castillo_rows, sharegpt_rows, trace_rows
+from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, table_rows
+from data_gen.prompts import Message, Prompt
+from data_gen.splits import digest64
 from data_gen.tables import convertible
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
 
+if TYPE_CHECKING:
+    from data_gen.cli_import_lengths import ImportLengthsConfig
+
 log = logging.getLogger(__name__)
 
+BATCH_ROWS = 8192
 
-SchemaName = Literal["samples", "trace"]
-_MODEL = "the model's own"
-
-
-@dataclass(frozen=True, slots=True)
-class Importer:
-    """One kind of source: its reader, what its tokens are, and the schemas it can fill, the usual one first."""
-
-    read: Callable[..., Iterator[ImportedRows]]
-    tokens: str
-    schemas: tuple[SchemaName, ...]
-
-
-IMPORTERS: Mapping[str, Importer] = {
-    "castillo": Importer(castillo_rows, _MODEL, ("samples",)),
-    "azure": Importer(partial(trace_rows, kind="azure"), _MODEL, ("trace",)),
-    "burstgpt": Importer(partial(trace_rows, kind="burstgpt"), _MODEL, ("trace",)),
-    "mooncake": Importer(partial(trace_rows, kind="mooncake"), _MODEL, ("trace",)),
-    "openai-log": Importer(openai_rows, _MODEL, ("samples", "trace")),
-    "feedback": Importer(feedback_rows, _MODEL, ("samples", "trace")),
-    "log": Importer(log_rows, _MODEL, ("samples", "trace")),
+#: Kind -> reader of its rows, and the schemas it can fill, the usual one first. Readers get the configuration, and a
+#: counter of the parts of the source that they skip.
+Reader = Callable[[Path, "ImportLengthsConfig", Counter[str]], Iterator[Row]]
+IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
+    "log": (
+        lambda path, config, skipped: table_rows(path, parse_mapping(config.columns)),
+        ("samples", "trace"),
+    ),
+    "openai-log": (lambda path, config, skipped: openai_rows(path), ("samples", "trace")),
+    "feedback": (lambda path, config, skipped: feedback_rows(path, skipped), ("samples", "trace")),
+    "azure": (lambda path, config, skipped: trace_rows(path, "azure"), ("trace",)),
+    "burstgpt": (lambda path, config, skipped: trace_rows(path, "burstgpt"), ("trace",)),
+    "mooncake": (lambda path, config, skipped: trace_rows(path, "mooncake"), ("trace",)),
+    "sharegpt": (lambda path, config, skipped: sharegpt_rows(path, config.tokenizer, skipped), ("trace",)),
+    "castillo": (lambda path, config, skipped: castillo_rows(path), ("samples",)),
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportOptions:
-    """Values for what the source does not hold.
-
-    Attributes:
-        schema: "samples" or "trace"; None takes the kind's usual one.
-        model: Name of the model, where rows have none.
-        dataset: Name of the set of prompts, where rows have none.
-        max_tokens: Of all requests, where rows have none; in the unit of the lengths.
-        unknown: Treatment of outputs whose finish reason is unknown: "keep" them as "unknown", take them as "stop" or
-            as "length", or "drop" them.
-        columns: Of kind `log`: NAME=COLUMN pairs, see `data_gen.importers.logs`.
-        tokens: What the lengths count, where the kind leaves it open.
-    """
-
-    schema: SchemaName | None = None
-    model: str = ""
-    dataset: str = ""
-    max_tokens: int | None = None
-    unknown: Unknown = "keep"
-    columns: str = ""
-    tokens: str = ""
-
-    def __post_init__(self) -> None:
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= MAX_TOKENS:
-            raise InputError("max_tokens", self.max_tokens, f"integers from 1 to {MAX_TOKENS}, or unset")
-        if self.unknown not in ("keep", "stop", "length", "drop"):
-            raise InputError("unknown", self.unknown, "keep, stop, length or drop")
-
-
-@dataclass(frozen=True, slots=True)
-class ImportReport:
-    """Counts of an import.
-
-    Attributes:
-        path: The file written.
-        schema: "samples/2" or "trace/1".
-        num_rows: Outputs or requests of the source.
-        num_written: Rows written.
-        finish_reasons: Rows written, by how the output ended.
-        skipped: Rows not written, by reason.
-        num_out_of_order: Requests of a trace that come before the one above them.
-        num_without_max_tokens: Requests of a trace whose max_tokens is unknown: the simulator needs a default for them.
-        num_without_arrival: Requests of a trace without an arrival time.
-    """
-
-    path: Path
-    schema: str
-    num_rows: int
-    num_written: int
-    finish_reasons: dict[str, int]
-    skipped: dict[str, int]
-    num_out_of_order: int = 0
-    num_without_max_tokens: int = 0
-    num_without_arrival: int = 0
-
-
-def import_lengths(
-    kind: str, path: str | Path, out: str | Path, options: ImportOptions | None = None
-) -> ImportReport:
+def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
     """Imports a file; batch by batch, so that a week's trace needs no more memory than a small one.
 
     Only ids are remembered: about 100 bytes for each prompt and model where samples have to be counted, 8 for each
-    id that must be unique. Writes `OUT.run.json` beside `out`: options, counts, and the source's hash.
+    id that must be unique.
 
-    Args:
-        kind: A name of `IMPORTERS`.
-        path: The source.
-        out: Parquet file to write.
-        options: Values for what the source does not hold.
+    Returns:
+        The content of `OUT.run.json`: options, counts, and the source's hash.
 
     Raises:
         InputError: Names the row, column and value that cannot be used.
     """
-    options = options or ImportOptions()
-    if kind not in IMPORTERS:
-        raise InputError("kind", kind, ", ".join(IMPORTERS))
-    importer = IMPORTERS[kind]
-    schema = options.schema or importer.schemas[0]
-    if schema not in importer.schemas:
-        raise InputError("schema", schema, f"{' or '.join(importer.schemas)} for {kind}")
-    file = existing_file(path, "file")
-    target = writable_target(out, "out")
-    digest = sha256_file(file)
-    defaults = ImportDefaults(
-        name=file.name,
-        kind=kind,
-        unit=options.tokens or importer.tokens,
-        run_id=digest[:12],
-        model=options.model,
-        dataset=options.dataset,
-        max_tokens=options.max_tokens,
-        unknown=options.unknown,
-    )
-    if options.columns and kind != "log":
-        raise InputError("columns", options.columns, "nothing: only kind log has a mapping of columns")
-    words = {"columns": options.columns} if kind == "log" else {}
-    report = _write(target, defaults, schema, importer.read(file, **words))
-    content: dict[str, Any] = asdict(report) | {"path": report.path.name}
-    content |= {"kind": kind, "tokens": defaults.unit, "options": asdict(options)}
-    content["source"] = {"name": file.name, "sha256": digest}
+    if config.kind not in IMPORTERS:
+        raise InputError("kind", config.kind, ", ".join(IMPORTERS))
+    read, schemas = IMPORTERS[config.kind]
+    name = config.schema or schemas[0]
+    if name not in schemas:
+        raise InputError("schema", name, f"{' or '.join(schemas)} for {config.kind}")
+    if bool(config.tokenizer) != (config.kind == "sharegpt"):
+        raise InputError(
+            "tokenizer", config.tokenizer, "a tokenizer for kind sharegpt, and none for the others"
+        )
+    if config.arrivals is not None and name != "trace":
+        raise InputError("arrivals need --schema trace: samples have no time")
+    file = Path(config.file)
+    parts = segments_of(file) if config.kind == "feedback" else [existing_file(file, "file")]
+    digests = [sha256_file(part) for part in parts]
+    digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    target = writable_target(config.out, "out")
+    unit = config.tokens or config.tokenizer or "the model's own"
+    rows = _SampleRows(config, digest[:12]) if name == "samples" else _TraceRows(config)
+    skipped = Counter[str]()
+    metadata = {"tailcast.tokens": unit, "tailcast.source": f"{config.kind}: {file.name}"}
+    schema = rows.schema.with_metadata({**rows.schema.metadata, **metadata})
+    with atomic_file(target) as temporary, convertible(file.name):
+        converted = rows.converted(read(file, config, skipped))
+        with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            while batch := list(itertools.islice(converted, BATCH_ROWS)):
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+        rows.skipped.update(skipped)
+        if not sum(rows.finish_reasons.values()):
+            allowed = f"at least one usable row (skipped: {dict(rows.skipped)})"
+            raise InputError("file", file.name, allowed)
+        if isinstance(rows, _TraceRows):
+            rows.place_arrivals(temporary)
+    content = {
+        "path": target.name,
+        "kind": config.kind,
+        "schema": "samples/2" if name == "samples" else "trace/1",
+        "tokens": unit,
+        "options": asdict(config),
+        "source": {"name": file.name, "sha256": digest},
+        "num_rows": rows.num_rows + skipped.total(),
+        "num_written": rows.finish_reasons.total(),
+        "finish_reasons": dict(rows.finish_reasons),
+        "skipped": dict(rows.skipped),
+        **rows.counts,
+    }
     write_json(target.with_name(target.name + ".run.json"), content)
-    _log(report)
-    return report
+    names = ("path", "num_written", "num_rows", "finish_reasons", "skipped")
+    message = "%s: %d of %d rows; finish reasons: %s; skipped: %s; %s"
+    log.info(message, *(content[name] for name in names), rows.counts)
+    return content
 
 
-def _write(
-    target: Path, defaults: ImportDefaults, schema: SchemaName, batches: Iterator[ImportedRows]
-) -> ImportReport:
-    counts = ImportCounts()
-    with atomic_file(target) as temporary:
-        writer = (SamplesWriter if schema == "samples" else TraceWriter)(temporary, defaults, counts)
-        try:
-            with convertible(defaults.name):
-                for batch in batches:
-                    writer.write(batch)
-        finally:
-            writer.close()
-        if not counts.num_written:
-            allowed = f"at least one usable row (skipped: {dict(counts.skipped)})"
-            raise InputError("file", defaults.name, allowed)
-    names = ("num_out_of_order", "num_without_max_tokens", "num_without_arrival")
-    return ImportReport(
-        path=target,
-        schema="samples/2" if schema == "samples" else "trace/1",
-        num_rows=counts.num_rows,
-        num_written=counts.num_written,
-        finish_reasons=dict(counts.finish_reasons),
-        skipped=dict(counts.skipped),
-        **{name: getattr(writer, name) for name in names if isinstance(writer, TraceWriter)},
-    )
+class _Rows:
+    """Rows of a source as rows of a schema; counts what became of them."""
+
+    schema: pa.Schema
+    _skip_reason: Callable[[dict[str, Any]], str | None]
+    _row: Callable[[int, dict[str, Any]], dict[str, Any]]
+
+    def __init__(self, config: ImportLengthsConfig) -> None:
+        self._config = config
+        self._name = Path(config.file).name
+        self._digests: set[int] = set()
+        self.num_rows = 0
+        self.finish_reasons = Counter[str]()
+        self.skipped = Counter[str]()
+        self.counts: dict[str, int] = {}
+
+    def converted(self, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
+        """Rows of the schema.
+
+        Raises:
+            InputError: A row is there twice or lacks what the schema needs.
+        """
+        last = 0
+        for number, row in rows:
+            self.num_rows += 1
+            identifier = row.get("request_id")
+            if identifier is not None and number != last and not self._is_new(identifier):
+                raise self._error(number, "request_id", identifier, "an id not used before")
+            last = number
+            reason = self._skip_reason(row)
+            if reason is None and not self._resolve_ending(number, row):
+                reason = "end unknown"
+            if reason is None:
+                yield self._row(number, row)
+                self.finish_reasons[row["finish_reason"]] += 1
+            else:
+                self.skipped[reason] += 1
+
+    def _error(self, number: int, column: str, value: object, allowed: str) -> InputError:
+        return InputError(f"{self._name} row {number} column {column}", value, allowed)
+
+    def _is_new(self, key: str) -> bool:
+        digest = digest64(key)
+        is_new = digest not in self._digests
+        self._digests.add(digest)
+        return is_new
+
+    def _resolve_ending(self, number: int, row: dict[str, Any]) -> bool:
+        """Sets max_tokens and finish_reason; False for a row that is dropped because its end is unknown.
+
+        Where the reason is unknown but max_tokens is known in the same unit, an output of that length was truncated.
+
+        Raises:
+            InputError: A length is missing or beyond max_tokens.
+        """
+        limit = self._config.max_tokens if row.get("max_tokens") is None else row["max_tokens"]
+        length, reason = row["output_tokens"], row.get("finish_reason") or UNKNOWN
+        if length is None and reason != ERROR:
+            raise self._error(number, "output_tokens", length, "an integer")
+        if limit is not None and limit < 1:
+            raise self._error(number, "max_tokens", limit, "integers > 0")
+        if limit is not None and length is not None and length > limit:
+            raise self._error(number, "output_tokens", length, f"at most max_tokens = {limit}")
+        if reason == UNKNOWN and limit is not None:
+            reason = LENGTH if length >= limit else STOP
+        if reason == UNKNOWN and self._config.unknown != "keep":
+            reason = self._config.unknown
+        row |= {"max_tokens": limit, "finish_reason": reason}
+        return bool(reason != "drop")
 
 
-def _log(report: ImportReport) -> None:
-    log.info(
-        "%s: %d of %d rows (%s); skipped: %s",
-        report.path,
-        report.num_written,
-        report.num_rows,
-        ", ".join(f"{count} {reason}" for reason, count in report.finish_reasons.items()),
-        ", ".join(f"{count} {reason}" for reason, count in report.skipped.items()) or "none",
-    )
-    if report.num_out_of_order:
-        log.warning(
-            "%d requests come before the one above them: the rows keep the order of the source",
-            report.num_out_of_order,
-        )
-    unknown = report.finish_reasons.get("unknown", 0)
-    if unknown and report.schema == "samples/2":
-        log.warning("the finish_reason of %d outputs is unknown", unknown)
-    if report.num_without_max_tokens:
-        log.warning(
-            "max_tokens of %d requests is unknown: give it here, or default_max_tokens to the simulator",
-            report.num_without_max_tokens,
-        )
+class _SampleRows(_Rows):
+    """Rows of `samples/2`: empty outputs become error rows, missing indices are counted up in each prompt and model."""
+
+    schema = samples.SCHEMA
+
+    def __init__(self, config: ImportLengthsConfig, run_id: str) -> None:
+        super().__init__(config)
+        self._defaults = {"model": config.model, "category": "", "dataset": config.dataset, "run_id": run_id}
+        self._next_index = Counter[int]()
+
+    def _skip_reason(self, row: dict[str, Any]) -> str | None:
+        if row["output_tokens"] == 0 and row.get("finish_reason") != ERROR:
+            row |= {"finish_reason": ERROR, "error": "empty: the output has no tokens"}
+        return None
+
+    def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        row |= {name: value for name, value in self._defaults.items() if row.get(name) is None}
+        for name, allowed in (
+            ("prompt_id", "a prompt or its id: this source fits trace only"),
+            ("model", "the model's name; give it as model"),
+        ):
+            if not row.get(name):
+                raise self._error(number, name, row.get(name), allowed)
+        key = f"{row['prompt_id']}\x00{row['model']}"
+        if "sample_index" not in row:
+            digest = digest64(key)
+            row["sample_index"] = self._next_index[digest]
+            self._next_index[digest] += 1
+        elif not self._is_new(f"{key}\x00{row['sample_index']}"):
+            value = key.replace("\x00", ", ")
+            raise self._error(number, "prompt_id, model", value, "each prompt once for each model")
+        row["output_tokens"] = row["output_tokens"] or 0
+        # A prompt of no more than one token is real; one of no tokens was not counted.
+        row["prompt_tokens"] = row.get("prompt_tokens") or None
+        if row.get("prompt") is not None:
+            messages = (Message(item["role"], item["content"]) for item in row.get("messages") or ())
+            row["prompt_sha256"] = samples.prompt_sha256(Prompt("", row["prompt"], messages=tuple(messages)))
+        return row | {"engine": f"imported:{self._config.kind}", "engine_version": ""}
+
+
+class _TraceRows(_Rows):
+    """Rows of `trace/1`; requests without an output or a prompt's tokens are skipped and counted."""
+
+    schema = trace.TRACE_SCHEMA
+
+    def __init__(self, config: ImportLengthsConfig) -> None:
+        super().__init__(config)
+        self._start: Any = None
+        self._earliest = 0.0
+        self._last_time = float("-inf")
+        self._last_number, self._repeat = 0, 0
+        self.counts = {"num_out_of_order": 0, "num_without_max_tokens": 0, "num_without_arrival": 0}
+
+    def _skip_reason(self, row: dict[str, Any]) -> str | None:
+        if row.get("finish_reason") == ERROR:
+            return "failed"
+        for name in ("output", "prompt"):
+            if row.get(f"{name}_tokens") == 0:
+                return f"no {name}: 0 {name} tokens"
+        return None
+
+    def _row(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        row["model"] = row.get("model") or self._config.model or None
+        # Several lengths of one row of the source are requests of their own.
+        self._repeat = self._repeat + 1 if number == self._last_number else 0
+        self._last_number = number
+        identifier = f"r{number}" if row.get("request_id") is None else row["request_id"]
+        is_list_element = self._repeat and self._config.kind == "log"
+        row["request_id"] = f"{identifier}-{self._repeat}" if is_list_element else identifier
+        self.counts["num_without_max_tokens"] += row["max_tokens"] is None
+        if row.get("arrival_s") is None:
+            self.counts["num_without_arrival"] += self._config.arrivals is None
+            return row
+        # Exact, and small enough for a float; the earliest is only known at the end.
+        self._start = row["arrival_s"] if self._start is None else self._start
+        time = row["arrival_s"] = float(row["arrival_s"] - self._start)
+        self.counts["num_out_of_order"] += time < self._last_time
+        self._last_time, self._earliest = time, min(self._earliest, time)
+        return row
+
+    def place_arrivals(self, path: Path) -> None:
+        """Lets the arrivals of a written file count from the earliest, or draws others."""
+        times: Any = None
+        if self._config.arrivals is not None:
+            rng = np.random.Generator(np.random.PCG64(self._config.seed))
+            times = self._config.arrivals.times(self.finish_reasons.total(), rng)
+        elif not self._earliest:
+            return
+        with (
+            atomic_file(path) as complete,
+            pq.ParquetFile(path) as file,
+            pq.ParquetWriter(complete, file.schema_arrow, compression="zstd") as writer,
+        ):
+            position = file.schema_arrow.names.index("arrival_s")
+            first = 0
+            for batch in file.iter_batches(BATCH_ROWS):
+                arrivals = pc.subtract(batch.column("arrival_s"), self._earliest)
+                if times is not None:
+                    arrivals = pa.array(times[first : first + len(batch)])
+                first += len(batch)
+                writer.write_batch(batch.set_column(position, file.schema_arrow.field(position), arrivals))

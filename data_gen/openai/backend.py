@@ -8,15 +8,17 @@ import gc
 import logging
 import os
 import queue
+import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tenacity
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult
+from data_gen.filters import load_tokenizer
 from data_gen.openai.http_client import (
     DISCONNECTED,
     SEEDED_ENGINES,
@@ -24,11 +26,14 @@ from data_gen.openai.http_client import (
     CompletionsClient,
     ServerIdentity,
     allow_descriptors,
-    root_of,
 )
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import RequestBodies, ResponseChoice, ResponseError, ServerResponse
-from data_gen.openai.token_counts import TokenCounter
+from data_gen.openai.responses import (
+    RequestBodies,
+    ResponseError,
+    ServerResponse,
+    count_tokens,
+)
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 
@@ -63,7 +68,8 @@ class OpenAIBackend:
     def __init__(self, options: OpenAIOptions, environment: Mapping[str, str] = os.environ) -> None:
         self._options = options
         self._secrets = options.secrets(environment)
-        self._loop: _LoopThread | None = None
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread | None = None
         self._client: CompletionsClient | None = None
         self._identity: ServerIdentity | None = None
         self._absent: set[str] = set()
@@ -97,86 +103,88 @@ class OpenAIBackend:
     @property
     def counters(self) -> dict[str, int]:
         """Events beside outputs, by kind: failed attempts, retries, server_down, tokenizer_mismatch, ..."""
-        return dict(self._counters)
+        return dict(+self._counters)
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         """See `Backend.sample`.
 
         Raises:
             InputError: If a server does not serve the model, or prompts of several messages go to `completions`.
             EngineError: If the servers are gone for too long or refuse everything.
         """
-        identity = self._identified()
-        allow_descriptors(self._options.concurrency * len(self._options.base_urls))
-        loop, client = self._loop, self._client
-        assert loop is not None
-        assert client is not None
-        results: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
-
-        async def start() -> _Dispatcher:
-            return _Dispatcher(
-                client, identity, self._options, settings, results.put, self._counters, self._absent
-            )
-
-        dispatcher = loop.run(start())
+        options, identity = self._options, self._identified()
+        allow_descriptors(options.concurrency * len(options.base_urls))
+        deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()
+        dispatcher = self._run(self._dispatcher(identity, settings, deliveries.put))
+        source = iter(work)
+        num_pending, more = 0, True
         try:
             with _rare_collections():
-                yield from self._exchange(iter(work), loop, dispatcher, results)
+                while more or num_pending:
+                    batch = []
+                    while more and num_pending < options.look_ahead:
+                        item = next(source, None)
+                        if item is None:
+                            more = False
+                        elif options.api == "completions" and item.prompt.messages:
+                            allowed = f"chat: prompt {item.prompt.prompt_id} has several messages"
+                            raise InputError("api", "completions", allowed)
+                        else:
+                            batch.append(item)
+                            num_pending += len(item.indices)
+                    if batch:
+                        self._loop.call_soon_threadsafe(dispatcher.feed, batch)
+                    delivery = deliveries.get() if num_pending else []
+                    if isinstance(delivery, BaseException):
+                        raise delivery
+                    for result in delivery:
+                        num_pending -= len(result.outputs) + len(result.failures)
+                        yield result
         finally:
-            loop.run(dispatcher.stop())
+            self._run(dispatcher.stop())
 
-    def _exchange(
-        self,
-        source: Iterator[Work],
-        loop: _LoopThread,
-        dispatcher: _Dispatcher,
-        results: queue.SimpleQueue[Delivery],
-    ) -> Iterator[WorkResult]:
-        """Feeds the dispatcher and yields what it delivers; about `look_ahead` samples are pending at most."""
-        num_pending, more = 0, True
-        while True:
-            batch = []
-            while more and num_pending < self._options.look_ahead:
-                item = next(source, None)
-                if item is None:
-                    more = False
-                    break
-                if self._options.api == "completions" and item.prompt.messages:
-                    allowed = f"chat: prompt {item.prompt.prompt_id} has several messages"
-                    raise InputError("api", "completions", allowed)
-                batch.append(item)
-                num_pending += len(item.indices)
-            if batch:
-                loop.call(dispatcher.feed, batch)
-            if num_pending == 0:
-                return
-            delivery = results.get()
-            if isinstance(delivery, BaseException):
-                raise delivery
-            for result in delivery:
-                num_pending -= len(result.outputs) + len(result.failures)
-                yield result
+    async def _dispatcher(
+        self, identity: ServerIdentity, settings: SamplingSettings, deliver: Callable[[Delivery], None]
+    ) -> _Dispatcher:
+        assert self._client is not None
+        return _Dispatcher(
+            self._client, identity, self._options, settings, deliver, self._counters, self._absent
+        )
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine in the event loop, which has a thread of its own, and waits for it."""
+        if self._thread is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="openai-backend", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _identified(self) -> ServerIdentity:
         """The engine behind all addresses, which are asked once."""
         if self._identity is None:
-            if self._loop is None:
-                self._loop = _LoopThread()
-            self._identity = self._loop.run(self._connect())
+            self._identity = self._run(self._connect())
         return self._identity
 
     async def _connect(self) -> ServerIdentity:
         options = self._options
         if self._client is None:
             self._client = CompletionsClient(options, self._secrets)
-        results = await asyncio.gather(
-            *(self._first_identity(self._client, url) for url in options.base_urls)
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception_type(ResponseError),
+            wait=tenacity.wait_fixed(min(0.2, options.backoff_s)),
+            stop=tenacity.stop_after_delay(options.start_wait_s),
+            reraise=True,
         )
-        identities = {
-            url: result
-            for url, result in zip(options.base_urls, results, strict=True)
-            if isinstance(result, ServerIdentity)
-        }
+        tries: list[Coroutine[Any, Any, ServerIdentity]] = [
+            retrying.copy()(self._client.identify, url, options.model) for url in options.base_urls
+        ]
+        results = await asyncio.gather(*tries, return_exceptions=True)
+        identities: dict[str, ServerIdentity] = {}
+        for url, result in zip(options.base_urls, results, strict=True):
+            if isinstance(result, ServerIdentity):
+                identities[url] = result
+            elif not isinstance(result, ResponseError):
+                raise result
         if not identities:
             raise InputError("base_urls", list(options.base_urls), f"a server that responds ({results[0]})")
         first = next(iter(identities.values()))
@@ -187,32 +195,17 @@ class OpenAIBackend:
         self._absent = set(options.base_urls) - set(identities)
         return first
 
-    async def _first_identity(self, client: CompletionsClient, url: str) -> ServerIdentity | ResponseError:
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception_type(ResponseError),
-            wait=tenacity.wait_fixed(min(0.2, self._options.backoff_s)),
-            stop=tenacity.stop_after_delay(self._options.start_wait_s),
-            reraise=True,
-        )
-        try:
-            return await retrying(client.identify, url, self._options.model)
-        except ResponseError as error:
-            return error
-
     def close(self) -> None:
         """Closes all connections and ends the thread."""
-        if self._loop is None:
+        if self._thread is None:
             return
         if self._client is not None:
-            self._loop.run(self._client.close())
-        self._loop.stop()
-        self._loop = self._client = self._identity = None
-
-    def __enter__(self) -> OpenAIBackend:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+            self._run(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+        self._thread = self._client = self._identity = None
 
 
 @contextlib.contextmanager
@@ -224,31 +217,6 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-
-
-class _LoopThread:
-    """An event loop that runs in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-backend", daemon=True)
-        self._thread.start()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine there and waits for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-    def call(self, function: Callable[..., object], *arguments: object) -> None:
-        """Schedules a call there."""
-        self._loop.call_soon_threadsafe(function, *arguments)
-
-    def stop(self) -> None:
-        """Ends loop and thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
 
 
 @dataclass(slots=True, eq=False)
@@ -288,13 +256,13 @@ class _Server:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """Sample indices of one prompt that are requested together; `retried` is set while tenacity waits for it."""
+    """Sample indices of one prompt that are requested together, and how many attempts have failed."""
 
     prompt: Prompt
     indices: tuple[int, ...]
     prefix: bytes
     ready_at: float
-    retried: asyncio.Future[None] | None = None
+    num_failed: int = 0
 
 
 class _Dispatcher:
@@ -325,12 +293,14 @@ class _Dispatcher:
         self._deliver, self._counters = deliver, counters
         self._loop = asyncio.get_running_loop()
         self._bodies = RequestBodies(options, settings, identity.model)
-        self._tokens = TokenCounter(options, settings.max_tokens, self._count_on_server, counters)
+        encode = load_tokenizer(options.tokenizer) if options.tokenizer else None
+        self._count_text = None if encode is None else lambda text: len(encode([text])[0].ids)
         self._tasks: set[asyncio.Task[None]] = set()
         self._results: list[WorkResult] = []
         self._per_request = options.samples_per_request
         self._num_refused: int | None = 0  # None once a request has succeeded
         self._ready: deque[_Request] = deque()
+        self._stopped = False
         self._servers = [_Server(url, options.concurrency, options.concurrency) for url in options.base_urls]
         for server in self._servers:
             self._spawn(self._watch(server))
@@ -351,6 +321,7 @@ class _Dispatcher:
 
     async def stop(self) -> None:
         """Cancels everything that is in flight."""
+        self._stopped = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -397,7 +368,7 @@ class _Dispatcher:
             indices = request.indices[: self._per_request]
             body = self._bodies.body(request.prefix, request.prompt, indices)
             response = await self._client.complete(server.url, body)
-            problem = await self._accept(request, indices, response, sent_at)
+            problem = self._accept(request, indices, response, sent_at)
             server.on_success()
         except ResponseError as error:
             self._counters[error.kind] += 1
@@ -407,46 +378,31 @@ class _Dispatcher:
                 return
             self._on_error(server, error, sent_at)
             problem = error
-        if problem is None and request.indices:
+        if problem is not None:
+            self._retry(request, problem)
+        elif request.indices:
             self._ready.appendleft(request)
-        elif request.retried is not None:
-            _resolve(request.retried, problem)
-        elif problem is not None:
-            self._spawn(self._retry(request, problem))
 
-    async def _retry(self, request: _Request, error: ResponseError) -> None:
-        """Further attempts after a first error: exponential back-off with full jitter.
+    def _retry(self, request: _Request, error: ResponseError) -> None:
+        """Sends a request again, after exponential back-off with full jitter, or gives it up."""
+        options = self._options
+        request.num_failed += 1
+        if error.retry and request.num_failed < options.max_attempts:
+            self._counters["retries"] += 1
+            longest_s = min(options.max_backoff_s, options.backoff_s * 2.0 ** (request.num_failed - 1))
+            self._loop.call_later(random.uniform(0, longest_s), self._queue, request)
+            return
+        attempts = f"{options.max_attempts} attempts, the last one: " if error.retry else ""
+        reason = f"{attempts}{error.reason}"
+        failures = tuple(SampleFailure(index, reason, error.kind) for index in request.indices)
+        self._put(WorkResult(request.prompt, None, (), failures))
 
-        The first attempt goes without tenacity, which would cost 13 % more CPU time per sample.
-        """
-        errors = [error]
-
-        async def attempt() -> None:
-            if errors:
-                raise errors.pop()
-            request.retried = self._loop.create_future()
+    def _queue(self, request: _Request) -> None:
+        if not self._stopped:
             self._ready.append(request)
             self._start_workers()
-            await request.retried
 
-        retrying = tenacity.AsyncRetrying(
-            retry=tenacity.retry_if_exception(lambda error: isinstance(error, ResponseError) and error.retry),
-            wait=tenacity.wait_random_exponential(
-                multiplier=self._options.backoff_s, max=self._options.max_backoff_s
-            ),
-            stop=tenacity.stop_after_attempt(self._options.max_attempts),
-            before_sleep=lambda state: self._counters.update(retries=1),
-            reraise=True,
-        )
-        try:
-            await retrying(attempt)
-        except ResponseError as last:
-            attempts = f"{self._options.max_attempts} attempts, the last one: " if last.retry else ""
-            reason = f"{attempts}{last.reason}"
-            failures = tuple(SampleFailure(index, reason, last.kind) for index in request.indices)
-            self._put(WorkResult(request.prompt, None, (), failures))
-
-    async def _accept(
+    def _accept(
         self, request: _Request, indices: Sequence[int], response: ServerResponse, sent_at: float
     ) -> ResponseError | None:
         """Delivers the outputs of a response and leaves the rest in the request; returns why a choice is of no use."""
@@ -459,13 +415,26 @@ class _Dispatcher:
         if num_choices < len(indices):
             self._counters["fewer_choices"] += 1
             self._per_request = min(self._per_request, num_choices)
-        counts = await self._tokens.count(response)
+        counts = count_tokens(response, self._settings.max_tokens, self._count_text)
         outputs, failures, again = [], [], []
-        last_problem = None
+        last_problem, max_tokens = None, self._settings.max_tokens
         for index, choice, count in zip(indices, response.choices, counts, strict=False):
-            problem = choice.problem or self._implausible(choice, count)
+            problem = choice.problem
+            if problem is None and count > max_tokens:
+                reason = f"{count} tokens for max_tokens = {max_tokens}"
+                problem = ResponseError("too_many_tokens", reason, retry=False)
             if problem is None:
-                outputs.append(_output(index, choice, count, request.ready_at, sent_at, ended_at))
+                self._counters["truncated_early"] += choice.finish_reason == "length" and count < max_tokens
+                output = SampledOutput(
+                    sample_index=index,
+                    output_tokens=count,
+                    finish_reason="stop" if choice.finish_reason == "stop" else "length",
+                    text=choice.text,
+                    queue_s=sent_at - request.ready_at,
+                    ttft_s=None if choice.first_at is None else choice.first_at - sent_at,
+                    total_s=(choice.last_at or ended_at) - sent_at,
+                )
+                outputs.append(output)
                 continue
             self._counters[problem.kind] += 1
             if problem.retry:
@@ -478,15 +447,6 @@ class _Dispatcher:
             self._num_refused = None
         self._put(WorkResult(request.prompt, response.prompt_tokens, tuple(outputs), tuple(failures)))
         return last_problem
-
-    def _implausible(self, choice: ResponseChoice, count: int) -> ResponseError | None:
-        max_tokens = self._settings.max_tokens
-        if count > max_tokens:
-            reason = f"{count} tokens for max_tokens = {max_tokens}"
-            return ResponseError("too_many_tokens", reason, retry=False)
-        if choice.finish_reason == "length" and count < max_tokens:
-            self._counters["truncated_early"] += 1
-        return None
 
     def _on_error(self, server: _Server, error: ResponseError, sent_at: float) -> None:
         """Slows down or puts aside the server; ends the run where no request can succeed."""
@@ -573,37 +533,3 @@ class _Dispatcher:
                     # Where it is busy or away, the requests find out.
                     if isinstance(error, InputError) or error.kind == "replaced":
                         self._set_down(server, str(error))
-
-    async def _count_on_server(self, text: str) -> int:
-        fields = {"model": self._identity.model, "prompt": text, "add_special_tokens": False}
-        if self._identity.name == "llama.cpp":
-            fields = {"content": text}
-        url = next((server.url for server in self._servers if server.down_since is None), None)
-        if url is None:
-            raise ResponseError(DISCONNECTED, "no server to count with", retry=True)
-        status, content = await self._client.post(root_of(url) + "/tokenize", fields)
-        if status == 200 and isinstance(content, dict) and isinstance(content.get("tokens"), list):
-            return len(content["tokens"])
-        if status == 429 or status >= 500:
-            raise ResponseError(f"http_{status}", f"{url}/tokenize: HTTP {status}", retry=True)
-        raise ResponseError("no_token_count", f"{url} has no /tokenize (HTTP {status})", retry=False)
-
-
-def _resolve(future: asyncio.Future[None], error: ResponseError | None) -> None:
-    if not future.done():  # cancelled at the end of a run
-        future.set_result(None) if error is None else future.set_exception(error)
-
-
-def _output(
-    index: int, choice: ResponseChoice, count: int, ready_at: float, sent_at: float, ended_at: float
-) -> SampledOutput:
-    first_at, last_at = choice.first_at, choice.last_at
-    return SampledOutput(
-        sample_index=index,
-        output_tokens=count,
-        finish_reason="stop" if choice.finish_reason == "stop" else "length",
-        text=choice.text,
-        queue_s=sent_at - ready_at,
-        ttft_s=None if first_at is None else first_at - sent_at,
-        total_s=(ended_at if last_at is None else last_at) - sent_at,
-    )

@@ -6,12 +6,11 @@ import asyncio
 import contextlib
 import email.utils
 import errno
-import json
 import math
+import resource
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC
 from typing import Any
 
 import aiohttp
@@ -109,16 +108,8 @@ class CompletionsClient:
         Raises:
             ResponseError: If there is no response.
         """
-        return await self._small("GET", url, None)
-
-    async def post(self, url: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
-        """Status and JSON of the response to a small request; raises as `get`."""
-        return await self._small("POST", url, json.dumps(fields).encode())
-
-    async def _small(self, method: str, url: str, body: bytes | None) -> tuple[int, Any]:
-        timeout = aiohttp.ClientTimeout(total=_PROBE_S)
         try:
-            async with self._session.request(method, url, data=body, timeout=timeout) as response:
+            async with self._session.get(url, timeout=aiohttp.ClientTimeout(total=_PROBE_S)) as response:
                 payload = await _body(response)
         except (aiohttp.ClientError, OSError) as error:
             raise self._named(error) from error
@@ -160,22 +151,25 @@ class CompletionsClient:
         """
         status, listed = await self.get(base_url + "/models")
         if status in (401, 403):
-            raise InputError(
-                "api_key_env",
-                f"HTTP {status} from {base_url}",
-                "a variable with a key that the server accepts",
-            )
+            allowed = "a variable with a key that the server accepts"
+            raise InputError("api_key_env", f"HTTP {status} from {base_url}", allowed)
         if status in (408, 425, 429) or status >= 500:
             raise ResponseError(f"http_{status}", f"HTTP {status} from {base_url}/models", retry=True)
-        owners = _model_owners(listed) if status == 200 else {}
-        if owners:
-            model = _served_model(model, list(owners))
-        elif not model:
-            raise InputError("model", model, f"a name: {base_url}/models does not list what is served")
+        entries = listed.get("data") if status == 200 and isinstance(listed, dict) else None
+        models = [one for one in entries if isinstance(one, dict) and "id" in one] if entries else []
+        owners = {str(one["id"]): str(one.get("owned_by")) for one in models}
+        if not model and len(owners) != 1:
+            raise InputError(
+                "model", model, f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
+            )
+        names = [name for name in (model or next(iter(owners)), f"{model}:latest") if name in owners]
+        if owners and not names:
+            raise InputError("model", model, f"a model that the server has: {', '.join(owners)[:200]}")
+        model = names[0] if names else model
         engine = _OWNERS.get(owners.get(model, ""))
         for name, page, key in _VERSION_PAGES:
             if engine in (None, name):
-                status, content = await self.get(root_of(base_url) + page)
+                status, content = await self.get(base_url.removesuffix("/v1") + page)
                 if status == 200 and isinstance(content, dict) and isinstance(content.get(key), str):
                     return ServerIdentity(name, content[key], model)
         return ServerIdentity(engine or "openai-compatible", "unknown", model)
@@ -183,11 +177,6 @@ class CompletionsClient:
     async def close(self) -> None:
         """Closes all connections."""
         await self._session.close()
-
-
-def root_of(base_url: str) -> str:
-    """The address without /v1, where engines have their own pages."""
-    return base_url.removesuffix("/v1")
 
 
 async def _body(response: aiohttp.ClientResponse) -> bytes:
@@ -200,28 +189,6 @@ async def _body(response: aiohttp.ClientResponse) -> bytes:
             raise ResponseError("malformed", f"a response of more than {MAX_BODY_BYTES} bytes", retry=True)
         parts.append(data)
     return b"".join(parts)
-
-
-def _model_owners(listed: Any) -> dict[str, str]:
-    """Served model -> `owned_by`; empty where /v1/models lists none."""
-    entries = listed.get("data") if isinstance(listed, dict) else None
-    if not isinstance(entries, list):
-        return {}
-    return {
-        str(entry["id"]): str(entry.get("owned_by"))
-        for entry in entries
-        if isinstance(entry, dict) and "id" in entry
-    }
-
-
-def _served_model(model: str, names: list[str]) -> str:
-    if not model and len(names) == 1:
-        return names[0]
-    for name in (model, f"{model}:latest"):
-        if name in names:
-            return name
-    listed = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
-    raise InputError("model", model, f"a model that the server has: {listed}")
 
 
 def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None:
@@ -238,8 +205,6 @@ def retry_after_s(headers: Mapping[str, str], now_unix_s: float) -> float | None
         moment = email.utils.parsedate_to_datetime(headers.get("Retry-After", ""))
     except (TypeError, ValueError):
         return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
     return max(0.0, moment.timestamp() - now_unix_s)
 
 
@@ -249,10 +214,6 @@ def allow_descriptors(num_connections: int) -> None:
     Raises:
         InputError: If the hard limit is lower.
     """
-    try:
-        import resource
-    except ImportError:
-        return
     needed = num_connections + _SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

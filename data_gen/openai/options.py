@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,13 +42,11 @@ class OpenAIOptions:
     """Send a seed derived from the run's seed, the prompt id and the sample index; only with one output per request."""
     stream: bool = False
     """Stream the outputs, to measure the time to the first token; costs client time for every token."""
-    count_by: Literal["usage", "token_ids", "logprobs", "server_tokenizer", "tokenizer"] = "usage"
+    count_by: Literal["usage", "token_ids", "logprobs", "tokenizer"] = "usage"
     """Where the length of an output comes from: usage (one output per request), token_ids (vLLM), logprobs (most engines),
-    or counting its text by the server's /tokenize or by `tokenizer`, which counts only if the sum agrees with usage."""
+    or counting its text by `tokenizer`, which counts only if the sum agrees with usage."""
     tokenizer: str = ""
-    """Folder of the model's tokenizer or a tokenizer.json, to count texts with."""
-    approximate_counts: bool = False
-    """Accept lengths counted from the text where the server reports none; recorded in the manifest."""
+    """The model's tokenizer.json, or a folder with it: counts texts where the server does not list tokens."""
     max_tokens_field: str = "max_tokens"
     """Field of the request for the maximum number of output tokens; some hosted models need max_completion_tokens."""
     timeout_s: float = 600.0
@@ -79,30 +78,28 @@ class OpenAIOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_urls", tuple(url.rstrip("/") for url in self.base_urls))
-        _check_urls(self.base_urls)
+        for url in self.base_urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise InputError("base_urls", url, "http://HOST:PORT/v1 or https://HOST/v1")
+            if parts.username or parts.password or parts.query or parts.fragment:
+                allowed = "an address without user, password or query; use `headers`"
+                raise InputError("base_urls", f"{parts.scheme}://{parts.hostname}...", allowed)
+        if not self.base_urls or len(set(self.base_urls)) < len(self.base_urls):
+            raise InputError("base_urls", list(self.base_urls), "at least one address, each once")
         for name in ("concurrency", "samples_per_request", "max_attempts"):
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "integers > 0")
-        for name in (
-            "timeout_s",
-            "chunk_timeout_s",
-            "connect_timeout_s",
-            "identity_check_s",
-            "backoff_s",
-            "max_backoff_s",
-        ):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise InputError(name, getattr(self, name), "a number of seconds above 0")
-        for name in ("start_wait_s", "server_wait_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise InputError(name, getattr(self, name), "a number of seconds, not negative")
+        waits = ("start_wait_s", "server_wait_s")
+        for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "identity_check_s", "backoff_s", "max_backoff_s", *waits):  # fmt: skip
+            value = getattr(self, name)
+            if not 0 <= value < math.inf or (value == 0 and name not in waits):
+                raise InputError(name, value, "a number of seconds" + ("" if name in waits else " above 0"))
         if self.samples_per_request > 1 and self.count_by == "usage":
-            allowed = "token_ids, logprobs, server_tokenizer or tokenizer with samples_per_request above 1: usage holds only their sum"
+            allowed = "token_ids, logprobs or tokenizer with samples_per_request above 1: usage holds only their sum"
             raise InputError("count_by", self.count_by, allowed)
         if self.count_by == "tokenizer" and not self.tokenizer:
             raise InputError("tokenizer", "", "the model's tokenizer, for count_by tokenizer")
-        if self.approximate_counts and not self.tokenizer:
-            raise InputError("tokenizer", "", "the tokenizer to count with, for approximate_counts")
         taken = sorted({*_OURS, self.max_tokens_field} & set(self.body))
         if taken:
             raise InputError("body", taken, "fields that have no option of their own")
@@ -126,46 +123,28 @@ class OpenAIOptions:
         Raises:
             InputError: If a header names a variable that is not set.
         """
-        headers = {}
-        for name, value in self.headers.items():
+        headers = dict(self.headers)
+        for name, value in headers.items():
             if value.startswith(ENV_SCHEME):
                 variable = value.removeprefix(ENV_SCHEME)
                 if variable not in environment:
                     raise InputError(f"headers.{name}", value, f"a variable {variable} in the environment")
-                value = environment[variable]
-            headers[name] = value
-        key = environment.get(self.api_key_env, "") if self.api_key_env else ""
+                headers[name] = environment[variable]
+        key = environment.get(self.api_key_env, "")
         if key and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {key}"
         return headers
 
     def recorded(self) -> dict[str, object]:
         """The options that a manifest records: nothing secret, nothing that only sets the pace."""
-        return {
-            "base_urls": list(self.base_urls),
-            "api": self.api,
-            "samples_per_request": self.samples_per_request,
-            "send_seed": self.send_seed,
-            "stream": self.stream,
-            "count_by": self.count_by,
-            "tokenizer": self.tokenizer,
-            "approximate_counts": self.approximate_counts,
-            "header_names": sorted(self.headers),
-            "body": self.body,
-        }
-
-
-def _check_urls(urls: tuple[str, ...]) -> None:
-    if not urls:
-        raise InputError("base_urls", list(urls), "at least one address")
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError("base_urls", url, "http://HOST:PORT/v1 or https://HOST/v1")
-        if parts.username or parts.password or parts.query or parts.fragment:
-            address = f"{parts.scheme}://{parts.hostname}..."
-            raise InputError(
-                "base_urls", address, "an address without user, password or query; use `headers`"
-            )
-    if len(set(urls)) < len(urls):
-        raise InputError("base_urls", list(urls), "each address once")
+        names = (
+            "base_urls",
+            "api",
+            "samples_per_request",
+            "send_seed",
+            "stream",
+            "count_by",
+            "tokenizer",
+            "body",
+        )
+        return {name: getattr(self, name) for name in names} | {"header_names": sorted(self.headers)}

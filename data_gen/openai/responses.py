@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,10 @@ _MAX_TOKENS = 2**31 - 1
 #: A stream beyond these is dropped, whatever the server sends.
 MAX_LINE_BYTES = 4 << 20
 MAX_STREAM_BYTES = 256 << 20
-_ABORTED = ("abort", "error", "cancelled")
+#: Other reasons -> kind of failure, and whether another attempt may help.
+_PROBLEMS = {"content_filter": ("content_filter", False), "": ("truncated", True)} | dict.fromkeys(
+    ("abort", "error", "cancelled"), ("aborted", True)
+)
 _TOO_LONG = (
     "context length",
     "context_length",
@@ -80,6 +83,40 @@ class ServerResponse:
     choices: list[ResponseChoice]
     prompt_tokens: int | None
     completion_tokens: int | None
+
+
+def count_tokens(
+    response: ServerResponse, max_tokens: int, count_text: Callable[[str], int] | None
+) -> list[int]:
+    """Exact lengths in the order of the choices, end markers included: of the server, or of a tokenizer that agrees.
+
+    Args:
+        response: The response.
+        max_tokens: Longest output.
+        count_text: Counts the tokens of a text; None: only the server counts.
+
+    Raises:
+        ResponseError: no_token_count or tokenizer_mismatch.
+    """
+    choices, total = response.choices, response.completion_tokens
+    if len(choices) == 1 and total:
+        return [total]
+    ends = [choice.finish_reason == "stop" for choice in choices]
+    listed = [choice.listed_tokens for choice in choices if choice.listed_tokens]
+    if len(listed) == len(choices):
+        # Engines differ in whether they list the end marker.
+        marked = [count + end for count, end in zip(listed, ends, strict=True)]
+        if total is None or total in (sum(listed), sum(marked)):
+            return listed if total in (None, sum(listed)) else marked
+    if count_text is None or total is None:
+        usage = "no usage" if total is None else f"usage of {total} tokens over {len(choices)} choices"
+        raise ResponseError("no_token_count", f"the server gave {usage} and no list of tokens", retry=False)
+    texts = zip(choices, ends, strict=True)
+    counts = [count_text(choice.text) + 1 if end else max_tokens for choice, end in texts]
+    if sum(counts) == total:
+        return counts
+    reason = f"the texts have {sum(counts)} tokens, usage says {total}"
+    raise ResponseError("tokenizer_mismatch", reason, retry=False)
 
 
 class RequestBodies:
@@ -190,14 +227,9 @@ def _checked(reply: ServerResponse) -> ServerResponse:
         reason = choice.finish_reason
         if reason in _STOPPED:
             choice.finish_reason = _STOPPED[reason]
-        elif reason == "content_filter":
-            choice.problem = ResponseError("content_filter", "the server withheld the output", retry=False)
-        elif not reason:
-            choice.problem = ResponseError("truncated", "the output has no finish_reason", retry=True)
-        elif reason in _ABORTED:
-            choice.problem = ResponseError("aborted", f"the server aborted the output: {reason}", retry=True)
         else:
-            choice.problem = ResponseError("finish_reason", f"finish_reason {reason!r}", retry=False)
+            kind, retry = _PROBLEMS.get(reason, ("finish_reason", False))
+            choice.problem = ResponseError(kind, f"finish_reason {reason!r}", retry=retry)
     return reply
 
 

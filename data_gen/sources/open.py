@@ -5,41 +5,32 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from data_gen import templates
 from data_gen.prompts import Prompt, prompt_id_of
-from data_gen.sources.layouts import (
-    HUB_SETS,
-    HubSet,
-    Layout,
-    SourceOptions,
-    layout_of,
-    named_layout,
-    prompts_of,
-)
+from data_gen.sources.layouts import LAYOUTS, Layout, SourceOptions, layout_of, prompts_of
 from data_gen.sources.rows import SUFFIXES, Row, file_rows, file_suffix
 from data_gen.splits import digest64
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
 
 log = logging.getLogger(__name__)
 
 TEMPLATE_SCHEME = "templates:"
 HUB_SCHEME = "hf:"
-
-
-def read_prompts(source: str, options: SourceOptions | None = None) -> list[Prompt]:
-    """All prompts of a source, in its order; see `open_prompts`.
-
-    Raises:
-        InputError: As `open_prompts`, or there is none.
-    """
-    prompts = list(open_prompts(source, options))
-    if not prompts:
-        raise InputError("prompts", source, "at least one prompt")
-    return prompts
+#: Sets on the hub -> their short name, and the file to take where there are several.
+HUB_SETS: Mapping[str, tuple[str, str | None]] = {
+    "lmsys/lmsys-chat-1m": ("lmsys-chat-1m", None),
+    "allenai/WildChat": ("wildchat", None),
+    "allenai/WildChat-1M": ("wildchat", None),
+    "anon8231489123/ShareGPT_Vicuna_unfiltered": ("sharegpt", "ShareGPT_V3_unfiltered_cleaned_split.json"),
+    "RyokoAI/ShareGPT52K": ("sharegpt", None),
+    "tatsu-lab/alpaca": ("alpaca", None),
+    "databricks/databricks-dolly-15k": ("dolly", None),
+}
 
 
 def open_prompts(
@@ -62,105 +53,74 @@ def open_prompts(
         InputError: Naming source and row for a prompt that is empty, repeated or of a wrong type, or invalid UTF-8.
     """
     options = options or SourceOptions()
-    if options.layout is not None:
-        named_layout(options.layout)
     counts = Counter[str]() if skipped is None else skipped
     if source.startswith(TEMPLATE_SCHEME):
         yield from _from_templates(source)
         return
-    rows, name, hub_set = _rows(source)
-    yield from _prompts(rows, name, hub_set, options, counts)
-    if skipped is None and counts:
-        log.info("%s: skipped %s", name, ", ".join(f"{count} {reason}" for reason, count in counts.items()))
-
-
-def _rows(source: str) -> tuple[Iterator[Row], str, HubSet | None]:
-    """The rows, the name of the source for messages, and its entry in `HUB_SETS`."""
-    if source.startswith(HUB_SCHEME):
-        name, _, split = source.removeprefix(HUB_SCHEME).partition(":")
-        hub_set = HUB_SETS.get(name)
-        return _hub_rows(name, split or None, hub_set, "prompts"), name, hub_set
-    path = Path(source)
-    if path.is_dir():
-        return _folder_rows(path, None, "prompts"), path.name, None
-    before, colon, split = source.rpartition(":")
-    if colon and Path(before).is_dir():
-        return _folder_rows(Path(before), split, "prompts"), Path(before).name, None
-    if path.is_file() and file_suffix(path) not in SUFFIXES:
-        allowed = (
-            "a file ending in " + ", ".join(SUFFIXES) + ", a datasets folder, hf:NAME or templates:COUNT"
-        )
-        raise InputError("prompts", source, allowed)
-    return file_rows(path, "prompts"), path.name, None
-
-
-def _prompts(
-    rows: Iterator[Row], name: str, hub_set: HubSet | None, options: SourceOptions, counts: Counter[str]
-) -> Iterator[Prompt]:
-    layout: Layout | None = named_layout(hub_set.layout) if hub_set else None
-    if options.layout is not None:
-        layout = named_layout(options.layout)
-    languages = {language.casefold() for language in options.languages}
+    name, rows = _rows(source)
+    layout = LAYOUTS[options.layout] if options.layout is not None else None
     ids: set[int] = set()
     for number, row in rows:
         location = f"{name} row {number}"
-        if layout is None:
-            layout = layout_of(row, location)
-        for prompt in _of_row(layout, row, location, hub_set, options, languages, counts):
+        layout = layout or layout_of(row, location)
+        for prompt in _of_row(layout, row, location, options, counts):
+            if not prompt.dataset and name in HUB_SETS:
+                prompt = replace(prompt, dataset=HUB_SETS[name][0])
             digest = digest64(prompt.prompt_id)
             if digest not in ids:
                 ids.add(digest)
                 yield prompt
-            elif _repeated(options, layout) == "refuse":
+            elif (options.repeated or ("drop" if layout.public else "refuse")) == "refuse":
                 raise InputError(f"{location}: prompt_id", prompt.prompt_id, "an id not used before")
             else:
                 counts["repeated"] += 1
+    if skipped is None and counts:
+        log.info("%s: skipped %s", name, ", ".join(f"{count} {reason}" for reason, count in counts.items()))
 
 
-def _repeated(options: SourceOptions, layout: Layout) -> str:
-    return options.repeated or ("drop" if layout.public else "refuse")
+def _rows(source: str) -> tuple[str, Iterator[Row]]:
+    """The name of the source for messages, and its rows."""
+    if source.startswith(HUB_SCHEME):
+        name, _, split = source.removeprefix(HUB_SCHEME).partition(":")
+        return name, _dataset_rows(name, split)
+    path = Path(source)
+    before, colon, split = source.rpartition(":")
+    if path.is_dir():
+        return path.name, _dataset_rows(path, "")
+    if colon and Path(before).is_dir():
+        return Path(before).name, _dataset_rows(Path(before), split)
+    if path.is_file() and file_suffix(path) not in SUFFIXES:
+        suffixes = ", ".join(SUFFIXES)
+        allowed = f"a file ending in {suffixes}, a datasets folder, hf:NAME or templates:COUNT"
+        raise InputError("prompts", source, allowed)
+    return path.name, file_rows(path, "prompts")
 
 
 def _of_row(
-    layout: Layout,
-    row: Mapping[str, Any],
-    location: str,
-    hub_set: HubSet | None,
-    options: SourceOptions,
-    languages: set[str],
-    counts: Counter[str],
+    layout: Layout, row: Mapping[str, Any], location: str, options: SourceOptions, counts: Counter[str]
 ) -> list[Prompt]:
-    missing = [column for column in layout.columns if column not in row]
-    if missing:
-        raise InputError(f"{location}: columns", sorted(map(str, row)), f"also a column named {missing[0]!r}")
+    category = options.category
+    if category is not None and category not in row:
+        raise InputError(f"{location}: columns", sorted(map(str, row)), f"also a column named {category!r}")
     try:
         conversation = layout.read(row, location)
+        languages = [language.casefold() for language in options.languages]
         if languages and conversation.language.casefold() not in languages:
             counts["other language"] += 1
             return []
+        if category is not None:
+            value = "" if row[category] is None else str(row[category])
+            conversation = replace(conversation, category=value)
         prompts = list(prompts_of(conversation, options.turns or layout.turns, location))
     except InputError:
         # Public sets hold empty texts and conversations without their beginning; a user's own file should not.
-        if not layout.public:
+        if not layout.public or not set(layout.columns) <= set(row):
             raise
         counts["unusable"] += 1
         return []
     if not prompts:
         counts["too few turns"] += 1
-    return [_labelled(prompt, row, location, hub_set, options) for prompt in prompts]
-
-
-def _labelled(
-    prompt: Prompt, row: Mapping[str, Any], location: str, hub_set: HubSet | None, options: SourceOptions
-) -> Prompt:
-    category, dataset = prompt.category, prompt.dataset or (hub_set.dataset if hub_set else "")
-    if options.category is not None:
-        if options.category not in row:
-            raise InputError(
-                f"{location}: columns", sorted(map(str, row)), f"also a column named {options.category!r}"
-            )
-        category = "" if row[options.category] is None else str(row[options.category])
-    return Prompt(prompt.prompt_id, prompt.text, category, prompt.messages, dataset)
+    return prompts
 
 
 def _from_templates(source: str) -> Iterator[Prompt]:
@@ -173,60 +133,32 @@ def _from_templates(source: str) -> Iterator[Prompt]:
         yield Prompt(prompt_id_of(text), text, category, dataset="templates")
 
 
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise MissingExtraError("datasets", "gen") from error
-    return datasets
-
-
-def _folder_rows(folder: Path, split: str | None, field: str) -> Iterator[Row]:
-    """Rows of a folder: as `save_to_disk` writes it (one split or several), or data files that `datasets` knows.
+def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
+    """Rows of a set on the hub, streamed; or of a folder as `save_to_disk` writes it, or with files that `datasets` knows.
 
     Raises:
-        InputError: It is no such folder, or has no such split.
+        InputError: It cannot be loaded, or has no such split.
     """
-    datasets = _datasets()
+    import datasets
+
+    file = HUB_SETS.get(str(source), ("", None))[1]
     try:
-        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
-            data = datasets.load_from_disk(str(folder))
+        if isinstance(source, Path) and any(
+            (source / name).exists() for name in ("state.json", "dataset_dict.json")
+        ):
+            data = datasets.load_from_disk(str(source))
         else:
-            data = datasets.load_dataset(str(folder), streaming=True)
+            options = {} if file is None else {"data_files": file}
+            data = datasets.load_dataset(str(source), streaming=True, **options)
     except Exception as error:
-        raise InputError(
-            field, str(folder), f"a folder of the datasets library ({_first_line(error)})"
-        ) from error
-    yield from enumerate(_split_of(data, split, "train", field, str(folder)), start=1)
-
-
-def _hub_rows(name: str, split: str | None, hub_set: HubSet | None, field: str) -> Iterator[Row]:
-    """Rows of a set on the hub, streamed.
-
-    Raises:
-        InputError: The set or the split cannot be loaded: unhub_set, gated, or no network.
-    """
-    datasets = _datasets()
-    files = {} if hub_set is None or hub_set.data_files is None else {"data_files": hub_set.data_files}
-    try:
-        data = datasets.load_dataset(name, streaming=True, **files)
-    except Exception as error:
-        reason = _first_line(error)
-        raise InputError(field, name, f"a set on the hub that can be reached ({reason})") from error
-    yield from enumerate(_split_of(data, split, hub_set.split if hub_set else "train", field, name), start=1)
-
-
-def _split_of(data: Any, split: str | None, usual: str, field: str, name: str) -> Any:
-    """The given split, or the usual one, or the only one there is."""
-    if not hasattr(data, "keys"):
-        if split is not None:
-            raise InputError(field, f"{name}:{split}", "no split: this folder holds a single one")
-        return data
-    name_of_split = split or (usual if usual in data else next(iter(data)) if len(data) == 1 else usual)
-    if name_of_split not in data:
-        raise InputError(field, f"{name}:{name_of_split}", "a split of " + ", ".join(map(str, data)))
-    return data[name_of_split]
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        allowed = f"a folder of the datasets library, or a set on the hub that can be reached ({reason})"
+        raise InputError("prompts", str(source), allowed) from error
+    if hasattr(data, "keys"):
+        name = split or (next(iter(data)) if len(data) == 1 else "train")
+        if name not in data:
+            raise InputError("prompts", f"{source}:{name}", "a split of " + ", ".join(map(str, data)))
+        data = data[name]
+    elif split:
+        raise InputError("prompts", f"{source}:{split}", "no split: this folder holds a single one")
+    yield from enumerate(data, start=1)

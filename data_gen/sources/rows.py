@@ -89,74 +89,51 @@ def _reason(error: ValueError | RecursionError) -> str:
 
 def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
     """Elements of one JSON array, decoded as the text comes in."""
-    text = _TextWindow(stream, name)
-    if text.peek() != "[":
-        raise InputError(
-            f"{name} row 1", text.peek(), "a JSON array of objects, or JSON lines in a .jsonl file"
-        )
-    text.position += 1
-    number = 0
-    while text.peek() != "]":
-        if number:
-            if text.peek() != ",":
-                raise InputError(
-                    f"{name} after row {number}", text.peek(), "a comma, or ] at the end of the array"
-                )
-            text.position += 1
-            text.peek()
+    decoder = json.JSONDecoder()
+    text, position, number = "", 0, 0
+
+    def peek() -> str:
+        """The next character that is no white space; "" at the end."""
+        nonlocal text, position
+        while True:
+            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+            if position < len(text):
+                return text[position]
+            text, position = stream.read(_CHUNK_CHARACTERS), 0
+            if not text:
+                return ""
+
+    if peek() != "[":
+        allowed = "a JSON array of objects, or JSON lines in a .jsonl file"
+        raise InputError(f"{name} row 1", peek(), allowed)
+    position += 1
+    while peek() != "]":
+        if number and peek() == ",":
+            position += 1
+            peek()
+        elif number and peek():
+            raise InputError(f"{name} after row {number}", peek(), "a comma, or ] at the end of the array")
+        if not peek():
+            raise InputError(name, "the end of the file", "a complete JSON array")
         number += 1
-        yield number, _object(text.decode(number), name, number)
-    text.position += 1
-    if not text.at_end():
-        raise InputError(f"{name} after row {number}", text.peek(), "nothing after the JSON array")
-
-
-class _TextWindow:
-    """A window on a text that is decoded piece by piece."""
-
-    def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream = stream
-        self._name = name
-        self._decoder = json.JSONDecoder()
-        self._text = ""
-        self.position = 0
-
-    def at_end(self) -> bool:
-        """Whether only white space remains."""
-        while True:
-            self.position = _SPACE.match(self._text, self.position).end()  # type: ignore[union-attr]
-            if self.position < len(self._text):
-                return False
-            self._text, self.position = self._stream.read(_CHUNK_CHARACTERS), 0
-            if not self._text:
-                return True
-
-    def peek(self) -> str:
-        """The next character that is no white space."""
-        if self.at_end():
-            raise InputError(self._name, "the end of the file", "a complete JSON array")
-        return self._text[self.position]
-
-    def decode(self, number: int) -> object:
-        """The value that starts here; an object is complete only with its last brace."""
-        while True:
+        while True:  # an object is complete only with its last brace
             try:
-                value, end = self._decoder.raw_decode(self._text, self.position)
-                value = replace_lone_surrogates(value, self._text[self.position : end])
-                self.position = end
-                return value
+                value, end = decoder.raw_decode(text, position)
+                break
             except (ValueError, RecursionError) as error:
-                rest = self._text[self.position :]
-                more = (
-                    ""
-                    if isinstance(error, RecursionError)
-                    else self._stream.read(max(_CHUNK_CHARACTERS, len(rest)))
-                )
+                rest = text[position:]
+                is_deep = isinstance(error, RecursionError)
+                more = "" if is_deep else stream.read(max(_CHUNK_CHARACTERS, len(rest)))
                 if not more:
-                    raise InputError(
-                        f"{self._name} row {number}", rest[:120], f"one JSON object ({_reason(error)})"
-                    ) from error
-                self._text, self.position = rest + more, 0
+                    allowed = f"one JSON object ({_reason(error)})"
+                    raise InputError(f"{name} row {number}", rest[:120], allowed) from error
+                text, position = rest + more, 0
+        value = replace_lone_surrogates(value, text[position:end])
+        position = end
+        yield number, _object(value, name, number)
+    position += 1
+    if peek():
+        raise InputError(f"{name} after row {number}", peek(), "nothing after the JSON array")
 
 
 def _csv_rows(stream: TextIO, name: str) -> Iterator[Row]:
@@ -169,9 +146,7 @@ def _csv_rows(stream: TextIO, name: str) -> Iterator[Row]:
             raise InputError(f"{name} row {reader.line_num}", str(error), "a CSV row") from error
         if row is None:
             return
-        if None in row:
-            raise InputError(f"{name} row {reader.line_num}", row[None], "as many values as headings")
-        if None in row.values():
+        if None in row or None in row.values():
             raise InputError(f"{name} row {reader.line_num}", row, "as many values as headings")
         yield reader.line_num, row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,37 +57,25 @@ class LabeledText:
     language: str | None = None
     claimed: bool = False
 
-    def __post_init__(self) -> None:
-        if not self.text.strip():
-            raise InputError("text", self.text, "text that is not empty")
-        if isinstance(self.level, bool) or not 0 <= self.level < len(LEVELS):
-            raise InputError("level", self.level, f"0 to {len(LEVELS) - 1}")
-        if not 0 < self.weight < float("inf"):
-            raise InputError("weight", self.weight, "a finite number above 0")
-        if self.split not in SPLITS:
-            raise InputError("split", self.split, ", ".join(SPLITS))
-
 
 def text_split(text: str) -> Split:
     """The split of a text: 60 % train, 20 % validation, 20 % test, by a stable hash of the text alone."""
     return split_of(text, SPLIT_SEED)
 
 
-def level_number(value: object, location: str) -> int:
-    """The level of a name or a number.
+def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -> int:
+    """The level of a name out of `levels`, or of a number.
 
     Raises:
         InputError: It is none; names `location`.
     """
-    if isinstance(value, str) and value in LEVELS:
-        return LEVELS.index(value)
-    if isinstance(value, str) and value.strip().isdigit():
-        value = int(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(LEVELS):
-        raise InputError(location, value, f"0 to {len(LEVELS) - 1}, or {', '.join(LEVELS)}")
-    return value
+    if isinstance(value, str):
+        value = (
+            (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
+        )
+    if isinstance(value, bool) or not isinstance(value, int | float) or value not in range(len(levels)):
+        raise InputError(location, value, f"0 to {len(levels) - 1}, or {', '.join(levels)}")
+    return int(value)
 
 
 def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
@@ -126,12 +115,13 @@ def read_labels(
         raise InputError(f"{name}, rows", 0, "at least one labeled text")
     texts = []
     for number, row in enumerate(table.to_pylist()):
+        location = f"{name}, row {number}, column"
         if has_label:
             assert levels is not None
             if row["label"] not in levels:
-                raise InputError(f"{name}, row {number}, column label", row["label"], ", ".join(levels))
+                raise InputError(f"{location} label", row["label"], ", ".join(levels))
             row["level"] = levels[row["label"]]
-        texts.append(_labeled_text(row, f"{name}, row {number}", name))
+        texts.append(_labeled_text(row, location, name))
     return texts
 
 
@@ -139,19 +129,18 @@ def _labeled_text(row: dict[str, Any], location: str, file_name: str) -> Labeled
     values = {name: value for name, value in row.items() if value is not None}
     text, weight = values.get("text"), values.get("weight", 1.0)
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{location}, column text", text, "text that is not empty")
-    if isinstance(weight, bool) or not isinstance(weight, int | float):
-        raise InputError(f"{location}, column weight", weight, "a finite number above 0")
-    level = level_number(values.get("level"), f"{location}, column level")
-    try:
-        return LabeledText(
-            text=text,
-            level=level,
-            source=str(values.get("source", file_name)),
-            split=values.get("split", text_split(text)),
-            weight=float(weight),
-            language=values.get("language"),
-            claimed=bool(values.get("claimed", False)),
-        )
-    except InputError as error:
-        raise InputError(f"{location}, column {error.field}", error.value, error.allowed) from error
+        raise InputError(f"{location} text", text, "text that is not empty")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise InputError(f"{location} weight", weight, "a finite number above 0")
+    split = values.get("split", text_split(text))
+    if split not in SPLITS:
+        raise InputError(f"{location} split", split, ", ".join(SPLITS))
+    return LabeledText(
+        text=text,
+        level=level_number(values.get("level"), f"{location} level"),
+        source=str(values.get("source", file_name)),
+        split=split,
+        weight=float(weight),
+        language=values.get("language"),
+        claimed=bool(values.get("claimed", False)),
+    )

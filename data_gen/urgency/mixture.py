@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,109 +18,101 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file, write_json
 from scheduler_core.urgency import LEVELS
 
-KINDS = (*PARTS, "labels")
+if TYPE_CHECKING:
+    from data_gen.cli_import_urgency import ImportUrgencyConfig
 
 
-@dataclass(frozen=True, slots=True)
-class LabelSource:
-    """A source of texts: a part of the seed set (no path), or a file of labels.
-
-    Raises:
-        InputError: The kind is unknown, or a path is missing or too much.
-    """
-
-    kind: str
-    path: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise InputError("sources", self.kind, ", ".join([*PARTS, "labels=FILE"]))
-        if self.kind in PARTS and self.path is not None:
-            raise InputError(
-                "sources", f"{self.kind}={self.path}", f"{self.kind} without a file: it is built in"
-            )
-        if self.kind == "labels" and not self.path:
-            raise InputError("sources", self.kind, "labels=FILE")
-
-    @classmethod
-    def parse(cls, sources: str) -> list[LabelSource]:
-        """From `llm,quiet,labels=tickets.parquet`."""
-        parsed = [item.strip().partition("=") for item in sources.split(",") if item.strip()]
-        if not parsed:
-            raise InputError("sources", sources, "one or more sources, separated by commas")
-        return [cls(kind, path if equals else None) for kind, equals, path in parsed]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureOptions:
-    """Treatment of the sources.
-
-    Attributes:
-        splits: Splits to keep.
-        levels: Value of a file's column label -> level.
-        weights: Kind of source -> weight of its texts, instead of their own.
-        limit: Maximum number of texts of each source that is a file, chosen by a stable hash; None: all.
-        augment_claims: Copies with a claim of urgency of each training text.
-        augment_openers: Copies with a phrase that claims nothing of each training text.
-        seed: Decides which claims and phrases.
-    """
-
-    splits: tuple[str, ...] = SPLITS
-    levels: Mapping[str, str] = field(default_factory=dict)
-    weights: Mapping[str, float] = field(default_factory=dict)
-    limit: int | None = None
-    augment_claims: int = 0
-    augment_openers: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.splits or not set(self.splits) <= set(SPLITS):
-            raise InputError("splits", ",".join(self.splits), f"one or more of {', '.join(SPLITS)}")
-        if self.limit is not None and self.limit < 1:
-            raise InputError("limit", self.limit, "integers > 0, or unset")
-        for kind, weight in self.weights.items():
-            if kind not in KINDS:
-                raise InputError("weights", kind, ", ".join(KINDS))
-            if not 0 < weight < float("inf"):
-                raise InputError(f"weights, {kind}", weight, "a finite number above 0")
-
-
-def mix(sources: Sequence[LabelSource], options: MixtureOptions) -> tuple[list[LabeledText], int]:
-    """All texts of the sources, in their order.
+def write_mixture(config: ImportUrgencyConfig) -> list[LabeledText]:
+    """Writes the mix as urgency/1, and `OUT.run.json` with the counts and the hashes of the files beside it.
 
     Returns:
-        The texts, each once: of one that is in several sources the first stays; and how many were dropped for that.
+        The texts, each once: of one that is in several sources the first stays.
 
     Raises:
-        InputError: A source cannot be read.
+        InputError: An option or a source cannot be read, or no text remains.
     """
+    splits = _listed(config.splits)
+    if not splits or not set(splits) <= set(SPLITS):
+        raise InputError("splits", config.splits, f"one or more of {', '.join(SPLITS)}")
+    sources = _sources(config.sources)
+    levels = dict(_pairs(config.levels, "levels", "LABEL=LEVEL"))
+    weights = _weights(config.weights)
     by_text: dict[str, LabeledText] = {}
     num_read = 0
-    for source in sources:
-        for text in _read(source, options):
+    for kind, path in sources:
+        for text in _read(kind, path, levels, config.limit):
             num_read += 1
-            by_text.setdefault(text.text, text)
-    texts = [text for text in by_text.values() if text.split in options.splits]
-    random = np.random.default_rng(options.seed)
-    copies = []
+            by_text.setdefault(text.text, replace(text, weight=weights.get(kind, text.weight)))
+    texts = [text for text in by_text.values() if text.split in splits]
+    random = np.random.default_rng(config.seed)
     for name, phrases in (("augment_claims", read_claims()), ("augment_openers", read_openers())):
-        num_copies = getattr(options, name)
-        if num_copies > len(phrases):
-            raise InputError(name, num_copies, f"integers from 0 to {len(phrases)}")
-        copies += with_phrases(texts, phrases, num_copies, random, claimed=name == "augment_claims")
-    return [*texts, *copies], num_read - len(by_text)
+        if getattr(config, name) > len(phrases):
+            raise InputError(name, getattr(config, name), f"integers from 0 to {len(phrases)}")
+    claims = with_phrases(texts, read_claims(), config.augment_claims, random, claimed=True)
+    openers = with_phrases(texts, read_openers(), config.augment_openers, random, claimed=False)
+    texts = [*texts, *claims, *openers]
+    write_labels(config.out, texts)
+    content = {
+        "schema": "urgency/1",
+        "options": asdict(config),
+        "sources": [
+            {"kind": kind} | ({"sha256": sha256_file(path)} if path else {}) for kind, path in sources
+        ],
+        "num_texts": len(texts),
+        "num_repeated": num_read - len(by_text),
+        "num_claimed": sum(text.claimed for text in texts),
+        "by_source": dict(Counter(text.source for text in texts)),
+        "by_split": dict(Counter(text.split for text in texts)),
+        "by_level": {name: sum(text.level == level for text in texts) for level, name in enumerate(LEVELS)},
+    }
+    write_json(Path(f"{config.out}.run.json"), content)
+    return texts
 
 
-def _read(source: LabelSource, options: MixtureOptions) -> list[LabeledText]:
-    if source.path is None:
-        texts = seed_labels(source.kind)
-    else:
-        texts = read_labels(source.path, "sources", options.levels)
-        if options.limit is not None and len(texts) > options.limit:
-            order = sorted(range(len(texts)), key=lambda at: unit_hash(texts[at].text))
-            texts = [texts[at] for at in sorted(order[: options.limit])]
-    weight = options.weights.get(source.kind)
-    return texts if weight is None else [replace(text, weight=weight) for text in texts]
+def _listed(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _pairs(text: str, field: str, form: str) -> list[tuple[str, str]]:
+    pairs = [item.partition("=") for item in _listed(text)]
+    for name, equals, value in pairs:
+        if not (name and equals and value):
+            raise InputError(field, f"{name}{equals}{value}", f"{form}, separated by commas")
+    return [(name.strip(), value.strip()) for name, _, value in pairs]
+
+
+def _sources(text: str) -> list[tuple[str, str]]:
+    """Kind and path (empty for a part of the seed set) of each source in `llm,quiet,labels=tickets.parquet`."""
+    sources = [item.partition("=") for item in _listed(text)]
+    if not sources:
+        raise InputError("sources", text, "one or more sources, separated by commas")
+    for kind, equals, path in sources:
+        if not (path if kind == "labels" else kind in PARTS and not equals):
+            raise InputError("sources", f"{kind}{equals}{path}", ", ".join([*PARTS, "labels=FILE"]))
+    return [(kind, path) for kind, _, path in sources]
+
+
+def _weights(text: str) -> dict[str, float]:
+    """Weight of the texts of each kind of source, instead of their own."""
+    weights = {}
+    for kind, value in _pairs(text, "weights", "KIND=WEIGHT"):
+        if kind not in (*PARTS, "labels"):
+            raise InputError("weights", kind, ", ".join((*PARTS, "labels")))
+        try:
+            weights[kind] = float(value)
+        except ValueError:
+            weights[kind] = math.nan
+        if not 0 < weights[kind] < math.inf:
+            raise InputError(f"weights, {kind}", value, "a finite number above 0")
+    return weights
+
+
+def _read(kind: str, path: str, levels: Mapping[str, str], limit: int | None) -> list[LabeledText]:
+    if kind in PARTS:
+        return seed_labels(kind)
+    texts = read_labels(path, "sources", levels)
+    order = sorted(range(len(texts)), key=lambda number: unit_hash(texts[number].text))
+    return [texts[number] for number in sorted(order[:limit])]
 
 
 def with_phrases(
@@ -154,32 +148,3 @@ def with_phrases(
             replace(text, text=phrases[number].added_to(text.text), claimed=claimed) for number in drawn
         ]
     return copies
-
-
-def write_mixture(
-    sources: Sequence[LabelSource], out: str | Path, options: MixtureOptions
-) -> list[LabeledText]:
-    """Writes the mix as urgency/1, and `OUT.run.json` with the counts and the hashes of the files beside it.
-
-    Raises:
-        InputError: A source cannot be read, or no text remains.
-    """
-    texts, num_repeated = mix(sources, options)
-    write_labels(out, texts)
-    target = Path(out)
-    content = {
-        "schema": "urgency/1",
-        "sources": [
-            {"kind": source.kind} | ({} if source.path is None else {"sha256": sha256_file(source.path)})
-            for source in sources
-        ],
-        **asdict(options),
-        "num_texts": len(texts),
-        "num_repeated": num_repeated,
-        "num_claimed": sum(text.claimed for text in texts),
-        "by_source": dict(Counter(text.source for text in texts)),
-        "by_split": dict(Counter(text.split for text in texts)),
-        "by_level": {name: sum(text.level == level for text in texts) for level, name in enumerate(LEVELS)},
-    }
-    write_json(target.with_name(target.name + ".run.json"), content)
-    return texts

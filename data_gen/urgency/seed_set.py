@@ -20,36 +20,11 @@ from importlib import resources
 from typing import Any
 
 from data_gen.splits import Split
-from data_gen.urgency.labels import LabeledText, level_number
-from scheduler_core.errors import InputError
+from data_gen.urgency.labels import LabeledText
 from scheduler_core.urgency import LEVELS
 
 # Part of the seed set -> files.
 PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage": ("triage",)}
-POSITIONS = ("before", "middle", "after")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeedText:
-    """One labeled text of the seed set.
-
-    Attributes:
-        id: Unique in the seed set.
-        text: The input of the model.
-        level: Name of the level.
-        domain: Its subject or origin.
-        language: ISO 639-1 code.
-        rationale: Why it has this level.
-        split: train, validation or test, by `data_gen.urgency.labels.text_split`.
-    """
-
-    id: str
-    text: str
-    level: str
-    domain: str
-    language: str
-    rationale: str
-    split: Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,28 +70,22 @@ class Phrase:
         return f"{self.phrase} {text}" if self.position == "before" else f"{text} {self.phrase}"
 
 
-def read_seed_texts(part: str) -> list[SeedText]:
-    """All texts of a part of the seed set, in a fixed order.
-
-    Raises:
-        InputError: There is no such part.
-    """
-    if part not in PARTS:
-        raise InputError("part of the seed set", part, ", ".join(PARTS))
-    return [SeedText(**row) for name in PARTS[part] for row in _rows(name)]
+def seed_rows(part: str) -> list[dict[str, Any]]:
+    """All texts of a part of `PARTS` in a fixed order: id, text, level, domain, language, rationale and split."""
+    return [row for name in PARTS[part] for row in _rows(name)]
 
 
 def seed_labels(part: str) -> list[LabeledText]:
-    """As `read_seed_texts`, in the common form of labeled texts."""
+    """As `seed_rows`, in the common form of labeled texts."""
     return [
         LabeledText(
-            text=seed.text,
-            level=level_number(seed.level, f"seed set, {seed.id}, level"),
+            text=row["text"],
+            level=LEVELS.index(row["level"]),
             source=f"seed-{part}",
-            split=seed.split,
-            language=seed.language,
+            split=row["split"],
+            language=row["language"],
         )
-        for seed in read_seed_texts(part)
+        for row in seed_rows(part)
     ]
 
 

@@ -37,6 +37,23 @@ def vllm_environment() -> dict[str, str]:
     return environment
 
 
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """A folder with a tokenizer.json that splits at white space."""
+    return save_word_tokenizer(tmp_path / "tokenizer").parent
+
+
+def save_word_tokenizer(folder: Path) -> Path:
+    """The tokenizer.json of `word_tokenizer` in a new folder."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a two-layer Llama (grouped KV heads) and a word tokenizer with a chat template."""

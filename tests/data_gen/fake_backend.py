@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+import resource
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, uniforms
 from data_gen.prompts import Prompt
@@ -24,6 +26,7 @@ class FakeBackend:
         window: Answers held back so that their order can be shuffled.
         stop_after: Raises `stop_with` instead of the answer after so many.
         version: Version of the engine.
+        on_stored: Gets each result once the run has stored it.
     """
 
     name, served_model, seeded = "fake", "counter", True
@@ -37,9 +40,11 @@ class FakeBackend:
         stop_after: int | None = None,
         stop_with: type[BaseException] = KeyboardInterrupt,
         version: str = "1",
+        on_stored: Callable[[WorkResult], None] = lambda result: None,
     ) -> None:
         self.plan = plan
         self.version = version
+        self.on_stored = on_stored
         self.asked: list[tuple[str, int]] = []
         self.given: list[tuple[str, int]] = []
         self.num_closed = 0
@@ -49,16 +54,18 @@ class FakeBackend:
         self._stop_with = stop_with
         self._attempts: dict[tuple[str, int], int] = {}
 
-    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Iterator[WorkResult]:
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
         held: list[tuple[Prompt, int]] = []
         try:
             for item in work:
                 self.asked += [(item.prompt.prompt_id, index) for index in item.indices]
                 held += [(item.prompt, index) for index in item.indices]
                 while len(held) > self._window:
-                    yield self._result(held, settings)
+                    yield (result := self._result(held, settings))
+                    self.on_stored(result)
             while held:
-                yield self._result(held, settings)
+                yield (result := self._result(held, settings))
+                self.on_stored(result)
         finally:
             self.num_closed += 1
 
@@ -88,3 +95,14 @@ class FakeBackend:
 
     def close(self) -> None:
         pass
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let files grow beyond `num_bytes`, as a full disk would."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

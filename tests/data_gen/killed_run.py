@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 from data_gen import store
 from data_gen.backend import SampleFailure, SamplingSettings, WorkResult
 from data_gen.prompts import Prompt
-from data_gen.sampling_run import RunObserver, SamplingRunOptions, run_sampling
+from data_gen.sampling_run import SamplingRunOptions, run_sampling
 from tests.data_gen.fake_backend import FakeBackend
 
 PROMPTS = [Prompt(f"p{i}", f"prompt number {i} " * (1 + i % 5), "kind") for i in range(40)]
@@ -77,20 +77,14 @@ def connection_class(moments: Moments) -> type[sqlite3.Connection]:
     return Connection
 
 
-class StoredLog(RunObserver):
-    """Notes what the run says it has."""
-
-    def __init__(self, path: str) -> None:
-        self._handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-
-    def on_result(self, result: WorkResult) -> None:
-        for output in result.outputs:
-            os.write(self._handle, f"{result.prompt.prompt_id} {output.sample_index}\n".encode())
-
-
 def main() -> None:
     out, shuffle, fatal, stored = sys.argv[1:]
-    observer = StoredLog(stored)
+    log = os.open(stored, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def declare(result: WorkResult) -> None:
+        for output in result.outputs:
+            os.write(log, f"{result.prompt.prompt_id} {output.sample_index}\n".encode())
+
     moments = Moments(int(fatal))
     connect, factory = sqlite3.connect, connection_class(moments)
     sqlite3.connect = lambda *words, **options: connect(*words, factory=factory, **options)  # type: ignore[assignment]
@@ -99,8 +93,8 @@ def main() -> None:
     moments.wrap(pq.ParquetWriter, "write_table")
     moments.wrap(pq.ParquetWriter, "close")
     store.EXPORT_ROWS = 40
-    backend = FakeBackend(sometimes, shuffle=int(shuffle), window=20)
-    run_sampling(backend, PROMPTS, SETTINGS, Path(out), OPTIONS, observer=observer)
+    backend = FakeBackend(sometimes, shuffle=int(shuffle), window=20, on_stored=declare)
+    run_sampling(backend, PROMPTS, SETTINGS, Path(out), OPTIONS)
     sys.stdout.write(f"{moments.count}\n")
 
 

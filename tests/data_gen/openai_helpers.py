@@ -1,72 +1,77 @@
-"""Prompts, a hasty backend, and what a run against a fake server gives; shared by the tests of the OpenAI backend."""
+"""Prompts, a hasty backend, and what a run against a fake engine gives; shared by the tests of the OpenAI backend."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult, sample_seed
 from data_gen.openai.backend import OpenAIBackend
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
-from tests.data_gen.fake_script import Script, length_of
-from tests.data_gen.fake_server import running
+from tests.fake_openai import Completions, FakeEngine, length_of, running
 
 PROMPTS = [Prompt(f"p{i}", f"prompt number {i}") for i in range(5)]
 SETTINGS = SamplingSettings(num_samples=4, max_tokens=40, temperature=0.7, top_p=0.9, seed=3)
 WORK = [Work(prompt, (0, 1, 2, 3)) for prompt in PROMPTS]
-#: More than can be answered before a test that halts the server gets to it, however busy the machine.
-LONG_WORK = [Work(Prompt(f"long{i}", f"long {i}"), (0, 1, 2, 3)) for i in range(1000)]
+
+Key = tuple[str, int]
 
 
-def backend(*urls: str, environment: dict[str, str] | None = None, **changed: Any) -> OpenAIBackend:
+def works(count: int) -> list[Work]:
+    """Prompts with four samples each."""
+    return [Work(Prompt(f"q{i}", f"prompt {i}"), (0, 1, 2, 3)) for i in range(count)]
+
+
+#: More than can be served before a test that halts the engine gets to it, however busy the machine.
+LONG_WORK = works(1000)
+
+
+@contextmanager
+def backend(
+    *engines: FakeEngine, environment: dict[str, str] | None = None, **changes: Any
+) -> Iterator[OpenAIBackend]:
     """A backend that does not wait long for anything."""
-    hasty: dict[str, Any] = {
-        "backoff_s": 0.002,
-        "max_backoff_s": 0.02,
-        "start_wait_s": 0.0,
-        "timeout_s": 20.0,
-    }
-    return OpenAIBackend(OpenAIOptions(base_urls=urls, **{**hasty, **changed}), environment or {})
+    hasty = {"backoff_s": 0.002, "max_backoff_s": 0.02, "start_wait_s": 0.0, "timeout_s": 20.0}
+    urls = tuple(f"{engine.url}/v1" for engine in engines)
+    options = OpenAIOptions(base_urls=urls, **{**hasty, **changes})
+    with closing(OpenAIBackend(options, environment or {})) as client:
+        yield client
 
 
-def gathered(
-    results: Iterable[WorkResult],
-) -> tuple[dict[tuple[str, int], SampledOutput], dict[tuple[str, int], SampleFailure]]:
-    """Answers and failures by (prompt id, sample index); each may come once only."""
-    answers: dict[tuple[str, int], SampledOutput] = {}
-    failures: dict[tuple[str, int], SampleFailure] = {}
+def gathered(results: Iterable[WorkResult]) -> tuple[dict[Key, SampledOutput], dict[Key, SampleFailure]]:
+    """Outputs and failures by (prompt id, sample index); each may come once only."""
+    outputs: dict[Key, SampledOutput] = {}
+    failures: dict[Key, SampleFailure] = {}
     for result in results:
         assert result.outputs or result.failures
-        for item in (*result.outputs, *result.failures):
-            key = (result.prompt.prompt_id, item.sample_index)
-            assert key not in answers
-            assert key not in failures
-            if isinstance(item, SampledOutput):
-                answers[key] = item
-            else:
-                failures[key] = item
-    return answers, failures
+        for output in result.outputs:
+            assert outputs.setdefault((result.prompt.prompt_id, output.sample_index), output) is output
+        for failure in result.failures:
+            assert failures.setdefault((result.prompt.prompt_id, failure.sample_index), failure) is failure
+    assert not outputs.keys() & failures.keys()
+    return outputs, failures
 
 
-def sampled(script: Script, work: Iterable[Work] = WORK, **changed: Any) -> tuple[Any, Any, dict[str, int]]:
-    """Answers, failures and counters of one run against one server."""
-    with running(script) as (server,), backend(server.url, **changed) as engine:
-        answers, failures = gathered(engine.sample(work, SETTINGS))
-        return answers, failures, engine.counters
+def sampled(
+    script: Completions, work: Iterable[Work] = WORK, **changes: Any
+) -> tuple[dict[Key, SampledOutput], dict[Key, SampleFailure], dict[str, int]]:
+    """Outputs, failures and counters of one run against one engine."""
+    with running(script) as (engine,), backend(engine, **changes) as client:
+        outputs, failures = gathered(client.sample(work, SETTINGS))
+        return outputs, failures, client.counters
 
 
-EXPECTED = {
-    (prompt.prompt_id, index): length_of(prompt.text, sample_seed(3, prompt.prompt_id, index))
-    for prompt in PROMPTS
-    for index in range(4)
-}
-
-
-def assert_complete(answers: dict[tuple[str, int], SampledOutput]) -> None:
-    """Every answer is there and has the length and end that its seed gives."""
-    assert {key: answer.output_tokens for key, answer in answers.items()} == {
-        key: min(length, 40) for key, length in EXPECTED.items()
+def assert_complete(outputs: dict[Key, SampledOutput], work: Iterable[Work] = WORK) -> None:
+    """Every output is there and has the length and end that its seed gives."""
+    expected = {
+        (item.prompt.prompt_id, i): length_of(item.prompt.text, sample_seed(3, item.prompt.prompt_id, i))
+        for item in work
+        for i in item.indices
     }
-    for key, answer in answers.items():
-        assert answer.finish_reason == ("length" if EXPECTED[key] > 40 else "stop")
+    assert {key: output.output_tokens for key, output in outputs.items()} == {
+        key: min(length, 40) for key, length in expected.items()
+    }
+    for key, output in outputs.items():
+        assert output.finish_reason == ("length" if expected[key] > 40 else "stop")

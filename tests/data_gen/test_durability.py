@@ -81,16 +81,10 @@ def check_killed(folder: Path, complete: pa.Table, num_moments: int, rng: random
     assert not store.exists()
 
 
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=[pytest.mark.slow] if number >= 8 else []) for number in range(50)]
+)
 def test_a_killed_run_resumes_to_the_same_set(
-    tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
-) -> None:
-    check_killed(tmp_path / "run", *uninterrupted, random.Random(number))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(8, 50))
-def test_a_killed_run_resumes_to_the_same_set_many_times(
     tmp_path: Path, uninterrupted: tuple[pa.Table, int], number: int
 ) -> None:
     check_killed(tmp_path / "run", *uninterrupted, random.Random(number))

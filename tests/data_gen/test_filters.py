@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+import hashlib
+import random
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_gen.filters import PromptFilters, filtered, stratified
+from data_gen.filters import (
+    NearDuplicates,
+    PromptFilters,
+    filtered,
+    lsh_bands,
+    pieces,
+    similarity,
+    stratified,
+)
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError
@@ -17,24 +27,16 @@ def prompts(*texts: str) -> list[Prompt]:
     return [Prompt(f"p{i}", text) for i, text in enumerate(texts)]
 
 
-def test_deduplication_is_of_the_normalised_conversation() -> None:
+def test_deduplication_is_of_the_normalized_conversation() -> None:
     chat = (Message("user", "Hello"), Message("assistant", "?"), Message("user", "hello there"))
     stream = [
         *prompts("Hello  there", " hello THERE\n", "Ｈello there", "Hello there!"),
         Prompt("c", "hello there", messages=chat),
     ]
     dropped = Counter[str]()
-    found = list(filtered(stream, PromptFilters(deduplicate=True), dropped))
-    assert [p.prompt_id for p in found] == ["p0", "p3", "c"]
+    passed = list(filtered(stream, PromptFilters(deduplicate=True), dropped))
+    assert [p.prompt_id for p in passed] == ["p0", "p3", "c"]
     assert dropped == {"duplicate text": 2}
-
-
-def test_character_bounds() -> None:
-    dropped = Counter[str]()
-    stream = prompts("a", "bb", "ccc", "dddd", "eeeee")
-    kept = list(filtered(stream, PromptFilters(min_characters=2, max_characters=4), dropped))
-    assert [p.text for p in kept] == ["bb", "ccc", "dddd"]
-    assert dropped == {"fewer than 2 characters": 1, "more than 4 characters": 1}
 
 
 def test_token_bounds(tmp_path: Path) -> None:
@@ -49,20 +51,12 @@ def test_token_bounds(tmp_path: Path) -> None:
     )
     chat = Prompt("c", "b", messages=(Message("system", "a a a"), Message("user", "b")))
     stream = [*prompts("a", "a b", "a b c", "a b c d"), chat]
-    assert [p.text for p in filtered(stream, filters)] == ["a b", "a b c"]
+    dropped = Counter[str]()
+    assert [p.text for p in filtered(stream, filters, dropped)] == ["a b", "a b c"]
+    assert dropped == {"fewer than 2 tokens": 1, "more than 3 tokens": 2}
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="a tokenizer.json"):
         list(filtered(stream, PromptFilters(tokenizer=str(tmp_path / "bad.json"))))
-
-
-def test_the_three_splits_part_the_prompts() -> None:
-    stream = prompts(*map(str, range(200)))
-    parts = {
-        name: list(filtered(stream, PromptFilters(split=name, split_seed=4)))
-        for name in ("train", "validation", "test")
-    }
-    assert sorted(p.text for part in parts.values() for p in part) == sorted(p.text for p in stream)
-    assert all(split_of(p.prompt_id, 4) == name for name, part in parts.items() for p in part)
 
 
 @settings(deadline=None)
@@ -70,11 +64,11 @@ def test_the_three_splits_part_the_prompts() -> None:
 def test_strata_share_evenly_what_they_have(kinds: list[str], count: int, seed: int) -> None:
     stream = [Prompt(f"p{i}", "x", kind) for i, kind in enumerate(kinds)]
     dropped = Counter[str]()
-    found = stratified(stream, count, "category", seed, dropped)
-    assert len(found) == min(count, len(stream))
-    assert dropped["not drawn"] == len(stream) - len(found)
-    assert [p for p in stream if p in found] == found
-    have, got = Counter(kinds), Counter(p.category for p in found)
+    drawn = stratified(stream, count, "category", seed, dropped)
+    assert len(drawn) == min(count, len(stream))
+    assert dropped["not drawn"] == len(stream) - len(drawn)
+    assert [p for p in stream if p in drawn] == drawn
+    have, got = Counter(kinds), Counter(p.category for p in drawn)
     fewest = min((got[kind] for kind in have if got[kind] < have[kind]), default=None)
     if fewest is not None:
         assert all(got[kind] <= fewest + 1 for kind in have)
@@ -92,12 +86,88 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
     [
         ({"sample": 0}, "sample"),
         ({"max_characters": 0}, "max_characters"),
-        ({"split": "dev"}, "split"),
         ({"stratify_by": "category"}, "sample"),
-        ({"sample": 3, "stratify_by": "mood"}, "stratify_by"),
         ({"min_prompt_tokens": 3}, "tokenizer"),
+        ({"near_duplicates": 0.49}, "near_duplicates"),
+        ({"near_duplicates": 1.01}, "near_duplicates"),
+        ({"near_duplicates": float("nan")}, "near_duplicates"),
     ],
 )
 def test_bad_filters_are_named(options: dict[str, object], field: str) -> None:
     with pytest.raises(InputError, match=f"^{field}:"):
         PromptFilters(**options)  # type: ignore[arg-type]
+
+
+#: Few letters, so that small texts share pieces.
+TEXTS = st.lists(st.text("ab ", max_size=24) | st.text(max_size=8), max_size=30)
+
+
+def unlike(texts: list[str], threshold: float) -> list[str]:
+    index = NearDuplicates(threshold)
+    return [text for text in texts if index.add(text)]
+
+
+def compared_with_all(texts: list[str], threshold: float) -> list[str]:
+    """The same by comparing each text with every one that passed."""
+    passed: dict[str, frozenset[str]] = {}
+    for text in texts:
+        own = pieces(text)
+        if all(similarity(own, other) < threshold for other in passed.values()):
+            passed[text] = own
+    return list(passed)
+
+
+@given(TEXTS, st.sampled_from([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0]), st.randoms(use_true_random=False))
+@example(["aaaaa", "aaaaaa", "", ""], 1.0, random.Random(0))
+def test_near_duplicates_are_those_that_comparing_with_all_finds(
+    texts: list[str], threshold: float, order: random.Random
+) -> None:
+    passed = unlike(texts, threshold)
+    assert passed == compared_with_all(texts, threshold) == unlike([*texts, *texts], threshold)
+    twice = [*texts, *texts]
+    order.shuffle(twice)
+    assert all(count == 1 for count in Counter(unlike(twice, threshold)).values())
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.65, 0.8, 0.9, 0.99, 1.0])
+def test_a_pair_at_the_threshold_is_missed_once_in_a_million_at_most(threshold: float) -> None:
+    num_bands, rows = lsh_bands(threshold)
+    assert num_bands * rows <= 256
+    assert (1 - threshold**rows) ** num_bands <= 1e-6
+
+
+def test_near_duplicates_are_of_the_normalized_conversation() -> None:
+    story = (
+        "Write a short story about a lighthouse keeper who finds a letter from the sea, in the past tense."
+    )
+    turns = (Message("user", "Hi"), Message("assistant", "Hello, what can I do?"), Message("user", story))
+    poem = "Write a long poem about a mountain guide who loses a map, in rhyme."
+    changed = story.upper().replace(" ", "  "), story.replace("sea,", "sea")
+    stream = [*prompts(story, *changed, poem, "ok", "ok", "no"), Prompt("chat", story, messages=turns)]
+    dropped = Counter[str]()
+    passed = list(filtered(stream, PromptFilters(near_duplicates=0.9), dropped))
+    assert [prompt.prompt_id for prompt in passed] == ["p0", "p3", "p4", "p6", "chat"]
+    assert dropped == {"near-duplicate text": 3}
+    both = Counter[str]()
+    list(filtered(stream, PromptFilters(deduplicate=True, near_duplicates=0.9), both))
+    assert both == {"duplicate text": 2, "near-duplicate text": 1}
+
+
+def test_splits_are_stable_and_have_their_fractions() -> None:
+    names = ("train", "validation", "test")
+    stream = prompts(*map(str, range(6000)))
+    parts = {name: list(filtered(stream, PromptFilters(split=name, split_seed=1))) for name in names}
+    assert sorted(p.prompt_id for part in parts.values() for p in part) == sorted(p.prompt_id for p in stream)
+    # Standard error of a fraction of 0.6 over 6,000 is 0.006.
+    assert [len(parts[name]) / 6000 for name in names] == pytest.approx([0.6, 0.2, 0.2], abs=0.025)
+    assert all(split_of(p.prompt_id, 1) == name for name, part in parts.items() for p in part)
+    assert any(split_of(p.prompt_id, 2) != "train" for p in parts["train"])
+    # Worked out by hand from SHA-256: a changed hash would silently move test prompts into training.
+    golden = {"a": "train", "b": "validation", "c": "train", "m": split_by_hand("m"), "z": split_by_hand("z")}
+    assert {name: split_of(name, seed=0) for name in golden} == golden
+
+
+def split_by_hand(prompt_id: str) -> str:
+    first_byte = hashlib.sha256(b"0\x00" + prompt_id.encode()).digest()[0]
+    assert first_byte not in (153, 204)  # the bytes in which the borders 0.6 and 0.8 fall
+    return "train" if first_byte < 153 else "validation" if first_byte < 204 else "test"

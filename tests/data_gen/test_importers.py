@@ -1,33 +1,35 @@
 from __future__ import annotations
 
-import gzip
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.cli_import_lengths import main
-from data_gen.importers import IMPORTERS, ImportOptions, ImportReport, import_lengths
-from data_gen.importers.rows import ImportedRows
-from data_gen.importers.writers import TraceWriter
+from data_gen.cli_import_lengths import ImportLengthsConfig, main
+from data_gen.importers.import_lengths import import_lengths
 from data_gen.prompts import prompt_id_of
 from data_gen.samples import read_samples
-from data_gen.trace import read_trace
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace
+from scheduler_core.simulator.workloads.arrivals import Arrivals
 
-SHARED = Path(__file__).parents[2].parent / "shared" / "data"
+
+def run(kind: str, path: Path, out: Path, **options: Any) -> dict[str, Any]:
+    return import_lengths(ImportLengthsConfig(kind=kind, file=str(path), out=str(out), **options))
 
 
-def imported(kind: str, path: Path, **options: Any) -> tuple[ImportReport, list[dict[str, Any]]]:
+def imported(kind: str, path: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The report and the rows."""
     out = path.with_name(path.name + ".imported.parquet")
-    report = import_lengths(kind, path, out, ImportOptions(**options))
-    table = read_samples(out) if report.schema == "samples/2" else read_trace(out)
-    assert table.num_rows == report.num_written
-    return report, table.to_pylist()
+    report = run(kind, path, out, **options)
+    rows = (read_samples if report["schema"] == "samples/2" else pq.read_table)(out).to_pylist()
+    assert len(rows) == report["num_written"]
+    return report, rows
 
 
 def write(path: Path, text: str) -> Path:
@@ -50,61 +52,39 @@ MOONCAKE = (
 )
 
 
+def values_of(rows: list[dict[str, Any]], *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(row[name] for name in names) for row in rows]
+
+
 def test_azure_2023_and_2024(tmp_path: Path) -> None:
     _, rows = imported("azure", write(tmp_path / "a.csv", AZURE_2023), max_tokens=1000)
-    assert [(r["prompt_tokens"], r["output_tokens"], r["max_tokens"]) for r in rows] == [
-        (374, 44, 1000),
-        (396, 109, 1000),
-    ]
+    names = ("prompt_tokens", "output_tokens", "max_tokens")
+    assert values_of(rows, *names) == [(374, 44, 1000), (396, 109, 1000)]
     assert [r["arrival_s"] for r in rows] == [0.0, pytest.approx(4.314579, abs=1e-9)]
     report, rows = imported("azure", write(tmp_path / "b.csv", AZURE_2024))
+    # Arrivals count from the earliest, which is not the first here.
     assert [r["arrival_s"] for r in rows] == [pytest.approx(0.00993), 0.0, 2 * 86400.0]
-    assert report.num_out_of_order == 1
-    assert report.num_without_max_tokens == 3
-    with gzip.open(tmp_path / "c.csv.gz", "wt", encoding="utf-8") as stream:
-        stream.write(AZURE_2024)
-    assert imported("azure", tmp_path / "c.csv.gz")[1] == rows
+    assert (report["num_out_of_order"], report["num_without_max_tokens"]) == (1, 3)
+    with pytest.raises(
+        InputError, match="row 3 column output_tokens: got 109; allowed: at most max_tokens = 100"
+    ):
+        imported("azure", tmp_path / "a.csv", max_tokens=100)
 
 
-def test_burstgpt_leaves_out_failures_and_keeps_who_asked(tmp_path: Path) -> None:
+def test_burstgpt_skips_failures_and_keeps_sessions(tmp_path: Path) -> None:
     report, rows = imported("burstgpt", write(tmp_path / "b.csv", BURST))
-    assert [(r["request_id"], r["arrival_s"], r["model"], r["category"]) for r in rows] == [
+    assert values_of(rows, "request_id", "arrival_s", "model", "category") == [
         ("r2", 0.0, "ChatGPT", "Conversation log"),
         ("r4", 113.5, "GPT-4", "API log"),
     ]
-    assert report.skipped == {"no output: 0 output tokens": 1}
-    second = BURST.replace("Timestamp,", "Timestamp,Session ID,Elapsed time,").replace(
-        "5,Chat", "5,s-1,43,Chat"
+    assert report["skipped"] == {"no output: 0 output tokens": 1}
+    second = (
+        "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Log Type\n-5,s-1,43,m,1,2,x\n"
     )
-    second = second.replace("45,GPT", "45,s-2,1,GPT").replace("118.5,GPT", "118.5,s-1,9,GPT")
-    assert [r["tenant"] for r in imported("burstgpt", write(tmp_path / "c.csv", second))[1]] == ["s-1", "s-1"]
+    assert values_of(imported("burstgpt", write(tmp_path / "c.csv", second))[1], "tenant") == [("s-1",)]
 
 
-def test_mooncake_counts_milliseconds(tmp_path: Path) -> None:
-    _, rows = imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE))
-    assert [(r["arrival_s"], r["prompt_tokens"], r["output_tokens"]) for r in rows] == [
-        (0.0, 6755, 500),
-        (3.052, 7319, 490),
-    ]
-
-
-def test_any_table_is_a_trace_by_a_mapping(tmp_path: Path) -> None:
-    """Vidur's columns, as docs/importing.md maps them; and a table with our own names."""
-    columns = "prompt_tokens=num_prefill_tokens,output_tokens=num_decode_tokens"
-    text = "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,5\n9,3,2\n"
-    source = write(tmp_path / "v.csv", text)
-    report, rows = imported("log", source, columns=columns, schema="trace")
-    assert (rows[0]["arrival_s"], rows[0]["prompt_tokens"], report.num_without_arrival) == (None, 10, 2)
-    _, rows = imported("log", source, columns=f"{columns},arrival_s=arrived_at", schema="trace")
-    assert [r["arrival_s"] for r in rows] == [0.0, 1.5]
-    own = write(
-        tmp_path / "o.csv", "arrival_s,prompt_tokens,output_tokens,tier,other\n3,1,2,0,x\n4,1,3,2,y\n"
-    )
-    _, rows = imported("log", own, schema="trace")
-    assert [(r["arrival_s"], r["output_tokens"], r["tier"]) for r in rows] == [(0.0, 2, 0), (1.0, 3, 2)]
-
-
-def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
+def test_mooncake_counts_milliseconds_and_the_simulator_reads_it(tmp_path: Path) -> None:
     imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE), max_tokens=500, model="kimi")
     trace = load_trace(tmp_path / "m.jsonl.imported.parquet")
     assert [
@@ -115,106 +95,77 @@ def test_a_trace_with_a_cap_is_what_the_simulator_reads(tmp_path: Path) -> None:
         load_trace(tmp_path / "m.jsonl.imported.parquet")
 
 
+def test_any_table_is_a_trace_by_a_mapping(tmp_path: Path) -> None:
+    """Vidur's columns, as docs/importing.md maps them."""
+    columns = "prompt_tokens=num_prefill_tokens,output_tokens=num_decode_tokens"
+    text = "arrived_at,num_prefill_tokens,num_decode_tokens\n7.5,10,5\n9,3,2\n"
+    source = write(tmp_path / "v.csv", text)
+    report, rows = imported("log", source, columns=columns, schema="trace")
+    assert (rows[0]["arrival_s"], rows[0]["prompt_tokens"], report["num_without_arrival"]) == (None, 10, 2)
+    _, rows = imported("log", source, columns=f"{columns},arrival_s=arrived_at", schema="trace")
+    assert [r["arrival_s"] for r in rows] == [0.0, 1.5]
+
+
+FILES = {"azure": ("a.csv", AZURE_2023), "burstgpt": ("b.csv", BURST), "mooncake": ("m.jsonl", MOONCAKE)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "old", "new", "message"),
+    [
+        ("azure", "374", "3.5", r"a.csv row 2 column ContextTokens: got '3.5'"),
+        ("azure", "109", "-1", r"row 3 column GeneratedTokens: got '-1'"),
+        ("azure", "2023-11-16 18:15:50", "noon", r"row 3 column TIMESTAMP: got 'noon"),
+        ("azure", "GeneratedTokens", "Tokens", "also GeneratedTokens"),
+        ("azure", "ContextTokens", "ContextTokens,ContextTokens", "'ContextTokens'; allowed: each name once"),
+        ("burstgpt", "118.5", "inf", "row 4 column Timestamp: got 'inf'"),
+        ("mooncake", "490", "true", "row 2 column output_length: got True"),
+        ("mooncake", "490", "null", "row 2 column output_tokens: got None"),
+        ("mooncake", '"output_length": 490, ', "", "row 2: columns.*output_length"),
+    ],
+)
+def test_bad_values_name_row_column_and_value(
+    tmp_path: Path, kind: str, old: str, new: str, message: str
+) -> None:
+    name, text = FILES[kind]
+    with pytest.raises(InputError, match=message):
+        run(kind, write(tmp_path / name, text.replace(old, new)), tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "text", "message"),
     [
-        ("azure", "a.csv", AZURE_2023.replace("374", "3.5"), r"a.csv row 2 column ContextTokens: got '3.5'"),
-        (
-            "azure",
-            "a.csv",
-            AZURE_2023.replace("109", "many"),
-            r"a.csv row 3 column GeneratedTokens: got 'many'",
-        ),
-        ("azure", "a.csv", AZURE_2023.replace("109", "-1"), r"row 3 column GeneratedTokens: got '-1'"),
-        (
-            "azure",
-            "a.csv",
-            AZURE_2023.replace("2023-11-16 18:15:50", "noon"),
-            r"row 3 column TIMESTAMP: got 'noon",
-        ),
-        ("azure", "a.csv", AZURE_2023.replace("GeneratedTokens", "Tokens"), "also GeneratedTokens"),
         ("azure", "a.csv", AZURE_2023 + "1,2\n", "as many values as headings"),
         ("azure", "a.csv", AZURE_2023.splitlines()[0] + "\n", "at least one usable row"),
-        ("burstgpt", "b.csv", BURST.replace("118.5", "inf"), "row 4 column Timestamp: got 'inf'"),
-        ("mooncake", "m.jsonl", MOONCAKE.replace("490", '"x"'), "row 2 column output_length: got 'x'"),
-        ("mooncake", "m.jsonl", MOONCAKE.replace("490", "true"), "row 2 column output_length: got True"),
-        (
-            "mooncake",
-            "m.jsonl",
-            MOONCAKE.replace('"output_length": 490, ', ""),
-            "row 2: columns.*output_length",
-        ),
-        (
-            "log",
-            "v.csv",
-            "prompt_tokens,output_tokens,model,prompt_id\n3,,m,p\n",
-            "row 2 column output_tokens",
-        ),
-        ("burstgpt", "b.csv", BURST.replace("118.5", "1e308"), r"row 4 column Timestamp: got '1e308'"),
-        ("mooncake", "m.jsonl", MOONCAKE.replace("3052", "1e308"), "row 2 column timestamp: got 1e"),
-        ("azure", "a.csv", AZURE_2023.replace("2023", "12023"), "row 2 column TIMESTAMP"),
-        (
-            "azure",
-            "a.csv",
-            AZURE_2023.replace("ContextTokens", "ContextTokens,ContextTokens"),
-            "got 'ContextTokens'; allowed: each name once",
-        ),
-        ("mooncake", "m.jsonl", MOONCAKE + "[" * 100_000, "row 3: .*nested too deeply"),
-        ("mooncake", "m.jsonl", MOONCAKE.replace("490", "9" * 5000), "row 2: .*one JSON object"),
         ("castillo", "c.json", "[" * 100_000, "row 1: .*nested too deeply"),
+        ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also"),
         ("nothing", "v.csv", "a\n1\n", "^kind: got 'nothing'"),
-        ("castillo", "c.json", '[{"prompt_id": "a"}]', "row 1: columns.*also prompt_text"),
         ("log", "l.jsonl", "{}", "also output_tokens"),
+        ("log", "v.csv", "prompt_id,output_tokens,model\n3,,m\n", "row 2 column output_tokens"),
     ],
 )
-def test_bad_sources_name_row_column_and_value(
-    tmp_path: Path, kind: str, name: str, text: str, message: str
-) -> None:
-    out = tmp_path / "out.parquet"
+def test_bad_files_are_named(tmp_path: Path, kind: str, name: str, text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        import_lengths(kind, write(tmp_path / name, text), out)
-    assert not out.exists()
-
-
-def test_an_answer_beyond_the_given_cap_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"a.csv row 3 column output_tokens: got 109; allowed: at most max_tokens = 100"
-    ):
-        imported("azure", write(tmp_path / "a.csv", AZURE_2023), max_tokens=100)
-
-
-def castillo_row(**changes: Any) -> dict[str, Any]:
-    row = {
-        "sample_id": "s",
-        "prompt_id": "p",
-        "model": "google--gemma-3-4b-it",
-        "dataset": "Mbpp",
-        "prompt_text": "Write it.",
-        "input_size": 184,
-        "output_sizes": [170, 15001, 15000],
-        "temp": 1.0,
-        "top_p": 1.0,
-        "category": "undefined",
-    }
-    return row | changes
+        run(kind, write(tmp_path / name, text), tmp_path / "out.parquet")
+    assert not (tmp_path / "out.parquet").exists()
 
 
 def test_castillo_in_its_original_layout(tmp_path: Path) -> None:
-    path = write(tmp_path / "preproc_Mbpp_test.json", json.dumps([castillo_row()]))
+    row = {"prompt_id": "p", "model": "google--gemma-3-4b-it", "dataset": "Mbpp", "prompt_text": "Write it."}
+    row |= {"input_size": 184, "output_sizes": [170, 15001, 15000], "temp": 1.0, "top_p": 1.0}
+    path = write(tmp_path / "preproc_Mbpp_test.json", json.dumps([row]))
     report, rows = imported("castillo", path)
-    assert [(r["sample_index"], r["output_tokens"], r["finish_reason"]) for r in rows] == [
+    assert values_of(rows, "sample_index", "output_tokens", "finish_reason") == [
         (0, 170, "stop"),
         (1, 15000, "length"),
         (2, 15000, "length"),
     ]
-    assert {r["model"] for r in rows} == {"google/gemma-3-4b-it"}
-    assert {(r["max_tokens"], r["prompt_tokens"], r["engine"]) for r in rows} == {
-        (15000, 184, "imported:castillo")
+    assert set(values_of(rows, "model", "max_tokens", "prompt_tokens", "engine")) == {
+        ("google/gemma-3-4b-it", 15000, 184, "imported:castillo")
     }
-    assert report.finish_reasons == {"stop": 1, "length": 2}
-    twice = write(tmp_path / "twice.json", json.dumps([castillo_row(), castillo_row()]))
+    assert report["finish_reasons"] == {"stop": 1, "length": 2}
     with pytest.raises(InputError, match="row 2 column prompt_id, model.*each prompt once"):
-        imported("castillo", twice)
+        imported("castillo", write(path, json.dumps([row, row])))
 
 
 def lists_file(path: Path) -> Path:
@@ -231,68 +182,48 @@ def lists_file(path: Path) -> Path:
 
 def test_lists_become_samples_and_unknown_ends_stay_unknown_by_default(tmp_path: Path) -> None:
     path = lists_file(tmp_path / "o.parquet")
-    columns = "dataset=dataset,model=model,prompt=prompt,temperature=temperature,run_id=run,output_tokens=tokens,finish_reason=finished"
-    report, rows = imported("log", path, columns=columns)
-    assert [r["finish_reason"] for r in rows] == ["stop", "length", *["unknown"] * 4]
-    assert [r["output_tokens"] for r in rows] == [5, 6, 7, 8, 9, 10]
-    assert [r["sample_index"] for r in rows] == list(range(6))
-    assert [r["run_id"] for r in rows] == ["marked"] * 3 + ["hidden"] * 2 + ["other"]
-    assert {(r["temperature"], r["max_tokens"], r["prompt_id"]) for r in rows} == {
-        (0.5, None, prompt_id_of("Hi"))
-    }
-    _, rows = imported("log", path, columns=columns, unknown="stop")
+    names = {"dataset": "dataset", "model": "model", "prompt": "prompt", "temperature": "temperature"}
+    names |= {"run_id": "run", "output_tokens": "tokens", "finish_reason": "finished"}
+    mapping = ",".join(f"{name}={column}" for name, column in names.items())
+    _, rows = imported("log", path, columns=mapping)
+    assert values_of(rows, "sample_index", "output_tokens", "finish_reason", "run_id") == [
+        (0, 5, "stop", "marked"),
+        (1, 6, "length", "marked"),
+        (2, 7, "unknown", "marked"),
+        (3, 8, "unknown", "hidden"),
+        (4, 9, "unknown", "hidden"),
+        (5, 10, "unknown", "other"),
+    ]
+    common = (0.5, None, prompt_id_of("Hi"))
+    assert set(values_of(rows, "temperature", "max_tokens", "prompt_id")) == {common}
+    _, rows = imported("log", path, columns=mapping, unknown="stop")
     assert [r["finish_reason"] for r in rows] == ["stop", "length"] + ["stop"] * 4
-    report, rows = imported("log", path, columns=columns, unknown="drop")
-    assert report.skipped == {"end unknown": 4}
-    assert [r["sample_index"] for r in rows] == [0, 1]
+    report, _ = imported("log", path, columns=mapping, unknown="drop")
+    assert report["skipped"] == {"end unknown": 4}
     # With max_tokens in the unit of the lengths, an output of that length was truncated and a shorter one was not.
-    _, rows = imported("log", path, columns=columns, max_tokens=10)
+    _, rows = imported("log", path, columns=mapping, max_tokens=10)
     assert [r["finish_reason"] for r in rows] == ["stop", "length", "stop", "stop", "stop", "length"]
-    uneven = pa.table({"tokens": [[1, 2]], "finished": [[True]], "model": ["m"], "prompt": ["x"]})
+    uneven = pa.table({"output_tokens": [[1, 2]], "finish_reason": [[True]], "model": ["m"], "prompt": ["x"]})
     pq.write_table(uneven, path)
-    with pytest.raises(InputError, match="row 1 column finished.*one for each of 2"):
-        imported("log", path, columns="output_tokens=tokens,finish_reason=finished,model=model,prompt=prompt")
+    with pytest.raises(InputError, match="row 1 column finish_reason.*one for each of 2"):
+        imported("log", path)
 
 
 def test_logs_by_mapping(tmp_path: Path) -> None:
+    values = [
+        ("Hi", 12, "stop", "2024-01-01T00:00:10Z", 7),
+        ("Hi", 50, "max_tokens", "2024-01-01T00:00:00+00:00", 8),
+        ("Ho", 0, None, "2024-01-01T00:00:20", 7),
+        ("Ho", None, "content_filter", None, 7),
+    ]
     lines = [
-        {
-            "q": "Hi",
-            "usage": {"out": 12, "in": 3},
-            "end": "stop",
-            "t": "2024-01-01T00:00:10Z",
-            "llm": "m",
-            "user": 7,
-        },
-        {
-            "q": "Hi",
-            "usage": {"out": 50, "in": 3},
-            "end": "max_tokens",
-            "t": "2024-01-01T00:00:00+00:00",
-            "llm": "m",
-            "user": 8,
-        },
-        {
-            "q": "Ho",
-            "usage": {"out": 0, "in": 3},
-            "end": None,
-            "t": "2024-01-01T00:00:20",
-            "llm": "m",
-            "user": 7,
-        },
-        {
-            "q": "Ho",
-            "usage": {"out": None, "in": 3},
-            "end": "content_filter",
-            "t": None,
-            "llm": "m",
-            "user": 7,
-        },
+        {"q": prompt, "usage": {"out": out, "in": 3}, "end": end, "t": time, "llm": "m", "user": user}
+        for prompt, out, end, time, user in values
     ]
     path = write(tmp_path / "log.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     mapping = "prompt=q,output_tokens=usage.out,prompt_tokens=usage.in,finish_reason=end,arrival_s=t,model=llm,tenant=user"
     _, rows = imported("log", path, columns=mapping)
-    assert [(r["prompt_id"], r["sample_index"], r["output_tokens"], r["finish_reason"]) for r in rows] == [
+    assert values_of(rows, "prompt_id", "sample_index", "output_tokens", "finish_reason") == [
         (prompt_id_of("Hi"), 0, 12, "stop"),
         (prompt_id_of("Hi"), 1, 50, "length"),
         (prompt_id_of("Ho"), 0, 0, "error"),
@@ -302,20 +233,22 @@ def test_logs_by_mapping(tmp_path: Path) -> None:
     assert rows[3]["error"].startswith("content_filter: ")
     report, rows = imported("log", path, columns=mapping, schema="trace")
     assert [(r["arrival_s"], r["tenant"]) for r in rows] == [(10.0, "7"), (0.0, "8")]
-    assert report.skipped == {"no output: 0 output tokens": 1, "failed": 1}
-    with pytest.raises(InputError, match="row 1: columns.*also nothing"):
-        imported("log", path, columns="output_tokens=nothing")
-    with pytest.raises(InputError, match="the model's name"):
-        imported("log", path, columns="prompt=q,output_tokens=usage.out,finish_reason=end")
-    with pytest.raises(InputError, match="a prompt or its id"):
-        imported("log", path, columns="output_tokens=usage.out,model=llm,finish_reason=end")
+    assert report["skipped"] == {"no output: 0 output tokens": 1, "failed": 1}
 
 
 @pytest.mark.parametrize(
-    "columns", ["prompt=q", "output_tokens", "output_tokens=a,output_tokens=b", "length=a"]
+    ("columns", "message"),
+    [
+        ("prompt=a", "^columns: "),
+        ("output_tokens=a,output_tokens=b", "^columns: "),
+        ("length=a", "^columns: "),
+        ("output_tokens=nothing", "row 1: columns.*also nothing"),
+        ("prompt=a,output_tokens=a", "the model's name"),
+        ("output_tokens=a,model=a", "a prompt or its id"),
+    ],
 )
-def test_bad_mappings_are_refused(tmp_path: Path, columns: str) -> None:
-    with pytest.raises(InputError, match="^columns: "):
+def test_bad_mappings_are_refused(tmp_path: Path, columns: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         imported("log", write(tmp_path / "l.jsonl", '{"a": 1}\n'), columns=columns)
 
 
@@ -330,48 +263,32 @@ def response(text_id: str, tokens: int, reason: str | None, created: int) -> dic
 
 
 def test_openai_logs_in_three_layouts(tmp_path: Path) -> None:
-    chat = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "b"},
-        {"role": "user", "content": "c"},
-    ]
+    roles = ("user", "assistant", "user")
+    chat = [{"role": role, "content": text} for role, text in zip(roles, "abc", strict=True)]
     shared = response("r3", 40, "stop", 1004)
     shared["choices"] *= 2
+    first = {"messages": chat[:1]}
+    asked = {"messages": chat, "max_tokens": 30, "temperature": 0.5, "user": "u"}
+    batch = {"status_code": 200, "body": response("x", 5, None, 1001)}
+    refused = first | {"model": "gpt-4o"}
     lines = [
-        {
-            "request": {"messages": chat, "max_tokens": 30, "temperature": 0.5, "user": "u"},
-            "response": response("r1", 30, "length", 1002),
-        },
-        response("r2", 4, "tool_calls", 1000) | {"messages": chat[:1]},
-        {
-            "custom_id": "b1",
-            "request": {"messages": chat[:1]},
-            "response": {"status_code": 200, "body": response("x", 5, None, 1001)},
-            "error": None,
-        },
-        {"request": {"messages": chat[:1]}, "response": shared},
-        {
-            "custom_id": "b2",
-            "request": {"messages": chat[:1], "model": "gpt-4o"},
-            "response": None,
-            "error": {"message": "expired"},
-        },
+        {"request": asked, "response": response("r1", 30, "length", 1002)},
+        response("r2", 4, "tool_calls", 1000) | first,
+        {"custom_id": "b1", "request": first, "response": batch, "error": None},
+        {"request": first, "response": shared},
+        {"custom_id": "b2", "request": refused, "response": None, "error": {"message": "expired"}},
     ]
     path = write(tmp_path / "o.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     _, rows = imported("openai-log", path)
-    assert [(r["output_tokens"], r["finish_reason"]) for r in rows] == [
+    assert values_of(rows, "output_tokens", "finish_reason") == [
         (30, "length"),
         (4, "stop"),
         (5, "unknown"),
         (0, "error"),
         (0, "error"),
     ]
-    assert (rows[0]["prompt"], len(rows[0]["messages"]), rows[0]["temperature"], rows[0]["max_tokens"]) == (
-        "c",
-        3,
-        0.5,
-        30,
-    )
+    assert values_of(rows, "prompt", "temperature", "max_tokens")[0] == ("c", 0.5, 30)
+    assert len(rows[0]["messages"]) == 3
     assert [r["error"] for r in rows[3:]] == [
         "shared_count: 2 choices share one token count",
         "refused: expired",
@@ -385,143 +302,117 @@ def test_openai_logs_in_three_layouts(tmp_path: Path) -> None:
     ]
 
 
-def test_run_file_and_metadata_say_where_it_comes_from(tmp_path: Path) -> None:
-    imported("azure", write(tmp_path / "a.csv", AZURE_2023), max_tokens=1000)
-    run = json.loads((tmp_path / "a.csv.imported.parquet.run.json").read_text())
-    assert run["options"]["max_tokens"] == 1000
-    assert run["num_written"] == 2
-    assert run["source"]["name"] == "a.csv"
-    metadata = pq.read_schema(tmp_path / "a.csv.imported.parquet").metadata
-    assert metadata[b"tailcast.schema"] == b"trace/1"
-    assert metadata[b"tailcast.source"] == b"azure: a.csv"
-
-
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = write(tmp_path / "a.csv", AZURE_2023), tmp_path / "t.parquet"
     assert main(["azure", str(source), "--out", str(out), "--max-tokens", "1000"]) == 0
     assert len(load_trace(out)) == 2
+    report = json.loads((tmp_path / "t.parquet.run.json").read_text())
+    assert (report["options"]["max_tokens"], report["num_written"]) == (1000, 2)
+    assert report["source"]["name"] == "a.csv"
+    metadata = pq.read_schema(out).metadata
+    assert (metadata[b"tailcast.schema"], metadata[b"tailcast.source"]) == (b"trace/1", b"azure: a.csv")
     assert main(["azure", str(source), "--out", str(out), "--schema", "samples"]) == 2
     assert "schema: got 'samples'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    shown = " ".join(capsys.readouterr().out.split())
-    assert all(kind in shown for kind in IMPORTERS)
-
-
-# (file, rows of the result, how many of them are truncated); castillo_train has 26,711 rows where its README says 36,711.
-SETS = [("castillo_train", 267_110, 161), ("castillo_validation", 267_330, 265)]
-TRACES = [
-    ("azure2023_conv", 19_366, 1000, True),
-    ("slai_sharegpt4_8k", 30_731, 1024, False),
-    ("burstgpt_8k_sample", 8_000, 4096, False),
-    ("lmsys_vicuna13b_lengths", 85_482, 511, False),
-]
-
-
-def shared(name: str) -> Path:
-    path = SHARED / f"{name}.parquet"
-    if not path.exists():
-        pytest.skip(f"{path.name} is not here")
-    return path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_rows", "num_truncated"), SETS)
-def test_castillo_is_imported_completely(
-    tmp_path: Path, name: str, num_rows: int, num_truncated: int
+@pytest.mark.parametrize(
+    ("kind", "name", "num_rows", "finish_reasons", "options"),
+    [
+        ("castillo", "castillo_validation", 267_330, {"stop": 267_065, "length": 265}, {}),
+        ("log", "traces/azure2023_conv", 19_366, {"stop": 19_366}, {"max_tokens": 1001, "schema": "trace"}),
+    ],
+)
+def test_public_sets_are_imported_completely(
+    tmp_path: Path, kind: str, name: str, num_rows: int, finish_reasons: dict[str, int], options: Any
 ) -> None:
-    report = import_lengths("castillo", shared(name), tmp_path / "samples.parquet")
-    assert report.num_rows == report.num_written == num_rows
-    assert report.finish_reasons == {"stop": num_rows - num_truncated, "length": num_truncated}
+    file = Path(__file__).parents[2].parent / "shared" / "data" / f"{name}.parquet"
+    if not file.exists():
+        pytest.skip(f"{file.name} is not here")
+    report = run(kind, file, tmp_path / "out.parquet", **options)
+    assert report["num_rows"] == report["num_written"] == num_rows
+    assert report["finish_reasons"] == finish_reasons
+    if kind == "log":
+        assert load_trace(tmp_path / "out.parquet").requests[-1].arrival_s == pytest.approx(58.4 * 60, abs=6)
 
 
-@pytest.mark.parametrize(("name", "num_rows", "max_tokens", "has_arrivals"), TRACES)
-def test_every_shared_trace_is_imported_and_read_by_the_simulator(
-    tmp_path: Path, name: str, num_rows: int, max_tokens: int, has_arrivals: bool
-) -> None:
-    out = tmp_path / "trace.parquet"
-    options = ImportOptions(max_tokens=max_tokens, schema="trace")
-    report = import_lengths("log", shared(f"traces/{name}"), out, options)
-    assert report.num_rows == report.num_written == num_rows
-    assert report.num_without_max_tokens == 0
-    if name == "lmsys_vicuna13b_lengths":
-        # Its prompts' lengths are not known, and the simulator says so.
-        with pytest.raises(InputError, match="prompt_tokens"):
-            load_trace(out, need_arrivals=False)
-        return
-    trace = load_trace(out, need_arrivals=has_arrivals)
-    assert len(trace) == num_rows
-    if has_arrivals:
-        assert trace.requests[-1].arrival_s == pytest.approx(58.4 * 60, abs=6)
+def conversation(name: str, *texts: str, first: str = "human") -> dict[str, Any]:
+    speakers = itertools.islice(itertools.cycle(("human", "gpt")), first == "gpt", None)
+    return {"id": name, "conversations": [{"from": next(speakers), "value": text} for text in texts]}
 
 
-def test_negative_and_unsorted_arrivals_count_from_the_earliest(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = "Timestamp,Model,Request tokens,Response tokens,Log Type\n-5,m,1,2,x\n7,m,1,2,x\n-6,m,1,2,x\n"
-    report, rows = imported("burstgpt", write(tmp_path / "b.csv", text))
-    assert [row["arrival_s"] for row in rows] == [1.0, 13.0, 0.0]
-    assert report.num_out_of_order == 1
-    assert "1 requests come before the one above them" in caplog.text
+SHAREGPT = [
+    conversation("c1", "one two three", "four five", "six", ""),
+    conversation("c2", "no beginning", first="gpt"),
+    conversation("c1", "again", "x"),
+    conversation("c3", "a", "b c d"),
+]
+
+
+def test_sharegpt_conversations_become_a_trace(tmp_path: Path, word_tokenizer: Path) -> None:
+    path = write(tmp_path / "s.json", json.dumps(SHAREGPT))
+    report, rows = imported("sharegpt", path, tokenizer=str(word_tokenizer))
+    names = ("request_id", "tenant", "prompt", "prompt_tokens", "output_tokens", "arrival_s")
+    assert values_of(rows, *names) == [
+        ("c1#turn-1", "c1", "one two three", 3, 3, None),
+        ("c1#turn-2", "c1", "six", 6, 1, None),
+        ("c3#turn-1", "c3", "a", 1, 4, None),
+    ]
+    assert report["skipped"] == {"unusable conversation": 1, "repeated conversation": 1}
+    assert (report["num_rows"], report["tokens"]) == (5, str(word_tokenizer))
+    with pytest.raises(InputError, match="^tokenizer: got ''"):
+        imported("sharegpt", path)
+
+
+def test_arrivals_of_a_trace_are_drawn_as_workloads_draw_them(tmp_path: Path, word_tokenizer: Path) -> None:
+    path, out = write(tmp_path / "s.json", json.dumps(SHAREGPT)), tmp_path / "t.parquet"
+    options = ["sharegpt", str(path), "--tokenizer", str(word_tokenizer), "--out", str(out)]
+    options += [
+        "--max-tokens",
+        "100",
+        "--arrivals.process",
+        "gamma",
+        "--arrivals.rate_rps",
+        "2",
+        "--seed",
+        "3",
+    ]
+    assert main(options) == 0
+    expected = Arrivals(process="gamma", rate_rps=2.0).times(3, np.random.Generator(np.random.PCG64(3)))
+    assert [row.arrival_s for row in load_trace(out).requests] == expected.tolist()
+    # Also in place of those of the source.
+    _, rows = imported("azure", write(tmp_path / "a.csv", AZURE_2023), arrivals=Arrivals(process="at_once"))
+    assert [row["arrival_s"] for row in rows] == [0.0, 0.0]
+    for changes in ({"arrivals": Arrivals(), "schema": "samples"}, {"arrivals": Arrivals(process="trace")}):
+        with pytest.raises(InputError, match="arrivals"):
+            imported("log", lists_file(tmp_path / "o.parquet"), **changes)
+
+
+def test_lengths_of_one_row_are_requests_of_their_own(tmp_path: Path) -> None:
+    rows = [{"request_id": "a", "output_tokens": [3, 4]}, {"request_id": None, "output_tokens": [5, 6]}]
+    path = write(tmp_path / "l.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    _, requests = imported("log", path, schema="trace")
+    assert [row["request_id"] for row in requests] == ["a", "a-1", "r2", "r2-1"]
+
+
+def test_a_feedback_log_may_be_a_folder_of_segments(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    for time in (5.0, 3.0):
+        record = {"format": "tailcast-feedback/1", "time": time, "output_tokens": 5, "counted_by": "usage"}
+        record |= {"finish_reason": "stop", "served_model": "m", "prompt": "p"}
+        write(tmp_path / "log" / f"feedback-{9 - time}.jsonl", json.dumps(record) + "\n")
+    _, rows = imported("feedback", tmp_path / "log", schema="trace")
+    assert [row["arrival_s"] for row in rows] == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("schema", ["samples", "trace"])
-def test_an_answer_that_is_in_a_log_twice_is_refused(tmp_path: Path, schema: Any) -> None:
-    line = (
-        json.dumps(response("r1", 4, "stop", 1000) | {"messages": [{"role": "user", "content": "a"}]}) + "\n"
-    )
-    with pytest.raises(
-        InputError, match=r"o.jsonl row 2 column id: got 'r1'; allowed: an id not used before"
-    ):
-        imported("openai-log", write(tmp_path / "o.jsonl", line * 2), schema=schema)
+def test_an_id_that_is_in_a_log_twice_is_refused(tmp_path: Path, schema: Any) -> None:
+    line = json.dumps(response("r1", 4, "stop", 1000) | {"messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(InputError, match="row 2 column request_id: got 'r1'; allowed: an id not used before"):
+        imported("openai-log", write(tmp_path / "o.jsonl", f"{line}\n{line}\n"), schema=schema)
 
 
 def test_lone_surrogates_of_a_log_are_replaced(tmp_path: Path) -> None:
-    for name, form in (("c.jsonl", "{}\n"), ("c.json", "[{}]")):
-        row = json.dumps({"q": "a\ud800", "n": 3, "m": "m"})
-        path = write(tmp_path / name, form.format(row))
-        _, rows = imported("log", path, columns="prompt=q,output_tokens=n,model=m")
-        assert rows[0]["prompt"] == "a\ufffd"
-
-
-@pytest.mark.parametrize("name", ["a.csv.gz", "m.jsonl.gz", "a.parquet"])
-def test_truncated_files_are_named(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / name
-    if name == "a.parquet":
-        pq.write_table(pa.table({"output_tokens": list(range(1, 1000))}), path)
-    else:
-        heading, _, rows = AZURE_2023.partition("\n") if name == "a.csv.gz" else ("", "", MOONCAKE)
-        path.write_bytes(gzip.compress(f"{heading}\n{rows * 100}".encode()))
-    path.write_bytes(path.read_bytes()[:-40])
-    assert (
-        main([{"a": "azure", "m": "mooncake"}[name[0]], str(path), "--out", str(tmp_path / "out.parquet")])
-        == 2
-    )
-    assert "allowed: a whole " in capsys.readouterr().err
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
-
-
-def test_traces_of_a_newer_schema_are_refused(tmp_path: Path) -> None:
-    imported("mooncake", write(tmp_path / "m.jsonl", MOONCAKE), max_tokens=500)
-    path = tmp_path / "m.jsonl.imported.parquet"
-    table = pq.read_table(path)
-    pq.write_table(table.replace_schema_metadata({"tailcast.schema": "trace/2"}), path)
-    for read in (load_trace, read_trace, lambda path: import_lengths("log", path, tmp_path / "out.parquet")):
-        with pytest.raises(
-            InputError,
-            match=r"(schema: got .trace/2.; allowed: trace/1|schema trace/1; this one has trace/2)",
-        ):
-            read(path)
-
-
-def test_an_interrupted_import_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(writer: TraceWriter, batch: ImportedRows) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TraceWriter, "write", interrupted)
-    source = write(tmp_path / "m.jsonl", MOONCAKE)
-    assert main(["mooncake", str(source), "--out", str(tmp_path / "t.parquet")]) == 130
-    assert len(capsys.readouterr().err.splitlines()) == 1
-    assert [entry.name for entry in tmp_path.iterdir()] == ["m.jsonl"]
+    path = write(tmp_path / "c.jsonl", json.dumps({"q": "a\ud800", "n": 3, "m": "m"}))
+    _, rows = imported("log", path, columns="prompt=q,output_tokens=n,model=m")
+    assert rows[0]["prompt"] == "a\ufffd"

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import tracemalloc
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_gen.prompts import Message, Prompt
-from data_gen.sources.layouts import HUB_SETS, LAYOUTS, SourceOptions
-from data_gen.sources.open import open_prompts
+from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of
+from data_gen.sources.layouts import SourceOptions
+from data_gen.sources.open import HUB_SETS, open_prompts
 from data_gen.splits import split_of
+from data_gen.templates import compose
 from scheduler_core.errors import InputError
 
 CHAT = [
@@ -81,34 +83,16 @@ def test_language_and_category(tmp_path: Path) -> None:
     ("row", "text", "category"),
     [
         ({"instruction": "Add.", "input": "2 3", "output": "5", "text": "..."}, "Add.\n\n2 3", ""),
-        ({"instruction": "Sing.", "input": "", "output": "la", "text": "..."}, "Sing.", ""),
-        (
-            {"instruction": "Who?", "context": "Ann sang.", "response": "Ann", "category": "closed_qa"},
-            "Who?\n\nAnn sang.",
-            "closed_qa",
-        ),
-        (
-            {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]},
-            "Hi",
-            "",
-        ),
+        ({"instruction": "Who?", "context": "Ann sang.", "category": "qa"}, "Who?\n\nAnn sang.", "qa"),
+        ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, "Hi", ""),
         ({"id": "x", "items": [{"from": "human", "value": "Hi"}]}, "Hi", ""),
         ({"conversations": [{"role": "user", "content": "Hi"}]}, "Hi", ""),
-        (
-            {
-                "conversation_hash": "h",
-                "conversation": [{"role": "user", "content": "Hi", "language": "English", "toxic": False}],
-                "language": "English",
-            },
-            "Hi",
-            "",
-        ),
     ],
 )
-def test_known_layouts_are_recognised(tmp_path: Path, row: dict[str, Any], text: str, category: str) -> None:
+def test_known_layouts_are_recognized(tmp_path: Path, row: dict[str, Any], text: str, category: str) -> None:
     (tmp_path / "set.json").write_text(json.dumps([row]), encoding="utf-8")
-    found = list(open_prompts(str(tmp_path / "set.json")))
-    assert [(p.text, p.category) for p in found] == [(text, category)]
+    (prompt,) = open_prompts(str(tmp_path / "set.json"))
+    assert (prompt.text, prompt.category) == (text, category)
 
 
 def test_public_sets_skip_what_cannot_be_sent_and_own_files_refuse_it(tmp_path: Path) -> None:
@@ -139,7 +123,7 @@ def test_own_messages_keep_their_id_and_whole_history(tmp_path: Path) -> None:
 @given(
     st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=8, unique=True), st.integers(0, 3)
 )
-def test_an_array_reads_like_its_lines(
+def test_every_format_gives_the_same_prompts(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], indent: int
 ) -> None:
     folder = tmp_path_factory.mktemp("array")
@@ -148,10 +132,17 @@ def test_an_array_reads_like_its_lines(
     with gzip.open(folder / "a.jsonl.gz", "wt", encoding="utf-8") as stream:
         stream.write("".join(json.dumps(row) + "\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
-    found = [
-        [p.text for p in open_prompts(str(folder / name))] for name in ("a.json", "a.jsonl.gz", "a.parquet")
-    ]
-    assert found == [texts, texts, texts]
+    with open(folder / "a.csv", "w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows([["prompt"], *([text] for text in texts)])
+    for name in ("a.json", "a.jsonl.gz", "a.parquet", "a.csv"):
+        assert [p.text for p in open_prompts(str(folder / name))] == texts
+
+
+def test_lines_of_a_text_are_prompts_with_ids_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("first\n\nsecond\n", encoding="utf-8")
+    prompts = [(p.text, p.prompt_id) for p in open_prompts(str(tmp_path / "p.txt"))]
+    assert prompts == [(text, prompt_id_of(text)) for text in ("first", "second")]
+    assert conversation_id_of([Message("user", "first")]) == prompt_id_of("first")
 
 
 def test_an_array_longer_than_the_window_is_read_piece_by_piece(tmp_path: Path) -> None:
@@ -161,20 +152,36 @@ def test_an_array_longer_than_the_window_is_read_piece_by_piece(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ('{"prompt": "x"}', "row 1.*JSON array"),
-        ('[{"prompt": "x"}', "complete JSON array"),
-        ('[{"prompt": "x"} {"prompt": "y"}]', "after row 1.*comma"),
-        ('[{"prompt": "x"}] tail', "nothing after"),
-        ('[{"prompt": "x"}, {"prompt": ]', "row 2"),
-        ("[3]", "row 1.*one JSON object"),
+        ("a.json", b'{"prompt": "x"}', "row 1.*JSON array"),
+        ("a.json", b'[{"prompt": "x"}', "complete JSON array"),
+        ("a.json", b'[{"prompt": "x"} {"prompt": "y"}]', "after row 1.*comma"),
+        ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": "  "}\n', "row 2: prompt"),
+        ("p.jsonl", b'{"prompt": "ok"}\n{"prompt": \n', "row 2"),
+        ("p.jsonl", b'{"prompt": "same"}\n{"prompt": "same"}\n', "row 2: prompt_id.*not used before"),
+        ("p.jsonl", b"[1]\n", "one JSON object"),
+        ("p.jsonl", b'{"question": "?"}', "a column named 'prompt', or one of"),
+        ("p.csv", b"prompt\nok\nan,extra\n", "as many values as headings"),
+        ("p.txt", b"ok\n\xff\xfe\n", "UTF-8"),
+        ("p.parquet", b"PAR1 cut off", "whole Parquet file"),
+        ("p.yaml", b"prompt: x", "ending in"),
     ],
 )
-def test_bad_arrays_are_named(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "a.json").write_text(content, encoding="utf-8")
+def test_bad_files_are_named(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
-        list(open_prompts(str(tmp_path / "a.json")))
+        list(open_prompts(str(tmp_path / name)))
+
+
+def test_templates_are_different_balanced_and_stable() -> None:
+    prompts = compose(180, seed=5)
+    assert len({text for _, text in prompts}) == 180
+    counts = Counter(category for category, _ in prompts).values()
+    assert len(counts) == 9
+    assert max(counts) - min(counts) <= 1
+    assert compose(30, seed=5) == prompts[:30] != compose(30, seed=6)
+    assert not any("{" in text for _, text in prompts)
 
 
 def test_a_long_file_does_not_fill_memory(tmp_path: Path) -> None:
@@ -210,25 +217,25 @@ def test_datasets_folders(tmp_path: Path) -> None:
 def test_hub_sets_need_only_their_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
+    short_name, file = HUB_SETS[name]
+    chat = {"id": "1", "conversations": [{"from": "human", "value": "one"}]}
     rows = {
-        "conversation": {"conversation_id": "1", "conversation": CHAT, "language": "English"},
-        "sharegpt": {"id": "1", "conversations": [{"from": "human", "value": "one"}]},
+        "sharegpt": chat,
         "alpaca": {"instruction": "one", "input": "", "output": "", "text": ""},
         "dolly": {"instruction": "one", "context": "", "response": "", "category": "qa"},
     }
-    asked: list[tuple[str, dict[str, Any]]] = []
+    row = rows.get(short_name, {"conversation_id": "1", "conversation": CHAT, "language": "English"})
+    loads: list[tuple[str, dict[str, Any]]] = []
 
     def load(path: str, **options: Any) -> Any:
-        asked.append((path, options))
-        data = datasets.Dataset.from_list([rows[HUB_SETS[name].layout]])
+        loads.append((path, options))
+        data = datasets.Dataset.from_list([row])
         return datasets.IterableDatasetDict({"train": data.to_iterable_dataset()})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     (prompt,) = open_prompts(f"hf:{name}")
-    assert (prompt.text, prompt.dataset) == ("one", HUB_SETS[name].dataset)
-    assert asked[0][0] == name
-    assert asked[0][1]["streaming"] is True
-    assert asked[0][1].get("data_files") == HUB_SETS[name].data_files
+    assert (prompt.text, prompt.dataset) == ("one", short_name)
+    assert loads == [(name, {"streaming": True} | ({} if file is None else {"data_files": file}))]
 
 
 def test_an_unreachable_set_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +249,9 @@ def test_an_unreachable_set_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) 
         list(open_prompts("hf:some/set"))
 
 
-def test_layout_errors_name_what_is_known(tmp_path: Path) -> None:
+def test_bad_options_are_named(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "x.jsonl", [{"question": "?"}])
-    with pytest.raises(InputError, match="a column named 'prompt', or one of"):
-        list(open_prompts(source))
-    with pytest.raises(InputError, match="layout"):
-        list(open_prompts(source, SourceOptions(layout="none")))
     with pytest.raises(InputError, match="also a column named 'messages'"):
         list(open_prompts(source, SourceOptions(layout="messages")))
-    assert {known.layout for known in HUB_SETS.values()} <= set(LAYOUTS)
-    for bad in ("some", 0, True):
-        with pytest.raises(InputError, match="turns"):
-            SourceOptions(turns=bad)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="turns"):
+        SourceOptions(turns=0)

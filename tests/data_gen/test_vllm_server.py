@@ -5,11 +5,11 @@ The packaged model is converted once and kept in vLLM's environment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.serving.processes import free_port
 from benchmarks.vllm_runs.model import NAME as MODEL
 from benchmarks.vllm_runs.model import packaged_model
 from data_gen.samples import read_samples
@@ -35,23 +36,20 @@ def model_folder(vllm_python: Path) -> Path:
 
 
 class VllmServer:
-    """A vLLM server in a process group of its own, always on the same port."""
+    """A vLLM server in a process group of its own, always on the same port; it takes minutes until it responds."""
 
     def __init__(self, python: Path, model: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
-        self._python, self._model, self._log = python, model, log
+        self.port = free_port()
+        self._command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        self._command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
+        self._command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+        self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Starts it; it takes minutes until it answers."""
-        command = [str(self._python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
-        command += ["--served-model-name", MODEL, "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=log, env=vllm_environment(), start_new_session=True
+                self._command, stdout=log, stderr=log, env=vllm_environment(), start_new_session=True
             )
 
     def kill(self) -> None:
@@ -63,19 +61,14 @@ class VllmServer:
 
 
 def num_stored(out: Path) -> int:
-    """Samples in the store, which another process may write to."""
-    store = out.with_name(out.name + ".partial") / STORE_NAME
-    copy = out.with_name("copy.sqlite")
+    """Samples in the store, which another process may write to: of a copy, because the run locks the store itself."""
+    store, copy = out.with_name(out.name + ".partial") / STORE_NAME, out.with_name("copy.sqlite")
     try:
-        # A copy, because the run locks the store itself.
         shutil.copy(store, copy)
         shutil.copy(f"{store}-wal", f"{copy}-wal")
-        connection = sqlite3.connect(copy)
-        try:
+        with contextlib.closing(sqlite3.connect(copy)) as connection:
             query = "SELECT COUNT(*) FROM samples WHERE finish_reason != 'error'"
             return int(connection.execute(query).fetchone()[0])
-        finally:
-            connection.close()
     except (OSError, sqlite3.Error):
         return 0
 
@@ -140,21 +133,15 @@ def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
         server.kill()
 
     rows = read_samples(out).to_pylist()
-    assert sorted((row["prompt_id"], row["sample_index"]) for row in rows) == sorted(
-        (prompt_id, index) for prompt_id in {row["prompt_id"] for row in rows} for index in range(4)
-    )
-    assert len(rows) == 16
+    assert len(rows) == len({(row["prompt_id"], row["sample_index"]) for row in rows}) == 16
     for row in rows:
-        assert row["engine"] == "vllm"
-        assert row["model"] == MODEL
+        assert (row["engine"], row["model"]) == ("vllm", MODEL)
+        assert row["finish_reason"] == "stop" or row["output_tokens"] == MAX_TOKENS
         assert 1 <= row["output_tokens"] <= MAX_TOKENS
-        assert row["finish_reason"] in ("stop", "length")
-        assert row["output_tokens"] == MAX_TOKENS or row["finish_reason"] == "stop"
         assert row["prompt_tokens"] > 10
         assert 0 < row["ttft_s"] <= row["total_s"]
-        assert row["text"]
-    assert len({row["text"] for row in rows}) > 12, "the answers to a prompt differ"
-    told = json.loads(out.with_name(out.name + ".run.json").read_text())
-    assert told["engine_counters"]["server_down"] >= 1
-    assert "tokenizer_mismatch" not in told["engine_counters"]
+    assert len({row["text"] for row in rows}) > 12, "the outputs of a prompt differ"
+    report = json.loads(out.with_name(out.name + ".run.json").read_text())
+    assert report["engine_counters"]["server_down"] >= 1
+    assert "tokenizer_mismatch" not in report["engine_counters"]
     assert "resuming" in log.read_text()

@@ -1,48 +1,52 @@
-"""A server that costs next to nothing, so that what a benchmark sees is the client."""
+"""A server that costs next to nothing, so that what a benchmark sees is the client.
+
+`python -m tests.fast_openai DELAY_S INTERVAL_S` prints its port and serves until it is stopped.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+import sys
+from functools import partial
 
-from tests.data_gen.fake_script import MODEL
+from data_gen.openai.http_client import allow_descriptors
+
+MODEL = "fake-model"
+
+
+MESSAGE = {"role": "assistant", "content": " ".join(["word"] * 32)}
+USAGE = {"prompt_tokens": 12, "completion_tokens": 32, "total_tokens": 44}
+OUTPUT = {
+    "id": "x",
+    "object": "chat.completion",
+    "created": 0,
+    "model": MODEL,
+    "choices": [{"index": 0, "message": MESSAGE, "finish_reason": "length"}],
+    "usage": USAGE,
+}
 
 
 class FastProtocol(asyncio.Protocol):
-    """Always the same answer, at a small part of a client's cost; for benchmarks.
+    """Always the same output, at a small part of a client's cost; for benchmarks.
 
     Args:
-        delay_s: Mean seconds until the answer, or until the first event of a stream; 0.5 to 1.5 times as much.
+        delay_s: Mean seconds until the output, or until the first event of a stream; 0.5 to 1.5 times as much.
         interval_s: Seconds between the events of a stream.
     """
-
-    ANSWER = {  # noqa: RUF012
-        "id": "x",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": " ".join(["word"] * 32)},
-                "finish_reason": "length",
-            }
-        ],
-        "usage": {"prompt_tokens": 12, "completion_tokens": 32, "total_tokens": 44},
-    }
 
     def __init__(self, delay_s: float, interval_s: float) -> None:
         self._delay_s, self._interval_s = delay_s, interval_s
         self._received = b""
         self._random = random.Random(id(self))
         self._loop = asyncio.get_running_loop()
-        self._whole = self._page(json.dumps(self.ANSWER).encode())
+        self._whole = self._page(json.dumps(OUTPUT).encode())
         choice = {"index": 0, "delta": {"content": " word"}, "finish_reason": None}
         common = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": MODEL}
         self._events = [self._chunk({**common, "choices": [choice]}) for _ in range(32)]
         last = {**common, "choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]}
-        usage = {**common, "choices": [], "usage": self.ANSWER["usage"]}
+        usage = {**common, "choices": [], "usage": USAGE}
         self._events.append(self._chunk(last) + self._chunk(usage) + b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
 
     @staticmethod
@@ -90,3 +94,17 @@ class FastProtocol(asyncio.Protocol):
         self._write((b"" if number else head) + self._events[number])
         if number + 1 < len(self._events):
             self._loop.call_later(self._interval_s, self._stream, number + 1)
+
+
+async def main() -> None:
+    """Serves until it is stopped; writes the port to standard output."""
+    allow_descriptors(12_000)
+    protocol = partial(FastProtocol, *map(float, sys.argv[1:]))
+    server = await asyncio.get_running_loop().create_server(protocol, "127.0.0.1", 0, backlog=20_000)
+    sys.stdout.write(f"{server.sockets[0].getsockname()[1]}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,200 @@
+"""`write_card`: what is in a samples file, as JSON and as a page with one table of lengths and one figure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from data_gen.samples import read_samples
+from data_gen.tables import open_parquet
+from scheduler_core.errors import InputError
+from scheduler_core.files import atomic_file, sha256_file, shared_folder, write_json
+from scheduler_core.report import plotting
+from scheduler_core.statistics import coefficients_of_variation, top_decile_fractions
+
+FILES = ("card.json", "card.md", "survival.png")
+#: Fewest outputs of a prompt whose dispersion is worth a number.
+MIN_SAMPLES = 3
+#: TIE paper, section 3.1: 1,000 LMSYS prompts, 100 outputs each, Llama-3-8B-Instruct.
+PAPER = {"cv": 1.09, "p90_p50": 4.62, "p99_p50": 10.77, "top_decile_fraction": 0.357, "skewness": 3.10}
+_SETTINGS = ("engine", "engine_version", "model", "temperature", "top_p", "max_tokens")
+_GROUP = ("prompt_id", "model", "run_id", "temperature", "top_p")
+_COLUMNS = tuple(
+    dict.fromkeys((*_GROUP, *_SETTINGS, "category", "dataset", "output_tokens", "finish_reason"))
+)
+_QUANTILES = (10, 50, 90, 99)
+
+FloatArray = NDArray[np.float64]
+
+
+def write_card(samples_path: str | Path, folder: str | Path) -> dict[str, Any]:
+    """Writes card.json, card.md and survival.png for a samples file into a folder, and returns the card.
+
+    Args:
+        samples_path: The file.
+        folder: Created if it is missing; other files in it stay.
+
+    Raises:
+        InputError: The file cannot be read, lacks a column or holds no output; or the folder cannot be created.
+        TailcastError: The folder holds a file of one of these names that no card wrote.
+    """
+    rows = read_samples(samples_path, _COLUMNS)
+    has_output = pc.not_equal(rows.column("finish_reason"), "error")
+    outputs = rows.filter(has_output).sort_by("output_tokens")
+    if not outputs.num_rows:
+        raise InputError(Path(samples_path).name, f"{rows.num_rows} failed rows", "at least one output")
+    target = shared_folder(folder, "card", FILES, field="card")
+    with open_parquet(samples_path, "samples") as file:
+        unit = (file.schema_arrow.metadata or {}).get(b"tailcast.tokens", b"the model's own").decode()
+    card = {
+        "card": "data-card/3",
+        "name": Path(samples_path).name,
+        "sha256": sha256_file(samples_path),
+        "tokens": unit,
+        "num_prompts": pc.count_distinct(rows.column("prompt_id")).as_py(),
+        "finish_reasons": {
+            entry["values"]: entry["counts"] for entry in _counts(rows.column("finish_reason"))
+        },
+        "lengths": {
+            "all": _lengths(
+                outputs.append_column("name", pa.repeat("all outputs", outputs.num_rows)), ("name",)
+            ),
+            "settings": _lengths(outputs, _SETTINGS),
+            "categories": _lengths(outputs, ("category",)),
+            "datasets": _lengths(outputs, ("dataset",)),
+        },
+        "dispersion": dispersion_of(outputs),
+    }
+    plotting.write_png(_survival_figure(outputs), target / "survival.png")
+    write_json(target / "card.json", card)
+    with atomic_file(target / "card.md") as temporary:
+        temporary.write_text(_page(card), encoding="utf-8")
+    return card
+
+
+def _counts(column: pa.ChunkedArray) -> list[dict[str, Any]]:
+    return [entry.as_py() for entry in pc.value_counts(column)]
+
+
+def _grouped(outputs: pa.Table, names: Sequence[str]) -> tuple[list[dict[str, Any]], pa.Table]:
+    """Values of some columns by group, and each group's lists of lengths (ascending) and finish reasons."""
+    lists = [("output_tokens", "list"), ("finish_reason", "list")]
+    groups = outputs.group_by(list(names), use_threads=False).aggregate(lists)
+    return groups.select(list(names)).to_pylist(), groups
+
+
+def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Outputs, fraction of truncated ones and lengths by the values of some columns, the most frequent first."""
+    keys, groups = _grouped(outputs, names)
+    table = []
+    for number, key in enumerate(keys):
+        lengths = groups.column("output_tokens_list")[number].values.to_numpy()
+        truncated = pc.equal(groups.column("finish_reason_list")[number].values, "length")
+        entry = {**key, "num_outputs": len(lengths), "truncated_fraction": pc.mean(truncated).as_py()}
+        quantiles = np.percentile(lengths, _QUANTILES).tolist()
+        entry |= {"mean": float(lengths.mean()), "max": int(lengths[-1])}
+        table.append(entry | {f"p{name}": value for name, value in zip(_QUANTILES, quantiles, strict=True)})
+    return sorted(table, key=lambda entry: -entry["num_outputs"])
+
+
+def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
+    """The dispersion within each (prompt, model, run, temperature, top_p) of at least `MIN_SAMPLES` outputs.
+
+    Truncated outputs count with the length that is known, so that the dispersion of prompts with many is too small.
+
+    Args:
+        outputs: Rows that are no failures, by increasing length.
+
+    Returns:
+        Counts of groups; "measures": mean and quantiles over the groups of cv (standard deviation (n - 1) over mean),
+        p90_p50 and p99_p50 (ratios of interpolated quantiles), top_decile_fraction (of all tokens, in the longest tenth
+        of the outputs), skewness (third central moment over the 3/2 power of the second).
+    """
+    _, groups = _grouped(outputs, _GROUP)
+    rows = zip(groups.column("output_tokens_list"), groups.column("finish_reason_list"), strict=True)
+    large = [row for row in rows if len(row[0]) >= MIN_SAMPLES]
+    content: dict[str, Any] = {"num_groups": len(large), "num_skipped": groups.num_rows - len(large)}
+    if not large:
+        return content
+    lengths = [np.asarray(values.values, np.float64) for values, _ in large]
+    counts = np.array([len(values) for values in lengths])
+    values, offsets = np.concatenate(lengths), np.concatenate([[0], np.cumsum(counts)])
+    cv = coefficients_of_variation(values, offsets)
+    p50, p90, p99 = np.array([np.percentile(values, (50, 90, 99)) for values in lengths]).T
+    measures = (cv, p90 / p50, p99 / p50, top_decile_fractions(values, offsets), _skewness(lengths))
+    return content | {
+        "min_samples": int(counts.min()),
+        "max_samples": int(counts.max()),
+        "cv_above_1": float((cv > 1).mean()),
+        "truncated_groups": float(np.mean(["length" in reasons.as_py() for _, reasons in large])),
+        "measures": {name: _summary(one) for name, one in zip(PAPER, measures, strict=True)},
+    }
+
+
+def _skewness(groups: Sequence[FloatArray]) -> FloatArray:
+    """Of each group; NaN for equal lengths."""
+    deviations = [values - values.mean() for values in groups]
+    second = np.array([(deviation**2).mean() for deviation in deviations])
+    third = np.array([(deviation**3).mean() for deviation in deviations])
+    return np.divide(  # type: ignore[no-any-return]
+        third, second**1.5, out=np.full(len(groups), np.nan), where=second > 1e-9
+    )
+
+
+def _summary(values: FloatArray) -> dict[str, float]:
+    """Mean and quantiles of the finite values; empty without any."""
+    finite = values[np.isfinite(values)]
+    if not len(finite):
+        return {}
+    quantiles = zip(_QUANTILES, np.percentile(finite, _QUANTILES).tolist(), strict=True)
+    return {"mean": float(finite.mean()), **{f"p{name}": value for name, value in quantiles}}
+
+
+def _page(card: Mapping[str, Any]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(keep_trailing_newline=True, undefined=jinja2.StrictUndefined)
+    environment.filters["join_lines"] = lambda text: " ".join(str(text).split())
+    template = resources.files("data_gen").joinpath("card.md.j2").read_text(encoding="utf-8")
+    synthetic = any(entry["engine"] == "synthetic" for entry in card["lengths"]["settings"])
+    return environment.from_string(template).render(
+        card, synthetic=synthetic, paper=PAPER, min_samples=MIN_SAMPLES
+    )
+
+
+def survival(
+    lengths: NDArray[np.int64], truncated: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], FloatArray]:
+    """Kaplan and Meier's estimate of P(length > x), which takes truncated outputs for at least that long.
+
+    Returns:
+        Different lengths at which outputs ended, increasing, and the probability to be longer.
+    """
+    points, position = np.unique(lengths, return_inverse=True)
+    ended = np.bincount(position, weights=~truncated, minlength=len(points))
+    at_risk = np.bincount(position, minlength=len(points))[::-1].cumsum()[::-1]
+    alive = np.cumprod(1 - ended / at_risk)
+    return points[ended > 0], alive[ended > 0]
+
+
+def _survival_figure(outputs: pa.Table) -> Any:
+    figure, (axis,) = plotting.new_figure(8, 4.6)
+    lengths = np.asarray(outputs.column("output_tokens"), np.int64)
+    points, alive = survival(lengths, np.asarray(pc.equal(outputs.column("finish_reason"), "length")))
+    axis.step(points[alive > 0], alive[alive > 0], where="post", color=plotting.color(0))
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    low = max(float(lengths.min()), 1.0)
+    plotting.mark_decades(axis.xaxis, (low, max(float(lengths.max()), 2 * low)))
+    plotting.mark_decades(axis.yaxis, (alive[alive > 0].min(initial=1.0) / 2, 1.0))
+    axis.set_xlabel("output length x in tokens")
+    axis.set_ylabel("fraction of outputs longer than x")
+    axis.set_title("a power law would be a straight line; truncated outputs by Kaplan and Meier", fontsize=10)
+    return figure

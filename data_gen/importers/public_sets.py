@@ -1,0 +1,127 @@
+"""Public serving traces and sets of lengths.
+
+| kind | columns of the source | time |
+|---|---|---|
+| azure | TIMESTAMP, ContextTokens, GeneratedTokens (2023 and 2024) | date and time, with or without zone |
+| burstgpt | Timestamp, Model, Request tokens, Response tokens, Log Type, from 2.0 on Session ID | seconds |
+| mooncake | timestamp, input_length, output_length (hash_ids are not kept) | milliseconds |
+| castillo | ten lengths for each prompt and model, as `preproc_DATASET_SPLIT_MODEL.json` or as Parquet | |
+| sharegpt | conversations, in any layout that `gen-samples` reads | |
+
+The first three have neither max_tokens of a request nor a finish reason, the last no time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from data_gen.filters import load_tokenizer
+from data_gen.importers.values import LENGTH, STOP, Row, table_rows
+from data_gen.sources.layouts import check_order, layout_of
+from data_gen.sources.rows import file_rows, file_suffix
+from data_gen.splits import digest64, turn_id
+from scheduler_core.errors import InputError
+
+#: Kind -> canonical column -> column of the source.
+TRACES: Mapping[str, Mapping[str, str]] = {
+    "azure": {"arrival_s": "TIMESTAMP", "prompt_tokens": "ContextTokens", "output_tokens": "GeneratedTokens"},
+    "burstgpt": {
+        "arrival_s": "Timestamp",
+        "prompt_tokens": "Request tokens",
+        "output_tokens": "Response tokens",
+        "model": "Model",
+        "category": "Log Type",
+        "tenant": "Session ID",
+    },
+    "mooncake": {"arrival_s": "timestamp", "prompt_tokens": "input_length", "output_tokens": "output_length"},
+}
+#: An output at or past so many tokens was truncated there (some files of CASTILLO count one token more).
+CASTILLO_MAX_TOKENS = 15_000
+_CASTILLO = ("prompt_id", "prompt", "category", "dataset", "model", "temperature", "top_p", "prompt_tokens", "output_tokens")  # fmt: skip
+_CASTILLO_JSON = {
+    "prompt": "prompt_text",
+    "prompt_tokens": "input_size",
+    "temperature": "temp",
+    "output_tokens": "output_sizes",
+}
+
+
+def trace_rows(path: Path, kind: str) -> Iterator[Row]:
+    """Requests of a serving trace.
+
+    Raises:
+        InputError: Names row, column and value that cannot be used.
+    """
+    for number, row in table_rows(path, TRACES[kind], ("model", "category", "tenant")):
+        if kind == "mooncake" and row["arrival_s"] is not None:
+            row["arrival_s"] /= 1000
+        yield number, row
+
+
+def castillo_rows(path: Path) -> Iterator[Row]:
+    """One row for each length of CASTILLO, in the model's own tokens.
+
+    Raises:
+        InputError: Names row, column and value that cannot be used.
+    """
+    names = _CASTILLO_JSON if file_suffix(path) == ".json" else {}
+    mapping = {name: names.get(name, name) for name in _CASTILLO}
+    numbers = Counter[int]()
+    for number, row in table_rows(path, mapping, ("category",)):
+        length = row["output_tokens"]
+        row["model"] = (row["model"] or "").replace("--", "/", 1)
+        row |= {"sample_index": numbers[number], "max_tokens": CASTILLO_MAX_TOKENS}
+        if length is not None:
+            row["output_tokens"] = min(length, CASTILLO_MAX_TOKENS)
+            row["finish_reason"] = LENGTH if length >= CASTILLO_MAX_TOKENS else STOP
+        numbers[number] += 1
+        yield number, row
+
+
+def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
+    """One request for each reply of the assistant; its prompt is the conversation so far, its tenant the conversation.
+
+    Lengths are tokens of the texts, without a chat template; an output also has its end marker.
+
+    Args:
+        path: The file.
+        tokenizer: A tokenizer.json, or a folder with one.
+        skipped: Counts conversations that cannot be sent (an empty text, a missing beginning), or repeated.
+
+    Raises:
+        InputError: A row is no conversation, or the tokenizer cannot be read.
+    """
+    encode = load_tokenizer(tokenizer)
+    layout = None
+    identifiers: set[int] = set()
+    for number, raw in file_rows(path, "file"):
+        location = f"{path.name} row {number}"
+        layout = layout or layout_of(raw, location)
+        try:
+            conversation = layout.read(raw, location)
+            check_order(conversation.messages, location)
+        except InputError:
+            skipped["unusable conversation"] += 1
+            continue
+        identifier = conversation.conversation_id or f"r{number}"
+        if (digest := digest64(identifier)) in identifiers:
+            skipped["repeated conversation"] += 1
+            continue
+        identifiers.add(digest)
+        lengths = [len(one.ids) for one in encode([message.content for message in conversation.messages])]
+        turn = 0
+        for position, message in enumerate(conversation.messages):
+            if message.role == "assistant":
+                turn += 1
+                yield (
+                    number,
+                    {
+                        "request_id": turn_id(identifier, turn),
+                        "tenant": identifier,
+                        "prompt": conversation.messages[position - 1].content,
+                        "prompt_tokens": sum(lengths[:position]),
+                        "output_tokens": lengths[position] + 1,
+                    },
+                )

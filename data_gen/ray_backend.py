@@ -1,0 +1,168 @@
+"""Sampling on a Ray cluster: workers with an engine each take prompts from one queue."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import ExitStack
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from data_gen.backend import Backend, SamplingSettings, Work, WorkResult
+from data_gen.store import RunStoppedError
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.ray_cluster import ray_cluster
+
+if TYPE_CHECKING:
+    from data_gen.gen_samples import GenSamplesConfig
+
+log = logging.getLogger(__name__)
+
+#: Results that a worker sends together, unless the first of them has waited so long.
+_BATCH_RESULTS = 64
+_BATCH_S = 0.2
+
+
+class _Worker:
+    """An engine on some node."""
+
+    def __init__(self, config: GenSamplesConfig) -> None:
+        from data_gen.gen_samples import make_backend
+
+        self._backend = make_backend(config)
+
+    def versions(self) -> tuple[str, str]:
+        """Of tailcast and of the engine."""
+        return metadata.version("tailcast"), self._backend.version
+
+    def sample(self, queue: Any, settings: SamplingSettings) -> Iterator[list[WorkResult]]:
+        """Results of the work in the queue, up to the first None."""
+        results: list[WorkResult] = []
+        sent_at = time.monotonic()
+        for result in self._backend.sample(iter(queue.get, None), settings):
+            results.append(result)
+            if len(results) >= _BATCH_RESULTS or time.monotonic() - sent_at > _BATCH_S:
+                yield results
+                results, sent_at = [], time.monotonic()
+        yield results
+
+
+class RayBackend:
+    """Samples with the engines of many workers; recorded as the engine that they have.
+
+    Samples that a lost worker was drawing do not come back: the run requests them again. The others take its part.
+
+    Args:
+        config: The engine, `ray` (address of the cluster) and `ray_workers`.
+        engine: That engine in this process, which describes it and samples nothing.
+    """
+
+    def __init__(self, config: GenSamplesConfig, engine: Backend) -> None:
+        self._config, self._engine = config, engine
+        self._stack = ExitStack()
+        self._ray: Any = None
+        self._workers: list[Any] = []
+        self.name, self.served_model, self.seeded = engine.name, engine.served_model, engine.seeded
+
+    @property
+    def version(self) -> str:
+        """Version of the engine, the same on all nodes."""
+        return self._engine.version
+
+    def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
+        """See `Backend.sample`.
+
+        Raises:
+            InputError: There is no cluster at the address, or it is too small.
+            MissingExtraError: Ray is not installed.
+            RunStoppedError: All workers were lost.
+            TailcastError: A node has another version of tailcast or of the engine; or the error of a worker.
+        """
+        self._start()
+        ray = self._ray
+        from ray.util.queue import Queue
+
+        queue = Queue(actor_options={"num_cpus": 0})
+        streams = {
+            worker.sample.options(num_returns="streaming").remote(queue, settings): worker
+            for worker in self._workers
+        }
+        source = iter(work)
+        more = True
+        try:
+            while streams:
+                while more and queue.qsize() < self._look_ahead(settings) * len(streams):
+                    item = next(source, None)
+                    more = item is not None
+                    queue.put_nowait_batch([item] if more else [None] * len(streams))
+                for stream in ray.wait(list(streams), num_returns=1, timeout=_BATCH_S)[0]:
+                    try:
+                        yield from ray.get(next(stream))
+                    except StopIteration:
+                        del streams[stream]
+                    except ray.exceptions.RayTaskError as error:
+                        if isinstance(error.cause, TailcastError):
+                            raise error.cause from None
+                        raise
+                    except ray.exceptions.RayError as error:
+                        log.warning("a worker was lost: %s", str(error).strip().splitlines()[0])
+                        self._workers.remove(streams.pop(stream))
+            if more or not self._workers:
+                raise RunStoppedError("all workers on the Ray cluster were lost; the same command continues")
+        finally:
+            if streams:  # stopped on the way: what is in flight ends with its worker
+                self._end_workers()
+            queue.shutdown(force=True)
+
+    def _look_ahead(self, settings: SamplingSettings) -> int:
+        """Prompts that wait in the queue for each worker, so that none of them waits for this process."""
+        rows = {"transformers": self._config.transformers.max_rows, "vllm": self._config.vllm.max_num_seqs}
+        return max(4, 2 * rows.get(self._config.backend, 64) // settings.num_samples)
+
+    def _start(self) -> None:
+        """Connects to the cluster and starts the workers that are missing."""
+        config = self._config
+        assert config.ray is not None
+        if self._ray is None:
+            self._ray = self._stack.enter_context(ray_cluster(config.ray, "ray"))
+        ray = self._ray
+        nodes = [
+            node["Resources"]
+            for node in ray.nodes()
+            if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+        ]
+        num_gpus = sum(node.get("GPU", 0) for node in nodes) if config.backend != "synthetic" else 0
+        gpus = config.vllm.tensor_parallel_size if config.backend == "vllm" else 1
+        most = int(num_gpus // gpus if num_gpus else sum(node["CPU"] for node in nodes))
+        wanted = config.ray_workers or (most if num_gpus else len(nodes))
+        if not 1 <= wanted <= most:
+            raise InputError(
+                "ray_workers", wanted, f"integers from 1 to {most}, what the cluster has room for"
+            )
+        resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
+        if not num_gpus:
+            # Ray lets a worker use as many threads as it has processors.
+            cpus = min(node["CPU"] for node in nodes) // math.ceil(wanted / len(nodes))
+            resources = {"num_cpus": max(1, int(cpus)), "scheduling_strategy": "SPREAD"}
+        actor = ray.remote(_Worker).options(**resources)
+        self._workers += [actor.remote(config) for _ in range(wanted - len(self._workers))]
+        expected = metadata.version("tailcast"), self._engine.version
+        for versions in ray.get([worker.versions.remote() for worker in self._workers]):
+            if versions != expected:
+                raise TailcastError(
+                    f"a node of the Ray cluster has tailcast {versions[0]} with {self.name} {versions[1]}; this machine "
+                    f"has {expected[0]} with {expected[1]}"
+                )
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            self._ray.kill(worker)
+        self._workers.clear()
+
+    def close(self) -> None:
+        """Ends the workers, and a local cluster."""
+        self._end_workers()
+        self._stack.close()
+        self._engine.close()

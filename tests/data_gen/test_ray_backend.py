@@ -1,0 +1,79 @@
+"""Sampling on a local Ray cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from data_gen.backend import WorkResult
+from data_gen.cli_gen_samples import main
+from data_gen.ray_backend import RayBackend
+from data_gen.samples import read_samples
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Tip. In future versions of Ray:FutureWarning",
+    "ignore:subprocess .* is still running:ResourceWarning",
+    "ignore:unclosed:ResourceWarning",
+)
+ARGUMENTS = ["templates:30", "--backend", "synthetic", "--num-samples", "8", "--progress", "false", "--out"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--ray", "127.0.0.1:1"], "the address of a running Ray cluster"),
+        (["--ray-workers", "2"], "ray_workers: got 2; allowed: unset without ray"),
+        (["--ray", "local", "--ray-workers", "0"], "ray_workers"),
+        (["--ray", "local", "--backend", "openai"], "openai.base_urls"),
+    ],
+)
+def test_bad_options_are_named(
+    options: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ARGUMENTS, str(tmp_path / "s.parquet"), *options]) == 2
+    assert named in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Any:
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield ray
+        ray.shutdown()
+
+
+@pytest.mark.slow
+def test_workers_draw_what_one_process_draws(cluster: Any, tmp_path: Path) -> None:
+    alone, together = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert main([*ARGUMENTS, str(alone)]) == 0
+    assert main([*ARGUMENTS, str(together), "--ray", "auto", "--ray-workers", "2"]) == 0
+    assert read_samples(together).equals(read_samples(alone))
+    assert cluster.is_initialized(), "a cluster that is there stays"
+    assert main([*ARGUMENTS, str(tmp_path / "c.parquet"), "--ray", "auto", "--ray-workers", "3"]) == 2
+
+
+@pytest.mark.slow
+def test_a_lost_worker_costs_no_sample(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other worker goes on, and what the lost one was drawing is requested again."""
+    alone, out = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert main([*ARGUMENTS, str(alone)]) == 0
+    sample = RayBackend.sample
+    lost: list[WorkResult] = []
+
+    def losing(self: RayBackend, *arguments: Any) -> Any:
+        for result in sample(self, *arguments):
+            if not lost:
+                cluster.kill(self._workers[0])
+                lost.append(result)
+            yield result
+
+    monkeypatch.setattr(RayBackend, "sample", losing)
+    pace = ["--synthetic.samples-per-s", "60"]
+    assert main([*ARGUMENTS, str(out), "--ray", "auto", "--ray-workers", "2", *pace]) == 0
+    assert lost
+    assert read_samples(out).equals(read_samples(alone))
