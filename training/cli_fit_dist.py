@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from scheduler_core.command import run_command
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +70,7 @@ class FitDistConfig:
     def __post_init__(self) -> None:
         if self.nu != "free" and not 0 < self.nu < float("inf"):
             raise InputError("nu", self.nu, "a finite number above 0, or free")
-        if self.max_tokens is not None and not 1 <= self.max_tokens < 2**31:
-            raise InputError("max_tokens", self.max_tokens, "integers from 1 to 2**31 - 1, or unset")
-        if self.block_groups < 1:
-            raise InputError("block_groups", self.block_groups, "an integer of at least 1")
-        if self.processes is not None and self.processes < 1:
-            raise InputError("processes", self.processes, "an integer of at least 1, or unset")
-        if self.weights == "":
-            raise InputError("weights", "", "the name of a column, or unset")
+        check_ranges(self, max_tokens=(1, 2**31 - 1), block_groups=(1, INTEGERS), processes=(1, INTEGERS))
         for name in ("out", "json", "figure", "report"):
             if getattr(self, name) == "":
                 raise InputError(name, "", "a path")
@@ -91,17 +86,10 @@ class FitDistConfig:
 
 def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     """Runs the command: writes the fits, `OUT.run.json` and the optional outputs; returns the summary."""
-    try:
-        import duckdb  # noqa: F401
-        import numba  # noqa: F401
-        import pyarrow  # noqa: F401
-        import scipy  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(error.name or "scipy", "train") from error
     from scheduler_core.files import writable_target, write_json
-    from training.fitting.fit_job import Workers, fit_file, usable_cores
+    from training.fitting.fit_job import fit_file
     from training.fitting.fits import FitOptions
-    from training.fitting.summary import families_table, summarize_file
+    from training.fitting.report import families_rows, summarize_file, write_figure, write_report
     from training.versions import versions_of
 
     out = writable_target(config.out, "out")
@@ -111,46 +99,33 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         if path is not None
     }
     options = FitOptions(
-        family=config.family,
-        nu=None if config.nu == "free" else config.nu,
-        censoring=config.censoring,
-        integers=config.integers,
-        solver=config.solver,
-        keys=config.keys,
-        max_tokens=config.max_tokens,
-        weights=config.weights,
-        alternatives=config.alternatives,
-        bootstrap=config.bootstrap,
-        confidence=config.confidence,
-        seed=config.seed,
+        **{option.name: getattr(config, option.name) for option in fields(FitOptions)}
+        | {"nu": None if config.nu == "free" else config.nu}
     )
     # A fit of microseconds costs less than bringing its samples to another process.
     is_slow = config.bootstrap > 0 or config.nu == "free" or config.solver == "lbfgsb"
-    processes = config.processes or (usable_cores() if is_slow else 1)
+    processes = config.processes or (len(os.sched_getaffinity(0)) if is_slow else 1)
     versions = versions_of(("numpy", "scipy", "pyarrow", "numba", "duckdb"))
-    counts, samples = fit_file(
+    samples = fit_file(
         config.samples,
         out,
         options,
         versions=versions,
         block_groups=config.block_groups,
-        workers=Workers(processes=processes, ray=config.ray),
+        processes=processes,
+        ray=config.ray,
         resume=config.resume,
         progress=config.progress,
     )
-    summary = summarize_file(out, options.family, options.nu) | {"num_errors_left_out": counts.num_errors}
+    summary = summarize_file(out, options.family, options.nu)
     run = {"config": asdict(config), "samples": samples, "versions": versions}
     write_json(out.with_name(out.name + ".run.json"), run)
     if "json" in others:
         write_json(others["json"], summary | run)
     if "figure" in others:
-        from training.fitting.figures import write_figure
-
-        write_figure(out, others["figure"], options)
+        write_figure(out, others["figure"], summary["family"])
     if "report" in others:
-        from training.fitting.report import write_report
-
-        write_report(out, others["report"], summary, options)
+        write_report(out, others["report"], summary)
     log.info(
         "%d groups, %d samples, %.1f %% of them censored, %d failed ones left out; flags %s; %d not converged",
         summary["num_groups"],
@@ -160,8 +135,8 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
         summary["flags"],
         summary["num_not_converged"],
     )
-    for line in families_table(summary).splitlines():
-        log.info("%s", line)
+    for row in families_rows(summary):
+        log.info("%-26s" + " %12s" * (len(row) - 1), *row)
     return summary
 
 

@@ -5,26 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import entry_point, run_command
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.command import run_command
 from scheduler_core.threads import wait_without_spinning
 from training.calibrating.config import CalibrateConfig
 
 
 def _command(config: CalibrateConfig) -> None:
     wait_without_spinning()
-    try:
-        import scipy  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(error.name or "transformers", "train") from error
+    import transformers
+
     from training.calibrating.run import calibrate
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     calibrate(config)
 
 
-@entry_point("calibrate", extra="train")
 def main(args: Sequence[str] | None = None) -> int:
     """Entry point of `calibrate`."""
     return run_command(

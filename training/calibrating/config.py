@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
 
 
@@ -14,7 +15,7 @@ class CalibrateConfig:
     """Shift and scale a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint."""
 
     INPUTS = ("predictor", "data")
-    OUTPUTS = ("out",)
+    OUTPUTS = ("out", "report")
 
     predictor: str
     """Checkpoint folder of train with a length head."""
@@ -25,13 +26,9 @@ class CalibrateConfig:
     overwrite: bool = False
     """Replace an earlier checkpoint at `out`, if it holds nothing else; anything else there is never replaced."""
     method: Literal["auto", "likelihood", "quantiles", "coverage", "identity"] = "auto"
-    """How shift and scale are estimated; auto: what covers best on held-out prompts of the data, pooling included."""
-    pooling: float = 0.0
-    """Weight, from 0 to 1, of the estimate for all served models together in that of each; with auto it is chosen."""
+    """How shift and scale are estimated; auto: as covers best on held-out prompts of the data. How far served models are pooled is chosen in the same way."""
     split: Literal["all", "train", "validation", "test"] = "all"
     """Which prompts: all, or a split as training made it (by prompt id)."""
-    folds: int = 5
-    """Folds of the prompts, by hash of the text, for the cross-validation of auto."""
     conformal_fraction: float = 0.4
     """Fraction of the prompts that only the conformal quantiles are made from; the others fit shift and scale."""
     seed: int = 0
@@ -44,23 +41,16 @@ class CalibrateConfig:
     """Prompts per call of the model."""
     threads: int | None = None
     """Threads of the model; unset: torch's own choice."""
+    report: str | None = None
+    """HTML file to write: coverage of each served model before and after."""
     progress: bool = True
     """Show progress bars on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(name, value, "integers > 0")
+        check_ranges(self, batch_size=(1, INTEGERS), max_tokens=(1, INTEGERS), seed=(0, INTEGERS))
         check_threads("threads", self.threads)
         if not 0 < self.conformal_fraction < 1:
             raise InputError("conformal_fraction", self.conformal_fraction, "numbers between 0 and 1")
-        if not 0 <= self.pooling <= 1:
-            raise InputError("pooling", self.pooling, "numbers from 0 to 1")
-        if self.folds < 2:
-            raise InputError("folds", self.folds, "integers >= 2")
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "integers >= 0")
 
     @property
     def keys(self) -> tuple[str, ...]:

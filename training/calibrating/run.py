@@ -1,4 +1,4 @@
-"""A calibrated checkpoint from a checkpoint and samples that it was not trained on."""
+"""A calibrated checkpoint from a checkpoint and samples that it was not trained on, and the report on it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from numpy.typing import NDArray
 
 from data_gen.splits import unit_hash
 from predictors.manifest import CONFORMAL
-from predictors.modules import Checkpoint, load_checkpoint, save_checkpoint
-from predictors.modules.checkpoint import KIND
+from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, save_checkpoint
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, folder_target, sha256_file, write_json
+from scheduler_core.files import existing_file, folder_target, sha256_file, writable_target, write_json
+from scheduler_core.report.page import Page
 from training.calibrating.config import CalibrateConfig
-from training.calibrating.conformal import fit_conformal
-from training.calibrating.residuals import Residuals
-from training.calibrating.shift_and_scale import SelectedCalibration, fit_calibration, select_calibration
-from training.evaluating.conformal import ConformalQuantiles
+from training.calibrating.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
-from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split, prompts_of
+from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split
+from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.prediction import pick_device
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
+#: Folds of the prompts, by hash of the text, for the cross-validation.
+FOLDS = 5
 _COPIED_FILES = ("metrics.csv", "run.json")
 
 
@@ -44,24 +44,34 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
-    checkpoint = _uncalibrated(config.predictor)
+    checkpoint = load_checkpoint(config.predictor)
+    if checkpoint.config.heads.length is None:
+        raise InputError("predictor", config.predictor, "a checkpoint with a length head")
+    checkpoint.model.set_calibration(None)
+    checkpoint.model.to(pick_device("auto"))
+    conditioning = checkpoint.config.conditioning
+    names = () if conditioning is None else conditioning.served_models
+    report = None if config.report is None else writable_target(config.report, "report")
     rows = _rows(config, checkpoint)
-    residuals = _residuals(
-        checkpoint, rows, InferenceOptions(config.batch_size, config.threads, config.progress)
+    options = InferenceOptions(config.batch_size, config.threads, config.progress)
+    residuals = _residuals(checkpoint, rows, names, options)
+    for_conformal, fitting = _parts(
+        residuals, rows, f"conformal\x00{config.seed}", [config.conformal_fraction]
     )
-    names = _served_models(checkpoint)
-    is_conformal = _uniform(rows, config.seed, "conformal") < config.conformal_fraction
-    fitting, for_conformal = _parts(residuals, rows, [~is_conformal, is_conformal])
-    selected = _select(fitting, rows, config, len(names))
+    folds = _parts(fitting, rows, f"folds\x00{config.seed}", np.arange(1, FOLDS) / FOLDS)
+    selected = select_calibration(
+        folds, len(names), list(METHODS) if config.method == "auto" else [config.method]
+    )
     calibrated = for_conformal.calibrated(selected.calibration)
     conformal = fit_conformal(calibrated, names, np.random.default_rng(config.seed))
+    coverage = {"before": for_conformal.coverage(), "after": calibrated.coverage()}
     summary = {
         "method": selected.method,
         "pooling": selected.pooling,
         **selected.calibration.to_json(),
         "served_models": list(names),
         "held_out_trials": selected.trials,
-        "coverage_of_conformal_rows": {"before": for_conformal.coverage(), "after": calibrated.coverage()},
+        "coverage_of_conformal_rows": coverage,
         "data": {
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
@@ -73,32 +83,28 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         "versions": versions_of(("numpy", "scipy", "torch")),
     }
     checkpoint.model.set_calibration(selected.calibration)
-    _write(out, checkpoint, conformal, summary, overwrite=config.overwrite)
-    before, after = (summary["coverage_of_conformal_rows"][name] for name in ("before", "after"))
+    copies = {name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()}
+    with tempfile.TemporaryDirectory() as folder:
+        write_json(Path(folder) / CONFORMAL, conformal.to_json())
+        save_checkpoint(
+            out,
+            checkpoint.model,
+            checkpoint.tokenizer,
+            checkpoint.training_info | {"calibration": summary},
+            extra_files=copies | {CONFORMAL: Path(folder) / CONFORMAL},
+            overwrite=config.overwrite,
+        )
+    if report is not None:
+        write_report(report, summary)
     log.info(
         "method %s, pooling %g; largest shift of coverage over served models and levels, on prompts it was not fitted to: "
         "%.1f points before, %.1f after",
         selected.method,
         selected.pooling,
-        100 * before["largest_shift"],
-        100 * after["largest_shift"],
+        100 * coverage["before"]["largest_shift"],
+        100 * coverage["after"]["largest_shift"],
     )
     return summary
-
-
-def _uncalibrated(folder: str) -> Checkpoint:
-    """The checkpoint without the calibration it may have, on CUDA where there is a device."""
-    checkpoint = load_checkpoint(folder)
-    if checkpoint.config.heads.length is None:
-        raise InputError("predictor", folder, "a checkpoint with a length head")
-    checkpoint.model.set_calibration(None)
-    checkpoint.model.to(pick_device("auto"))
-    return checkpoint
-
-
-def _served_models(checkpoint: Checkpoint) -> tuple[str, ...]:
-    conditioning = checkpoint.config.conditioning
-    return () if conditioning is None else conditioning.served_models
 
 
 def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
@@ -111,7 +117,6 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     )
     conversations = checkpoint.config.conversations
     fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=conversations)
-    prompts_of(fits)
     if config.split != "all":
         split = checkpoint.training_info.get("data", {}).get("split")
         if not isinstance(split, Mapping):
@@ -120,11 +125,13 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     return EvaluationRows.of(fits)
 
 
-def _residuals(checkpoint: Checkpoint, rows: EvaluationRows, options: InferenceOptions) -> Residuals:
+def _residuals(
+    checkpoint: Checkpoint, rows: EvaluationRows, names: Sequence[str], options: InferenceOptions
+) -> Residuals:
     prediction = predict_rows(checkpoint, rows.prompts, rows.served_models, rows.temperatures, options)
     mu, sigma = prediction.mu, prediction.sigma
     assert mu is not None and sigma is not None  # noqa: PT018
-    number = {name: number for number, name in enumerate(_served_models(checkpoint), start=1)}
+    number = {name: number for number, name in enumerate(names, start=1)}
     model = np.array([number.get(name or "", 0) for name in rows.served_models], dtype=np.intp)
     _, prompt = distinct(rows.prompts)
     owner = rows.outputs.owner
@@ -142,56 +149,47 @@ def _residuals(checkpoint: Checkpoint, rows: EvaluationRows, options: InferenceO
     )
 
 
-def _uniform(rows: EvaluationRows, seed: int, purpose: str) -> NDArray[np.float64]:
-    """A number in [0, 1) for each row [R], equal for equal prompts."""
-    numbers = {text: unit_hash(f"{purpose}\x00{seed}\x00{text}") for text in set(rows.prompts)}
-    return np.array([numbers[text] for text in rows.prompts])
-
-
-def _parts(residuals: Residuals, rows: EvaluationRows, masks: Sequence[NDArray[np.bool_]]) -> list[Residuals]:
-    """Residuals of the rows in each mask.
+def _parts(
+    residuals: Residuals, rows: EvaluationRows, purpose: str, bounds: Sequence[float] | NDArray[np.float64]
+) -> list[Residuals]:
+    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1.
 
     Raises:
         InputError: A part is empty.
     """
-    parts = [residuals.take(mask[residuals.row]) for mask in masks]
+    hashes = {text: unit_hash(f"{purpose}\x00{text}") for text in set(rows.prompts)}
+    part = np.searchsorted(bounds, [hashes[text] for text in rows.prompts], side="right")
+    parts = [residuals.take(part[residuals.row] == number) for number in range(len(bounds) + 1)]
     if not all(len(part) for part in parts):
-        raise InputError(
-            "data, prompts",
-            len(set(rows.prompts)),
-            f"enough of them for {len(parts)} parts by a hash of the text",
-        )
+        allowed = f"enough of them for {len(parts)} parts by a hash of the text"
+        raise InputError("data, prompts", len(hashes), allowed)
     return parts
 
 
-def _select(
-    fitting: Residuals, rows: EvaluationRows, config: CalibrateConfig, num_models: int
-) -> SelectedCalibration:
-    if config.method != "auto":
-        calibration = fit_calibration(fitting, num_models, config.method, config.pooling)
-        return SelectedCalibration(config.method, config.pooling, calibration, {})
-    fold = np.floor(_uniform(rows, config.seed, "folds") * config.folds)
-    masks = [fold == number for number in range(config.folds)]
-    return select_calibration(_parts(fitting, rows, masks), num_models)
-
-
-def _write(
-    out: Path,
-    checkpoint: Checkpoint,
-    conformal: ConformalQuantiles,
-    summary: Mapping[str, Any],
-    *,
-    overwrite: bool,
-) -> None:
-    copies = {name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()}
-    with tempfile.TemporaryDirectory() as folder:
-        quantiles = Path(folder) / CONFORMAL
-        write_json(quantiles, conformal.to_json())
-        save_checkpoint(
-            out,
-            checkpoint.model,
-            checkpoint.tokenizer,
-            checkpoint.training_info | {"calibration": dict(summary)},
-            extra_files=copies | {CONFORMAL: quantiles},
-            overwrite=overwrite,
+def write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
+    """Writes the page out of the summary of `calibrate`."""
+    names = ["unknown", *summary["served_models"]]
+    sides: list[Mapping[str, Any]] = [
+        summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")
+    ]
+    numbers = list(sides[0])
+    levels = [percent(level) for level in COVERAGE_LEVELS]
+    page = Page(
+        "Calibration",
+        f"Method {summary['method']}, pooling {summary['pooling']:g}: shift of mu and scale of sigma for each served "
+        f"model, from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
+    )
+    page.heading("Coverage on prompts that nothing was fitted to")
+    header = ("served model", "mu shift", "sigma scale", *(f"{level}, before" for level in levels), *levels)
+    rows = [
+        (
+            names[int(number)],
+            summary["mu_shift"][int(number)],
+            summary["sigma_scale"][int(number)],
+            *(side[number][level] for side in sides for level in levels),
         )
+        for number in numbers
+    ]
+    page.table(header, rows)
+    page.note("Fraction of samples below the predicted quantile, where that lies below max_tokens.")
+    page.write(path)

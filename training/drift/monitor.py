@@ -7,6 +7,23 @@ With z = ((ln x - mu) / sigma - shift) / scale and w = (nu + 1) / (nu + z^2), a 
 
 where h = max(1 / (n + 20), 1 / memory) falls to a constant, so that old outputs are forgotten; n starts again at an
 alarm. A truncated output counts with the score of P(T > z): hazard(z) in place of w z, and z hazard(z) in place of w z^2 - 1.
+
+The sequential test is of u ~ uniform on [0, 1], u = F(x): are predicted distributions still right?
+
+Bets. Each bet j multiplies by b_j(u) = 1 + l g(u), where g has mean 0 over [0, 1] and values in [-1, 1], 0 < |l| < 1, so
+that E b_j(u) = 1 while the predictions are right. Three g, each for both signs of l:
+
+- 2 u - 1: outputs have become longer or shorter;
+- 2 |2 u - 1| - 1: they vary more or less than predicted;
+- 1 if u > 0.9 and -1/9 else: the long tail has changed.
+
+Of u only an interval [a, b] is observed: a length of x tokens stands for [F(x - 1/2), F(x + 1/2)], a truncated output
+for [F(max_tokens - 1/2), 1]. A bet then multiplies by its mean over the interval, which is its conditional expectation and so keeps
+the mean of 1.
+
+Alarm. R_j <- (1 + R_j) b_j(u), from 0 (Shiryaev-Roberts: a bet opened at every step); S = mean of the R_j. S - t is a
+martingale while predictions are right, so with an alarm at S >= A the mean time to a false alarm is at least A,
+whatever nu, mu, sigma and max_tokens the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
 from __future__ import annotations
@@ -15,18 +32,81 @@ import math
 from collections import deque
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, ValidationInfo, field_validator
 from scipy import special
 
 from data_gen.feedback_record import Mu, Nu, Sigma, Strict
 from scheduler_core.lengths.student_t import student_t_hazard
-from training.drift.detector import DriftDetector
+
+FloatArray = NDArray[np.float64]
+STAKES = (0.05, 0.15, 0.4, 0.8)
+TAIL = 0.9
+KINDS = ("longer", "shorter", "wider", "narrower", "more_tail", "less_tail")
+
+
+def interval_means(low: float, high: float) -> tuple[float, float, float]:
+    """Means of the three g over [low, high], 0 <= low <= high <= 1."""
+    if high - low < 1e-9:
+        u = 0.5 * (low + high)
+        return 2 * u - 1, 2 * abs(2 * u - 1) - 1, (1.0 if u > TAIL else 0.0) * 10 / 9 - 1 / 9
+    width = high - low
+    beyond = max(high - max(low, TAIL), 0.0) / width
+    return low + high - 1, (_scale_integral(high) - _scale_integral(low)) / width, beyond * 10 / 9 - 1 / 9
+
+
+def _scale_integral(u: float) -> float:
+    """Integral of 2 |2 v - 1| - 1 from 0 to u."""
+    return u - 2 * u * u if u <= 0.5 else 2 * u * u - 3 * u + 1
+
+
+class DriftDetector:
+    """The test of one served model; constant memory.
+
+    Args:
+        arl: Alarm at this value of S: the mean number of outcomes to a false alarm is at least that.
+
+    Attributes:
+        value: S.
+        num_steps: Outcomes since the start or the last alarm.
+    """
+
+    def __init__(self, arl: float) -> None:
+        self.arl = arl
+        stakes = np.array(STAKES)
+        self._stakes = np.stack([sign * stakes for _ in range(3) for sign in (1.0, -1.0)])
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts the test again."""
+        self._sums = np.zeros_like(self._stakes)
+        self.value = 0.0
+        self.num_steps = 0
+
+    def update(self, low: float, high: float) -> bool:
+        """Updates the test with an interval that holds u; returns whether there is an alarm.
+
+        Args:
+            low, high: Ends of the interval.
+        """
+        location, scale, tail = interval_means(low, high)
+        gains = np.array([location, location, scale, scale, tail, tail])[:, None]
+        # Far beyond the alarm; keeps the sums finite.
+        self._sums = np.minimum((1.0 + self._sums) * (1.0 + self._stakes * gains), 1e100)
+        self.value = float(self._sums.mean())
+        self.num_steps += 1
+        return self.value >= self.arl
+
+    @property
+    def reason(self) -> str:
+        """The kind of bet with the largest gain."""
+        return KINDS[int(np.argmax(self._sums.sum(axis=1)))]
+
 
 LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
-UNNAMED = "(unnamed)"
 Length = Annotated[int, Field(ge=1, lt=2**53)]
 _FIRST = 20
-_MOST_STEP = 1.0
 
 
 class ObservedOutput(Strict):
@@ -37,8 +117,8 @@ class ObservedOutput(Strict):
         output_tokens: Length of the output; of a truncated one the length it was truncated at.
         max_tokens: Limit of the output, at least output_tokens; None if there is none.
         finished: False where it was truncated; by default whether output_tokens is below max_tokens.
-        served_model: Name of the model.
-        time: In the unit of the stream; None if it has none.
+        served_model: Name of the model; None if it has none.
+        time: In the unit of the stream, if it has one; it is only repeated.
     """
 
     mu: Mu
@@ -46,9 +126,9 @@ class ObservedOutput(Strict):
     nu: Nu = 3.5
     output_tokens: Length
     max_tokens: Length | None = None
-    finished: bool = Field(default=None, validate_default=True)
-    served_model: str = Field(default=UNNAMED, min_length=1)
-    time: float | str | None = None
+    finished: bool | None = None
+    served_model: Annotated[str, Field(min_length=1)] | None = None
+    time: Any = None
 
     @field_validator("max_tokens")
     @classmethod
@@ -58,27 +138,12 @@ class ObservedOutput(Strict):
             raise ValueError(f"at least output_tokens = {tokens}")
         return value
 
-    @field_validator("finished", mode="before")
-    @classmethod
-    def _below_max_tokens(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None:
-            return value
-        limit = info.data.get("max_tokens")
-        return limit is None or info.data.get("output_tokens", 0) < limit
-
-    @field_validator("served_model", mode="before")
-    @classmethod
-    def _named(cls, value: Any) -> Any:
-        return UNNAMED if value is None else value
-
-    @field_validator("time", mode="plain")
-    @classmethod
-    def _number_or_text(cls, value: Any) -> Any:
-        if value is None or isinstance(value, str):
-            return value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 2**63:
-            raise ValueError("a number below 2**63 or text")
-        return value
+    @property
+    def is_finished(self) -> bool:
+        """Whether the output was not truncated."""
+        if self.finished is None:
+            return self.max_tokens is None or self.output_tokens < self.max_tokens
+        return self.finished
 
 
 class RunningCalibration:
@@ -94,29 +159,20 @@ class RunningCalibration:
         self.scale = 1.0
         self.num_outcomes = 0
 
-    def reset_rate(self) -> None:
-        """Resets the learning rate: after a change the old outputs do not count."""
-        self.num_outcomes = 0
-
     def update(self, z: float, nu: float, finished: bool) -> None:
         """Updates with the residual z = (ln x - mu) / sigma of an output; of a truncated one at max_tokens."""
         self.num_outcomes += 1
         step = max(1 / (self.num_outcomes + _FIRST), 1 / self._memory)
         own = (z - self.shift) / self.scale
         if finished:
-            weight = 1.0 if math.isinf(nu) else (nu + 1) / (nu + own * own)
+            weight = (nu + 1) / (nu + own * own)
             by_shift, by_scale = weight * own, weight * own * own - 1
         else:
             rate = student_t_hazard(own, nu)
             by_shift, by_scale = rate, own * rate
-        shift_gain = 1.0 if math.isinf(nu) else (nu + 3) / (nu + 1)
-        scale_gain = 0.5 if math.isinf(nu) else (nu + 3) / (2 * nu)
-        self.shift += self.scale * _limited(step * by_shift * shift_gain)
-        self.scale = min(max(self.scale * math.exp(_limited(step * by_scale * scale_gain)), 1e-3), 1e3)
-
-
-def _limited(step: float) -> float:
-    return min(max(step, -_MOST_STEP), _MOST_STEP)
+        self.shift += self.scale * min(max(step * by_shift * (nu + 3) / (nu + 1), -1.0), 1.0)
+        growth = math.exp(min(max(step * by_scale * (nu + 3) / (2 * nu), -1.0), 1.0))
+        self.scale = min(max(self.scale * growth, 1e-3), 1e3)
 
 
 class ModelMonitor:
@@ -143,17 +199,26 @@ class ModelMonitor:
     def update(self, output: ObservedOutput) -> dict[str, Any] | None:
         """Updates with an output; returns the content of an alarm, if there is one."""
         self.num_outcomes += 1
-        self.num_truncated += not output.finished
-        low, high, at_length, at_limit = _probabilities(output, self.in_use)
+        self.num_truncated += not output.is_finished
+        finished, tokens, nu = output.is_finished, output.output_tokens, output.nu
+
+        def residual(length: float) -> float:
+            return (math.log(length) - output.mu) / output.sigma
+
+        # scipy's functions of one number: `student_t_cdf` takes 90 times as long.
+        at_length, at_limit = special.stdtr(nu, residual(tokens)), 1.0
+        if output.max_tokens is not None or not finished:
+            at_limit = special.stdtr(nu, residual(output.max_tokens or tokens))
         self._covered.append(
             tuple(
-                None if at_limit < level else int(output.finished and at_length <= level)
+                None if at_limit < level else int(finished and at_length <= level)
                 for level in LEVELS.values()
             )
         )
-        z = (math.log(output.output_tokens) - output.mu) / output.sigma
-        self.running.update(z, output.nu, output.finished)
-        if not self.detector.update(low, high):
+        shift, scale = self.in_use
+        low, high = (special.stdtr(nu, (residual(tokens + half) - shift) / scale) for half in (-0.5, 0.5))
+        self.running.update(residual(tokens), nu, finished)
+        if not self.detector.update(low, high if finished else 1.0):
             return None
         self.num_alarms += 1
         alarm = {
@@ -166,7 +231,7 @@ class ModelMonitor:
         }
         self.in_use = (self.running.shift, self.running.scale)
         self.detector.reset()
-        self.running.reset_rate()
+        self.running.num_outcomes = 0  # after a change the old outputs do not count
         return alarm
 
     def coverage(self) -> dict[str, dict[str, float | int | None]]:
@@ -194,27 +259,3 @@ class ModelMonitor:
             "recalibration": self.recalibration(),
             "recalibration_in_use": {"mu_shift": self.in_use[0], "sigma_scale": self.in_use[1]},
         }
-
-
-def _probabilities(output: ObservedOutput, in_use: tuple[float, float]) -> tuple[float, float, float, float]:
-    """Ends of the interval of u under the recalibrated prediction; F(length) and F(max_tokens) under the original one."""
-    shift, scale = in_use
-
-    def residual(tokens: float) -> float:
-        return (math.log(tokens) - output.mu) / output.sigma
-
-    def recalibrated(tokens: float) -> float:
-        return _cdf((residual(tokens) - shift) / scale, output.nu)
-
-    length = float(output.output_tokens)
-    at_length = _cdf(residual(length), output.nu)
-    at_limit = 1.0 if output.max_tokens is None else _cdf(residual(float(output.max_tokens)), output.nu)
-    if not output.finished and output.max_tokens is None:
-        at_limit = at_length
-    high = recalibrated(length + 0.5) if output.finished else 1.0
-    return recalibrated(length - 0.5), high, at_length, at_limit
-
-
-def _cdf(z: float, nu: float) -> float:
-    """Student's t of one number by scipy: `student_t_cdf` takes 90 times as long."""
-    return float(special.ndtr(z) if math.isinf(nu) else special.stdtr(nu, z))

@@ -13,20 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize
+from threadpoolctl import threadpool_limits
 
 from scheduler_core.errors import InputError
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
 from training.fitting.kernels import groups as kernel
-from training.fitting.kernels.distances import group_distances
-from training.fitting.kernels.likelihood import Observations, constants_of, evaluate
+from training.fitting.kernels.likelihood import Model, Observations, constants_of, evaluate
+from training.fitting.kernels.solve import log_t_model
 
 FloatArray = NDArray[np.float64]
 FamilyName = Literal["log-t", "log-normal", "gamma", "weibull", "exponential"]
@@ -34,10 +34,14 @@ Solver = Literal["batched", "lbfgsb"]
 #: Smallest sigma of a fit. Where a fraction above nu/(nu+1) of the lengths is equal the likelihood has no maximum (Kent &
 #: Tyler 1991), sigma -> 0; a thousandth of the length is finer than one token in a thousand.
 SIGMA_FLOOR = 1e-3
+_FLOOR = math.log(SIGMA_FLOOR)
 #: Groups of fewer samples are not fitted.
 MIN_SAMPLES = 3
 # L-BFGS-B's line search ends where the likelihood, of sixteen digits, no longer grows: at slopes of about 1e-7.
 _LBFGSB_SLOPE = 1e-5
+#: Where L-BFGS-B starts over ln nu in [1, 100]; at infinity, the log-normal, nu stays.
+_FIRST_NU = (1.0, 4.0, 20.0, math.inf)
+_NU_STEP = 1e-4
 # Worse than any mean log-likelihood: the objective beyond the float range.
 _FAR = 1e30
 _NOTHING = np.empty(0)
@@ -45,30 +49,33 @@ _MAX_INSERTION_SORT = 48
 _NOT_FITTED = kernel.ALL_CENSORED | kernel.TOO_FEW_SAMPLES
 
 
-@dataclass(frozen=True, slots=True)
-class Solution:
+class Solution(NamedTuple):
     """Maxima over a kernel's parameters, arrays [G]; see `kernels` for what m and s mean in each family.
 
     Attributes:
         m, s, nu: Location, ln of the scale, degrees of freedom.
+        log_likelihood: Of all samples, x in tokens.
         se_m, se_s, se_log_nu, cov_m_s: Standard errors by the observed information, and the covariance of m and s;
             NaN where the data do not determine them.
+        slope: The largest that is left.
     """
 
     m: FloatArray
     s: FloatArray
     nu: FloatArray
+    log_likelihood: FloatArray
     se_m: FloatArray
     se_s: FloatArray
     se_log_nu: FloatArray
     cov_m_s: FloatArray
+    slope: FloatArray
 
 
 Columns = dict[str, FloatArray]
 
 
 def _location_scale(at: Solution) -> tuple[Columns, Columns]:
-    sigma = np.where(at.s <= math.log(SIGMA_FLOOR), SIGMA_FLOOR, np.exp(at.s))
+    sigma = np.where(at.s <= _FLOOR, SIGMA_FLOOR, np.exp(at.s))
     values = {"mu": at.m, "sigma": sigma, "nu": at.nu}
     return values, {"mu": at.se_m, "sigma": sigma * at.se_s, "nu": at.nu * at.se_log_nu}
 
@@ -123,7 +130,7 @@ def family_of(name: str, nu: float | None = 3.5) -> Family:
     """The family of this name; `nu` (None = free) matters for the log-t only.
 
     Raises:
-        InputError: No such family, or nu is not above 0.
+        InputError: nu is not above 0.
     """
     if name == "log-t":
         if nu is None:
@@ -131,8 +138,6 @@ def family_of(name: str, nu: float | None = 3.5) -> Family:
         if not nu > 0:
             raise InputError("nu", nu, "a number above 0 (inf = log-normal), or free")
         return Family("log_t", LOG_T, float(nu), False, 2, _location_scale)
-    if name not in _FAMILIES:
-        raise InputError("family", name, " | ".join(get_args(FamilyName)))
     return _FAMILIES[name]
 
 
@@ -158,22 +163,9 @@ class SortedLengths:
         offsets: NDArray[np.integer],
         weights: FloatArray | None = None,
     ) -> SortedLengths:
-        """Sorts flat lengths [S] within each group.
-
-        Raises:
-            InputError: A length below 1, a weight not above 0, or shapes that do not fit each other.
-        """
+        """Sorts flat lengths [S], at least 1, within each group."""
         flat = np.ascontiguousarray(lengths, dtype=np.int64)
         ends = np.ascontiguousarray(offsets, dtype=np.int64)
-        if flat.ndim != 1 or flat.shape != finished.shape or ends[0] != 0 or ends[-1] != len(flat):
-            raise InputError("lengths", flat.shape, "one dimension, as many as finished has, as offsets say")
-        if len(flat) and flat.min() < 1:
-            raise InputError("lengths", int(flat.min()), "integers of at least 1, in tokens")
-        if (np.diff(ends) < 0).any():
-            raise InputError("offsets", ends.tolist()[:10], "non-decreasing integers")
-        if weights is not None and not (np.isfinite(weights) & (weights > 0)).all():
-            bad = weights[~(np.isfinite(weights) & (weights > 0))][0]
-            raise InputError("weights", float(bad), "finite numbers above 0")
         keys = 2 * flat + ~finished
         if weights is not None:
             order = np.lexsort((keys, np.repeat(np.arange(len(ends) - 1), np.diff(ends))))
@@ -200,16 +192,19 @@ class Estimates:
     Attributes:
         family: What was fitted.
         solution: Parameters and standard errors as the kernels name them.
-        log_likelihood: Of all samples, x in tokens.
         flags: Bits of `kernels.groups`, [G].
         converged: No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or all samples are equal; [G].
     """
 
     family: Family
     solution: Solution
-    log_likelihood: FloatArray
     flags: NDArray[np.int64]
     converged: NDArray[np.bool_]
+
+    @property
+    def log_likelihood(self) -> FloatArray:
+        """Of all samples, x in tokens [G]; NaN where not fitted."""
+        return self.solution.log_likelihood
 
     @property
     def fitted(self) -> NDArray[np.bool_]:
@@ -218,25 +213,23 @@ class Estimates:
 
     def distances(self, sample: SortedLengths) -> tuple[FloatArray, FloatArray]:
         """Kolmogorov-Smirnov and Anderson-Darling statistics [G] of the sample; NaN where not fitted."""
-        at = self.solution
-        code, nu = self.family.code, self.family.nu
-        both = group_distances(
-            sample.keys,
-            sample.weights,
-            sample.offsets,
-            code,
-            at.nu,
-            _NOTHING if nu is None else _constants(code, nu),
-            at.m,
-            at.s,
-            self.fitted,
+        at, free = self.solution, self.family.nu is None
+        model = _model(self.family)
+        both = kernel.group_distances(
+            sample.keys, sample.weights, sample.offsets, model, free, at.m, at.s, at.nu, self.fitted
         )
         return both[:, 0], both[:, 1]
 
 
-@lru_cache(maxsize=256)
-def _constants(family: int, nu: float) -> FloatArray:
-    return constants_of(family, nu)
+def _model(family: Family, nu: float | None = None) -> Model:
+    """The family as the kernels take it; `nu` where it is free."""
+    if nu is not None and family.nu is None:
+        return log_t_model(nu, _FLOOR)
+    nu = math.inf if family.nu is None else family.nu
+    return Model(family.code, nu, _constants(family.code, nu), family.fixed_scale, _FLOOR)
+
+
+_constants = lru_cache(maxsize=256)(constants_of)
 
 
 def estimate(
@@ -250,117 +243,89 @@ def estimate(
         solver: batched = compiled Newton for all groups; lbfgsb = scipy's L-BFGS-B, group by group (the paper's).
             Groups that the first does not bring to its target are handed to the second.
         integers: Whether a finished length x stands for [x - 1/2, x + 1/2] instead of the density at x.
-
-    Raises:
-        InputError: lbfgsb with free nu, which only the batched solver profiles.
     """
     numbers, flags, converged = kernel.fit_groups(
-        sample.keys,
-        sample.weights,
-        sample.offsets,
-        family.code,
-        math.inf if family.nu is None else family.nu,
-        _constants(family.code, math.inf if family.nu is None else family.nu),
-        family.nu is None,
-        family.fixed_scale,
-        integers,
-        math.log(SIGMA_FLOOR),
-        MIN_SAMPLES,
+        sample.keys, sample.weights, sample.offsets, _model(family), family.nu is None, integers, MIN_SAMPLES
     )
     usable = (flags & (_NOT_FITTED | kernel.CONSTANT)) == 0
-    if solver == "lbfgsb":
-        if family.nu is None:
-            raise InputError("solver", solver, "batched, where nu is free")
-        again = np.flatnonzero(usable)
-    else:
-        again = np.flatnonzero(usable & ~converged)
+    again = np.flatnonzero(usable if solver == "lbfgsb" else usable & ~converged)
     if len(again):
-        with one_blas_thread():
+        # The optimizer's arrays of two numbers are forty times slower with more threads.
+        with threadpool_limits(limits=1, user_api="blas"):
             for number in again:
                 flags[number], converged[number] = _by_lbfgsb(
                     sample.group(int(number)), family, integers, numbers[number]
                 )
-    solution = Solution(
-        m=numbers[:, 0],
-        s=numbers[:, 1],
-        nu=numbers[:, 2],
-        se_m=numbers[:, 4],
-        se_s=numbers[:, 5],
-        se_log_nu=numbers[:, 6],
-        cov_m_s=numbers[:, 7],
-    )
-    return Estimates(family, solution, numbers[:, 3], flags, converged)
+    return Estimates(family, Solution(*numbers.T), flags, converged)
 
 
 def _by_lbfgsb(group: SortedLengths, family: Family, integers: bool, numbers: FloatArray) -> tuple[int, bool]:
-    """Fits one group over (m, s) by scipy and writes its row of `numbers`; returns flags and convergence.
-
-    Free degrees of freedom stay where `numbers` has them.
-    """
-    nu = float(numbers[2])
-    floor = math.log(SIGMA_FLOOR)
+    """Fits one group over (m, s), and ln nu where it is free, by scipy; writes its row of `numbers`; returns flags and
+    convergence."""
     logs = np.empty(len(group.keys))
-    first = kernel.first_guess(family.code, group.keys, logs)
+    first_m, first_s = kernel.first_guess(family.code, group.keys, logs)
+    first_s = 0.0 if family.fixed_scale else max(first_s, _FLOOR)
     observations = kernel.read_observations(
         group.keys, group.weights, logs, integers, np.empty((5, len(logs)))
     )
-    constants = _constants(family.code, nu)
-    tied, tied_fraction = kernel.tie(group.keys, group.weights)
-    starts = [(first[0], 0.0 if family.fixed_scale else max(first[1], floor))]
-    if family.code == LOG_T and tied_fraction >= nu * (1.0 - tied_fraction):
-        starts.append((tied, floor))
-
-    results = [_minimize(family, nu, observations, at, floor) for at in starts]
-    m, s = min(results, key=lambda result: result[2])[:2]
-    value, by_m, by_s, mm, ms, ss = evaluate(family.code, nu, constants, observations, m, s)
-    bound = family.fixed_scale or (s <= floor and by_s < 0.0)
+    optima = []
+    for nu in _FIRST_NU if family.nu is None else (family.nu,):
+        is_free = family.nu is None and math.isfinite(nu)
+        starts = [(first_m, first_s)]
+        fraction = observations.tied_fraction
+        if family.code == LOG_T and fraction >= (1.0 if is_free else nu) * (1.0 - fraction):
+            starts.append((observations.tied, _FLOOR))
+        fits = [_minimize(family, nu, observations, at) for at in starts]
+        if is_free:
+            fits += [_minimize(family, nu, observations, fit[:2], is_free=True) for fit in fits]
+        optima += fits
+    m, s, nu, _ = min(optima, key=lambda optimum: optimum[3])
+    model = _model(family, nu)
+    value, by_m, by_s, mm, ms, ss = evaluate(model, observations, m, s)
+    bound = family.fixed_scale or (s <= _FLOOR and by_s < 0.0)
     slope = (abs(by_m) if bound else max(abs(by_m), abs(by_s))) / observations.total_weight
-    flags = kernel.describe(
-        group.keys,
-        observations,
-        family.code,
-        nu,
-        constants,
-        family.nu is None,
-        family.fixed_scale,
-        floor,
-        (m, s, value, mm, ms, ss, slope),
-        numbers,
-    )
+    fit = (m, s, value, mm, ms, ss, slope)
+    flags = kernel.describe(group.keys, model, observations, family.nu is None, fit, numbers)
     return int(flags), bool(slope <= _LBFGSB_SLOPE)
 
 
 def _minimize(
-    family: Family, nu: float, observations: Observations, start: tuple[float, float], floor: float
-) -> tuple[float, float, float]:
-    """(m, s, mean negative log-likelihood) by L-BFGS-B from `start`, m in units of the first sigma."""
-    unit = math.exp(start[1])
-    constants = _constants(family.code, nu)
+    family: Family,
+    nu: float,
+    observations: Observations,
+    start: tuple[float, float],
+    *,
+    is_free: bool = False,
+) -> tuple[float, float, float, float]:
+    """(m, s, nu, mean negative log-likelihood) by L-BFGS-B from `start` and, if it is free, from nu.
+
+    m is counted in units of the first sigma; the slope over ln nu is a central difference.
+    """
+    unit, weight = math.exp(start[1]), observations.total_weight
+
+    def derivatives(theta: FloatArray, by_log_nu: float = 0.0) -> tuple[float, float, float]:
+        model = _model(family, math.exp(theta[2] + by_log_nu) if is_free else nu)
+        return evaluate(model, observations, start[0] + unit * theta[0], theta[1])[:3]
 
     def objective(theta: FloatArray) -> tuple[float, FloatArray]:
-        value, by_m, by_s, *_ = evaluate(
-            family.code, nu, constants, observations, start[0] + unit * theta[0], theta[1]
-        )
+        value, by_m, by_s = derivatives(theta)
         if not math.isfinite(value):
-            return _FAR, np.zeros(2)
-        slope = np.array([by_m * unit / math.exp(theta[1]), by_s])
-        return -value / observations.total_weight, -slope / observations.total_weight
+            return _FAR, np.zeros(len(theta))
+        slope = [by_m * unit / math.exp(theta[1]), by_s]
+        if is_free:
+            slope.append(
+                (derivatives(theta, _NU_STEP)[0] - derivatives(theta, -_NU_STEP)[0]) / (2 * _NU_STEP)
+            )
+        return -value / weight, -np.array(slope) / weight
 
+    bounds = [(None, None), (0.0, 0.0) if family.fixed_scale else (_FLOOR, 12.0), (0.0, math.log(100.0))]
     result = optimize.minimize(
         objective,
-        np.array([0.0, start[1]]),
+        np.array([0.0, start[1], math.log(nu)] if is_free else [0.0, start[1]]),
         method="L-BFGS-B",
         jac=True,
-        bounds=[(None, None), (0.0, 0.0) if family.fixed_scale else (floor, 12.0)],
+        bounds=bounds if is_free else bounds[:2],
         options={"maxiter": 500, "ftol": 1e-16, "gtol": 1e-9},
     )
-    return start[0] + unit * float(result.x[0]), float(result.x[1]), float(result.fun)
-
-
-def one_blas_thread() -> AbstractContextManager[object]:
-    """A context in which BLAS uses one thread: the optimizer's arrays of two numbers are forty times slower with more."""
-    import scipy.optimize  # noqa: F401  (its BLAS can only be limited once it is loaded)
-    from threadpoolctl import threadpool_limits
-
-    limits: AbstractContextManager[object] = threadpool_limits(limits=1, user_api="blas")
-    return limits
+    best_nu = math.exp(result.x[2]) if is_free else nu
+    return start[0] + unit * float(result.x[0]), float(result.x[1]), best_nu, float(result.fun)

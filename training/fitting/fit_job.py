@@ -26,21 +26,23 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from tqdm import tqdm
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file, locked_folder, write_json
 from scheduler_core.json_text import parse_json
 from scheduler_core.ray_cluster import fetch_result, ray_cluster
-from training.fitting.fits import FitOptions, fit_groups, fits_table
-from training.fitting.sample_files import GROUP, ROW, SampleFile, open_samples
-from training.fitting.samples import GroupedLengths, check_enough, group_table
+from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
+from training.fitting.sample_files import SampleFile, open_samples
+from training.fitting.samples import GROUP, ROW, GroupedLengths, check_enough, group_table
 
 #: Fits of a block as a table; a function that can be sent to another process.
 Fit = Callable[[GroupedLengths, FitOptions], pa.Table]
@@ -48,35 +50,8 @@ Task = tuple[int, GroupedLengths]
 Result = tuple[int, pa.Table]
 
 MANIFEST = "manifest.json"
-# Metadata of a shard; the first is kept, as a sum, in the whole file.
-_ERRORS, _SAMPLES, _LARGEST = b"tailcast.num_errors", b"tailcast.num_samples", b"tailcast.largest_group"
 _TASKS_PER_PROCESS = 2
 _RAY_RETRIES = 3
-
-
-@dataclass(frozen=True, slots=True)
-class FitCounts:
-    """Contents of a file of fits: groups, their samples, and failed samples that were left out."""
-
-    num_groups: int
-    num_samples: int
-    num_errors: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workers:
-    """Where blocks are fitted.
-
-    Attributes:
-        processes: Number of processes, or processors of a local Ray cluster.
-        ray: Address of a Ray cluster, `local` to start one; None: no Ray.
-    """
-
-    processes: int = 1
-    ray: str | None = None
-
-
-IN_PROCESS = Workers()
 
 
 def fit_block(groups: GroupedLengths, options: FitOptions) -> pa.Table:
@@ -91,11 +66,12 @@ def fit_file(
     *,
     versions: Mapping[str, str] | None = None,
     block_groups: int = 16_384,
-    workers: Workers = IN_PROCESS,
+    processes: int = 1,
+    ray: str | None = None,
     resume: bool = True,
     progress: bool = False,
     fit: Fit = fit_block,
-) -> tuple[FitCounts, dict[str, Any]]:
+) -> dict[str, Any]:
     """Fits all groups of a file of any format and size.
 
     After an interruption of any kind the same call resumes with the finished blocks of the folder OUT.parts, which is
@@ -107,13 +83,14 @@ def fit_file(
         options: How groups are made and fitted.
         versions: Packages that the result depends on.
         block_groups: Maximum number of groups fitted at a time by one process.
-        workers: Where blocks are fitted.
+        processes: Number of processes, or processors of a local Ray cluster.
+        ray: Address of a Ray cluster, `local` to start one; None: no Ray.
         resume: Use finished blocks; False: start over.
         progress: Show a bar on stderr.
         fit: Fits a block; the same for a group whatever is around it.
 
     Returns:
-        Counts of the output, and the identity of the input.
+        The identity of the input; the output's metadata has the number of failed samples.
 
     Raises:
         InputError: The input is damaged or has a value that is not allowed; no group has enough samples; finished
@@ -128,30 +105,43 @@ def fit_file(
         raise InputError("out", str(out), "another file than the samples")
     identity = source.identity()
     parts = _Parts(out)
+    parts_of_manifest = {"samples": identity, "options": asdict(options), "versions": dict(versions or {})}
     manifest = {
-        "samples": identity,
-        "options": asdict(options),
-        "versions": dict(versions or {}),
-        "block_groups": block_groups,
+        f"{part}.{name}": value
+        for part, entries in parts_of_manifest.items()
+        for name, value in entries.items()
     }
+    manifest["block_groups"] = block_groups
     with locked_folder(parts.folder, "out"):
         is_new = parts.open(manifest, resume=resume)
         try:
-            with _progress_bar(source.num_rows, progress) as bar:
+            with tqdm(
+                total=source.num_rows,
+                desc="fitting",
+                unit="row",
+                unit_scale=True,
+                disable=not progress,
+                mininterval=0.1 if sys.stderr.isatty() else 10.0,
+            ) as bar:
                 rows: dict[int, int] = {}
                 tasks = _tasks(source, options, block_groups, parts, rows, bar)
-                with contextlib.closing(_run(fit, options, tasks, workers)) as results:
+                results = (
+                    _run_processes(fit, options, tasks, processes)
+                    if ray is None
+                    else _run_ray(fit, options, tasks, processes, ray)
+                )
+                with contextlib.closing(results):
                     for number, shard in results:
                         parts.write(number, shard)
                         bar.update(rows.pop(number))
-            counts = parts.assemble(source.path)
+            parts.assemble(source.path)
         except BaseException as error:
             # A corrected input is another input, for which no block could be used.
             if (is_new and isinstance(error, InputError)) or not parts.shards():
                 parts.clear()
             raise
         parts.clear()
-    return counts, identity
+    return identity
 
 
 def _tasks(
@@ -162,30 +152,17 @@ def _tasks(
             bar.update(table.num_rows)
             continue
         rows[number] = table.num_rows
-        yield number, _grouped(source, table, options)
-
-
-def _grouped(source: SampleFile, table: pa.Table, options: FitOptions) -> GroupedLengths:
-    rows = table.column(ROW)
-    return group_table(
-        table.drop_columns([ROW, GROUP]),
-        source.path,
-        keys=options.keys,
-        max_tokens=options.max_tokens,
-        min_samples=0,
-        weights=options.weights,
-        locate=lambda row: source.locate(rows[row].as_py()),
-    )
-
-
-def _progress_bar(total: int, enabled: bool) -> Any:
-    """A bar on stderr: redrawn on a terminal, a line every ten seconds elsewhere."""
-    from tqdm import tqdm
-
-    interval = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(
-        total=total, desc="fitting", unit="row", unit_scale=True, disable=not enabled, mininterval=interval
-    )
+        numbers = table.column(ROW)
+        groups = group_table(
+            table.drop_columns([ROW, GROUP]),
+            source.path,
+            keys=options.keys,
+            max_tokens=options.max_tokens,
+            min_samples=0,
+            weights=options.weights,
+            locate=lambda row, numbers=numbers: source.locate(numbers[row].as_py()),  # type: ignore[misc]
+        )
+        yield number, groups
 
 
 class _Parts:
@@ -195,7 +172,7 @@ class _Parts:
         self.out = out
         self.folder = out.with_name(out.name + ".parts")
 
-    def open(self, manifest: Mapping[str, Any], *, resume: bool) -> bool:
+    def open(self, manifest: dict[str, Any], *, resume: bool) -> bool:
         """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new.
 
         Raises:
@@ -205,10 +182,10 @@ class _Parts:
         names = {entry.name for entry in self.folder.iterdir()}
         if MANIFEST in names and resume:
             try:
-                earlier = parse_json((self.folder / MANIFEST).read_bytes())
-            except ValueError:
+                earlier = dict(parse_json((self.folder / MANIFEST).read_bytes()))
+            except (TypeError, ValueError):
                 earlier = {}
-            changed = _changed(earlier, manifest)
+            changed = [name for name in earlier | manifest if earlier.get(name) != manifest.get(name)]
             if changed:
                 raise InputError(
                     "resume",
@@ -236,39 +213,31 @@ class _Parts:
         with self._writing(), atomic_file(self.path(number)) as temporary:
             pq.write_table(shard, temporary, compression="zstd")
 
-    def assemble(self, samples: Path) -> FitCounts:
+    def assemble(self, samples: Path) -> None:
         """Writes the output file from all shards in order, atomically.
 
         Raises:
             InputError: No group of `samples` has enough samples to be fitted.
             TailcastError: The file cannot be written, or a shard is damaged.
         """
-        totals = {_ERRORS: 0, _SAMPLES: 0}
-        largest = num_groups = 0
         shards = self.shards()
-        for shard in shards:
-            try:
-                metadata = pq.read_metadata(shard)
-                largest = max(largest, int(metadata.metadata[_LARGEST]))
-                for name in totals:
-                    totals[name] += int(metadata.metadata[name])
-            except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-                raise TailcastError(f"{shard} is damaged; --resume false starts over") from error
-            num_groups += metadata.num_rows
-        check_enough(largest, samples)
-        schema = pq.read_schema(shards[0])
-        labels = {name: value for name, value in schema.metadata.items() if name not in (_SAMPLES, _LARGEST)}
-        schema = schema.with_metadata(labels | {_ERRORS: str(totals[_ERRORS])})
-        with self._writing():
+        largest = 0
+        try:
+            num_errors = sum(int(pq.read_schema(shard).metadata[NUM_ERRORS]) for shard in shards)
+            schema = pq.read_schema(shards[0])
+            schema = schema.with_metadata(schema.metadata | {NUM_ERRORS: str(num_errors)})
             # Made inside the folder, so that a kill leaves nothing next to the output.
             whole = self.folder / "whole.parquet"
-            with pq.ParquetWriter(whole, schema, compression="zstd") as writer:
+            with self._writing(), pq.ParquetWriter(whole, schema, compression="zstd") as writer:
                 for shard in shards:
                     for batch in pq.ParquetFile(shard).iter_batches():
+                        largest = max(largest, pc.max(batch.column("num_samples")).as_py())
                         writer.write_batch(batch.replace_schema_metadata(schema.metadata))
-            with atomic_file(self.out) as temporary:
-                shutil.move(whole, temporary)
-        return FitCounts(num_groups, totals[_SAMPLES], totals[_ERRORS])
+        except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+            raise TailcastError(f"a block in {self.folder} is damaged; --resume false starts over") from error
+        check_enough(largest, samples)
+        with self._writing(), atomic_file(self.out) as temporary:
+            shutil.move(whole, temporary)
 
     def clear(self) -> None:
         """Removes what is in the folder, the manifest last: an interrupted removal leaves a folder of ours."""
@@ -290,41 +259,10 @@ class _Parts:
             ) from error
 
 
-def _changed(earlier: Any, now: Mapping[str, Any]) -> list[str]:
-    """Names of the entries in which two manifests differ."""
-    if not isinstance(earlier, dict):
-        return ["manifest"]
-    names: list[str] = []
-    for name, value in now.items():
-        other = earlier.get(name)
-        if isinstance(value, dict) and isinstance(other, dict):
-            names += [
-                f"{name}.{part}"
-                for part in sorted(value.keys() | other.keys())
-                if value.get(part) != other.get(part)
-            ]
-        elif value != other:
-            names.append(name)
-    return names
-
-
-def _run(
-    fit: Fit, options: FitOptions, tasks: Iterator[Task], workers: Workers
-) -> Generator[Result, None, None]:
-    if workers.ray is not None:
-        return _run_ray(fit, options, tasks, workers)
-    return _run_processes(fit, options, tasks, workers.processes)
-
-
 def _fit_shard(fit: Fit, options: FitOptions, groups: GroupedLengths) -> pa.Table:
-    """A block's fits with its counts as metadata."""
+    """A block's fits with its number of failed samples as metadata."""
     table = fit(groups, options)
-    counts = {
-        _ERRORS: str(groups.num_errors),
-        _SAMPLES: str(len(groups.flat_lengths)),
-        _LARGEST: str(int(groups.counts.max())),
-    }
-    return table.replace_schema_metadata((table.schema.metadata or {}) | counts)
+    return table.replace_schema_metadata((table.schema.metadata or {}) | {NUM_ERRORS: str(groups.num_errors)})
 
 
 def _run_processes(
@@ -363,14 +301,13 @@ def _run_processes(
 
 
 def _run_ray(
-    fit: Fit, options: FitOptions, tasks: Iterator[Task], workers: Workers
+    fit: Fit, options: FitOptions, tasks: Iterator[Task], num_cpus: int, address: str
 ) -> Generator[Result, None, None]:
     """Fits tasks on a Ray cluster whose nodes all have this version of tailcast installed.
 
     A cluster this process is connected to already is used whatever the address, and left as it is.
     """
-    assert workers.ray is not None
-    with ray_cluster(workers.ray, "ray", workers.processes) as ray:
+    with ray_cluster(address, "ray", num_cpus) as ray:
         remote = ray.remote(max_retries=_RAY_RETRIES)(_fit_pickled)
         shared = ray.put((fit, options))
         yield from _in_flight(
@@ -421,10 +358,3 @@ def _start_worker() -> None:
             os._exit(1)
 
         threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def usable_cores() -> int:
-    """Number of processor cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -29,10 +29,11 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from data_gen.tables import convertible, read_parquet
@@ -40,7 +41,6 @@ from scheduler_core.errors import InputError
 from training.fitting.estimate import (
     MIN_SAMPLES,
     Estimates,
-    Family,
     FamilyName,
     FloatArray,
     Solver,
@@ -50,13 +50,13 @@ from training.fitting.estimate import (
     family_of,
 )
 from training.fitting.goodness import bootstrap, group_seed, interval_columns, ks_p_values
-from training.fitting.kernels import groups as kernel
-from training.fitting.samples import GroupedLengths, group_table, with_conversations
+from training.fitting.samples import CheckedTable, GroupedLengths, group_table, with_conversations
 
 log = logging.getLogger(__name__)
 
 SCHEMA_NAME = "fits/2"
-Censoring = Literal["right", "none"]
+#: Metadata of a file: failed samples that were left out.
+NUM_ERRORS = b"tailcast.num_errors"
 #: Flag -> what it means for a group.
 FLAGS = {
     "constant": "all lengths are equal and none is censored; sigma is its floor",
@@ -66,14 +66,8 @@ FLAGS = {
     "too_few_samples": "fewer than 3 samples: not fitted; mu is ln of the middle one, null without any",
     "nu_at_bound": "free nu ended at 1 or at infinity",
 }
-_BITS = {
-    "constant": kernel.CONSTANT,
-    "sigma_floor": kernel.SIGMA_FLOOR,
-    "all_censored": kernel.ALL_CENSORED,
-    "median_beyond_cap": kernel.MEDIAN_EXTRAPOLATED,
-    "too_few_samples": kernel.TOO_FEW_SAMPLES,
-    "nu_at_bound": kernel.NU_AT_BOUND,
-}
+#: In the order of the kernels' bits.
+_BITS = {name: 1 << number for number, name in enumerate(FLAGS)}
 #: Flags of groups whose parameters are bounds or guesses, no fit.
 NOT_FITTED = ("all_censored", "too_few_samples")
 #: Flags of groups without a fit that could be tested.
@@ -101,7 +95,7 @@ class FitOptions:
 
     family: FamilyName = "log-t"
     nu: float | None = 3.5
-    censoring: Censoring = "right"
+    censoring: Literal["right", "none"] = "right"
     integers: bool = False
     solver: Solver = "batched"
     keys: tuple[str, ...] = ("prompt_id", "model")
@@ -113,24 +107,10 @@ class FitOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self.fitted_family  # noqa: B018  (raises for a bad family or nu)
-        if self.censoring not in get_args(Censoring):
-            raise InputError("censoring", self.censoring, "right or none")
-        if self.solver not in get_args(Solver):
-            raise InputError("solver", self.solver, "batched or lbfgsb")
-        if self.solver == "lbfgsb" and self.family == "log-t" and self.nu is None:
-            raise InputError("solver", self.solver, "batched, where nu is free")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InputError("max_tokens", self.max_tokens, "integers of at least 1, or unset")
         if self.bootstrap and not 19 <= self.bootstrap <= 100_000:
             raise InputError("bootstrap", self.bootstrap, "0 for none, or 19 to 100000 replicates")
         if not 0 < self.confidence < 1:
             raise InputError("confidence", self.confidence, "a number between 0 and 1")
-
-    @property
-    def fitted_family(self) -> Family:
-        """The family to fit."""
-        return family_of(self.family, self.nu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,23 +120,14 @@ class FittedGroups:
     Attributes:
         groups: Names and samples.
         parameters: Of the family, by name.
-        log_likelihood, ks_stat, ks_p, ad_stat: Of each fit; NaN where not fitted.
-        converged: See `estimate.Estimates`.
         flag_bits: Flags as bits.
-        standard_errors: By parameter; NaN where the data do not determine one.
-        extra: Further columns: other families, bootstrap.
+        columns: Other columns of the table `fits/2` by name, from log_likelihood on; none if the fits were read.
     """
 
     groups: GroupedLengths
     parameters: dict[str, FloatArray]
-    log_likelihood: FloatArray
-    ks_stat: FloatArray
-    ks_p: FloatArray
-    ad_stat: FloatArray
-    converged: NDArray[np.bool_]
     flag_bits: NDArray[np.int64]
-    standard_errors: dict[str, FloatArray] = field(default_factory=dict)
-    extra: dict[str, FloatArray] = field(default_factory=dict)
+    columns: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.flag_bits)
@@ -164,12 +135,12 @@ class FittedGroups:
     @property
     def mu(self) -> FloatArray:
         """Location of the log-t, log tokens [G]."""
-        return self._log_t("mu")
+        return self.parameters["mu"]
 
     @property
     def sigma(self) -> FloatArray:
         """Scale of the log-t, log tokens [G]."""
-        return self._log_t("sigma")
+        return self.parameters["sigma"]
 
     @property
     def nu(self) -> float:
@@ -178,21 +149,12 @@ class FittedGroups:
         Raises:
             InputError: They differ.
         """
-        values = np.unique(self._log_t("nu"))
+        values = np.unique(self.parameters["nu"])
         if len(values) > 1:
             raise InputError(
                 f"{self.groups.path.name}, column nu", f"{len(values)} values", "one value for all groups"
             )
         return float(values[0])
-
-    def _log_t(self, name: str) -> FloatArray:
-        if name not in self.parameters:
-            raise InputError(
-                f"{self.groups.path.name}, columns",
-                list(self.parameters),
-                "mu, sigma and nu: fits of the log-t",
-            )
-        return self.parameters[name]
 
     @property
     def flags(self) -> list[tuple[str, ...]]:
@@ -215,16 +177,10 @@ class FittedGroups:
         """The groups at these positions."""
         at = np.asarray(groups, dtype=np.int64)
         return FittedGroups(
-            groups=self.groups.take(at),
-            parameters={name: values[at] for name, values in self.parameters.items()},
-            log_likelihood=self.log_likelihood[at],
-            ks_stat=self.ks_stat[at],
-            ks_p=self.ks_p[at],
-            ad_stat=self.ad_stat[at],
-            converged=self.converged[at],
-            flag_bits=self.flag_bits[at],
-            standard_errors={name: values[at] for name, values in self.standard_errors.items()},
-            extra={name: values[at] for name, values in self.extra.items()},
+            self.groups.take(at),
+            {name: values[at] for name, values in self.parameters.items()},
+            self.flag_bits[at],
+            {name: values[at] for name, values in self.columns.items()},
         )
 
 
@@ -242,55 +198,41 @@ def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:
     finished = groups.flat_finished if options.censoring == "right" else np.ones_like(groups.flat_finished)
     sample = SortedLengths.of(groups.flat_lengths, finished, groups.offsets, groups.flat_weights)
     counts = _effective_counts(sample)
-    family = options.fitted_family
+    family = family_of(options.family, options.nu)
     fits = estimate(sample, family, solver=options.solver, integers=options.integers)
-    ks, ad = fits.distances(sample)
     parameters, errors = family.parameters(fits.solution)
-    extra: dict[str, FloatArray] = {}
+    columns = _measures(sample, counts, fits)
+    columns |= {f"se_{name}": error for name, error in errors.items() if name != "nu" or family.nu is None}
+    columns["converged"] = fits.converged
     if options.alternatives:
         for label, other in compared_families(options.nu).items():
             if label != family.label:
-                extra |= _compared(sample, counts, label, estimate(sample, other, integers=options.integers))
+                compared = estimate(sample, other, solver=options.solver, integers=options.integers)
+                columns |= _measures(sample, counts, compared, f"{label}_")
     if options.bootstrap:
         result = bootstrap(
             sample,
             fits,
-            ks,
-            ad,
             replicates=options.bootstrap,
             confidence=options.confidence,
             integers=options.integers,
+            solver=options.solver,
             limits=_censoring_limits(groups, options),
-            seeds=np.array(
-                [group_seed(options.seed, groups.name(g)) for g in range(len(groups))], dtype=np.uint64
-            ),
+            seeds=[group_seed(options.seed, groups.name(g)) for g in range(len(groups))],
         )
-        extra |= {"ks_p_boot": result.ks_p, "ad_p_boot": result.ad_p} | interval_columns(fits, result)
-    return FittedGroups(
-        groups=groups,
-        parameters=parameters,
-        log_likelihood=fits.log_likelihood,
-        ks_stat=ks,
-        ks_p=ks_p_values(ks, counts),
-        ad_stat=ad,
-        converged=fits.converged,
-        flag_bits=fits.flags,
-        standard_errors={
-            name: values for name, values in errors.items() if name != "nu" or family.nu is None
-        },
-        extra=extra,
-    )
+        columns |= {"ks_p_boot": result.ks_p, "ad_p_boot": result.ad_p} | interval_columns(fits, result)
+    return FittedGroups(groups, parameters, fits.flags, columns)
 
 
-def _compared(
-    sample: SortedLengths, counts: NDArray[np.int64], label: str, fits: Estimates
-) -> dict[str, FloatArray]:
+def _measures(
+    sample: SortedLengths, counts: NDArray[np.int64], fits: Estimates, prefix: str = ""
+) -> dict[str, NDArray[Any]]:
     ks, ad = fits.distances(sample)
     return {
-        f"{label}_log_likelihood": fits.log_likelihood,
-        f"{label}_ks_stat": ks,
-        f"{label}_ks_p": ks_p_values(ks, counts),
-        f"{label}_ad_stat": ad,
+        f"{prefix}log_likelihood": fits.log_likelihood,
+        f"{prefix}ks_stat": ks,
+        f"{prefix}ks_p": ks_p_values(ks, counts),
+        f"{prefix}ad_stat": ad,
     }
 
 
@@ -312,17 +254,12 @@ def _group_sums(values: NDArray[Any], offsets: NDArray[np.int64]) -> FloatArray:
 
 def _censoring_limits(groups: GroupedLengths, options: FitOptions) -> FloatArray:
     """Length beyond which each group's samples are censored [G]: max_tokens, else the longest censored one, else inf."""
-    limits = np.full(len(groups), np.inf)
-    if options.censoring == "none":
-        return limits
-    for number, max_tokens in enumerate(groups.max_tokens):
-        rows = slice(groups.offsets[number], groups.offsets[number + 1])
-        censored = groups.flat_lengths[rows][~groups.flat_finished[rows]]
-        if max_tokens is not None:
-            limits[number] = max_tokens
-        elif len(censored):
-            limits[number] = censored.max()
-    return limits
+    limits = np.array([np.nan if limit is None else limit for limit in groups.max_tokens], dtype=np.float64)
+    longest = np.zeros(len(groups))
+    owners = np.repeat(np.arange(len(groups)), groups.counts)
+    np.maximum.at(longest, owners, np.where(groups.flat_finished, 0, groups.flat_lengths))
+    limits = np.where(np.isnan(limits), longest, limits)
+    return np.where((limits == 0) | (options.censoring == "none"), np.inf, limits)
 
 
 def fits_table(fits: FittedGroups) -> pa.Table:
@@ -332,14 +269,11 @@ def fits_table(fits: FittedGroups) -> pa.Table:
         "num_samples": pa.array(groups.counts, pa.int32()),
         "num_censored": pa.array(_group_sums(~groups.flat_finished, groups.offsets).astype(np.int32)),
         "max_tokens": pa.array(groups.max_tokens, pa.int32()),
-        "log_likelihood": _doubles(fits.log_likelihood),
-        "ks_stat": _doubles(fits.ks_stat),
-        "ks_p": _doubles(fits.ks_p),
-        "ad_stat": _doubles(fits.ad_stat),
-        **{f"se_{name}": _doubles(values) for name, values in fits.standard_errors.items()},
-        "converged": pa.array(fits.converged),
+        **{
+            name: _doubles(values) if name != "converged" else pa.array(values)
+            for name, values in fits.columns.items()
+        },
         "flags": pa.array([list(flags) for flags in fits.flags], pa.list_(pa.string())),
-        **{name: _doubles(values) for name, values in fits.extra.items()},
         "output_tokens": _lists(groups.flat_lengths, groups.offsets, pa.int32()),
         "finished": _lists(groups.flat_finished, groups.offsets, pa.bool_()),
     }
@@ -385,7 +319,7 @@ def read_fits_or_fit(
         InputError: As `group_table`; or parameters of a fits file are not finite numbers, or no row is left.
     """
     path = Path(path)
-    table = _filtered(read_parquet(path, field), path, where or {})
+    table = filtered(read_parquet(path, field), path, where or {})
     if conversations:
         table = with_conversations(table, path)
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
@@ -410,51 +344,30 @@ def read_fits_or_fit(
     return _stored_fits(table.take(pa.array(filled)), groups, path)
 
 
-def _filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
+def filtered(table: pa.Table, path: Path, where: dict[str, str]) -> pa.Table:
     for name, value in where.items():
         if name not in table.column_names:
             raise InputError(f"{path.name}, columns", table.column_names, f"also {name}")
-        values = table.column(name).to_pylist()
-        rows = [row for row, entry in enumerate(values) if entry == value]
-        if not rows:
-            existing = ", ".join(sorted(map(str, set(values)))[:20])
+        values = table.column(name).cast(pa.string())
+        rows = pc.equal(values, value)
+        if not pc.any(rows).as_py():
+            existing = ", ".join(sorted(map(str, values.unique().to_pylist()))[:20])
             raise InputError(f"{path.name}, column {name}", value, f"one of {existing}")
-        table = table.take(pa.array(rows))
+        table = table.filter(rows)
     return table
 
 
 def _stored_fits(table: pa.Table, groups: GroupedLengths, path: Path) -> FittedGroups:
-    def optional(name: str, kind: pa.DataType, default: Any) -> list[Any]:
-        if name not in table.column_names:
-            return [default] * table.num_rows
-        return list(table.column(name).cast(kind).to_pylist())
-
-    mu, sigma, nu = (_finite(table, name, path) for name in ("mu", "sigma", "nu"))
-    if (sigma <= 0).any():
-        row = int(np.argmax(sigma <= 0))
-        raise InputError(f"{path.name}, row {row}, column sigma", float(sigma[row]), "a number above 0")
-    with convertible(path.name):
-        numbers: dict[str, Any] = {
-            name: np.array(optional(name, pa.float64(), None), dtype=np.float64)
-            for name in ("log_likelihood", "ks_stat", "ks_p", "ad_stat")
-        }
-        converged = np.array(optional("converged", pa.bool_(), True), dtype=bool)
-        flags = optional("flags", pa.list_(pa.string()), None)
-    return FittedGroups(
-        groups=groups,
-        parameters={"mu": mu, "sigma": sigma, "nu": nu},
-        **numbers,
-        converged=converged,
-        flag_bits=np.array([_bits_of(names or ()) for names in flags], dtype=np.int64),
-    )
-
-
-def _finite(table: pa.Table, name: str, path: Path) -> FloatArray:
-    column = table.column(name)
-    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
-        raise InputError(f"{path.name}, column {name}", str(column.type), "numbers")
-    values = np.array(column.to_pylist(), dtype=np.float64)
-    if not np.isfinite(values).all():
-        row = int(np.argmin(np.isfinite(values)))
-        raise InputError(f"{path.name}, row {row}, column {name}", column[row].as_py(), "a finite number")
-    return values
+    source = CheckedTable(table, path)
+    parameters = {}
+    for name in ("mu", "sigma", "nu"):
+        values = source.numbers(source.array(name), name)
+        good = np.isfinite(values) & ((values > 0) | (name == "mu"))
+        source.require(good, name, "a finite number" if name == "mu" else "a finite number above 0", values)
+        parameters[name] = values
+    bits = np.zeros(len(table), dtype=np.int64)
+    if "flags" in table.column_names:
+        with convertible(path.name):
+            flags = table.column("flags").cast(pa.list_(pa.string())).to_pylist()
+        bits[:] = [_bits_of(names or ()) for names in flags]
+    return FittedGroups(groups, parameters, bits)

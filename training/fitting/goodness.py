@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import interpolate, stats
 
-from training.fitting.estimate import Estimates, FloatArray, Solution, SortedLengths, estimate
+from training.fitting.estimate import Estimates, FloatArray, Solver, SortedLengths, estimate
 from training.fitting.kernels import GAMMA, WEIBULL
 
 # Exact KS p-values cost some hundred microseconds each; from this many of one sample size on they are read off a cubic
@@ -53,8 +54,7 @@ def _p_table(count: int) -> interpolate.CubicSpline:
     return interpolate.CubicSpline(at, stats.kstwo.sf(at, count))
 
 
-@dataclass(frozen=True, slots=True)
-class Bootstrap:
+class Bootstrap(NamedTuple):
     """Result of the parametric bootstrap of G groups; NaN where a group is not fitted.
 
     Attributes:
@@ -72,14 +72,13 @@ class Bootstrap:
 def bootstrap(
     sample: SortedLengths,
     fits: Estimates,
-    ks: FloatArray,
-    ad: FloatArray,
     *,
     replicates: int,
     confidence: float,
     integers: bool,
     limits: FloatArray,
-    seeds: NDArray[np.uint64],
+    seeds: Sequence[int],
+    solver: Solver = "batched",
 ) -> Bootstrap:
     """Draws samples from each fit, rounds and censors them like the real ones, and fits and tests them again.
 
@@ -89,24 +88,23 @@ def bootstrap(
     Args:
         sample: The fitted lengths.
         fits: Their fits.
-        ks, ad: Their distances [G].
         replicates: Number for each group.
         confidence: Of the intervals, in (0, 1).
         integers: As the fit was made.
         limits: Length beyond which a group's replicates are censored, tokens, inf for never [G].
         seeds: Of each group's random stream [G], see `group_seed`.
+        solver: Of the replicates.
     """
-    count = len(sample)
-    none, pairs = np.full(count, np.nan), np.full((count, 2), np.nan)
-    result = Bootstrap(none, none.copy(), pairs, pairs.copy())
+    result = Bootstrap(*(np.full((len(sample), *shape), np.nan) for shape in ((), (), (2,), (2,))))
     at = fits.solution
+    ks, ad = fits.distances(sample)
     levels = np.array([0.5 - 0.5 * confidence, 0.5 + 0.5 * confidence])
     for g in np.flatnonzero(fits.fitted).tolist():
         size = int(sample.offsets[g + 1] - sample.offsets[g])
-        rng = np.random.Generator(np.random.PCG64(int(seeds[g])))
+        rng = np.random.Generator(np.random.PCG64(seeds[g]))
         drawn = _draw(rng, fits, g, replicates * size, float(limits[g]))
         again = SortedLengths.of(*drawn, np.arange(replicates + 1) * size)
-        refits = estimate(again, fits.family, integers=integers)
+        refits = estimate(again, fits.family, solver=solver, integers=integers)
         ks_drawn, ad_drawn = refits.distances(again)
         result.ks_p[g] = _exceeds(ks_drawn, ks[g])
         result.ad_p[g] = _exceeds(ad_drawn, ad[g])
@@ -158,18 +156,13 @@ def interval_columns(fits: Estimates, result: Bootstrap) -> dict[str, FloatArray
     Limits of the gamma family's shape and scale come from those of m and s one at a time.
     """
     at = fits.solution
-    columns = {}
-    none = np.full(len(at.m), np.nan)
     ends = []
     for limits in (result.low, result.high):
-        by_m, _ = fits.family.parameters(Solution(limits[:, 0], at.s, at.nu, none, none, none, none))
-        by_s, _ = fits.family.parameters(Solution(at.m, limits[:, 1], at.nu, none, none, none, none))
-        ends.append((by_m, by_s))
-    values, _ = fits.family.parameters(at)
-    for name in values:
-        if name == "nu":
-            continue
-        which = 0 if name in ("mu", "scale") else 1
-        pair = np.stack([ends[0][which][name], ends[1][which][name]])
+        by_m, _ = fits.family.parameters(at._replace(m=limits[:, 0]))
+        by_s, _ = fits.family.parameters(at._replace(s=limits[:, 1]))
+        ends.append({name: by_m[name] if name in ("mu", "scale") else by_s[name] for name in by_m})
+    columns = {}
+    for name in [name for name in ends[0] if name != "nu"]:
+        pair = np.stack([end[name] for end in ends])
         columns[f"{name}_low"], columns[f"{name}_high"] = pair.min(axis=0), pair.max(axis=0)
     return columns

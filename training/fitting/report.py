@@ -1,174 +1,280 @@
-"""The report on a file of fits: one self-contained page, whatever the file's size."""
+"""Statistics of a file of fits as a whole, and the report on it: one self-contained page, and its figure as PNG."""
 
 from __future__ import annotations
 
+from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.dataset as ds
+import pyarrow.parquet as pq
+from scipy import stats
 
+from scheduler_core.lengths import LogT
 from scheduler_core.report.page import Page
-from scheduler_core.report.plotting import svg
-from training.fitting.figures import (
-    MAX_POINTS,
-    FitRow,
-    draw_fits,
-    draw_parameters,
-    draw_pit,
-    draw_standard_errors,
-    pit_rows,
-    read_rows,
-    shortened,
-)
-from training.fitting.fits import FLAGS, FitOptions
-from training.fitting.summary import FAMILY_NAMES, FitNumbers, fixed, percent, read_numbers
+from scheduler_core.report.plotting import COLORS, new_figure, svg, write_png
+from training.fitting.estimate import FamilyName, FloatArray, compared_families, family_of
+from training.fitting.fits import FLAGS, NOT_FITTED, NOT_TESTED, NUM_ERRORS
+from training.fitting.samples import CARRIED
 
-_NUM_WORST = 10
-_NUM_LISTED_SAMPLES = 24
+PASS_ABOVE = 0.05
+PARAMETERS = ("mu", "sigma", "nu", "shape", "scale")
+#: Label of a family -> its name for people.
+FAMILY_NAMES = {
+    "log_t": "log-t",
+    "log_t_free": "log-t, free nu",
+    "log_normal": "log-normal",
+    "gamma": "gamma",
+    "weibull": "Weibull",
+    "exponential": "exponential",
+}
+_MEASURES = ("log_likelihood", "ks_stat", "ks_p", "ad_stat")
 
 
-def write_report(
-    fits_path: str | Path, html_path: str | Path, summary: dict[str, Any], options: FitOptions
-) -> None:
-    """Writes the page.
+def _read_numbers(path: str | Path) -> Any:
+    """Data frame of a fits file without the samples; `fitted` and `tested`: whether a row is a fit, and can be tested."""
+    with pq.ParquetFile(path) as file:
+        schema = file.schema_arrow
+        # Columns of the samples, such as prompt_tokens, come before the parameters.
+        first = min(schema.names.index(name) for name in PARAMETERS if name in schema.names)
+        names = [item.name for item in list(schema)[first:] if not pa.types.is_nested(item.type)]
+        numbers = file.read(columns=[*names, "flags"]).to_pandas()
+    for name, excluded in (("fitted", NOT_FITTED), ("tested", NOT_TESTED)):
+        numbers[name] = [set(excluded).isdisjoint(flags) for flags in numbers["flags"]]
+    return numbers
+
+
+def summarize_file(path: str | Path, family: FamilyName = "log-t", nu: float | None = 3.5) -> dict[str, Any]:
+    """Counts, flags, quantiles of the parameters and tests of the families, ready for JSON (None for no number).
 
     Args:
-        fits_path: A file `fits/2`; figures show a random part of its rows.
-        html_path: Page to write.
-        summary: The result of `summarize_file`.
-        options: Of the fit.
+        path: A file `fits/2`.
+        family, nu: What the file's main columns are fits of.
+
+    Returns:
+        num_groups, num_samples, num_censored, num_errors_left_out, num_not_converged, flags (flag -> groups), family, parameters
+        (name -> quantiles) and ks: label -> num_tested, pass_rate (plain KS p > 0.05), mean_p, mean_ad, mean_aic,
+        best_aic (fraction of groups where it has the lowest), log_likelihood_ratio (mean of ln L - ln L of the first
+        family), pass_rate_boot (None without bootstrap). Groups with a flag of NOT_TESTED are left out there.
     """
-    numbers = read_numbers(fits_path)
-    page = Page(
-        f"Fits of {Path(fits_path).name}",
-        f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
-        "groups.",
-    )
-    _add_counts(page, summary)
-    _add_families(page, summary)
-    if numbers.tested.any():
-        _add_figures(page, numbers, summary, options)
-        _add_worst(page, numbers)
-    page.write(html_path)
+    numbers = _read_numbers(path)
+    tested = numbers[numbers["tested"]]
+    main = family_of(family, nu)
+    families = {main.label: main} | compared_families(nu)
+    measures = {
+        label: {name: tested[prefix + name].to_numpy() for name in _MEASURES}
+        for label in families
+        for prefix in ["" if label == main.label else f"{label}_"]
+        if f"{prefix}log_likelihood" in tested
+    }
+    aic = {
+        label: 2.0 * families[label].num_parameters - 2.0 * values["log_likelihood"]
+        for label, values in measures.items()
+    }
+    best = np.min(np.stack(list(aic.values())), axis=0)
+    boot = tested["ks_p_boot"] > PASS_ABOVE if "ks_p_boot" in tested else None
+    return {
+        "num_groups": len(numbers),
+        "num_samples": int(numbers["num_samples"].sum()),
+        "num_censored": int(numbers["num_censored"].sum()),
+        "num_errors_left_out": int((pq.read_schema(path).metadata or {}).get(NUM_ERRORS, 0)),
+        "num_not_converged": int((~numbers["converged"]).sum()),
+        "flags": dict(sorted(Counter(chain.from_iterable(numbers["flags"])).items())),
+        "family": main.label,
+        "parameters": {
+            name: _quantiles(numbers.loc[numbers["fitted"], name].to_numpy())
+            for name in PARAMETERS
+            if name in numbers
+        },
+        "ks": {
+            label: {
+                "num_tested": len(values["ks_p"]),
+                "pass_rate": _mean(values["ks_p"] > PASS_ABOVE),
+                "pass_rate_boot": _mean(boot) if boot is not None and label == main.label else None,
+                "mean_p": _mean(values["ks_p"]),
+                "mean_ad": _mean(values["ad_stat"]),
+                "mean_aic": _mean(aic[label]),
+                "best_aic": _mean(aic[label] <= best + 1e-9),
+                "log_likelihood_ratio": _mean(
+                    values["log_likelihood"] - measures[main.label]["log_likelihood"]
+                ),
+            }
+            for label, values in measures.items()
+        },
+    }
 
 
-def _add_counts(page: Page, summary: dict[str, Any]) -> None:
-    page.heading("Contents of the file")
-    censored = summary["num_censored"]
-    rows: list[tuple[str, object]] = [
-        ("groups", summary["num_groups"]),
-        ("samples", summary["num_samples"]),
-        ("censored samples", f"{censored} ({100 * censored / max(summary['num_samples'], 1):.2f} %)"),
-        ("groups not converged", summary["num_not_converged"]),
-    ]
-    if "num_errors_left_out" in summary:
-        rows.append(("failed samples left out", summary["num_errors_left_out"]))
-    page.table(("", "number"), rows)
-    flags = []
-    for name, text in FLAGS.items():
-        count = summary["flags"].get(name, 0)
-        flags.append((name, count, percent(count / max(summary["num_groups"], 1)), text))
-    page.table(("flag", "groups", "fraction", "meaning"), flags, text_columns=(3,))
-    page.note("Groups are flagged, never left out; a group may carry several flags.")
+_HEADER = ("family", "KS p > 0.05", "by bootstrap", "mean p", "mean AD", "ln L ratio", "best AIC", "tested")
 
 
-def _add_families(page: Page, summary: dict[str, Any]) -> None:
-    page.heading("Goodness of fit")
+def families_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """How well each family of a summary fits, with a header."""
     rows = [
         (
             FAMILY_NAMES[label] + (" (the fit)" if label == summary["family"] else ""),
             percent(row["pass_rate"]),
             percent(row["pass_rate_boot"]),
-            fixed(row["mean_p"]),
-            fixed(row["mean_ad"]),
-            fixed(row["log_likelihood_ratio"]),
-            fixed(row["mean_aic"], 2),
+            *(fixed(row[name]) for name in ("mean_p", "mean_ad", "log_likelihood_ratio")),
             percent(row["best_aic"]),
-            row["num_tested"],
+            str(row["num_tested"]),
         )
         for label, row in summary["ks"].items()
     ]
-    header = ("family", "KS p > 0.05", "by bootstrap", "mean p", "mean AD", "mean ln L ratio")
-    page.table((*header, "mean AIC", "best AIC", "groups"), rows)
+    return [_HEADER, *rows]
+
+
+def percent(value: float | None) -> str:
+    """A fraction in percent, a dash for None."""
+    return "-" if value is None else f"{100 * value:.1f} %"
+
+
+def fixed(value: float | None, digits: int = 3) -> str:
+    """A number with so many digits after the point, a dash for None."""
+    # + 0.0 turns a rounded -0 into 0.
+    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"
+
+
+def _mean(values: Any) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _quantiles(values: FloatArray) -> dict[str, float | None] | None:
+    """Quantiles of the finite values, and the fraction of infinite ones, which nu may have."""
+    if len(values) == 0:
+        return None
+    finite = values[np.isfinite(values)]
+    levels = {"p05": 0.05, "p50": 0.5, "p95": 0.95, "max": 1.0}
+    quantiles = {
+        name: float(np.quantile(finite, level)) if len(finite) else None for name, level in levels.items()
+    }
+    return quantiles | {"infinite": float(1.0 - len(finite) / len(values))}
+
+
+_NUM_PANELS = 6
+
+
+def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str, Any]) -> None:
+    """Writes the page.
+
+    Args:
+        fits_path: A file `fits/2`.
+        html_path: Page to write.
+        summary: The result of `summarize_file`.
+    """
+    page = Page(
+        f"Fits of {Path(fits_path).name}",
+        f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
+        "groups.",
+    )
+    counts = ("num_samples", "num_censored", "num_not_converged", "num_errors_left_out")
+    rows = [(name.removeprefix("num_"), summary[name], "") for name in counts]
+    rows += [(name, summary["flags"].get(name, 0), text) for name, text in FLAGS.items()]
+    page.table(("", "number", "meaning of the flag"), rows, text_columns=(2,))
+    page.note("Groups are flagged, never left out; a group may carry several flags.")
+    page.heading("Goodness of fit")
+    page.table(_HEADER, families_rows(summary)[1:])
     page.note(
         "The plain Kolmogorov-Smirnov p-value ignores that the parameters come from the same samples (Lilliefors) and "
         "that lengths are integers: the first makes it too high, the second too low where many lengths are equal, so it "
         "only compares families. The bootstrap treats its replicates like the samples; if the family were true, 95 % "
-        "would pass. AD: Anderson-Darling statistic. Ratio: mean of ln L minus ln L of the fit. Groups that are "
+        "would pass. AD: Anderson-Darling statistic. ln L ratio: mean of ln L minus ln L of the fit. Groups that are "
         "constant, censored throughout or too small are not tested."
     )
-
-
-def _add_figures(page: Page, numbers: FitNumbers, summary: dict[str, Any], options: FitOptions) -> None:
-    page.heading("Six groups")
-    page.figure(
-        svg(draw_fits(numbers, options)), "Histograms of six groups' lengths with the fitted densities"
-    )
-    page.note("From the shortest to the longest typical output, at even steps of rank.")
-    page.heading("Parameters")
-    page.figure(svg(draw_parameters(numbers)), "Histograms of the parameters over the groups")
-    page.table(
-        ("parameter", "P5", "median", "P95", "largest"),
-        [
-            (name, *(quantiles[level] for level in ("p05", "p50", "p95", "max")))
-            for name, quantiles in summary["parameters"].items()
-            if quantiles is not None
-        ],
-    )
-    page.note(f"Histograms of {min(int(numbers.fitted.sum()), MAX_POINTS)} fitted groups.")
-    page.heading("Probability integral transform")
-    rows = pit_rows(numbers)
-    page.figure(
-        svg(draw_pit(rows, options.fitted_family)),
-        "Histogram and cumulative curve of F(x) of the samples under their own fits",
-    )
-    page.note(
-        f"F(x) of the samples of {len(rows)} groups, each under its own fit. An integer x counts evenly over "
-        "[F(x - 1/2), F(x + 1/2)], a censored sample evenly over [F(limit), 1]. If the fits are right the histogram is "
-        "flat and the curve is zero. The samples were used to fit (Lilliefors), which makes both look better than on new "
-        "samples, the more so the fewer samples a group has; a slope or a hump is real, flatness is no proof."
-    )
-    errors = draw_standard_errors(numbers)
-    if errors is not None:
-        page.heading("Standard errors")
-        page.figure(svg(errors), "Standard errors of the parameters over the number of samples")
-        page.note(
-            "By the observed information. Lines, if all groups have the same nu: expected of a log-t without censored "
-            "samples, se(mu) / sigma = sqrt((nu + 3) / ((nu + 1) N)) and se(sigma) / sigma = sqrt((nu + 3) / (2 nu N)) "
-            "(nu fixed). Censored samples raise them."
+    if summary["ks"][summary["family"]]["num_tested"]:
+        page.heading("Six groups")
+        page.figure(
+            svg(draw_fits(fits_path, summary["family"])),
+            "Histograms of six groups' lengths with the fitted densities",
         )
+        page.note("From the shortest to the longest typical output, at even steps of rank.")
+        page.heading("Parameters")
+        quantiles = [(name, *values.values()) for name, values in summary["parameters"].items()]
+        page.table(("", "P5", "median", "P95", "largest", "infinite"), quantiles)
+    page.write(html_path)
 
 
-def _add_worst(page: Page, numbers: FitNumbers) -> None:
-    p_values = np.where(numbers.tested, numbers.columns[numbers.p_name], np.nan)
-    worst = np.argsort(p_values, kind="stable")[: min(_NUM_WORST, int(np.isfinite(p_values).sum()))]
-    page.heading("Worst fits")
-    page.table(
-        (
-            "group",
-            "bootstrap p" if numbers.p_name == "ks_p_boot" else "KS p",
-            "parameters",
-            "samples in tokens",
-        ),
-        [
-            (
-                shortened(row.title, 90),
-                f"{p_values[number]:.2g}",
-                ", ".join(f"{name} {value:.3g}" for name, value in row.parameters.items()),
-                _listed_samples(row),
-            )
-            for number, row in zip(worst, read_rows(numbers.path, worst), strict=True)
-        ],
-        text_columns=(0, 2, 3),
+def write_figure(fits_path: str | Path, png_path: str | Path, family: str) -> None:
+    """Writes the figure of `draw_fits` as PNG."""
+    write_png(draw_fits(fits_path, family), png_path)
+
+
+def draw_fits(path: str | Path, family: str) -> Any:
+    """Up to six groups of a fits file, from the shortest to the longest typical output, with their densities.
+
+    A mark stands where samples were censored; they count in no bar: bars and curve agree left of it. Without a group
+    to draw, where each is constant, censored throughout or too small, the figure is a line of text.
+
+    Args:
+        path: The file.
+        family: Label of the family that was fitted.
+    """
+    numbers = _read_numbers(path)
+    typical = numbers["scale"] * numbers.get("shape", 1.0) if "scale" in numbers else numbers["mu"]
+    positions = typical[numbers["tested"]].sort_values(kind="stable").index
+    if len(positions) > _NUM_PANELS:
+        positions = positions[(np.linspace(0.05, 0.95, _NUM_PANELS) * (len(positions) - 1)).astype(np.int64)]
+    rows = ds.dataset(path).take(positions).to_pylist()
+    if not rows:
+        figure, axes = new_figure(6, 1)
+        axes[0].set_axis_off()
+        figure.text(0.5, 0.5, "no group has samples of several lengths to fit", ha="center", va="center")
+        return figure
+    lines = -(-len(rows) // 3)
+    figure, axes = new_figure(12, 0.6 + 3.4 * lines, rows=lines, columns=3)
+    for axis, row in zip(axes, rows, strict=False):
+        _draw_group(axis, row, _distribution(row, family))
+    for axis in axes[len(rows) :]:
+        axis.set_visible(False)
+    axes[0].legend(fontsize=7)
+    return figure
+
+
+def _distribution(row: dict[str, Any], family: str) -> Any:
+    """The length distribution, with its density `pdf` per token."""
+    if "mu" in row:
+        return LogT(row["mu"], row["sigma"], row["nu"])
+    kind = stats.gamma if family == "gamma" else stats.weibull_min
+    return kind(row.get("shape", 1.0), scale=row["scale"])
+
+
+def _draw_group(axis: Any, row: dict[str, Any], distribution: Any) -> None:
+    lengths, finished = np.array(row["output_tokens"], dtype=np.float64), np.array(row["finished"])
+    weights = np.array(row.get("weights") or np.ones(len(lengths)))
+    limits = np.unique(lengths[~finished])
+    extent = max(lengths.max() - lengths.min(), 1.0)
+    low, high = max(0.0, lengths.min() - 0.35 * extent), lengths.max() + 0.8 * extent
+    width = max(1.0, np.ceil((high - low) / 20))
+    # Integers stand in the middle of their bin.
+    edges = np.arange(np.floor(low) - 0.5, high + width, width)
+    mass = weights[finished] / (weights.sum() * width)
+    heights, _, _ = axis.hist(
+        lengths[finished], edges.tolist(), weights=mass, color=COLORS[0], alpha=0.4, label="finished samples"
     )
-    page.note(
-        "Lowest p-values first; among many groups some are low by chance. + marks a sample that is censored there."
-    )
+    at = np.linspace(max(edges[0], 0.5), edges[-1], 500)
+    density = np.asarray(distribution.pdf(at))
+    axis.plot(at, density, color=COLORS[0], label="fit")
+    # A nearly constant group has a density like a needle, which would flatten everything else.
+    tallest = float(np.max(heights))
+    top = 1.15 * max(tallest, min(float(density.max()), 1.8 * tallest))
+    axis.set_ylim(0, top)
+    axis.set_xlim(edges[0], edges[-1])
+    # Of a censored sample only a lower bound is known.
+    axis.plot(limits, np.full(len(limits), 0.03 * top), ">", color=COLORS[1], label="censored here")
+    axis.set_title(_title(row), fontsize=8)
+    axis.set_xlabel("output tokens", fontsize=8)
+    axis.tick_params(labelsize=7)
 
 
-def _listed_samples(row: FitRow) -> str:
-    order = np.lexsort((~row.finished, row.lengths))
-    if len(order) > _NUM_LISTED_SAMPLES:  # at even steps of rank, ends included
-        order = order[np.linspace(0, len(order) - 1, _NUM_LISTED_SAMPLES).round().astype(np.int64)]
-    text = " ".join(f"{row.lengths[at]}{'' if row.finished[at] else '+'}" for at in order)
-    return text if len(order) == len(row.lengths) else f"{text} ({len(order)} of {len(row.lengths)})"
+def _title(row: dict[str, Any]) -> str:
+    names = list(row)
+    parameters = [name for name in PARAMETERS if name in row]
+    keys = [name for name in names[: names.index(parameters[0])] if name not in CARRIED]
+    text = " ".join(str(row.get("prompt") or ", ".join(f"{key}={row[key]!r}" for key in keys)).split())
+    # A dollar sign would start a formula.
+    title = (text if len(text) <= 52 else text[:51] + "…").replace("$", r"\$")
+    values = ", ".join(f"{name} {row[name]:.4g}" for name in parameters)
+    samples = f"{row['num_samples']} samples, {row['num_censored']} censored; KS p {row['ks_p']:.2g}"
+    return f"{title}\n{values}\n{samples}"

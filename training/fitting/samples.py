@@ -16,7 +16,7 @@ would make standard errors too small.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ from predictors.tokenizer import conversation_text
 from scheduler_core.errors import InputError
 from training.fitting.estimate import MIN_SAMPLES
 
+#: Columns of a block beside those of the file: the row's number in the input, and that of its group's first row.
+ROW, GROUP = "__row", "__group"
 CARRIED = ("prompt", "category", "dataset", "prompt_tokens", "temperature")
 #: Columns that identify a sample, where a file has them.
 IDENTITY = ("prompt_id", "model", "run_id", "sample_index")
@@ -68,16 +70,6 @@ class GroupedLengths:
         return len(self.offsets) - 1
 
     @property
-    def lengths(self) -> list[NDArray[np.int64]]:
-        """Output lengths of each group, views [G] of [N_g]."""
-        return np.split(self.flat_lengths, self.offsets[1:-1])
-
-    @property
-    def finished(self) -> list[NDArray[np.bool_]]:
-        """Whether each sample is complete, views [G] of [N_g]."""
-        return np.split(self.flat_finished, self.offsets[1:-1])
-
-    @property
     def counts(self) -> NDArray[np.int64]:
         """Number of samples of each group [G]."""
         return np.diff(self.offsets)
@@ -96,15 +88,13 @@ class GroupedLengths:
         counts = self.counts[at]
         offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
         flat = np.repeat(self.offsets[at] - offsets[:-1], counts) + np.arange(offsets[-1])
-        return GroupedLengths(
-            path=self.path,
-            keys=self.keys,
+        return replace(
+            self,
             rows=self.rows.take(pa.array(at)),
             flat_lengths=self.flat_lengths[flat],
             flat_finished=self.flat_finished[flat],
             offsets=offsets,
             max_tokens=[self.max_tokens[group] for group in at.tolist()],
-            num_errors=self.num_errors,
             flat_weights=None if self.flat_weights is None else self.flat_weights[flat],
         )
 
@@ -123,11 +113,7 @@ def used_columns(names: Sequence[str], keys: Sequence[str], weights: str | None)
 
 def check_columns(names: Sequence[str], path: Path, keys: Sequence[str], weights: str | None) -> None:
     """Raises `InputError` unless a file with these columns can be grouped by `keys`."""
-    if not keys or len(set(keys)) < len(keys):
-        raise InputError("group_by", list(keys), "one or more columns, each once")
-    missing = [
-        name for name in dict.fromkeys((*keys, "output_tokens", weights)) if name not in (*names, None)
-    ]
+    missing = [name for name in (*keys, "output_tokens", weights) if name not in (*names, None)]
     if missing:
         raise InputError(f"{path.name}, columns", list(names), f"also {', '.join(map(str, missing))}")
 
@@ -145,6 +131,26 @@ def check_enough(largest: int, path: Path, min_samples: int = MIN_SAMPLES) -> No
 def is_list(kind: pa.DataType) -> bool:
     """Whether a column of this type holds lists."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text."""
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def plain_types(table: pa.Table) -> pa.Table:
+    """The table with values in place of dictionaries, and with ordinary lists and texts."""
+    for number, field in enumerate(table.schema):
+        kind = field.type
+        if pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if pa.types.is_fixed_size_list(kind):
+            kind = pa.list_(kind.value_type)
+        if pa.types.is_string_view(kind):
+            kind = pa.string()
+        if kind != field.type:
+            table = table.set_column(number, field.name, table.column(number).cast(kind))
+    return table
 
 
 def group_table(
@@ -176,44 +182,50 @@ def group_table(
     if table.num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
     check_columns(table.column_names, path, keys, weights)
-    source = _CheckedTable(table, path, locate or (lambda row: f"{path.name}, row {row}"))
-    for key in keys:
-        source.check_filled(key, nullable=False)
-    if "prompt" in table.column_names and "prompt" not in keys:
-        source.check_filled("prompt", nullable=True)
-    samples = _samples(source, max_tokens, weights)
-    group_of_row, first_rows = _group_rows(table, keys)
-    _check_repeats(source, group_of_row)
-    group = group_of_row[samples.row]
+    with convertible(path.name):
+        table = plain_types(table)
+        source = CheckedTable(table, path, locate)
+        for key in keys:
+            source.check_filled(key, nullable=False)
+        if "prompt" in table.column_names and "prompt" not in keys:
+            source.check_filled("prompt", nullable=True)
+        rows, lengths, finished, sample_weights, num_errors = _samples(source, max_tokens, weights)
+        group_of_row, first_rows = group_rows(table, keys)
+        _check_repeats(source, group_of_row)
+        limits = _group_limits(source, group_of_row, len(first_rows), max_tokens)
+    group = group_of_row[rows]
     order = np.argsort(group, kind="stable")
     carried = [name for name in dict.fromkeys((*keys, *CARRIED)) if name in table.column_names]
     result = GroupedLengths(
         path=path,
         keys=tuple(keys),
         rows=table.select(carried).take(pa.array(first_rows)),
-        flat_lengths=samples.lengths[order],
-        flat_finished=~samples.censored[order],
+        flat_lengths=lengths[order],
+        flat_finished=finished[order],
         offsets=np.searchsorted(group[order], np.arange(len(first_rows) + 1)).astype(np.int64),
-        max_tokens=_group_limits(source, group_of_row, len(first_rows), max_tokens),
-        num_errors=samples.num_errors,
-        flat_weights=None if samples.weights is None else samples.weights[order],
+        max_tokens=limits,
+        num_errors=num_errors,
+        flat_weights=None if sample_weights is None else sample_weights[order],
     )
     check_enough(int(result.counts.max()), path, min_samples)
     return result
 
 
 @dataclass(frozen=True, slots=True)
-class _CheckedTable:
+class CheckedTable:
     """A table whose errors name file, row and column."""
 
     table: pa.Table
     path: Path
-    locate: Callable[[int], str]
+    name_of_row: Callable[[int], str] | None = None
+
+    def locate(self, row: int) -> str:
+        """Name of a row in messages."""
+        return f"{self.path.name}, row {row}" if self.name_of_row is None else self.name_of_row(row)
 
     def array(self, name: str) -> Any:
         """A column as one array."""
-        column = self.table.column(name)
-        return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
+        return self.table.column(name).combine_chunks()
 
     def wrong_type(self, name: str, allowed: str) -> InputError:
         return InputError(f"{self.path.name}, column {name}", str(self.table.column(name).type), allowed)
@@ -236,7 +248,7 @@ class _CheckedTable:
         column = self.array(name)
         if pa.types.is_nested(column.type):
             raise self.wrong_type(name, "plain values")
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        if is_text(column.type):
             good = pc.fill_null(pc.not_equal(pc.utf8_trim_whitespace(column), ""), nullable)
         elif not nullable:
             good = pc.invert(column.is_null(nan_is_null=True))
@@ -254,18 +266,11 @@ class _CheckedTable:
         return np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False), dtype=np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class _Samples:
-    """All samples but the failed ones: row of the table, length, whether it is censored, weight; [S] each."""
-
-    row: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    censored: NDArray[np.bool_]
-    weights: NDArray[np.float64] | None
-    num_errors: int
-
-
-def _samples(source: _CheckedTable, max_tokens: int | None, weights: str | None) -> _Samples:
+def _samples(
+    source: CheckedTable, max_tokens: int | None, weights: str | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_], NDArray[np.float64] | None, int]:
+    """All samples but the failed ones: row of the table, length, whether it is finished, weight, [S] each; and the number
+    of failed ones."""
     names = source.table.column_names
     column = source.array("output_tokens")
     listed = is_list(column.type)
@@ -290,7 +295,15 @@ def _samples(source: _CheckedTable, max_tokens: int | None, weights: str | None)
     lengths = source.numbers(values, "output_tokens")
     failed = np.zeros(len(rows), dtype=bool)
     if "finish_reason" in names and not listed:
-        censored, failed = _finish_reasons(source)
+        reasons = source.array("finish_reason")
+        if not is_text(reasons.type):
+            raise source.wrong_type("finish_reason", ", ".join(FINISH_REASONS))
+        allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown decides what unknown means)"
+        known = pc.is_in(reasons, pa.array(FINISH_REASONS, reasons.type))
+        source.require(known, "finish_reason", allowed, reasons)
+        censored, failed = (
+            pc.equal(reasons, name).to_numpy(zero_copy_only=False) for name in ("length", "error")
+        )
     elif "finished" in names:
         finished = aligned("finished", "booleans")
         if not pa.types.is_boolean(finished.type):
@@ -315,34 +328,21 @@ def _samples(source: _CheckedTable, max_tokens: int | None, weights: str | None)
     if max_tokens is not None:
         censored = censored | (lengths > max_tokens)
         lengths = np.minimum(lengths, max_tokens)
-    return _Samples(rows, lengths.astype(np.int64), censored, sample_weights, int(failed.sum()))
+    return rows, lengths.astype(np.int64), ~censored, sample_weights, int(failed.sum())
 
 
-def _finish_reasons(source: _CheckedTable) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which samples are censored, and which failed."""
-    column = source.array("finish_reason")
-    if not (pa.types.is_string(column.type) or pa.types.is_large_string(column.type)):
-        raise source.wrong_type("finish_reason", ", ".join(FINISH_REASONS))
-    reasons = pc.index_in(column, pa.array(FINISH_REASONS, column.type))
-    allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown decides what unknown means)"
-    source.require(reasons.is_valid(), "finish_reason", allowed, column)
-    numbers = reasons.to_numpy(zero_copy_only=False)
-    return numbers == FINISH_REASONS.index("length"), numbers == FINISH_REASONS.index("error")
-
-
-def _check_repeats(source: _CheckedTable, group_of_row: NDArray[np.int64]) -> None:
+def _check_repeats(source: CheckedTable, group_of_row: NDArray[np.int64]) -> None:
     """Raises `InputError` if a sample occurs twice, as far as the columns can tell."""
     table = source.table
-    if "sample_index" not in table.column_names or is_list(table.column("output_tokens").type):
+    columns = [name for name in IDENTITY if name in table.column_names]
+    columns = [name for name in columns if not pa.types.is_nested(table.column(name).type)]
+    if (
+        is_list(table.column("output_tokens").type)
+        or "sample_index" not in columns
+        or table.column("sample_index").null_count
+    ):
         return
-    columns = [
-        name
-        for name in IDENTITY
-        if name in table.column_names and not pa.types.is_nested(table.column(name).type)
-    ]
-    if "sample_index" not in columns or table.column("sample_index").null_count:
-        return
-    sample, first_rows = _group_rows(table, columns, group_of_row)
+    sample, first_rows = group_rows(table, columns, group_of_row)
     if len(first_rows) == table.num_rows:
         return
     row = int(np.argmax(first_rows[sample] != np.arange(table.num_rows)))
@@ -353,7 +353,7 @@ def _check_repeats(source: _CheckedTable, group_of_row: NDArray[np.int64]) -> No
     )
 
 
-def _group_rows(
+def group_rows(
     table: pa.Table, keys: Sequence[str], codes: NDArray[np.int64] | None = None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number of the group of each row, and the first row of each group; groups in order of first appearance.
@@ -364,31 +364,28 @@ def _group_rows(
         codes: Groups by other columns [rows] that are divided further; None: there are none.
     """
     for key in keys:
-        column, size = _codes(table.column(key))
-        codes = column if codes is None else _codes(pa.chunked_array([pa.array(codes * size + column)]))[0]
+        column = table.column(key).combine_chunks().dictionary_encode(null_encoding="encode")
+        numbers = column.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        if codes is not None:
+            # Numbered anew, in order of first appearance.
+            pairs = pa.array(codes * len(column.dictionary) + numbers).dictionary_encode()
+            numbers = pairs.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+        codes = numbers
     assert codes is not None
     first = np.empty(int(codes.max()) + 1, dtype=np.int64)
     first[codes[::-1]] = np.arange(len(codes) - 1, -1, -1)  # of repeated indices the last assignment stays
     return codes, first
 
 
-def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], int]:
-    """Number of each value among the different ones, in order of first appearance, and how many those are."""
-    encoded = column.dictionary_encode(null_encoding="encode").unify_dictionaries()
-    indices = [chunk.indices.to_numpy(zero_copy_only=False) for chunk in encoded.chunks]
-    return np.concatenate(indices).astype(np.int64), len(encoded.chunk(0).dictionary)
-
-
 def _group_limits(
-    source: _CheckedTable, group_of_row: NDArray[np.int64], num_groups: int, max_tokens: int | None
+    source: CheckedTable, group_of_row: NDArray[np.int64], num_groups: int, max_tokens: int | None
 ) -> list[int | None]:
     if max_tokens is not None or "max_tokens" not in source.table.column_names:
         return [max_tokens] * num_groups
     column = source.array("max_tokens")
     if not pa.types.is_integer(column.type) and not pa.types.is_null(column.type):
         raise source.wrong_type("max_tokens", "integers")
-    with convertible(source.path.name):
-        column = column.cast(pa.int64())
+    column = column.cast(pa.int64())
     good = pc.fill_null(pc.and_(pc.greater_equal(column, 1), pc.less_equal(column, MAX_LENGTH)), True)
     source.require(good, "max_tokens", f"integers from 1 to {MAX_LENGTH}, or nothing", column)
     limits = np.zeros(num_groups, dtype=np.int64)

@@ -1,7 +1,15 @@
-"""The loop over groups: sort, fit, flag, standard errors.
+"""The loop over groups: sort, fit, flag, standard errors, distances.
 
 A sample is a key: 2 * length + (1 if it is censored), so that sorted keys have a censored sample after finished ones
 of its length.
+
+Distances between observations and fit, Kolmogorov-Smirnov and Anderson-Darling, look below the smallest length at
+which a sample was censored, where the empirical distribution F_n of all observations is known. With u = F(x) and steps of F_n at the observations (by their weights),
+
+    KS = max |F_n - u|,      AD = N * integral over u of (F_n - u)^2 / (u (1 - u)),
+
+the integral up to F(smallest censored length), or 1; between two steps F_n = c and the antiderivative is
+-u + c^2 ln u - (1 - c)^2 ln(1 - u).
 """
 
 from __future__ import annotations
@@ -11,17 +19,25 @@ import math
 import numpy as np
 from numba import njit
 
+from training.fitting.kernels import GAMMA, WEIBULL
 from training.fitting.kernels.likelihood import (
     HIGH,
     INTERVAL_WEIGHT,
     LOW,
     WEIGHT,
+    Model,
     Observations,
     Y,
     cdf,
 )
-from training.fitting.kernels.solve import TARGET, Maximum, climb, profile, standard_errors, start
-from training.fitting.kernels.special import t_log_constant
+from training.fitting.kernels.solve import (
+    TARGET,
+    Maximum,
+    climb,
+    log_t_model,
+    profile,
+    standard_errors,
+)
 
 #: Bits of the flags a fit may carry; their names are in `training.fitting.fits`.
 CONSTANT = 1
@@ -54,6 +70,37 @@ def sort_small_groups(keys: np.ndarray, offsets: np.ndarray, largest: int) -> No
                 keys[j + 1] = keys[j]
                 j -= 1
             keys[j + 1] = key
+
+
+@njit(cache=True)
+def _tie(keys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """ln of the most frequent finished length, and its fraction of the samples that could differ from it.
+
+    A sample censored below that length is as probable as it can be there, so it does not count.
+    """
+    best, best_weight, run, run_weight = 0, 0.0, -1, 0.0
+    for i in range(keys.size):
+        if keys[i] & 1:
+            continue
+        w = weights[i] if weights.size else 1.0
+        run_weight = run_weight + w if keys[i] == run else w
+        run = keys[i]
+        if run_weight > best_weight:
+            best, best_weight = run, run_weight
+    others = 0.0
+    for i in range(keys.size):
+        if (keys[i] > best) if keys[i] & 1 else (keys[i] != best):
+            others += weights[i] if weights.size else 1.0
+    return _log(best >> 1), best_weight / (best_weight + others)
+
+
+@njit(cache=True)
+def _few_ties(keys: np.ndarray) -> bool:
+    """Whether at most half of the neighbours in length are equal, so that no value is shared by most observations."""
+    equal = 0
+    for i in range(1, keys.size):
+        equal += keys[i] == keys[i - 1]
+    return 2 * equal <= keys.size
 
 
 @njit(cache=True)
@@ -91,70 +138,48 @@ def read_observations(
             buffer[Y, points], buffer[WEIGHT, points] = logs[i], w
             point_weight += w
             points += 1
-    return Observations(buffer, points, intervals, weights.size == 0, point_weight, total)
-
-
-@njit(cache=True)
-def tie(keys: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """ln of the most frequent finished length, and its fraction of the samples that could differ from it.
-
-    A sample censored below that length is as probable as it can be there, so it does not count.
-    """
-    best, best_weight, run, run_weight = 0, 0.0, -1, 0.0
-    for i in range(keys.size):
-        if keys[i] & 1:
-            continue
-        w = weights[i] if weights.size else 1.0
-        run_weight = run_weight + w if keys[i] == run else w
-        run = keys[i]
-        if run_weight > best_weight:
-            best, best_weight = run, run_weight
-    others = 0.0
-    for i in range(keys.size):
-        if (keys[i] > best) if keys[i] & 1 else (keys[i] != best):
-            others += weights[i] if weights.size else 1.0
-    return _log(best >> 1), best_weight / (best_weight + others)
-
-
-@njit(cache=True)
-def _few_ties(keys: np.ndarray) -> bool:
-    """Whether at most half of the neighbours in length are equal, so that no value is shared by most observations."""
-    equal = 0
-    for i in range(1, keys.size):
-        equal += keys[i] == keys[i - 1]
-    return 2 * equal <= keys.size
+    tied, fraction = 0.0, 0.0
+    if weights.size or intervals or not _few_ties(keys):
+        tied, fraction = _tie(keys, weights)
+    return Observations(buffer, points, intervals, weights.size == 0, point_weight, total, tied, fraction)
 
 
 @njit(cache=True)
 def first_guess(family: int, keys: np.ndarray, ordered: np.ndarray) -> tuple[float, float]:
     """(m, s) to start from; fills `ordered` [N] with the observations' logarithms, censored ones at their limit."""
-    mean_x, mean_y = 0.0, 0.0
-    for i in range(keys.size):
+    count = keys.size
+    sum_x, sum_y = 0.0, 0.0
+    for i in range(count):
         ordered[i] = _log(keys[i] >> 1)
-        mean_x += keys[i] >> 1
-        mean_y += ordered[i]
-    return start(family, ordered, mean_x / keys.size, mean_y / keys.size)
+        sum_x += keys[i] >> 1
+        sum_y += ordered[i]
+    if family == GAMMA:
+        log_mean = math.log(sum_x / count)
+        gap = max(log_mean - sum_y / count, 1e-6)
+        shape = (3.0 - gap + math.sqrt((gap - 3.0) ** 2 + 24.0 * gap)) / (12.0 * gap)
+        return log_mean, -0.5 * math.log(shape)
+    middle = ordered[count // 2]
+    width = ordered[(3 * count) // 4] - ordered[count // 4]
+    if width <= 0.0:  # ties
+        width = 0.5 * (ordered[count - 1] - ordered[0])
+    # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
+    if family == WEIBULL:
+        # Its likelihood falls like exp(-exp(z)): no sample may stand far out at the start.
+        width = max(width, 0.3 * (ordered[count - 1] - middle))
+        middle += 0.25 * width
+    return middle, math.log(max(width / 1.5, 1e-2))
 
 
 @njit(cache=True)
 def describe(
-    keys: np.ndarray,
-    observations: Observations,
-    family: int,
-    nu: float,
-    constants: np.ndarray,
-    free_nu: bool,
-    fixed_scale: bool,
-    floor: float,
-    fit: Maximum,
-    out: np.ndarray,
+    keys: np.ndarray, model: Model, observations: Observations, free_nu: bool, fit: Maximum, out: np.ndarray
 ) -> int:
     """Writes one maximum as a row [9] of `fit_groups` and returns its flags."""
     flags = 0
     size = keys.size
-    if not fixed_scale and fit[1] <= floor:
+    if not model.fixed_scale and fit[1] <= model.floor:
         flags |= SIGMA_FLOOR
-    if free_nu and (nu == 1.0 or math.isinf(nu)):
+    if free_nu and (model.nu == 1.0 or math.isinf(model.nu)):
         flags |= NU_AT_BOUND
     censored = False
     for i in range(size):
@@ -162,16 +187,14 @@ def describe(
     # At the floor the fit stands at a tied length, and what it misses it by is no extrapolation.
     if censored and not flags & SIGMA_FLOOR:
         longest = math.log(keys[size - 1] >> 1)
-        below = cdf(family, nu, constants, longest, fit[0], math.exp(fit[1]))
+        below = cdf(model, longest, fit[0], math.exp(fit[1]))
         if below < 0.5 - 1e-12:
             flags |= MEDIAN_EXTRAPOLATED
     sum_y = 0.0
     for i in range(observations.num_points):
         sum_y += observations.table[Y, i] * observations.table[WEIGHT, i]
-    out[0], out[1], out[2], out[3] = fit[0], fit[1], nu, fit[2] - sum_y
-    out[4], out[5], out[6], out[7] = standard_errors(
-        family, nu, observations, fit, floor, fixed_scale, free_nu
-    )
+    out[0], out[1], out[2], out[3] = fit[0], fit[1], model.nu, fit[2] - sum_y
+    out[4], out[5], out[6], out[7] = standard_errors(model, observations, fit, free_nu)
     out[8] = fit[6]
     return flags
 
@@ -181,13 +204,9 @@ def fit_groups(
     keys: np.ndarray,
     weights: np.ndarray,
     offsets: np.ndarray,
-    family: int,
-    nu: float,
-    constants: np.ndarray,
+    model: Model,
     free_nu: bool,
-    fixed_scale: bool,
     integers: bool,
-    floor: float,
     min_samples: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Fits each group.
@@ -195,11 +214,8 @@ def fit_groups(
     Args:
         keys, weights: Flat [S], sorted within each group; no weights if all are 1.
         offsets: [G + 1].
-        family: Code; `nu` and `free_nu` matter for LOG_T only.
-        constants: `constants_of` family and nu.
-        fixed_scale: Keep sigma at 1 (the exponential as a Weibull).
+        model: What to fit; its nu does not matter where it is free.
         integers: See `read_observations`.
-        floor: Smallest ln sigma.
         min_samples: Fewer observations are not fitted.
 
     Returns:
@@ -223,9 +239,10 @@ def fit_groups(
             flags[g] = TOO_FEW_SAMPLES
             continue
         logs = ordered[:size]
-        m, s = first_guess(family, rows, logs)
+        m, s = first_guess(model.family, rows, logs)
         observations = read_observations(rows, w, logs, integers, buffer)
-        if fixed_scale:
+        lowest = 0.0 if model.fixed_scale else model.floor
+        if model.fixed_scale:
             s = 0.0
         num_censored = 0
         for i in range(size):
@@ -235,23 +252,95 @@ def fit_groups(
             flags[g] |= ALL_CENSORED if num_censored == size else 0
             flags[g] |= TOO_FEW_SAMPLES if size < min_samples else 0
             numbers[g, 0] = ordered[size - 1] if num_censored == size else ordered[size // 2]
-            numbers[g, 1] = 0.0 if fixed_scale else floor
-            numbers[g, 2] = nu
+            numbers[g, 1] = lowest
+            numbers[g, 2] = model.nu
             continue
         if num_censored == 0 and rows[0] == rows[size - 1]:
             flags[g] |= CONSTANT
-            m, s = ordered[0], (0.0 if fixed_scale else floor)
-        tied, tied_fraction = 0.0, 0.0
-        if weights.size or num_censored or not _few_ties(rows):
-            tied, tied_fraction = tie(rows, w)
-        fitted_nu = nu
+            m, s = ordered[0], lowest
+        fitted = model
         if free_nu:
-            fitted_nu, fit = profile(family, observations, m, s, floor, fixed_scale, tied, tied_fraction)
+            nu, fit = profile(observations, m, s, model.floor)
+            fitted = log_t_model(nu, model.floor)
         else:
-            fit = climb(family, nu, constants, observations, m, s, floor, fixed_scale, tied, tied_fraction)
-        own = np.array([t_log_constant(fitted_nu)]) if free_nu else constants
-        flags[g] |= describe(
-            rows, observations, family, fitted_nu, own, free_nu, fixed_scale, floor, fit, numbers[g]
-        )
+            fit = climb(model, observations, m, s)
+        flags[g] |= describe(rows, fitted, observations, free_nu, fit, numbers[g])
         converged[g] = fit[6] <= TARGET or flags[g] & CONSTANT != 0
     return numbers, flags, converged
+
+
+_LEAST = 1e-300
+_MOST = 1.0 - 1e-16
+
+
+@njit(cache=True)
+def _antiderivative(u: float, c: float) -> float:
+    """At c = 0 and c = 1 the vanishing term is left out, so that u = 0 and u = 1 are allowed there."""
+    value = -u
+    if c > 0.0:
+        value += c * c * math.log(u)
+    if c < 1.0:
+        value -= (1.0 - c) * (1.0 - c) * math.log1p(-u)
+    return value
+
+
+@njit(cache=True)
+def _distances(
+    keys: np.ndarray, weights: np.ndarray, model: Model, m: float, s: float
+) -> tuple[float, float]:
+    """(KS, AD) of one group; NaN if nothing lies below the smallest censored length."""
+    total = 0.0
+    limit = -1
+    for i in range(keys.size):
+        total += weights[i] if weights.size else 1.0
+        if limit < 0 and keys[i] & 1:
+            limit = keys[i] >> 1
+    sigma = math.exp(s)
+    empirical, last_u, ks, ad = 0.0, 0.0, 0.0, 0.0
+    i = 0
+    while i < keys.size and not keys[i] & 1:
+        key = keys[i]
+        mass = 0.0
+        while i < keys.size and keys[i] == key:
+            mass += weights[i] if weights.size else 1.0
+            i += 1
+        u = cdf(model, math.log(key >> 1), m, sigma)
+        after = min(empirical + mass / total, 1.0)
+        ks = max(ks, abs(u - empirical), abs(after - u))
+        inner = min(max(u, _LEAST), _MOST)
+        ad += _antiderivative(inner, empirical) - _antiderivative(last_u, empirical)
+        empirical, last_u = after, inner
+    if limit < 0:
+        # F_n = 1 from here; if rounding of the weights left less, it is 1 all the same.
+        ad += _antiderivative(1.0, 1.0) - _antiderivative(last_u, 1.0)
+        return ks, total * ad
+    u = min(cdf(model, math.log(limit), m, sigma), _MOST)
+    if u <= 0.0:
+        return math.nan, math.nan
+    ks = max(ks, abs(u - empirical))
+    if u > last_u:
+        ad += _antiderivative(u, empirical) - _antiderivative(last_u, empirical)
+    return ks, total * ad
+
+
+@njit(cache=True)
+def group_distances(
+    keys: np.ndarray,
+    weights: np.ndarray,
+    offsets: np.ndarray,
+    model: Model,
+    free_nu: bool,
+    m: np.ndarray,
+    s: np.ndarray,
+    nu: np.ndarray,
+    tested: np.ndarray,
+) -> np.ndarray:
+    """KS and AD of each group [G, 2] under its fit; NaN where `tested` [G] is false."""
+    out = np.full((offsets.size - 1, 2), np.nan)
+    for g in range(offsets.size - 1):
+        if tested[g]:
+            begin, end = offsets[g], offsets[g + 1]
+            w = weights[begin:end] if weights.size else weights
+            own = log_t_model(nu[g], model.floor) if free_nu else model
+            out[g, 0], out[g, 1] = _distances(keys[begin:end], w, own, m[g], s[g])
+    return out

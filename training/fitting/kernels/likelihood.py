@@ -56,6 +56,8 @@ class Observations(NamedTuple):
         num_points, num_intervals: How many of each.
         plain: Whether all weights of points are 1.
         point_weight, total_weight: Sums of the weights of points, and of everything.
+        tied: ln of the most frequent finished length.
+        tied_fraction: Its fraction of the samples that could differ from it.
     """
 
     table: np.ndarray
@@ -64,6 +66,26 @@ class Observations(NamedTuple):
     plain: bool
     point_weight: float
     total_weight: float
+    tied: float = 0.0
+    tied_fraction: float = 0.0
+
+
+class Model(NamedTuple):
+    """What is fitted.
+
+    Attributes:
+        family: Code of the family.
+        nu: Degrees of freedom (log-t only), may be infinite.
+        constants: `constants_of` both.
+        fixed_scale: Whether sigma stays 1 (the exponential as a Weibull).
+        floor: Smallest ln sigma.
+    """
+
+    family: int
+    nu: float
+    constants: np.ndarray
+    fixed_scale: bool
+    floor: float
 
 
 Y, WEIGHT, LOW, HIGH, INTERVAL_WEIGHT = range(5)
@@ -75,11 +97,10 @@ def _t_points(table: np.ndarray, count: int, nu: float, m: float, sigma: float) 
     inverse = 1.0 / sigma
     # With r = 1 / (nu + z^2): -g = (nu+1) z r, g' = (nu+1) (r - 2 nu r^2), and z^2 r = 1 - nu r.
     log_product, sum_r, sum_zr, sum_r2, sum_zr2 = 0.0, 0.0, 0.0, 0.0, 0.0
-    whole = count - count % _BLOCK
-    for begin in range(0, whole, _BLOCK):
+    for begin in range(0, count, _BLOCK):
         product = 1.0
-        for i in range(_BLOCK):  # of fixed length, so that it is unrolled
-            z = (table[Y, begin + i] - m) * inverse
+        for i in range(begin, min(begin + _BLOCK, count)):
+            z = (table[Y, i] - m) * inverse
             q = nu + z * z
             r = 1.0 / q
             zr = z * r
@@ -89,18 +110,6 @@ def _t_points(table: np.ndarray, count: int, nu: float, m: float, sigma: float) 
             sum_r2 += r * r
             sum_zr2 += zr * r
         log_product += math.log(product)
-    product = 1.0
-    for i in range(whole, count):
-        z = (table[Y, i] - m) * inverse
-        q = nu + z * z
-        r = 1.0 / q
-        zr = z * r
-        product *= q
-        sum_r += r
-        sum_zr += zr
-        sum_r2 += r * r
-        sum_zr2 += zr * r
-    log_product += math.log(product)
     scale = nu + 1.0
     return (
         -0.5 * scale * (log_product - count * math.log(nu)),
@@ -259,17 +268,9 @@ def constants_of(family: int, nu: float) -> np.ndarray:
 
 
 @njit(cache=True)
-def evaluate(
-    family: int, nu: float, constants: np.ndarray, observations: Observations, m: float, s: float
-) -> Derivatives:
-    """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives.
-
-    Args:
-        family, nu: Code of the family; degrees of freedom (log-t only, may be infinite).
-        constants: `constants_of` both.
-        observations: Of one group.
-        m, s: Location and log of the scale.
-    """
+def evaluate(model: Model, observations: Observations, m: float, s: float) -> Derivatives:
+    """Log-likelihood of ln X (add -sum of weight * y over the points for that of X) and its scaled derivatives."""
+    family, nu, constants = model.family, model.nu, model.constants
     sigma = math.exp(s)
     if family == GAMMA:
         return _gamma(observations, m, sigma)
@@ -286,12 +287,12 @@ def evaluate(
 
 
 @njit(cache=True)
-def cdf(family: int, nu: float, constants: np.ndarray, y: float, m: float, sigma: float) -> float:
+def cdf(model: Model, y: float, m: float, sigma: float) -> float:
     """P(ln X <= y)."""
-    if family == GAMMA:
+    if model.family == GAMMA:
         a = 1.0 / (sigma * sigma)
         return gamma_cdf(a, a * math.exp(y - m))
     z = (y - m) / sigma
-    if family == WEIBULL:
+    if model.family == WEIBULL:
         return -math.expm1(-math.exp(z))
-    return t_sf(-z, nu, constants)
+    return t_sf(-z, model.nu, model.constants)

@@ -14,8 +14,8 @@ import math
 import numpy as np
 from numba import njit
 
-from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
-from training.fitting.kernels.likelihood import Derivatives, Observations, evaluate
+from training.fitting.kernels import LOG_T
+from training.fitting.kernels.likelihood import Derivatives, Model, Observations, evaluate
 from training.fitting.kernels.special import t_log_constant
 
 TARGET = 1e-8
@@ -54,19 +54,11 @@ def _step(d: Derivatives, damping: float, frozen: bool) -> tuple[float, float, f
 
 
 @njit(cache=True)
-def maximize(
-    family: int,
-    nu: float,
-    constants: np.ndarray,
-    observations: Observations,
-    m: float,
-    s: float,
-    floor: float,
-    fixed_scale: bool,
-) -> Maximum:
-    """Climbs from (m, s) to the next maximum with s >= floor (or s as it is, if `fixed_scale`)."""
+def maximize(model: Model, observations: Observations, m: float, s: float) -> Maximum:
+    """Climbs from (m, s) to the next maximum with s >= floor, or s as it is where the scale is fixed."""
+    floor, fixed_scale = model.floor, model.fixed_scale
     weight = observations.total_weight
-    d = evaluate(family, nu, constants, observations, m, s)
+    d = evaluate(model, observations, m, s)
     frozen = fixed_scale or (s <= floor and d[2] < 0.0)
     slope = _slope(d, frozen, weight)
     damping = 0.0
@@ -81,7 +73,7 @@ def maximize(
             new_s = s
         if new_m == m and new_s == s:
             break
-        new = evaluate(family, nu, constants, observations, new_m, new_s)
+        new = evaluate(model, observations, new_m, new_s)
         new_frozen = fixed_scale or (new_s <= floor and new[2] < 0.0)
         new_slope = _slope(new, new_frozen, weight)
         # Near the maximum the likelihood no longer resolves a gain, while its slope still does.
@@ -97,102 +89,40 @@ def maximize(
 
 
 @njit(cache=True)
-def start(family: int, ordered: np.ndarray, mean_x: float, mean_y: float) -> tuple[float, float]:
-    """First (m, s) out of all observations' logarithms in order [N], censored ones at their limit, and their means."""
-    if family == GAMMA:
-        gap = max(math.log(mean_x) - mean_y, 1e-6)
-        shape = (3.0 - gap + math.sqrt((gap - 3.0) ** 2 + 24.0 * gap)) / (12.0 * gap)
-        return math.log(mean_x), -0.5 * math.log(shape)
-    count = ordered.size
-    middle = ordered[count // 2]
-    width = ordered[(3 * count) // 4] - ordered[count // 4]
-    if width <= 0.0:  # ties
-        width = 0.5 * (ordered[count - 1] - ordered[0])
-    # Interquartile ranges at sigma = 1: 1.5 for t(3.5), 1.57 for ln Exp(1), whose median is -0.37.
-    if family == WEIBULL:
-        # Its likelihood falls like exp(-exp(z)): no sample may stand far out at the start.
-        width = max(width, 0.3 * (ordered[count - 1] - middle))
-        return middle + 0.25 * width, math.log(max(width / 1.5, 1e-2))
-    return middle, math.log(max(width / 1.5, 1e-2))
-
-
-@njit(cache=True)
-def climb(
-    family: int,
-    nu: float,
-    constants: np.ndarray,
-    observations: Observations,
-    m: float,
-    s: float,
-    floor: float,
-    fixed_scale: bool,
-    tied: float,
-    tied_fraction: float,
-) -> Maximum:
+def climb(model: Model, observations: Observations, m: float, s: float) -> Maximum:
     """The better of the maximum near (m, s) and, where enough observations are tied for a second one, that at the tie.
 
-    At a value shared by a share w of the observations ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
+    At a value shared by a fraction w of the observations ln L ~ -(w - nu (1 - w)) N s as s falls, which grows if w is at
     least nu (1 - w) (Kent & Tyler 1991).
     """
-    best = maximize(family, nu, constants, observations, m, max(s, floor), floor, fixed_scale)
-    if family == LOG_T and tied_fraction >= nu * (1.0 - tied_fraction):
-        other = maximize(family, nu, constants, observations, tied, floor, floor, fixed_scale)
+    best = maximize(model, observations, m, max(s, model.floor))
+    fraction = observations.tied_fraction
+    if model.family == LOG_T and fraction >= model.nu * (1.0 - fraction):
+        other = maximize(model, observations, observations.tied, model.floor)
         if other[2] > best[2]:
             return other
     return best
 
 
 @njit(cache=True)
-def _climb_at(
-    family: int,
-    log_nu: float,
-    observations: Observations,
-    at: Maximum,
-    floor: float,
-    fixed_scale: bool,
-    tied: float,
-    tied_fraction: float,
-) -> Maximum:
-    nu = math.exp(log_nu)
-    return climb(
-        family,
-        nu,
-        np.array([t_log_constant(nu)]),
-        observations,
-        at[0],
-        at[1],
-        floor,
-        fixed_scale,
-        tied,
-        tied_fraction,
-    )
+def log_t_model(nu: float, floor: float) -> Model:
+    """The log-t with a nu that is used once."""
+    return Model(LOG_T, nu, np.array([t_log_constant(nu)]), False, floor)
 
 
 @njit(cache=True)
-def profile(
-    family: int,
-    observations: Observations,
-    m: float,
-    s: float,
-    floor: float,
-    fixed_scale: bool,
-    tied: float,
-    tied_fraction: float,
-) -> tuple[float, Maximum]:
-    """(nu, maximum over m and s): a scan of NU_GRID, then golden section in ln nu around its best finite value.
+def _climb_at(log_nu: float, observations: Observations, at: Maximum, floor: float) -> Maximum:
+    return climb(log_t_model(math.exp(log_nu), floor), observations, at[0], at[1])
 
-    `family` and `fixed_scale` can only be LOG_T and False; as constants they would make the compiler do all that is
-    called here a second time.
-    """
+
+@njit(cache=True)
+def profile(observations: Observations, m: float, s: float, floor: float) -> tuple[float, Maximum]:
+    """(nu, maximum over m and s): a scan of NU_GRID, then golden section in ln nu around its best finite value."""
     last = (m, s, 0.0, 0.0, 0.0, 0.0, 0.0)
-    best = _climb_at(
-        family, math.log(NU_GRID[0]), observations, last, floor, fixed_scale, tied, tied_fraction
-    )
+    best = _climb_at(math.log(NU_GRID[0]), observations, last, floor)
     last, top = best, 0
     for k in range(1, NU_GRID.size):
-        last = _climb_at(
-            family, math.log(NU_GRID[k]), observations, last, floor, fixed_scale, tied, tied_fraction
-        )
+        last = _climb_at(math.log(NU_GRID[k]), observations, last, floor)
         if last[2] > best[2]:
             best, top = last, k
     best_nu = NU_GRID[top]
@@ -202,33 +132,27 @@ def profile(
     end = math.log(NU_GRID[min(top + 1, NU_GRID.size - 2)])
     left = end - _GOLDEN * (end - begin)
     right = begin + _GOLDEN * (end - begin)
-    fit_left = _climb_at(family, left, observations, best, floor, fixed_scale, tied, tied_fraction)
-    fit_right = _climb_at(family, right, observations, best, floor, fixed_scale, tied, tied_fraction)
+    fit_left = _climb_at(left, observations, best, floor)
+    fit_right = _climb_at(right, observations, best, floor)
     while end - begin > _NU_TOLERANCE:
         if fit_left[2] > fit_right[2]:
             if fit_left[2] > best[2]:
                 best, best_nu = fit_left, math.exp(left)
             end, right, fit_right = right, left, fit_left
             left = end - _GOLDEN * (end - begin)
-            fit_left = _climb_at(family, left, observations, best, floor, fixed_scale, tied, tied_fraction)
+            fit_left = _climb_at(left, observations, best, floor)
         else:
             if fit_right[2] > best[2]:
                 best, best_nu = fit_right, math.exp(right)
             begin, left, fit_left = left, right, fit_right
             right = begin + _GOLDEN * (end - begin)
-            fit_right = _climb_at(family, right, observations, best, floor, fixed_scale, tied, tied_fraction)
+            fit_right = _climb_at(right, observations, best, floor)
     return best_nu, best
 
 
 @njit(cache=True)
 def standard_errors(
-    family: int,
-    nu: float,
-    observations: Observations,
-    fit: Maximum,
-    floor: float,
-    fixed_scale: bool,
-    free_nu: bool,
+    model: Model, observations: Observations, fit: Maximum, free_nu: bool
 ) -> tuple[float, float, float, float]:
     """Standard errors of m, s and ln nu, and covariance of m and s, by the observed information; NaN for what the
     data do not determine.
@@ -238,7 +162,8 @@ def standard_errors(
     m, s = fit[0], fit[1]
     a, b, c = -fit[3], -fit[4], -fit[5]
     sigma = math.exp(s)
-    if fixed_scale or s <= floor:
+    nu = model.nu
+    if model.fixed_scale or s <= model.floor:
         return (sigma / math.sqrt(a) if a > 0.0 else math.nan), math.nan, math.nan, math.nan
     if not free_nu or math.isinf(nu):
         det = a * c - b * b
@@ -246,9 +171,8 @@ def standard_errors(
             return math.nan, math.nan, math.nan, math.nan
         return sigma * math.sqrt(c / det), math.sqrt(a / det), math.nan, -sigma * b / det
     h = 1e-2
-    more, less = nu * math.exp(h), nu * math.exp(-h)
-    up = evaluate(family, more, np.array([t_log_constant(more)]), observations, m, s)
-    down = evaluate(family, less, np.array([t_log_constant(less)]), observations, m, s)
+    up = evaluate(log_t_model(nu * math.exp(h), model.floor), observations, m, s)
+    down = evaluate(log_t_model(nu * math.exp(-h), model.floor), observations, m, s)
     e = -(up[1] - down[1]) / (2.0 * h)
     f = -(up[2] - down[2]) / (2.0 * h)
     i = -(up[0] - 2.0 * fit[2] + down[0]) / (h * h)

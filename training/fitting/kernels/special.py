@@ -59,9 +59,8 @@ def t_constants(nu: float) -> np.ndarray:
     constant = t_log_constant(nu)
     if not nu <= _MOST_NU:
         return np.array([constant])
-    at = np.cos((np.arange(64) + 0.5) * np.pi / 64)
-    values = np.array([_tail_series(0.5 * (x + 1.0), nu) for x in at])
-    terms = np.polynomial.chebyshev.chebfit(at, values, 63)[: _DEGREE + 1]
+    series = np.vectorize(lambda x: _tail_series(0.5 * (x + 1.0), nu))
+    terms = np.polynomial.chebyshev.chebinterpolate(series, _DEGREE)
     return np.concatenate([[constant], np.polynomial.chebyshev.cheb2poly(terms)[::-1]])
 
 
@@ -175,12 +174,8 @@ def gamma_cdf(a: float, x: float) -> float:
     return 1.0 - fraction * math.exp(log_front)
 
 
-def _quadrature_rule() -> tuple[np.ndarray, np.ndarray]:
-    nodes, weights = np.polynomial.legendre.leggauss(10)
-    return 0.5 * (nodes + 1.0), 0.5 * weights
-
-
-_NODES, _WEIGHTS = _quadrature_rule()
+_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(10)
+_NODES, _WEIGHTS = 0.5 * (_NODES + 1.0), 0.5 * _WEIGHTS
 
 
 @njit(cache=True)

@@ -1,0 +1,332 @@
+"""What `calibrate` fits to residuals: shift and scale for each served model, and conformal quantiles.
+
+Shift of mu and scale of sigma are estimated in one of three ways:
+
+- "likelihood": maximum likelihood, censored samples right-censored.
+- "quantiles": a line through the residuals' P50, P90 and P99 over those of Student's t, each weighted by its precision.
+- "coverage": the smallest largest shift from nominal of the three levels.
+
+Few prompts say little about one served model: its numbers are shrunk towards those of all models together (pooling).
+Cross-validated coverage decides between estimators and poolings (`select_calibration`).
+
+Split conformal quantiles have for each level an offset q, so that exp(mu + q sigma) covers with a guarantee.
+
+Let z_1, ..., z_n be the residuals of n calibration rows and z of a new one, exchangeable with them. With
+k = ceil((n + 1) p) and q the k-th smallest of the z_i (infinite if k > n),
+
+    P(z <= q) >= p,
+
+for every n, every predictor and every distribution, and P(z <= q) <= p + 1/(n + 1) if no two residuals are equal
+(Vovk et al.; Lei et al. 2018). The probability is over calibration rows and the new one together.
+
+- Samples of one prompt are not exchangeable with those of another one row by row, so one sample of each row counts, and
+  for the quantiles of all models together one row of each prompt.
+- A censored sample counts as infinitely long, so the guarantee holds whatever truncates the outputs; the price is a
+  quantile that is too long where many are censored, and infinite where it lies beyond them.
+- A served model with too few rows for a finite quantile at a level, or fewer than 50, gets that of all models together;
+  for it the guarantee holds on average over served models only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+
+from predictors.modules.calibration import Calibration
+from training.evaluating.conformal import ConformalQuantiles
+from training.evaluating.scores import COVERAGE_LEVELS, percent
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Residuals:
+    """Residuals of N samples.
+
+    Attributes:
+        z: (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to.
+        finished: False: z is a lower bound [N].
+        z_limit: (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N].
+        model: Number of the served model, 0 = unknown or not told apart [N].
+        prompt: Number of the prompt, equal for equal texts [N].
+        row: Number of the row (prompt, served model, temperature) [N].
+        nu: Degrees of freedom [N].
+    """
+
+    z: FloatArray
+    finished: NDArray[np.bool_]
+    z_limit: FloatArray
+    model: NDArray[np.intp]
+    prompt: NDArray[np.intp]
+    row: NDArray[np.intp]
+    nu: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.z)
+
+    def take(self, index: NDArray[np.bool_] | NDArray[np.intp]) -> Residuals:
+        """Some of the samples."""
+        return Residuals(*(getattr(self, field.name)[index] for field in fields(self)))
+
+    def calibrated(self, calibration: Calibration) -> Residuals:
+        """Residuals under mu' = mu + shift sigma, sigma' = sigma scale of each sample's served model."""
+        shift = np.array(calibration.mu_shift)[self.model]
+        scale = np.array(calibration.sigma_scale)[self.model]
+        return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
+
+    def coverage(self) -> dict[str, Any]:
+        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models.
+
+        As everywhere, over the samples whose predicted quantile lies below the limit.
+        """
+        by_model: dict[str, dict[str, float | None]] = {}
+        largest = []
+        for number in np.unique(self.model).tolist():
+            part = self.take(self.model == number)
+            estimates = {level: _coverage(part, level) for level in COVERAGE_LEVELS}
+            by_model[str(number)] = {percent(level): value for level, value in estimates.items()}
+            shifts = [abs(value - level) for level, value in estimates.items() if value is not None]
+            largest.append(max(shifts, default=0.0))
+        return {
+            "by_model": by_model,
+            "largest_shift": float(max(largest)),
+            "mean_largest_shift": float(np.mean(largest)),
+        }
+
+
+def concatenate(parts: Sequence[Residuals]) -> Residuals:
+    """The residuals of all parts."""
+    return Residuals(
+        *(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(Residuals))
+    )
+
+
+def _coverage(residuals: Residuals, level: float) -> float | None:
+    quantile = stats.t.ppf(level, residuals.nu)
+    below_limit = quantile <= residuals.z_limit
+    if not below_limit.any():
+        return None
+    return float((residuals.finished & (residuals.z <= quantile))[below_limit].mean())
+
+
+def censored_cdf(residuals: Residuals) -> Any:
+    """Kaplan-Meier estimate of the residuals' distribution function, as scipy has it; a censored residual equal to a
+    finished one counts as beyond it."""
+    z, finished = residuals.z, residuals.finished
+    return stats.ecdf(stats.CensoredData(z[finished], right=z[~finished])).cdf
+
+
+MIN_ROWS = 50
+
+
+def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -> float:
+    """The k-th smallest residual, k = ceil((n + 1) level), censored ones infinite; infinite if k > n."""
+    rank = math.ceil((len(z) + 1) * level - 1e-9)
+    if rank > len(z):
+        return math.inf
+    return float(np.partition(np.where(finished, z, np.inf), rank - 1)[rank - 1])
+
+
+def fit_conformal(
+    residuals: Residuals,
+    served_models: Sequence[str],
+    rng: np.random.Generator,
+    levels: Sequence[float] = COVERAGE_LEVELS,
+) -> ConformalQuantiles:
+    """Offsets of all models together and of each served model.
+
+    Args:
+        residuals: Of the calibrated predictor.
+        served_models: That the predictor tells apart [M].
+        rng: Draws the sample of each row, and the row of each prompt, that counts.
+        levels: Ascending.
+    """
+    one_per_row = residuals.take(_sample_one(residuals.row, rng))
+    pooled = one_per_row.take(_sample_one(one_per_row.prompt, rng))
+    shape = (len(served_models) + 1, len(levels))
+    offsets, counts, own = np.empty(shape), np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
+    for row in range(shape[0]):
+        by_model = one_per_row.take(one_per_row.model == row) if row else pooled
+        for column, level in enumerate(levels):
+            is_enough = len(by_model) >= MIN_ROWS and len(by_model) >= level / (1 - level)
+            own[row, column] = is_enough or row == 0
+            data = by_model if own[row, column] else pooled
+            counts[row, column] = len(data)
+            offsets[row, column] = conformal_offset(data.z, data.finished, level)
+    return ConformalQuantiles(tuple(levels), tuple(served_models), offsets, counts, own)
+
+
+def _sample_one(groups: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:
+    """Position of one member of each group, drawn at random."""
+    order = rng.permutation(len(groups))
+    _, first = np.unique(groups[order], return_index=True)
+    return np.sort(order[first])
+
+
+#: Minimum number of samples for numbers of a served model's own; with fewer it gets those of all models together.
+MIN_SAMPLES = 100
+#: Candidates for pooling: 0 = each served model for itself, 1 = the same numbers for all.
+POOLINGS = (0.0, 0.5, 0.75, 1.0)
+MIN_SCALE = 1e-3
+_SHIFT_BOUNDS, _LOG_SCALE_BOUNDS = (-10.0, 10.0), (-3.0, 3.0)
+
+#: Residuals -> (shift, scale).
+Estimator = Callable[[Residuals], tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedCalibration:
+    """A calibration and how it was selected.
+
+    Attributes:
+        method: Name of the estimator; "identity" if nothing is better than no change.
+        pooling: Weight of all models together in the numbers of each.
+        calibration: Fitted on all of the data.
+        trials: "method, pooling" -> coverage on held-out prompts.
+    """
+
+    method: str
+    pooling: float
+    calibration: Calibration
+    trials: dict[str, Any]
+
+
+def by_likelihood(residuals: Residuals) -> tuple[float, float]:
+    """Shift and scale of maximum censored likelihood."""
+    z, finished, nu = residuals.z, residuals.finished, residuals.nu
+
+    def loss(parameters: FloatArray) -> float:
+        shift, log_scale = parameters
+        standard = (z - shift) * np.exp(-log_scale)
+        density = stats.t.logpdf(standard[finished], nu[finished]) - log_scale
+        tail = stats.t.logsf(standard[~finished], nu[~finished])
+        return -float((density.sum() + tail.sum()) / len(z))
+
+    best = optimize.minimize(
+        loss,
+        _start(residuals),
+        method="Nelder-Mead",
+        bounds=[_SHIFT_BOUNDS, _LOG_SCALE_BOUNDS],
+        options={"xatol": 1e-4, "fatol": 1e-8, "maxiter": 400},
+    )
+    return float(best.x[0]), float(np.exp(best.x[1]))
+
+
+def by_quantiles(residuals: Residuals) -> tuple[float, float]:
+    """Weighted least squares of the residuals' quantiles over those of Student's t."""
+    cdf = censored_cdf(residuals)
+    nu = float(np.median(residuals.nu))
+    levels = np.array(COVERAGE_LEVELS)
+    reached = levels - 1e-12 <= cdf.probabilities.max()
+    if reached.sum() < 2:
+        return 0.0, 1.0
+    levels = levels[reached]
+    observed = cdf.quantiles[np.searchsorted(cdf.probabilities, levels - 1e-12)]
+    standard = stats.t.ppf(levels, nu)
+    # The inverse variance of a sample quantile is f^2 / (p (1 - p)).
+    weight = stats.t.pdf(standard, nu) / np.sqrt(levels * (1 - levels))
+    scale, shift = np.polyfit(standard, observed, 1, w=weight)
+    if scale <= MIN_SCALE:
+        return float(np.average(observed, weights=weight**2)), MIN_SCALE
+    return float(shift), float(scale)
+
+
+def by_coverage(residuals: Residuals) -> tuple[float, float]:
+    """Shift and scale with the smallest largest shift of coverage at P50, P90 and P99."""
+    cdf = censored_cdf(residuals)
+    levels = np.array(COVERAGE_LEVELS)
+    standard = stats.t.ppf(levels, float(np.median(residuals.nu)))
+
+    def loss(parameters: FloatArray) -> float:
+        shifts = np.abs(cdf.evaluate(parameters[0] + np.exp(parameters[1]) * standard) - levels)
+        # The largest decides; the sum leads where several are about as large.
+        return float(shifts.max() + 0.1 * shifts.sum())
+
+    starts = _start(residuals) + np.array([[0.0, 0.0], [0.0, 0.2], [0.0, -0.2]])
+    best = min(
+        (
+            optimize.minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
+            for start in starts
+        ),
+        key=lambda result: result.fun,
+    )
+    return float(np.clip(best.x[0], *_SHIFT_BOUNDS)), float(np.exp(np.clip(best.x[1], *_LOG_SCALE_BOUNDS)))
+
+
+def _start(residuals: Residuals) -> FloatArray:
+    """Where the searches begin: (shift, ln scale) within their bounds."""
+    shift, scale = by_quantiles(residuals)
+    return np.array([np.clip(shift, *_SHIFT_BOUNDS), np.clip(np.log(scale), *_LOG_SCALE_BOUNDS)])
+
+
+METHODS: dict[str, Estimator] = {
+    "identity": lambda residuals: (0.0, 1.0),
+    "likelihood": by_likelihood,
+    "quantiles": by_quantiles,
+    "coverage": by_coverage,
+}
+
+
+def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling: float) -> Calibration:
+    """Tables for the unknown model (all samples together) and for each served model.
+
+    Args:
+        residuals: At least one.
+        num_models: Served models that the predictor tells apart.
+        method: One of METHODS.
+        pooling: Weight of all models together in the numbers of each, in [0, 1].
+    """
+    return _pool(*_estimates(residuals, num_models, METHODS[method]), pooling)
+
+
+def _estimates(residuals: Residuals, num_models: int, estimator: Estimator) -> tuple[FloatArray, FloatArray]:
+    """(shift, ln scale) of all samples together [2], and of each model [num_models, 2]."""
+    together = estimator(residuals)
+    pairs = [together]
+    for number in range(1, num_models + 1):
+        part = residuals.model == number
+        enough = part.sum() >= MIN_SAMPLES and residuals.finished[part].any()
+        pairs.append(estimator(residuals.take(part)) if enough else together)
+    logs = np.array([(shift, np.log(scale)) for shift, scale in pairs])
+    return logs[0], logs[1:]
+
+
+def _pool(together: FloatArray, by_model: FloatArray, pooling: float) -> Calibration:
+    table = np.vstack([together, pooling * together + (1 - pooling) * by_model])
+    return Calibration(sigma_scale=tuple(np.exp(table[:, 1]).tolist()), mu_shift=tuple(table[:, 0].tolist()))
+
+
+def select_calibration(
+    folds: Sequence[Residuals], num_models: int, methods: Sequence[str]
+) -> SelectedCalibration:
+    """Cross-validates methods and poolings; those with the best held-out coverage are fitted on all folds.
+
+    Args:
+        folds: Residuals of different prompts each, two or more.
+        num_models: Served models that the predictor tells apart.
+        methods: Some of METHODS.
+    """
+    poolings = POOLINGS if num_models else (1.0,)
+    candidates = [
+        (name, pooling) for name in methods for pooling in (poolings if name != "identity" else (1.0,))
+    ]
+    held_out: dict[tuple[str, float], list[Residuals]] = {candidate: [] for candidate in candidates}
+    for number, fold in enumerate(folds):
+        others = concatenate([*folds[:number], *folds[number + 1 :]])
+        estimates = {name: _estimates(others, num_models, METHODS[name]) for name in methods}
+        for method, pooling in candidates:
+            held_out[method, pooling].append(fold.calibrated(_pool(*estimates[method], pooling)))
+    trials = {candidate: concatenate(parts).coverage() for candidate, parts in held_out.items()}
+    method, pooling = min(candidates, key=lambda candidate: trials[candidate]["mean_largest_shift"])
+    return SelectedCalibration(
+        method,
+        pooling,
+        fit_calibration(concatenate(folds), num_models, method, pooling),
+        {f"{name}, {weight:g}": trials[name, weight] for name, weight in candidates},
+    )

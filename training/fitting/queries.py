@@ -1,0 +1,266 @@
+"""Grouping by DuckDB: of files too large for memory, and of text (CSV and JSON lines)."""
+
+from __future__ import annotations
+
+import csv
+import glob
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from data_gen.tables import readable, require_unique
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.json_text import parse_json
+from training.fitting.samples import GROUP, ROW, candidate_columns, check_columns, used_columns
+
+MEMORY_LIMIT, THREADS = "1GB", 2
+MAX_LINE_BYTES = 4 << 20
+BATCH_ROWS = 16_384
+#: Types of the columns of CSV and JSON lines that are not text; those of the second kind may be lists of them.
+_NUMBERS = {
+    "prompt_tokens": "BIGINT",
+    "max_tokens": "BIGINT",
+    "sample_index": "BIGINT",
+    "temperature": "DOUBLE",
+}
+_LISTABLE = {"output_tokens": "DOUBLE", "finished": "BOOLEAN"}
+_KIND_NAMES = {"DOUBLE": "a number", "BIGINT": "an integer", "BOOLEAN": "true or false"}
+#: Column of the first text of a row that is no value of its column.
+_BAD = "__bad"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupingQuery:
+    """Rows that DuckDB reads and brings together by group.
+
+    Attributes:
+        path: Of the input, for messages.
+        connection: To DuckDB.
+        relation: What it reads, as SQL.
+        keys: Columns that name a group.
+        lists: Whether a row is a group with a list of lengths, else it is one sample.
+        columns: Used columns -> their expressions as SQL.
+    """
+
+    path: Path
+    connection: Any
+    relation: str
+    keys: tuple[str, ...]
+    lists: bool
+    columns: dict[str, str]
+
+    def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
+        """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
+
+        Args:
+            work: Folder for what does not fit into memory.
+            locate: Row -> its name in messages.
+
+        Raises:
+            InputError: The file is damaged, or keys come again in a file of one row for each group.
+            TailcastError: The folder cannot be written.
+        """
+        values = ", ".join(f"{value} AS {_quoted(name)}" for name, value in self.columns.items())
+        rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
+        keys = ", ".join(_quoted(key) for key in self.keys)
+        if self.lists:
+            self._check_keys_once(rows, locate)
+            query = f"SELECT *, {ROW} AS {GROUP} FROM {rows}"
+        else:
+            same = " AND ".join(
+                f"s.{_quoted(key)} IS NOT DISTINCT FROM g.{_quoted(key)}" for key in self.keys
+            )
+            # The prompt of a group's first row is enough, and long ones are costly to sort.
+            first_prompt = f"REPLACE (CASE WHEN {ROW} = {GROUP} THEN prompt END AS prompt)"
+            is_carried = "prompt" in self.columns and "prompt" not in self.keys
+            query = (
+                # Reading twice costs less than holding all columns.
+                f"WITH s AS NOT MATERIALIZED {rows}, g AS (SELECT {keys}, min({ROW}) AS {GROUP} FROM s GROUP BY ALL) "
+                f"SELECT s.* {first_prompt if is_carried else ''}, g.{GROUP} FROM s JOIN g ON {same} ORDER BY {GROUP}, {ROW}"
+            )
+        with database_errors(self.path):
+            self.connection.execute(f"SET temp_directory = {_literal(str(work))}")
+            for batch in self.connection.sql(query).to_arrow_reader(BATCH_ROWS):
+                table = pa.Table.from_batches([batch])
+                if _BAD in self.columns:
+                    self._check_texts(table, locate)
+                    table = table.drop_columns([_BAD])
+                yield table
+
+    def _check_keys_once(self, rows: str, locate: Callable[[int], str]) -> None:
+        keys = [_quoted(key) for key in self.keys]
+        repeat = first_row(
+            self.path,
+            self.connection,
+            f"SELECT min({ROW}), max({ROW}), {', '.join(keys)} FROM {rows} "
+            f"WHERE {' AND '.join(f'{key} IS NOT NULL' for key in keys)} "
+            "GROUP BY ALL HAVING count(*) > 1 ORDER BY 1 LIMIT 1",
+        )
+        if repeat is not None:
+            first, last, *values = repeat
+            raise InputError(
+                locate(last),
+                ", ".join(f"{key}={value!r}" for key, value in zip(self.keys, values, strict=True)),
+                f"each group in one row ({locate(first)} has it too); samples of a group over several rows need one "
+                "row for each sample",
+            )
+
+    def _check_texts(self, table: pa.Table, locate: Callable[[int], str]) -> None:
+        bad = table.filter(pc.is_valid(table.column(_BAD)))
+        if bad.num_rows:
+            entry = bad.column(_BAD)[0].as_py()
+            kind = _KIND_NAMES[entry["kind"].removesuffix("[]")]
+            raise InputError(
+                f"{locate(bad.column(ROW)[0].as_py())}, column {entry['name']}",
+                entry["text"],
+                f"a list: {kind}" if entry["kind"].endswith("[]") else kind,
+            )
+
+
+def connect() -> Any:
+    """A connection to an empty database in memory."""
+    return duckdb.connect(
+        config={"memory_limit": MEMORY_LIMIT, "threads": THREADS, "autoinstall_known_extensions": False}
+    )
+
+
+def query_stored(
+    path: Path, rows: pa.Table | Sequence[Path], keys: tuple[str, ...], columns: Sequence[str], *, lists: bool
+) -> GroupingQuery:
+    """A query of a table in memory, or of Parquet files."""
+    connection = connect()
+    if isinstance(rows, pa.Table):
+        connection.register("samples", rows)
+        relation = "samples"
+    else:
+        relation = f"read_parquet([{', '.join(map(_path_literal, rows))}])"
+    return GroupingQuery(path, connection, relation, keys, lists, {name: _quoted(name) for name in columns})
+
+
+def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
+    """Number of rows and query of a file of text, whose columns have the types that their names say.
+
+    Raises:
+        InputError: It has no rows, lacks a column, or is damaged.
+    """
+    is_csv = path.suffix == ".csv"
+    names = _csv_names(path) if is_csv else candidate_columns(keys, weights)
+    kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)
+    if is_csv:
+        relation = (
+            f"read_csv({_path_literal(path)}, auto_detect = false, columns = {{{kinds}}}, header = true, delim = ',', "
+            f"quote = '\"', escape = '\"', allow_quoted_nulls = false, max_line_size = {MAX_LINE_BYTES})"
+        )
+    else:
+        relation = (
+            f"read_json({_path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
+            f"maximum_object_size = {MAX_LINE_BYTES})"
+        )
+    connection = connect()
+    # A column without any value is no column.
+    counts = first_row(
+        path,
+        connection,
+        f"SELECT count(*), {', '.join(f'count({_quoted(name)})' for name in names)} FROM {relation}",
+    )
+    assert counts is not None
+    num_rows, *filled = counts
+    if num_rows == 0:
+        raise InputError(path.name, "no rows", "at least one row")
+    names = [name for name, count in zip(names, filled, strict=True) if count]
+    check_columns(names, path, keys, weights)
+    text = "nullif(trim({}), '')" if is_csv else "CAST({} AS VARCHAR)"
+    texts = {name: text.format(_quoted(name)) for name in used_columns(names, keys, weights)}
+    length = texts["output_tokens"]
+    first = first_row(path, connection, f"SELECT {length} FROM {relation} WHERE {length} IS NOT NULL LIMIT 1")
+    lists = first is not None and first[0].startswith("[")
+    listable = _LISTABLE | ({weights: "DOUBLE"} if weights else {})
+    types = _NUMBERS | {name: kind + "[]" * lists for name, kind in listable.items()}
+    columns, bad = {}, []
+    for name, text in texts.items():
+        if name not in types:
+            columns[name] = _quoted(name) if is_csv else f"{_quoted(name)}->>'$'"
+            continue
+        kind = types[name]
+        # A cast to BIGINT would round 7.5; with a comma it is refused.
+        literal = f"replace({text}, '.', ',')" if kind == "BIGINT" else text
+        columns[name] = value = f"TRY_CAST({literal} AS {kind})"
+        has_bad_entry = f" OR list_count({value}) < len({value})" if kind.endswith("[]") else ""
+        bad.append(
+            f"WHEN {text} IS NOT NULL AND ({value} IS NULL{has_bad_entry}) "
+            f"THEN {{'name': {_literal(name)}, 'kind': '{kind}', 'text': {text}}}"
+        )
+    columns[_BAD] = f"CASE {' '.join(bad)} END"
+    return num_rows, GroupingQuery(path, connection, relation, keys, lists, columns)
+
+
+def first_row(path: Path, connection: Any, query: str) -> tuple[Any, ...] | None:
+    """The first row of a query's result."""
+    with database_errors(path):
+        row: tuple[Any, ...] | None = connection.execute(query).fetchone()
+        return row
+
+
+@contextmanager
+def database_errors(path: Path) -> Iterator[None]:
+    """Turns what DuckDB raises, itself or through Arrow, into errors that name the file and what is wrong in it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (duckdb.Error, pa.ArrowException, OSError, RuntimeError) as error:
+        lines = [line for line in str(error).strip().splitlines() if not line.startswith("Original Line")]
+        if "nterrupted" in lines[0]:
+            raise KeyboardInterrupt from error
+        if lines[0].startswith(("Out of Memory Error", "IO Error")):
+            raise TailcastError(
+                f"out: cannot group {path.name} in {MEMORY_LIMIT} of memory and on disk ({lines[0]}); a file of "
+                "one row for each group needs no grouping"
+            ) from error
+        if path.suffix in (".jsonl", ".ndjson"):
+            _check_json_lines(path)
+        raise InputError("samples", str(path), f"a whole file ({' '.join(lines[:2])})") from error
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _literal(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _path_literal(path: Path) -> str:
+    return _literal(glob.escape(str(path)))
+
+
+def _csv_names(path: Path) -> list[str]:
+    """Names of the columns of a CSV file."""
+    with (
+        open(path, encoding="utf-8-sig", errors="replace", newline="") as stream,
+        readable(path, "samples", "CSV"),
+    ):
+        names = next(csv.reader([stream.readline(MAX_LINE_BYTES)]), [])
+    if not names:
+        raise InputError(path.name, "no rows", "a line of column names and at least one row")
+    require_unique(names, path.name)
+    return names
+
+
+def _check_json_lines(path: Path) -> None:
+    """Raises `InputError` for the first line that is no JSON: DuckDB counts lines in another way."""
+    with open(path, "rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE_BYTES), b""), start=1):
+            try:
+                parse_json(line if line.strip() else b"{}")
+            except ValueError as error:
+                where = f"{path.name}, line {number}"
+                raise InputError(
+                    where, line[:80], f"one JSON object of up to {MAX_LINE_BYTES} bytes ({error})"
+                ) from error
