@@ -72,7 +72,7 @@ class EpochPlans(Sampler[BatchPlan]):
         seed: Base of the order; the trainer sets the epoch.
         num_epochs: Epochs for which the number of batches must be the same.
         weights: Draws P prompts with replacement, by weight [P]; None: each prompt once.
-        distributed: Each of several processes takes the same number of batches.
+        distributed: Several processes, where there are some, take the same number of batches each.
     """
 
     def __init__(
@@ -162,13 +162,3 @@ class EpochPlans(Sampler[BatchPlan]):
                 rows.append(start + np.sort(rng.choice(end - start, size=limit, replace=False)))
         row_prompt = np.repeat(np.arange(len(prompts)), [len(part) for part in rows])
         return BatchPlan(prompts, np.concatenate([np.empty(0, dtype=np.int64), *rows]), row_prompt)
-
-
-def sampling_weights(
-    mu: NDArray[np.float64], sigma: NDArray[np.float64], rules: tuple[tuple[float, float, float], ...]
-) -> NDArray[np.float64]:
-    """Weight of each fit: 1, or that of the last rule (mu, sigma, weight) with a smaller mu or sigma."""
-    weights = np.ones(len(mu))
-    for mu_above, sigma_above, weight in rules:
-        weights[(mu > mu_above) | (sigma > sigma_above)] = weight
-    return weights

@@ -43,28 +43,29 @@ def read(config: FeedbackConfig) -> None:
         InputError: The log cannot be read, or has nothing to compare.
     """
     from data_gen.importers.feedback import feedback_records
-    from training.feedback import compare, pairs
+    from training.feedback import compare, pair
 
     records = feedback_records(config.log)
     if config.records is not None:
-        _write(config.records, "records", (record.model_dump(exclude_unset=True) for _, record in records))
-        return
-    if config.pairs is None:
+        rows = (record.model_dump(exclude_unset=True) for _, record in records)
+        _write(config.records, "records", rows)
+    elif config.pairs is not None:
+        pairs = (pair(record, config.side) for _, record in records)
+        _write(config.pairs, "pairs", (values for values in pairs if values is not None))
+    else:
         comparison = compare(records)
         if config.json is not None:
             write_json(writable_target(config.json, "json"), comparison)
         sys.stdout.write(json.dumps(comparison, indent=2) + "\n")
-        return
-    _write(config.pairs, "pairs", pairs(records, config.side))
 
 
 def _write(out: str, field: str, rows: Iterable[dict[str, Any]]) -> None:
     lines = (json.dumps(row) + "\n" for row in rows)
     if out == "-":
         sys.stdout.writelines(lines)
-        return
-    with atomic_file(writable_target(out, field)) as temporary, open(temporary, "w") as target:
-        target.writelines(lines)
+    else:
+        with atomic_file(writable_target(out, field)) as temporary, open(temporary, "w") as target:
+            target.writelines(lines)
 
 
 def main(args: Sequence[str] | None = None) -> int:

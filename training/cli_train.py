@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from scheduler_core.command import entry_point, run_command
-from scheduler_core.errors import MissingExtraError
 from scheduler_core.threads import wait_without_spinning
 
 TYPE_CHECKING = False
@@ -16,14 +15,10 @@ if TYPE_CHECKING:
 
 def _command(config: TrainConfig) -> None:
     wait_without_spinning()
-    try:
-        import lightning
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(error.name or "lightning", "train") from error
+    import transformers
+
     from training.train import train
 
-    del lightning
     # The bar of weights being loaded, which takes a second.
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     train(config)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from predictors.manifest import Head
 from scheduler_core.errors import InputError
 from scheduler_core.threads import check_threads
+from scheduler_core.urgency import LEVELS
 
 HEADS: tuple[str, ...] = get_args(Head)
 FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
 
 
-def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < float("inf"):
-        raise InputError(name, value, "finite numbers > 0")
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "positive": ("finite numbers > 0", lambda value: 0 < value < float("inf")),
+    "not_negative": ("finite numbers >= 0", lambda value: 0 <= value < float("inf")),
+    "fraction": ("numbers >= 0 and < 1", lambda value: 0 <= value < 1),
+    "count": ("integers > 0", lambda value: value >= 1),
+    "number": ("integers from 0 to 2**31 - 1", lambda value: 0 <= value < 2**31),
+}
 
 
-def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < float("inf"):
-        raise InputError(name, value, "finite numbers >= 0")
-
-
-def _check_fraction(name: str, value: float | None) -> None:
-    if value is not None and not 0 <= value < 1:
-        raise InputError(name, value, "numbers >= 0 and < 1")
-
-
-def _check_count(name: str, value: int | None) -> None:
-    if value is not None and value < 1:
-        raise InputError(name, value, "integers > 0")
-
-
-def _make_tuples(options: Any, *names: str) -> None:
+def _check(options: object, kind: str, *names: str, prefix: str = "") -> None:
+    """Raises InputError where an option that is set is outside the range of a kind."""
+    text, is_allowed = RANGES[kind]
     for name in names:
-        object.__setattr__(options, name, tuple(getattr(options, name)))
+        value = getattr(options, name)
+        if value is not None and not is_allowed(value):
+            raise InputError(prefix + name, value, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,117 +46,92 @@ class TowerOptions:
     layer_norm: bool = True
     """A LayerNorm after all hidden layers but the last."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTask:
+    """Options that all heads have."""
+
+    weight: float = 1.0
+    """Weight of the head in the loss."""
+    tower: TowerOptions | None = None
+    """Layers, if they differ from `tower`."""
+
     def __post_init__(self) -> None:
-        _make_tuples(self, "hidden_sizes", "dropouts")
+        _check(self, "positive", "weight", prefix=type(self).__name__.removesuffix("Task").lower() + ".")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthTask:
+class LengthTask(HeadTask):
     """The distribution of the output length."""
 
     objective: Literal["nll", "crps", "mse"] = "nll"
     """nll: censored likelihood of the raw samples; crps: quantile losses of the raw samples in log tokens; mse: the TIE paper's squared errors of parameters fitted to at least 3 samples of each prompt."""
-    weight: float = 1.0
-    """Weight of the head in the loss."""
     nu: float = 3.5
     """Degrees of freedom; with learn_nu the output of an untrained head."""
     learn_nu: bool = False
     """Predict nu too (objective nll)."""
     within: bool = False
     """Predict sigma_within too, the scale of samples of one prompt without the predictor's own error in mu; learned from rows with at least 3 samples, by the squared error of its z-score (objectives nll and crps)."""
-    within_weight: float = 0.3
-    """Weight of that squared error."""
-    integers: bool = False
-    """Take a length x as the interval from x - 1/2 to x + 1/2 (objective nll)."""
     sigma_weight_start: float = 3.0
     """Weight of sigma in the loss MSE(mu) + weight * MSE(sigma), in the first epoch (objective mse)."""
     sigma_weight_end: float = 4.0
     """The same in the last epoch of the last stage; linear in between."""
-    tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
 
     def __post_init__(self) -> None:
-        _check_positive("length.weight", self.weight)
-        for name in ("sigma_weight_start", "sigma_weight_end"):
-            _check_not_negative(name, getattr(self, name))
-        _check_positive("nu", self.nu)
-        _check_positive("length.within_weight", self.within_weight)
+        super().__post_init__()
+        _check(self, "not_negative", "sigma_weight_start", "sigma_weight_end")
+        _check(self, "positive", "nu")
         if self.within and self.objective == "mse":
             raise InputError(
                 "length.within", True, "false with objective mse, whose sigma is that within a prompt"
             )
-        if self.objective != "nll" and (self.learn_nu or self.integers):
-            raise InputError("length.objective", self.objective, "nll, with learn_nu or integers")
+        if self.objective != "nll" and self.learn_nu:
+            raise InputError("length.objective", self.objective, "nll, with learn_nu")
 
 
 @dataclass(frozen=True, kw_only=True)
-class UrgencyTask:
+class UrgencyTask(HeadTask):
     """How urgent a request is, by ordered levels; learned from `urgency_data`."""
 
-    weight: float = 1.0
-    """Weight of the head in the loss."""
-    levels: tuple[str, ...] = ("emergency", "interactive", "standard", "batch", "background")
+    levels: tuple[str, ...] = LEVELS
     """Names of the levels, the most urgent first."""
     odds: Literal["proportional", "free"] = "proportional"
     """proportional: one number against ascending thresholds; free: a score for each level, for levels that are different kinds of text."""
-    tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
-
-    def __post_init__(self) -> None:
-        _make_tuples(self, "levels")
-        _check_positive("urgency.weight", self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BucketTask:
+class BucketTask(HeadTask):
     """The interval that the length falls into."""
 
-    weight: float = 1.0
-    """Weight of the head in the loss."""
     edges: tuple[float, ...] | None = None
     """Bounds of the buckets in tokens, ascending; unset: quantiles of the training samples."""
     num_buckets: int = 10
     """Number of buckets where the edges are quantiles."""
-    tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
 
     def __post_init__(self) -> None:
-        if self.edges is not None:
-            object.__setattr__(self, "edges", tuple(float(edge) for edge in self.edges))
-        _check_positive("bucket.weight", self.weight)
+        super().__post_init__()
         if self.num_buckets < 2:
             raise InputError("bucket.num_buckets", self.num_buckets, "integers >= 2")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegressionTask:
+class RegressionTask(HeadTask):
     """One number of tokens."""
 
     objective: Literal["l1", "mse"] = "l1"
     """Absolute or squared error of the z-score of ln(1 + tokens)."""
-    weight: float = 1.0
-    """Weight of the head in the loss."""
-    tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
-
-    def __post_init__(self) -> None:
-        _check_positive("regression.weight", self.weight)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankTask:
+class RankTask(HeadTask):
     """A score that orders requests by length; ListMLE over the rows of a batch."""
 
     group_tokens: float = 10.0
     """Lengths within the same group of this many tokens count as equal."""
-    weight: float = 1.0
-    """Weight of the head in the loss."""
-    tower: TowerOptions | None = None
-    """Layers, if they differ from `tower`."""
 
     def __post_init__(self) -> None:
-        _check_positive("rank.weight", self.weight)
-        _check_positive("rank.group_tokens", self.group_tokens)
+        super().__post_init__()
+        _check(self, "positive", "group_tokens", prefix="rank.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +146,7 @@ class ConditioningOptions:
     """Probability that a training row hides its served model, so that an unknown one can be predicted for; 0: predictions for unknown served models are refused."""
 
     def __post_init__(self) -> None:
-        _check_fraction("conditioning.served_model_dropout", self.served_model_dropout)
+        _check(self, "fraction", "served_model_dropout", prefix="conditioning.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,10 +161,8 @@ class StageConfig:
     """Learning rate of the heads; unset: that of the encoder."""
     warmup_fraction: float = 0.0
     """Fraction of the stage's steps over which the learning rate rises linearly."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after warm-up: falls to 0, along a line or a cosine, or stays."""
-    layer_decay: float = 1.0
-    """Factor of the learning rate from each layer of the encoder to the one below; 1: the same for all."""
+    schedule: Literal["linear", "constant"] = "linear"
+    """Learning rate after warm-up: falls to 0 along a line, or stays."""
     batch_size: int | None = None
     """Prompts of a training step in this stage; unset: `batch_size`."""
     patience: int | None = None
@@ -203,13 +171,9 @@ class StageConfig:
     def __post_init__(self) -> None:
         if self.epochs < 0:
             raise InputError("epochs", self.epochs, "integers >= 0")
-        for name in ("learning_rate", "heads_learning_rate"):
-            _check_positive(name, getattr(self, name))
-        _check_fraction("warmup_fraction", self.warmup_fraction)
-        if not 0 < self.layer_decay <= 1:
-            raise InputError("layer_decay", self.layer_decay, "numbers > 0 and <= 1")
-        for name in ("batch_size", "patience"):
-            _check_count(name, getattr(self, name))
+        _check(self, "positive", "learning_rate", "heads_learning_rate")
+        _check(self, "fraction", "warmup_fraction")
+        _check(self, "count", "batch_size", "patience")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +181,7 @@ class TrainConfig:
     """Train a predictor of output lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
-    OUTPUTS = ("out", "{out}.partial", "tensorboard")
+    OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
 
     out: str
     """Checkpoint folder to write. The state of an unfinished run is kept in OUT.partial."""
@@ -227,8 +191,6 @@ class TrainConfig:
     """Weight of the rows of each file in the loss; unset: 1."""
     validation: list[str] | str | None = None
     """Files whose prompts are the validation split; all of `data` is then used for training. Unset: prompts of `data` by their ids."""
-    validation_split: Literal["all", "train", "validation", "test"] = "all"
-    """Of separate validation files, the prompts whose ids fall into this split."""
     urgency_data: list[str] | str | None = None
     """Parquet, CSV or JSON lines with columns text, level (name or number), optional weight."""
     urgency_validation: list[str] | str | None = None
@@ -287,8 +249,6 @@ class TrainConfig:
     """Largest norm of the gradient."""
     oversampling: tuple[tuple[float, float, float], ...] = ()
     """Rules (mu, sigma, weight): a prompt with a fitted mu above the first or a fitted sigma above the second number is drawn that much more often than others; the last matching rule counts."""
-    exclude_flags: tuple[str, ...] = ("all_censored", "too_few_samples")
-    """Fits with one of these flags are left out."""
     fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)
     """Fractions of training, validation and test split; a prompt's split follows from its id."""
     split_seed: int = 0
@@ -306,7 +266,9 @@ class TrainConfig:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; auto takes a GPU if there is one."""
     devices: int = 1
-    """Devices, or processes on the CPU, that share the steps of stage 1."""
+    """Devices of this machine, or processes on its CPU, that share the steps of both stages."""
+    num_nodes: int = 1
+    """Machines that share the steps, with as many devices each. The same command runs on all of them, with MASTER_ADDR, MASTER_PORT and NODE_RANK (0, 1, ...) in its environment; OUT.partial is on a file system that they share."""
     precision: Literal["32-true", "bf16-mixed", "16-mixed"] = "32-true"
     """Arithmetic of stage 1 and of the features of stage 2."""
     deterministic: bool = False
@@ -319,17 +281,17 @@ class TrainConfig:
     """Resume an interrupted run from OUT.partial, if it had the same options and data; false starts over."""
     tensorboard: str | None = None
     """Folder for TensorBoard event files; a CSV file with a row for each epoch is always written."""
+    report: str | None = None
+    """HTML page to write: losses, learning rate and validation metrics of each epoch."""
     progress: bool = True
     """Show progress bars on a terminal, a line for each epoch elsewhere."""
 
     def __post_init__(self) -> None:
-        _make_tuples(self, "pooling", "oversampling", "exclude_flags", "fractions", "data_weights")
         self._check_numbers()
         self._check_tasks()
-        if self.stage1.epochs + self.stage2.epochs == 0:
-            raise InputError(
-                "stage1.epochs, stage2.epochs", (0, 0), "at least one epoch in one of the stages"
-            )
+        if self.stage(1).epochs + self.stage(2).epochs == 0:
+            which = "stage2.epochs" if self.only_conditioning else "stage1.epochs, stage2.epochs"
+            raise InputError(which, 0, "at least one epoch")
         for rule in self.oversampling:
             if len(rule) != 3 or not 0 < rule[2] < float("inf"):
                 raise InputError("oversampling", rule, "(mu, sigma, weight) with a finite weight > 0")
@@ -362,16 +324,18 @@ class TrainConfig:
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 
     def _check_numbers(self) -> None:
-        for name in ("batch_size", "batch_tokens", "rows_per_prompt", "max_tokens", "devices"):
-            _check_count(name, getattr(self, name))
+        counts = ("batch_size", "batch_tokens", "rows_per_prompt", "max_tokens", "devices", "num_nodes")
+        _check(self, "count", *counts)
         check_threads("threads", self.threads)
-        for name in ("clip_norm", "adam_epsilon"):
-            _check_positive(name, getattr(self, name))
-        _check_fraction("encoder_dropout", self.encoder_dropout)
-        _check_not_negative("weight_decay", self.weight_decay)
-        for name in ("seed", "split_seed"):
-            if not 0 <= getattr(self, name) < 2**31:
-                raise InputError(name, getattr(self, name), "integers from 0 to 2**31 - 1")
+        _check(self, "positive", "clip_norm", "adam_epsilon")
+        _check(self, "fraction", "encoder_dropout")
+        _check(self, "not_negative", "weight_decay")
+        _check(self, "number", "seed", "split_seed")
+
+    def stage(self, number: int) -> StageConfig:
+        """Stage 1 or 2; with `only_conditioning` there is nothing for stage 1 to train."""
+        options = self.stage1 if number == 1 else self.stage2
+        return replace(options, epochs=0) if number == 1 and self.only_conditioning else options
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from predictors.modules import Normalization, PredictorConfig, tokenize
+from predictors.modules.config import PredictorConfig
+from predictors.modules.encoder import tokenize
+from predictors.modules.predictor import PromptPredictor
 from training.batches import BatchPlan, EpochPlans
 from training.labels import UrgencyLabels
 from training.rows import Rows
@@ -111,11 +113,12 @@ class SplitData:
     ) -> SplitData:
         """Joins rows and labels by text and tokenizes each text once, as the predictor's configuration says."""
         number = {text: at for at, text in enumerate(rows.prompts)}
-        prompt = [number.setdefault(text, len(number)) for text in labels.texts]
+        prompt = [number.setdefault(text, len(number)) for text in labels]
         texts = list(number)
         level = np.zeros(len(texts), dtype=np.int64)
         weight = np.zeros(len(texts))
-        level[prompt], weight[prompt] = labels.level, labels.weight
+        if labels:
+            level[prompt], weight[prompt] = zip(*labels.values(), strict=True)
         return cls(
             rows=rows,
             texts=texts,
@@ -148,8 +151,7 @@ class Examples(Dataset[TrainingBatch]):
 
     Args:
         data: The split.
-        normalization: Of the training split.
-        model_numbers: Number that the predictor gives each of `data.rows.models`, with 0 in front for none [M + 1].
+        model: The predictor: its normalization, and its numbers of served models.
         pad_token_id: Token id of padding.
         features: Pooled features [P, F], for stage 2, instead of the tokens.
     """
@@ -157,17 +159,16 @@ class Examples(Dataset[TrainingBatch]):
     def __init__(
         self,
         data: SplitData,
-        normalization: Normalization,
-        model_numbers: NDArray[np.int64],
-        *,
+        model: PromptPredictor,
         pad_token_id: int = 0,
         features: Tensor | None = None,
     ) -> None:
-        rows = data.rows
+        rows, normalization, conditioning = data.rows, model.normalization, model.config.conditioning
+        numbers = [0 if conditioning is None else conditioning.number_of(name) for name in rows.models]
         self.data = data
         self.features = features
         self._pad_token_id = pad_token_id
-        self._served_model = model_numbers[rows.model]
+        self._served_model = np.array([0, *numbers], dtype=np.int64)[rows.model]
         targets = (*normalization.normalize(rows.mu, rows.sigma), normalization.normalize_within(rows.sigma))
         self._fits = np.stack(targets, axis=1)
         self._weight = _with_mean_1(rows.weight)
@@ -212,6 +213,18 @@ def padded_samples(rows: Rows, index: NDArray[np.int64]) -> SampleLengths:
         torch.from_numpy(present),
         _floats(rows.max_tokens[index]),
     )
+
+
+def prompt_weights(split: SplitData, rules: Sequence[tuple[float, float, float]]) -> NDArray[np.float64]:
+    """How often each prompt [P] is drawn: the largest weight of one of its rows, which is 1, or that of the last rule
+    (mu, sigma, weight) with a smaller mu or sigma than the row's fit."""
+    rows = split.rows
+    of_row = np.ones(len(rows.mu))
+    for mu_above, sigma_above, weight in rules:
+        of_row[(rows.mu > mu_above) | (rows.sigma > sigma_above)] = weight
+    weights = np.ones(len(split))
+    np.maximum.at(weights, rows.prompt, of_row)
+    return weights
 
 
 def loader(examples: Examples, plans: EpochPlans) -> DataLoader[Any]:

@@ -52,11 +52,10 @@ def memory_errors(
         where = otherwise
         if (under_way := current()) is not None:
             batch, data = under_way
-            tokens = data.num_tokens[batch.prompt.tolist()]
+            num_prompts, longest = len(batch.prompt), data.num_tokens[batch.prompt.tolist()].max()
             where = (
-                f"in a batch of {len(tokens)} prompts (the longest has {tokens.max()} tokens, so "
-                f"{len(tokens) * tokens.max()} with padding) and {len(batch.row)} rows; prompts {_first_prompts(*under_way)}"
+                f"in a batch of {num_prompts} prompts (the longest has {longest} tokens, so {num_prompts * longest} with "
+                f"padding) and {len(batch.row)} rows; prompts {_first_prompts(*under_way)}"
             )
-        raise OutOfMemoryError(
-            f"out of memory {where}; smaller batch_tokens, batch_size or max_length help"
-        ) from error
+        advice = "smaller batch_tokens, batch_size or max_length help"
+        raise OutOfMemoryError(f"out of memory {where}; {advice}") from error

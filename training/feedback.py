@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from data_gen.feedback_record import FeedbackRecord
 from scheduler_core.errors import InputError
-from training.evaluating.scores import OutputLengths, OutputScores, score_outputs
+from training.evaluating.scores import OutputLengths, OutputScores, finite, score_outputs
 
 Side = Literal["main", "shadow"]
 #: 97.5 % quantile of the normal: a difference of means over live traffic has many terms.
@@ -46,70 +45,54 @@ def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
     }
 
 
-def pairs(records: Iterable[tuple[int, FeedbackRecord]], side: Side) -> Iterator[dict[str, Any]]:
-    """The pairs of all records with one."""
-    for _, record in records:
-        values = pair(record, side)
-        if values is not None:
-            yield values
-
-
 def compare(records: Iterable[tuple[int, FeedbackRecord]]) -> dict[str, Any]:
     """Scores of both predictors on the records that have both predictions.
 
     Assumes independent records: repeated prompts make the interval too narrow.
 
     Returns:
-        num_records, num_compared; main and shadow with artifact, crps_tokens, coverage, nll; and
+        num_records, num_compared; main and shadow with artifacts, crps_tokens, coverage, nll; and
         crps_difference_tokens: mean of main minus shadow, standard_error, low and high of its 95 % interval.
 
     Raises:
         InputError: No record has both predictions.
     """
-    rows: dict[str, list[dict[str, Any]]] = {"main": [], "shadow": []}
-    names: dict[str, set[str]] = {"main": set(), "shadow": set()}
+    rows: list[dict[Side, Any]] = []
+    names: dict[Side, set[str]] = {"main": set(), "shadow": set()}
     count = 0
     for _, record in records:
         count += 1
-        main, shadow = pair(record, "main"), pair(record, "shadow")
-        if main is None or shadow is None:
-            continue
-        for side, values, source in (("main", main, record.main), ("shadow", shadow, record.shadow)):
-            assert source is not None
-            rows[side].append(values)
-            names[side].add(f"{source.artifact_id} {source.artifact_version}")
-    if not rows["main"]:
+        sides = {side: pair(record, side) for side in names}
+        if None not in sides.values():
+            rows.append(sides)
+            for side, side_names in names.items():
+                source = record.main if side == "main" else record.shadow
+                side_names.add(f"{source.artifact_id} {source.artifact_version}")  # type: ignore[union-attr]
+    if not rows:
         raise InputError(
             "feedback log", f"{count} records", "at least one with both predictions and a length"
         )
-    scores = {side: _scores(values) for side, values in rows.items()}
-    report: dict[str, Any] = {"num_records": count, "num_compared": len(rows["main"])}
+    scores = {side: _scores([row[side] for row in rows]) for side in names}
+    report: dict[str, Any] = {"num_records": count, "num_compared": len(rows)}
     for side, score in scores.items():
         summary = score.summary()
-        report[side] = {
-            "artifacts": sorted(names[side]),
-            **{name: summary[name] for name in ("crps_tokens", "coverage", "nll")},
-        }
-    report["crps_difference_tokens"] = _difference(scores["main"].crps_tokens - scores["shadow"].crps_tokens)
+        numbers = {name: summary[name] for name in ("crps_tokens", "coverage", "nll")}
+        report[side] = {"artifacts": sorted(names[side]), **numbers}
+    difference = scores["main"].crps_tokens - scores["shadow"].crps_tokens
+    mean = float(difference.mean())
+    error = float(difference.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else math.nan
+    interval = {"mean": mean, "standard_error": error, "low": mean - Z * error, "high": mean + Z * error}
+    report["crps_difference_tokens"] = {name: finite(value) for name, value in interval.items()}
     return report
 
 
 def _scores(rows: list[dict[str, Any]]) -> OutputScores:
-    def column(name: str) -> NDArray[np.float64]:
-        return np.array([row[name] for row in rows], dtype=np.float64)
-
-    limits = np.array([math.inf if row["max_tokens"] is None else row["max_tokens"] for row in rows])
-    finished = np.array([row["finished"] for row in rows], dtype=bool)
-    lengths = column("output_tokens")
+    names = ("mu", "sigma", "nu", "output_tokens", "finished", "max_tokens")
+    mu, sigma, nu, lengths, finished, limits = (
+        np.array([row[name] for row in rows], dtype=np.float64) for name in names
+    )
+    is_finished = finished > 0
+    limits = np.where(np.isnan(limits), np.inf, limits)
     # An output that its client ended is scored as if max_tokens had been there.
-    limits = np.where(finished, limits, np.minimum(limits, lengths))
-    outputs = OutputLengths(np.arange(len(rows)), lengths, finished, limits)
-    return score_outputs(column("mu"), column("sigma"), column("nu"), outputs)
-
-
-def _difference(values: NDArray[np.float64]) -> dict[str, float | None]:
-    mean = float(values.mean())
-    if len(values) < 2:
-        return {"mean": mean, "standard_error": None, "low": None, "high": None}
-    error = float(values.std(ddof=1) / math.sqrt(len(values)))
-    return {"mean": mean, "standard_error": error, "low": mean - Z * error, "high": mean + Z * error}
+    limits = np.where(is_finished, limits, np.minimum(limits, lengths))
+    return score_outputs(mu, sigma, nu, OutputLengths(np.arange(len(rows)), lengths, is_finished, limits))

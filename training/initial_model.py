@@ -12,21 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from predictors.modules import (
-    HEADS,
-    Calibration,
-    Conditioning,
-    Heads,
-    Normalization,
-    PredictorConfig,
-    PromptPredictor,
-    Tower,
-    load_checkpoint,
-    load_encoder,
-    load_tokenizer,
-)
-from predictors.modules.checkpoint import TRAINING
-from predictors.modules.heads import FreeOdds, ProportionalOdds
+from predictors.modules.calibration import Calibration
+from predictors.modules.checkpoint import TRAINING, load_checkpoint
+from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.encoder import load_encoder, load_tokenizer
+from predictors.modules.heads import HEADS, FreeOdds, Heads, ProportionalOdds
+from predictors.modules.normalization import Normalization
+from predictors.modules.predictor import PromptPredictor
+from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
 from training.labels import UrgencyLabels
@@ -208,7 +201,8 @@ def set_level_frequencies(model: PromptPredictor, labels: UrgencyLabels) -> None
     head = model.heads["urgency"]
     assert isinstance(head, ProportionalOdds | FreeOdds) and model.config.heads.urgency is not None  # noqa: PT018
     num_levels = len(model.config.heads.urgency.levels)
-    counts = np.bincount(labels.level, weights=labels.weight, minlength=num_levels) + 1
+    level, weight = zip(*labels.values(), strict=True)
+    counts = np.bincount(level, weights=weight, minlength=num_levels) + 1
     cumulative = np.cumsum(counts)[:-1] / counts.sum()
     head.set_thresholds(torch.from_numpy(np.log(cumulative / (1 - cumulative))).float())
 

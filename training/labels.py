@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from data_gen.splits import SPLITS, split_of
-from data_gen.tables import read_parquet, readable
+from data_gen.splits import split_of
+from data_gen.tables import read_parquet, readable, require_columns
+from data_gen.urgency.labels import level_number
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from training.config import TrainConfig
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class UrgencyLabels:
-    """L labelled texts.
-
-    Attributes:
-        texts: [L].
-        level: 0 is the most urgent [L].
-        weight: In the loss, above 0 [L].
-    """
-
-    texts: list[str]
-    level: NDArray[np.int64]
-    weight: NDArray[np.float64]
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @classmethod
-    def none(cls) -> UrgencyLabels:
-        """No labels."""
-        return cls([], np.empty(0, dtype=np.int64), np.empty(0))
-
-    def take(self, index: Sequence[int]) -> UrgencyLabels:
-        """The labels at these positions."""
-        positions = np.asarray(index, dtype=np.int64)
-        return UrgencyLabels([self.texts[at] for at in index], self.level[positions], self.weight[positions])
+#: Text -> its level, 0 the most urgent, and its weight in the loss, above 0.
+UrgencyLabels = dict[str, tuple[int, float]]
 
 
 def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -> UrgencyLabels:
-    """A file of labels: Parquet, or CSV or JSON lines by the end of its name.
+    """A file of labels: Parquet, or CSV or JSON lines by the end of its name; of several labels of a text the first.
 
     Args:
         path: The file, with columns text, level (a name out of `levels` or its number), optional weight.
@@ -58,23 +30,19 @@ def read_labels(path: str, levels: Sequence[str], field: str = "urgency_data") -
         InputError: The file or a column is missing, or a value is not allowed; names the row.
     """
     table, name = _table(path, field), Path(path).name
-    missing = [column for column in ("text", "level") if column not in table.column_names]
-    if missing:
-        raise InputError(f"{name}, columns", table.column_names, f"also {', '.join(missing)}")
+    require_columns(table, ["text", "level"], f"{name}, columns")
     if table.num_rows == 0:
         raise InputError(f"{name}, rows", 0, "at least one labelled text")
-    texts = table.column("text").to_pylist()
-    numbers = [
-        _level(value, levels, f"{name}, row {row}")
-        for row, value in enumerate(table.column("level").to_pylist())
-    ]
-    weights = table.column("weight").to_pylist() if "weight" in table.column_names else [1.0] * len(texts)
-    for row, (text, weight) in enumerate(zip(texts, weights, strict=True)):
+    labels: UrgencyLabels = {}
+    for number, row in enumerate(table.to_pylist()):
+        text, weight = row["text"], row.get("weight", 1.0)
+        level = level_number(row["level"], f"{name}, row {number}, column level", levels)
         if not isinstance(text, str) or not text.strip():
-            raise InputError(f"{name}, row {row}, column text", text, "text that is not empty")
+            raise InputError(f"{name}, row {number}, column text", text, "text that is not empty")
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise InputError(f"{name}, row {row}, column weight", weight, "finite numbers > 0")
-    return UrgencyLabels(texts, np.array(numbers, dtype=np.int64), np.array(weights, dtype=np.float64))
+            raise InputError(f"{name}, row {number}, column weight", weight, "finite numbers > 0")
+        labels.setdefault(text, (level, float(weight)))
+    return labels
 
 
 def _table(path: str, field: str) -> pa.Table:
@@ -93,28 +61,6 @@ def _table(path: str, field: str) -> pa.Table:
     return read_parquet(path, field)
 
 
-def _level(value: Any, levels: Sequence[str], where: str) -> int:
-    if isinstance(value, str) and value in levels:
-        return list(levels).index(value)
-    if isinstance(value, str) and value.strip().isdigit():
-        value = int(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < len(levels):
-        raise InputError(f"{where}, column level", value, f"0 to {len(levels) - 1}, or {', '.join(levels)}")
-    return value
-
-
-def join_labels(parts: Sequence[UrgencyLabels]) -> UrgencyLabels:
-    """All labels; of several for one text the first."""
-    texts = [text for part in parts for text in part.texts]
-    first: dict[str, int] = {}
-    for at, text in enumerate(texts):
-        first.setdefault(text, at)
-    level, weight = (np.concatenate([getattr(part, name) for part in parts]) for name in ("level", "weight"))
-    return UrgencyLabels(texts, level, weight).take(list(first.values()))
-
-
 def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels]:
     """Labels of the training and of the validation split; both empty without an urgency head.
 
@@ -122,23 +68,22 @@ def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels
         InputError: A file cannot be used, or a split is empty.
     """
     if config.urgency is None:
-        return UrgencyLabels.none(), UrgencyLabels.none()
-    levels = config.urgency.levels
-    train = join_labels([read_labels(path, levels) for path in config.files["urgency_data"]])
-    if files := config.files["urgency_validation"]:
-        validation = join_labels([read_labels(path, levels, "urgency_validation") for path in files])
-        held_out = set(validation.texts)
-        train = train.take([at for at, text in enumerate(train.texts) if text not in held_out])
+        return {}, {}
+    labels: dict[str, UrgencyLabels] = {"urgency_data": {}, "urgency_validation": {}}
+    for field, joined in labels.items():
+        for path in config.files[field]:
+            joined |= read_labels(path, config.urgency.levels, field) | joined
+    train, validation = labels.values()
+    if config.files["urgency_validation"]:
+        train = {text: label for text, label in train.items() if text not in validation}
     else:
-        parts: dict[str, list[int]] = {name: [] for name in SPLITS}
-        for at, text in enumerate(train.texts):
-            parts[split_of(text, config.split_seed, config.fractions)].append(at)
-        train, validation = train.take(parts["train"]), train.take(parts["validation"])
+        split = {text: split_of(text, config.split_seed, config.fractions) for text in train}
+        train, validation = (
+            {text: label for text, label in train.items() if split[text] == name}
+            for name in ("train", "validation")
+        )
     for name, part in (("train", train), ("validation", validation)):
-        if len(part) == 0:
-            raise InputError(
-                f"labelled texts in the {name} split",
-                0,
-                "at least one; other fractions or split_seed may help",
-            )
+        if not part:
+            allowed = "at least one; other fractions or split_seed may help"
+            raise InputError(f"labelled texts in the {name} split", 0, allowed)
     return train, validation

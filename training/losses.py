@@ -1,29 +1,30 @@
-"""Losses of all heads on raw output lengths, fitted parameters and labels, and the registry `LOSSES`.
+"""Losses of all heads on raw output lengths, fitted parameters and labels, and `head_loss`, which has one for each head.
 
 Censored samples (truncated at max_tokens) enter likelihoods as lower bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import singledispatch
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from predictors.modules import PromptPredictor
-from training.config import TrainConfig
+from predictors.modules.predictor import PromptPredictor
+from training.config import BucketTask, HeadTask, LengthTask, RankTask, RegressionTask, UrgencyTask
 from training.data import SampleLengths, TrainingBatch
-from training.student_t import log_density, log_interval, log_survival
+from training.student_t import log_density, log_survival
 
 # Quantile levels of the objective crps.
 NUM_QUANTILES = 64
+# Weight of the squared error of sigma_within.
+WITHIN_WEIGHT = 0.3
 
 
-def log_t_nll(
-    mu: Tensor, sigma: Tensor, nu: Tensor, samples: SampleLengths, *, integers: bool = False
-) -> Tensor:
+def log_t_nll(mu: Tensor, sigma: Tensor, nu: Tensor, samples: SampleLengths) -> Tensor:
     """Mean negative log-likelihood of each row's samples under X = exp(mu + sigma T), T Student-t.
 
     A finished sample x contributes -ln t_nu((ln x - mu) / sigma) + ln sigma + ln x, one censored at c -ln P(X > c).
@@ -34,8 +35,6 @@ def log_t_nll(
         mu, sigma: Log tokens [R].
         nu: Degrees of freedom [R] or [].
         samples: Of the rows.
-        integers: Take a finished length x as the interval from x - 1/2 to x + 1/2, whose probability is the
-            likelihood; it is then never above 1, also where all samples of a row are equal.
 
     Returns:
         Nats per sample, float32 [R].
@@ -43,12 +42,8 @@ def log_t_nll(
     tokens = samples.tokens.double()
     mu, sigma = mu.double().unsqueeze(-1), sigma.double().unsqueeze(-1)
     nu = nu.double().expand(mu.shape[:-1]).unsqueeze(-1)
-    if integers:
-        low, high = (torch.log(tokens + step) for step in (-0.5, 0.5))
-        loss = -log_interval((low - mu) / sigma, (high - mu) / sigma, nu)
-    else:
-        logs = torch.log(tokens)
-        loss = -log_density((logs - mu) / sigma, nu) + torch.log(sigma) + logs
+    logs = torch.log(tokens)
+    loss = -log_density((logs - mu) / sigma, nu) + torch.log(sigma) + logs
     loss = torch.where(samples.present & samples.finished, loss, torch.zeros_like(loss))
     censored = samples.present & ~samples.finished
     if bool(censored.any()):
@@ -59,14 +54,6 @@ def log_t_nll(
     return samples.mean(loss).float()
 
 
-def standard_quantiles(nu: float, num_levels: int = NUM_QUANTILES) -> tuple[Tensor, Tensor]:
-    """Levels (k + 1/2) / K and the Student-t quantiles there, float32 [K] each."""
-    from scipy.special import stdtrit
-
-    levels = (np.arange(num_levels) + 0.5) / num_levels
-    return torch.from_numpy(levels).float(), torch.from_numpy(stdtrit(nu, levels)).float()
-
-
 def log_t_crps(mu: Tensor, sigma: Tensor, nu: float, samples: SampleLengths) -> Tensor:
     """Mean CRPS of each row's samples in log tokens, float32 [R], from mu and sigma in log tokens [R].
 
@@ -75,7 +62,8 @@ def log_t_crps(mu: Tensor, sigma: Tensor, nu: float, samples: SampleLengths) -> 
     = 3.5 makes exp(sigma T) heavier than any power). Samples and quantiles are both limited to the row's max_tokens,
     which keeps the score proper for what can be observed.
     """
-    levels, standard = (values.to(mu.device) for values in standard_quantiles(nu))
+    at = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
+    levels, standard = (torch.from_numpy(values).float().to(mu.device) for values in (at, stdtrit(nu, at)))
     limit = torch.log(samples.max_tokens).unsqueeze(-1)
     quantiles = torch.minimum(mu.float().unsqueeze(-1) + sigma.float().unsqueeze(-1) * standard, limit)
     observed = torch.minimum(torch.log(samples.tokens), limit)
@@ -89,11 +77,6 @@ def within_mse(score: Tensor, target: Tensor) -> Tensor:
     has_target = torch.isfinite(target)
     error = torch.where(has_target, score.float() - torch.where(has_target, target, 0.0), 0.0) ** 2
     return error * (len(target) / has_target.sum().clamp_min(1))
-
-
-def sigma_weight(start: float, end: float, epoch: int, num_epochs: int) -> float:
-    """Weight of sigma in TIE's MSE(mu) + w MSE(sigma), linear from the first epoch to the last of all stages."""
-    return start + (end - start) * epoch / max(num_epochs - 1, 1)
 
 
 def bucket_cross_entropy(logits: Tensor, edges: Tensor, samples: SampleLengths) -> Tensor:
@@ -165,71 +148,63 @@ class HeadLoss(NamedTuple):
 
 
 class LossInputs(NamedTuple):
-    """Everything a head's loss is computed from; `sigma_weight` is that of the objective mse."""
+    """Everything a head's loss is computed from besides its scores; `sigma_weight` is that of the objective mse."""
 
-    config: TrainConfig
     model: PromptPredictor
     batch: TrainingBatch
     sigma_weight: float = 1.0
 
 
-def length_loss(score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Of the length head: likelihood, CRPS, or TIE's squared errors of the z-scores of fitted mu and sigma."""
-    options, batch, model = inputs.config.length, inputs.batch, inputs.model
-    head = model.config.heads.length
-    assert options is not None and head is not None  # noqa: PT018
-    if options.objective == "mse":
+@singledispatch
+def head_loss(task: HeadTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
+    """Loss of a head's scores; one function is registered for each class of options."""
+    raise NotImplementedError(type(task).__name__)
+
+
+@head_loss.register
+def _(task: LengthTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
+    """Likelihood, CRPS, or TIE's squared errors of the z-scores of fitted mu and sigma."""
+    batch, model = inputs.batch, inputs.model
+    if task.objective == "mse":
         errors = (score[:, :2] - batch.fits[:, :2]) ** 2
         return HeadLoss(errors[:, 0] + inputs.sigma_weight * errors[:, 1], batch.weight)
     parameters = model.length_parameters(score)
     mu, sigma = parameters["mu"], parameters["sigma"]
-    if options.objective == "crps":
-        loss = log_t_crps(mu, sigma, options.nu, batch.samples)
+    if task.objective == "crps":
+        loss = log_t_crps(mu, sigma, task.nu, batch.samples)
     else:
-        nu = parameters.get("nu", mu.new_tensor(head.nu))
-        loss = log_t_nll(mu, sigma, nu, batch.samples, integers=options.integers)
-    if options.within:
-        loss = loss + options.within_weight * within_mse(score[:, -1], batch.fits[:, 2])
+        loss = log_t_nll(mu, sigma, parameters.get("nu", mu.new_tensor(task.nu)), batch.samples)
+    if task.within:
+        loss = loss + WITHIN_WEIGHT * within_mse(score[:, -1], batch.fits[:, 2])
     return HeadLoss(loss, batch.weight)
 
 
-def urgency_loss(score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Of the urgency head, over the prompts with a label."""
+@head_loss.register
+def _(task: UrgencyTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
+    """Over the prompts with a label."""
     return HeadLoss(ordinal_cross_entropy(score, inputs.batch.level), inputs.batch.level_weight)
 
 
-def bucket_loss(score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Of the bucket head."""
-    head = inputs.model.config.heads.bucket
+@head_loss.register
+def _(task: BucketTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
+    head, batch = inputs.model.config.heads.bucket, inputs.batch
     assert head is not None
-    return HeadLoss(
-        bucket_cross_entropy(score, torch.tensor(head.edges), inputs.batch.samples), inputs.batch.weight
-    )
+    return HeadLoss(bucket_cross_entropy(score, torch.tensor(head.edges), batch.samples), batch.weight)
 
 
-def regression_loss(score: Tensor, inputs: LossInputs) -> HeadLoss:
+@head_loss.register
+def _(task: RegressionTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
     """L1 or squared error of the z-score of ln(1 + tokens); a censored sample counts as it is. Source: SSJF."""
-    options, statistics, samples = inputs.config.regression, inputs.model.normalization, inputs.batch.samples
-    assert options is not None
+    statistics, samples = inputs.model.normalization, inputs.batch.samples
     target = (torch.log1p(samples.tokens) - statistics.regression_mean) / statistics.regression_std
     error = score.unsqueeze(-1) - target
-    loss = samples.mean(error.abs() if options.objective == "l1" else error**2)
+    loss = samples.mean(error.abs() if task.objective == "l1" else error**2)
     return HeadLoss(loss, inputs.batch.weight)
 
 
-def rank_loss(score: Tensor, inputs: LossInputs) -> HeadLoss:
-    """Of the rank head, over the rows of the batch."""
-    options, samples = inputs.config.rank, inputs.batch.samples
-    assert options is not None
-    loss = list_mle(score, samples.mean(samples.tokens), group_tokens=options.group_tokens)
+@head_loss.register
+def _(task: RankTask, score: Tensor, inputs: LossInputs) -> HeadLoss:
+    """Over the rows of the batch."""
+    samples = inputs.batch.samples
+    loss = list_mle(score, samples.mean(samples.tokens), group_tokens=task.group_tokens)
     return HeadLoss(loss, inputs.batch.weight)
-
-
-#: Head -> its loss of the head's scores; the heads themselves: `predictors.modules.HEADS`.
-LOSSES: dict[str, Callable[[Tensor, LossInputs], HeadLoss]] = {
-    "length": length_loss,
-    "urgency": urgency_loss,
-    "bucket": bucket_loss,
-    "regression": regression_loss,
-    "rank": rank_loss,
-}

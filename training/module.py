@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -13,35 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from predictors.modules import PromptPredictor
 from predictors.modules.heads import level_probabilities
+from predictors.modules.predictor import PromptPredictor
 from training.config import StageConfig, TrainConfig
 from training.data import SplitData, TrainingBatch
 from training.failures import DivergedError
-from training.losses import LOSSES, HeadLoss, LossInputs
+from training.losses import HeadLoss, LossInputs, head_loss
 
 # Urgency levels whose under-triage decides which epoch is best.
 CRITICAL_LEVELS = 2
 # Monitored by checkpoints and early stopping; smaller is better.
 MONITOR = "validation_score"
-_LAYER = re.compile(r"\.(?:layers?|h)\.(\d+)\.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSettings:
-    """Settings of a stage that do not follow from its `StageConfig`.
-
-    Attributes:
-        number: 1 trains all parameters on tokens, 2 the heads on features of the frozen encoder.
-        options: Epochs, learning rates, schedule.
-        sigma_weights: Weight of sigma in the objective mse, by epoch.
-        first_new_model: Train only the embeddings of served models from this number on; None: as `number` says.
-    """
-
-    number: int
-    options: StageConfig
-    sigma_weights: tuple[float, ...]
-    first_new_model: int | None = None
 
 
 def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str = "linear") -> float:
@@ -50,8 +30,7 @@ def rate_factor(step: int, num_steps: int, num_warmup_steps: int, schedule: str 
         return (step + 1) / num_warmup_steps
     if schedule == "constant":
         return 1.0
-    remaining = max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
-    return remaining if schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * min(remaining, 1.0))
+    return max(num_steps - step, 0) / max(num_steps - num_warmup_steps, 1)
 
 
 class StageModule(L.LightningModule):
@@ -62,17 +41,19 @@ class StageModule(L.LightningModule):
 
     Args:
         network: The predictor.
-        config: Heads that are trained, optimizer.
-        settings: The stage.
+        config: Heads that are trained, optimizer, the stages.
+        number: Of the stage: 1 trains all parameters on tokens, 2 the heads on features of the frozen encoder.
         splits: "train" and "validation", to name a batch in errors.
+        first_new_model: Train only the embeddings of served models from this number on; None: as `number` says.
     """
 
     def __init__(
         self,
         network: PromptPredictor,
         config: TrainConfig,
-        settings: StageSettings,
+        number: int,
         splits: Mapping[str, SplitData],
+        first_new_model: int | None = None,
     ) -> None:
         super().__init__()
         # Checkpoints of stage 2 leave the frozen encoder out.
@@ -80,22 +61,19 @@ class StageModule(L.LightningModule):
         self.network = network
         self.current: tuple[TrainingBatch, SplitData] | None = None
         self._config = config
-        self._settings = settings
+        self._number = number
         self._splits = splits
+        self._first_new_model = first_new_model
         self._sums: dict[str, Tensor] = {}
-
-    @property
-    def _trains_encoder(self) -> bool:
-        return self._settings.number == 1
 
     def set_modes(self) -> None:
         """Training mode for the trained parts, eval mode for all else, dropout of a frozen encoder included."""
         self.train()
         self.network.requires_grad_(True)
-        if self._settings.first_new_model is not None:
+        if self._first_new_model is not None:
             self.network.requires_grad_(False).eval()
             self._embedding.requires_grad_(True)
-        elif not self._trains_encoder:
+        elif self._number != 1:
             self.network.encoder.requires_grad_(False).eval()
 
     @property
@@ -107,14 +85,20 @@ class StageModule(L.LightningModule):
 
     @property
     def sigma_weight(self) -> float:
-        """Weight of sigma in the objective mse in the current epoch."""
-        return self._settings.sigma_weights[self.current_epoch]
+        """Weight of sigma in the objective mse in the current epoch: linear from the first of all stages to the last."""
+        config, length = self._config, self._config.length
+        if length is None or length.objective != "mse":
+            return 1.0
+        stages = [config.stage(number).epochs for number in (1, 2)]
+        epoch = self.current_epoch + (0 if self._number == 1 else stages[0])
+        start, end = length.sigma_weight_start, length.sigma_weight_end
+        return start + (end - start) * epoch / max(sum(stages) - 1, 1)
 
     def on_train_batch_start(self, batch: TrainingBatch, batch_idx: int) -> None:
         """Seeds torch at an epoch's first batch, because checkpoints hold no random state, and resets the sums."""
         if batch_idx == 0:
             self._sums = {}
-            entropy = np.random.SeedSequence([self._config.seed, self._settings.number, self.current_epoch])
+            entropy = np.random.SeedSequence([self._config.seed, self._number, self.current_epoch])
             torch.manual_seed(int(entropy.generate_state(1)[0]) + self.global_rank)
 
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
@@ -125,7 +109,7 @@ class StageModule(L.LightningModule):
         """
         self.current = batch, self._splits["train"]
         conditioning = self._config.conditioning
-        if conditioning is not None and self._settings.first_new_model is None:
+        if conditioning is not None and self._first_new_model is None:
             hidden = torch.rand_like(batch.temperature) < conditioning.served_model_dropout
             batch = batch._replace(served_model=batch.served_model.masked_fill(hidden, 0))
         _, losses = self._losses(batch, self.sigma_weight)
@@ -174,10 +158,13 @@ class StageModule(L.LightningModule):
     def _losses(
         self, batch: TrainingBatch, sigma_weight: float
     ) -> tuple[dict[str, Tensor], dict[str, HeadLoss]]:
-        features = self.network.features(*batch.inputs) if self._trains_encoder else batch.inputs[0]
+        features = self.network.features(*batch.inputs) if self._number == 1 else batch.inputs[0]
         scores = self.network.scores(features, batch.served_model, batch.temperature, batch.row_prompt)
-        inputs = LossInputs(self._config, self.network, batch, sigma_weight)
-        losses = {name: LOSSES[name](scores[name].float(), inputs) for name in self._config.tasks}
+        inputs = LossInputs(self.network, batch, sigma_weight)
+        losses = {
+            name: head_loss(getattr(self._config, name), scores[name].float(), inputs)
+            for name in self._config.tasks
+        }
         return scores, losses
 
     def _squares(self, score: Tensor, batch: TrainingBatch) -> Tensor:
@@ -223,10 +210,10 @@ class StageModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Adam or AdamW in groups, heads and layers of the encoder; the schedule steps after each batch."""
-        config, options = self._config, self._settings.options
+        config, options = self._config, self._config.stage(self._number)
         kind = torch.optim.AdamW if config.optimizer == "adamw" else torch.optim.Adam
         # Embeddings of served models that are not new get no gradient, and must not decay either.
-        decay = 0.0 if self._settings.first_new_model is not None else config.weight_decay
+        decay = 0.0 if self._first_new_model is not None else config.weight_decay
         groups = parameter_groups(self.network, options)
         # A fused optimizer undoes the scaling of half-precision gradients itself, after they were clipped.
         fused = self.trainer.precision != "16-mixed"
@@ -249,8 +236,8 @@ class StageModule(L.LightningModule):
         Raises:
             DivergedError: It is not finite, and no scaling of the loss can be to blame.
         """
-        if self._settings.first_new_model is not None and self._embedding.grad is not None:
-            self._embedding.grad[: self._settings.first_new_model] = 0.0
+        if self._first_new_model is not None and self._embedding.grad is not None:
+            self._embedding.grad[: self._first_new_model] = 0.0
         trained = [value for value in self.network.parameters() if value.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trained, self._config.clip_norm)
         if not torch.isfinite(norm) and self.trainer.precision != "16-mixed":
@@ -258,7 +245,7 @@ class StageModule(L.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Leaves out a frozen encoder."""
-        if not self._trains_encoder:
+        if self._number != 1:
             weights = checkpoint["state_dict"]
             checkpoint["state_dict"] = {
                 name: value for name, value in weights.items() if not name.startswith("network.encoder.")
@@ -266,29 +253,13 @@ class StageModule(L.LightningModule):
 
 
 def parameter_groups(network: PromptPredictor, stage: StageConfig) -> list[dict[str, Any]]:
-    """Trained parameters with their learning rates: heads and conditions, then the encoder by layer."""
-    by_depth: dict[int, list[nn.Parameter]] = {}
-    heads: list[nn.Parameter] = []
+    """Trained parameters with their learning rates: heads and conditions, then the encoder."""
+    parts: dict[bool, list[nn.Parameter]] = {False: [], True: []}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
-            is_encoder = name.startswith("encoder.")
-            (by_depth.setdefault(_depth(name), []) if is_encoder else heads).append(parameter)
-    groups: list[dict[str, Any]] = [{"params": heads, "lr": stage.heads_learning_rate or stage.learning_rate}]
-    if stage.layer_decay == 1 and by_depth:
-        by_depth = {
-            0: [parameter for depth in sorted(by_depth, reverse=True) for parameter in by_depth[depth]]
-        }
-    deepest = max(by_depth, default=0)
-    for depth in sorted(by_depth, reverse=True):
-        rate = stage.learning_rate * stage.layer_decay ** (deepest - depth)
-        groups.append({"params": by_depth[depth], "lr": rate})
-    return groups
-
-
-def _depth(name: str) -> int:
-    """Layer i as i + 1; 0 for embeddings and other parameters outside of layers."""
-    match = _LAYER.search(name)
-    return int(match.group(1)) + 1 if match else 0
+            parts[name.startswith("encoder.")].append(parameter)
+    rates = {True: stage.learning_rate, False: stage.heads_learning_rate or stage.learning_rate}
+    return [{"params": parts[part], "lr": rates[part]} for part in parts if parts[part]]
 
 
 def _triage(logits: Tensor, batch: TrainingBatch) -> dict[str, Tensor]:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from predictors.modules import PromptPredictor, tokenize
+from predictors.modules.encoder import tokenize
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
 from training.data import length_ordered_batches, pad
 

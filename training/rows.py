@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from data_gen.splits import SPLITS, split_of
-from data_gen.tables import read_parquet
+from data_gen.tables import convertible, read_parquet
 from scheduler_core.errors import InputError
 from training.config import TrainConfig
-from training.fitting.fits import FitOptions, fit_groups, read_fits_or_fit
+from training.fitting.fits import NOT_FITTED, FitOptions, filtered, fit_groups, read_fits_or_fit
 from training.fitting.samples import GroupedLengths, group_table, with_conversations
 
 log = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
-_PER_ROW = ("model", "temperature", "weight", "max_tokens", "mu", "sigma")
+SCHEMA = pa.schema(
+    [
+        ("prompt", pa.large_string()),
+        ("prompt_id", pa.large_string()),
+        ("model", pa.dictionary(pa.int32(), pa.large_string())),
+        *((name, pa.float64()) for name in ("temperature", "weight", "max_tokens", "mu", "sigma")),
+        ("lengths", pa.large_list(pa.int32())),
+        ("finished", pa.large_list(pa.bool_())),
+    ]
+)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """N rows of P different prompts, with S samples in all; rows of the same prompt are adjacent.
 
+    Args:
+        table: Of `SCHEMA`, with at least one sample in each row; the same text is the same prompt.
+
     Attributes:
+        table: Its rows, sorted by prompt in order of first appearance.
         prompts: Texts, all different [P].
         prompt_ids: Id of each prompt at its first appearance [P].
         prompt: Number of each row's prompt, ascending [N].
@@ -40,25 +51,33 @@ class Rows:
         temperature: NaN where unknown [N].
         weight: In the loss [N].
         offsets: Samples of row r are lengths[offsets[r]:offsets[r + 1]], at least one [N + 1].
+        counts: Number of samples of each row [N].
         lengths: Tokens; of a censored sample the length it was truncated to [S].
         finished: False: censored [S].
         max_tokens: Length at which the row's samples are truncated, infinite where unknown [N].
         mu, sigma: Fitted parameters; NaN where nothing was fitted [N].
     """
 
-    prompts: list[str]
-    prompt_ids: list[str]
-    prompt: IntArray
-    models: tuple[str, ...]
-    model: IntArray
-    temperature: FloatArray
-    weight: FloatArray
-    offsets: IntArray
-    lengths: NDArray[np.int32]
-    finished: NDArray[np.bool_]
-    max_tokens: FloatArray
-    mu: FloatArray
-    sigma: FloatArray
+    def __init__(self, table: pa.Table) -> None:
+        prompts = table["prompt"].combine_chunks().dictionary_encode()
+        codes = np.asarray(prompts.indices)
+        order = np.argsort(codes, kind="stable")
+        self.table = table = table.take(order)
+        self.prompts: list[str] = prompts.dictionary.to_pylist()
+        self.prompt: IntArray = codes[order].astype(np.int64)
+        first = np.searchsorted(self.prompt, np.arange(len(self.prompts)))
+        self.prompt_ids: list[str] = table["prompt_id"].take(first).to_pylist()
+        models = table["model"].combine_chunks()
+        self.models: tuple[str, ...] = tuple(models.dictionary.to_pylist())
+        self.model: IntArray = np.asarray(models.indices.fill_null(-1)).astype(np.int64) + 1
+        self.temperature, self.weight, self.max_tokens, self.mu, self.sigma = (
+            table[name].to_numpy() for name in ("temperature", "weight", "max_tokens", "mu", "sigma")
+        )
+        lengths = table["lengths"].combine_chunks()
+        self.counts: IntArray = np.asarray(lengths.value_lengths()).astype(np.int64)
+        self.offsets: IntArray = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(self.counts)])
+        self.lengths: NDArray[np.int32] = np.asarray(lengths.flatten())
+        self.finished: NDArray[np.bool_] = np.asarray(table["finished"].combine_chunks().flatten())
 
     def __len__(self) -> int:
         return len(self.prompt)
@@ -66,83 +85,24 @@ class Rows:
     @classmethod
     def none(cls) -> Rows:
         """No rows."""
-        ints = np.empty(0, dtype=np.int64)
-        columns: dict[str, Any] = {name: ints if name == "model" else np.empty(0) for name in _PER_ROW}
-        return cls(
-            prompts=[],
-            prompt_ids=[],
-            prompt=ints,
-            models=(),
-            offsets=np.zeros(1, dtype=np.int64),
-            lengths=np.empty(0, dtype=np.int32),
-            finished=np.empty(0, dtype=bool),
-            **columns,
-        )
-
-    @property
-    def counts(self) -> IntArray:
-        """Number of samples of each row [N]."""
-        return np.diff(self.offsets)
+        return cls(SCHEMA.empty_table())
 
     def row_means(self, values: NDArray[Any]) -> FloatArray:
         """Mean of values [S] over each row's samples [N]."""
         return np.asarray(np.add.reduceat(values.astype(np.float64), self.offsets[:-1]) / self.counts)
 
     def take(self, rows: IntArray) -> Rows:
-        """The rows at these positions; prompts without a row are dropped."""
-        is_used = np.zeros(len(self.prompts), dtype=bool)
-        is_used[self.prompt[rows]] = True
-        used = np.flatnonzero(is_used).tolist()
-        number = np.cumsum(is_used) - 1
-        order = rows[np.argsort(number[self.prompt[rows]], kind="stable")]
-        counts = self.counts[order]
-        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-        samples = np.repeat(self.offsets[order] - offsets[:-1], counts) + np.arange(offsets[-1])
-        return replace(
-            self,
-            prompts=[self.prompts[at] for at in used],
-            prompt_ids=[self.prompt_ids[at] for at in used],
-            prompt=number[self.prompt[order]],
-            offsets=offsets,
-            lengths=self.lengths[samples],
-            finished=self.finished[samples],
-            **{name: getattr(self, name)[order] for name in _PER_ROW},
-        )
+        """The rows at these positions; prompts without a row are dropped, names of served models are not."""
+        return Rows(self.table.take(rows))
 
     def where(self, mask: NDArray[np.bool_]) -> Rows:
         """The rows of the prompts for which the mask is true [P]."""
-        return self.take(np.flatnonzero(mask[self.prompt]) if len(self) else self.prompt)
+        return self.take(np.flatnonzero(mask[self.prompt]))
 
 
 def join(parts: Sequence[Rows]) -> Rows:
     """All rows of several files; the same text is the same prompt."""
-    if len(parts) == 1:
-        return parts[0]
-    prompts: dict[str, tuple[int, str]] = {}
-    models: dict[str, int] = {}
-    prompt, model = [], []
-    for part in parts:
-        pairs = zip(part.prompts, part.prompt_ids, strict=True)
-        numbers = [prompts.setdefault(text, (len(prompts), prompt_id))[0] for text, prompt_id in pairs]
-        prompt.append(np.array(numbers, dtype=np.int64)[part.prompt])
-        table = np.array([0, *(models.setdefault(name, len(models)) + 1 for name in part.models)])
-        model.append(table[part.model])
-
-    def concatenate(name: str) -> NDArray[Any]:
-        return np.concatenate([getattr(part, name) for part in parts])
-
-    counts = concatenate("counts")
-    arrays = {name: concatenate(name) for name in ("lengths", "finished", *_PER_ROW) if name != "model"}
-    rows = Rows(
-        prompts=list(prompts),
-        prompt_ids=[prompt_id for _, prompt_id in prompts.values()],
-        prompt=np.concatenate(prompt),
-        models=tuple(models),
-        model=np.concatenate(model),
-        offsets=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)]),
-        **arrays,
-    )
-    return rows.take(np.arange(len(rows)))
+    return Rows(pa.concat_tables([part.table for part in parts]).unify_dictionaries())
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +136,9 @@ def read_split_rows(config: TrainConfig) -> SplitRows:
         validation, num_excluded_too = _read_all(files, config, "validation")
         num_excluded += num_excluded_too
         train, held_out, num_test = rows, set(validation.prompts), 0
-        if config.validation_split != "all":
-            validation = validation.where(_split(validation, config) == config.validation_split)
     else:
-        split = _split(rows, config)
+        names = [split_of(prompt_id, config.split_seed, config.fractions) for prompt_id in rows.prompt_ids]
+        split = np.array(names, dtype=np.str_)
         train, validation, test = (rows.where(split == name) for name in SPLITS)
         held_out, num_test = {*validation.prompts, *test.prompts}, len(test.prompts)
     is_shared = np.array([text in held_out for text in train.prompts], dtype=bool)
@@ -196,11 +155,6 @@ def read_split_rows(config: TrainConfig) -> SplitRows:
     return SplitRows(train, validation, num_test, num_excluded, int(is_shared.sum()))
 
 
-def _split(rows: Rows, config: TrainConfig) -> NDArray[np.str_]:
-    names = [split_of(prompt_id, config.split_seed, config.fractions) for prompt_id in rows.prompt_ids]
-    return np.array(names, dtype=np.str_)
-
-
 def _read_all(files: Sequence[tuple[str, float]], config: TrainConfig, field: str) -> tuple[Rows, int]:
     """Rows of all files (path, weight), and how many were left out because of a flag."""
     parts = [_read(path, weight, config, field) for path, weight in files]
@@ -208,29 +162,36 @@ def _read_all(files: Sequence[tuple[str, float]], config: TrainConfig, field: st
 
 
 def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Rows, int]:
-    table = _filtered(read_parquet(path, field), Path(path), config.served_model)
+    where = {} if config.served_model is None else {"model": config.served_model}
+    table = filtered(read_parquet(path, field), Path(path), where)
     keys = _keys(table, config)
     if not config.needs_fits:
         if config.conversations:
             table = with_conversations(table, Path(path))
-        groups = _groups(table, Path(path), keys, config)
-        return _rows(groups, weight, config, sigma=_sigma_within(groups, config)), 0
+        is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
+        groups = group_table(
+            table, Path(path), keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1
+        )
+        groups = groups.take(np.flatnonzero(groups.counts))
+        sigma = _sigma_within(groups, config)
+        return rows_of(groups, None, sigma, weight=weight, censoring=config.censoring), 0
     assert config.length is not None
     fits = read_fits_or_fit(
         path,
         FitOptions(nu=config.length.nu, censoring=config.censoring, keys=keys, max_tokens=config.max_tokens),
         field=field,
-        where={} if config.served_model is None else {"model": config.served_model},
+        where=where,
         conversations=config.conversations,
     )
     if fits.nu != config.length.nu:
         raise InputError(f"{Path(path).name}, column nu", fits.nu, f"{config.length.nu:g}, as length.nu is")
-    usable = np.flatnonzero(~fits.has_flag(*config.exclude_flags))
+    usable = np.flatnonzero(~fits.has_flag(*NOT_FITTED))
     num_excluded = len(fits) - len(usable)
     if len(usable) == 0:
         raise InputError(f"{Path(path).name}, rows with a usable fit", 0, "at least one")
     fits = fits.take(usable)
-    return _rows(fits.groups, weight, config, fits.mu, fits.sigma), num_excluded
+    rows = rows_of(fits.groups, fits.mu, fits.sigma, weight=weight, censoring=config.censoring)
+    return rows, num_excluded
 
 
 def _sigma_within(groups: GroupedLengths, config: TrainConfig) -> FloatArray | None:
@@ -238,19 +199,7 @@ def _sigma_within(groups: GroupedLengths, config: TrainConfig) -> FloatArray | N
     if config.length is None or not config.length.within:
         return None
     fits = fit_groups(groups, FitOptions(nu=config.length.nu, censoring=config.censoring, keys=groups.keys))
-    return np.where(fits.has_flag(*config.exclude_flags), np.nan, fits.sigma)
-
-
-def _filtered(table: pa.Table, path: Path, served_model: str | None) -> pa.Table:
-    if served_model is None:
-        return table
-    if "model" not in table.column_names:
-        raise InputError(f"{path.name}, columns", table.column_names, "also model")
-    matches = table.filter(pc.equal(table.column("model"), served_model))
-    if matches.num_rows == 0:
-        names = ", ".join(sorted(map(str, pc.unique(table.column("model")).to_pylist()))[:20])
-        raise InputError(f"{path.name}, column model", served_model, f"one of {names}")
-    return matches
+    return np.where(fits.has_flag(*NOT_FITTED), np.nan, fits.sigma)
 
 
 def _keys(table: pa.Table, config: TrainConfig) -> tuple[str, ...]:
@@ -263,88 +212,71 @@ def _keys(table: pa.Table, config: TrainConfig) -> tuple[str, ...]:
     return keys
 
 
-def _groups(table: pa.Table, path: Path, keys: tuple[str, ...], config: TrainConfig) -> GroupedLengths:
-    is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
-    groups = group_table(
-        table, path, keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1
-    )
-    has_samples = np.flatnonzero(groups.counts)
-    return groups if len(has_samples) == len(groups) else groups.take(has_samples)
-
-
-def _rows(
+def rows_of(
     groups: GroupedLengths,
-    weight: float,
-    config: TrainConfig,
     mu: FloatArray | None = None,
     sigma: FloatArray | None = None,
+    *,
+    weight: float = 1.0,
+    censoring: str = "right",
 ) -> Rows:
-    count = len(groups)
-    missing = np.full(count, np.nan)
-    prompts, prompt = _encoded(groups, "prompt")
-    models: list[str] = []
-    model = np.zeros(count, dtype=np.int64)
+    """Rows out of G groups with at least one sample each, and their fitted parameters [G], NaN where there are none.
+
+    Raises:
+        InputError: A prompt or a name is missing, or a temperature is not allowed; names the group.
+    """
+    missing = np.full(len(groups), np.nan)
+    finished = groups.flat_finished | (censoring == "none")
+    columns = {
+        "prompt": texts(groups, "prompt"),
+        "prompt_id": texts(groups, "prompt_id"),
+        "model": pa.nulls(len(groups), pa.large_string()),
+        "temperature": _temperature(groups),
+        "weight": np.full(len(groups), float(weight)),
+        "max_tokens": shortest_limits(groups, finished),
+        "mu": missing if mu is None else mu,
+        "sigma": missing if sigma is None else sigma,
+        "lengths": pa.LargeListArray.from_arrays(groups.offsets, groups.flat_lengths.astype(np.int32)),
+        "finished": pa.LargeListArray.from_arrays(groups.offsets, finished),
+    }
     if "model" in groups.rows.column_names:
-        models, number = _encoded(groups, "model")
-        model = number + 1
-    ids = groups.column("prompt_id") or []
-    _, first = np.unique(prompt, return_index=True)
-    finished = groups.flat_finished
-    if config.censoring == "none":
-        finished = np.ones_like(finished)
-    rows = Rows(
-        prompts=prompts,
-        prompt_ids=[str(ids[at]) for at in first.tolist()],
-        prompt=prompt,
-        models=tuple(models),
-        model=model,
-        temperature=_temperature(groups),
-        weight=np.full(count, float(weight)),
-        offsets=groups.offsets.astype(np.int64),
-        lengths=groups.flat_lengths.astype(np.int32),
-        finished=finished,
-        max_tokens=_max_tokens(groups, finished),
-        mu=missing if mu is None else mu,
-        sigma=missing if sigma is None else sigma,
-    )
-    return rows.take(np.arange(count))
+        columns["model"] = texts(groups, "model")
+    return Rows(pa.table(columns).cast(SCHEMA))
 
 
-def _encoded(groups: GroupedLengths, name: str) -> tuple[list[str], IntArray]:
-    """The different values of a text column in order of first appearance, and the number of each row's value."""
-    values = groups.column(name)
-    if values is None:
+def texts(groups: GroupedLengths, name: str) -> pa.Array:
+    """Values of a column as text.
+
+    Raises:
+        InputError: There is no such column, or a value is missing.
+    """
+    if name not in groups.rows.column_names:
         raise InputError(f"{groups.path.name}, columns", groups.rows.column_names, f"also {name}")
-    if None in values:
-        row = groups.name(values.index(None))
+    values = groups.rows.column(name).combine_chunks()
+    if values.null_count:
+        row = groups.name(values.is_null().index(True).as_py())
         raise InputError(f"{groups.path.name}, group {row}, column {name}", None, "text")
-    numbers: dict[str, int] = {}
-    number = [numbers.setdefault(str(value), len(numbers)) for value in values]
-    return list(numbers), np.array(number, dtype=np.int64)
+    with convertible(groups.path.name):
+        return values.cast(pa.large_string())
 
 
 def _temperature(groups: GroupedLengths) -> FloatArray:
     if "temperature" not in groups.rows.column_names:
         return np.full(len(groups), np.nan)
-    column = groups.rows.column("temperature")
-    if pa.types.is_null(column.type):
-        return np.full(len(groups), np.nan)
-    if not (pa.types.is_floating(column.type) or pa.types.is_integer(column.type)):
-        raise InputError(f"{groups.path.name}, column temperature", str(column.type), "numbers")
-    filled = pc.fill_null(column.cast(pa.float64()), float("nan"))
-    values: FloatArray = np.asarray(filled.to_numpy(), dtype=np.float64)
-    if (values < 0).any() or np.isinf(values).any():
-        row = int(np.argmax((values < 0) | np.isinf(values)))
-        raise InputError(
-            f"{groups.path.name}, group {groups.name(row)}, column temperature",
-            float(values[row]),
-            "finite numbers >= 0, or null",
-        )
+    column, where = groups.rows.column("temperature"), f"{groups.path.name}, column temperature"
+    kind = column.type
+    if not (pa.types.is_null(kind) or pa.types.is_floating(kind) or pa.types.is_integer(kind)):
+        raise InputError(where, str(kind), "numbers")
+    values: FloatArray = column.cast(pa.float64()).fill_null(np.nan).to_numpy()
+    wrong = np.flatnonzero((values < 0) | np.isinf(values))
+    if len(wrong):
+        row, value = groups.name(wrong[0]), float(values[wrong[0]])
+        raise InputError(f"{where}, group {row}", value, "finite numbers >= 0, or null")
     return values
 
 
-def _max_tokens(groups: GroupedLengths, finished: NDArray[np.bool_]) -> FloatArray:
-    """The shortest censored length of each row, else its declared max_tokens, else infinity."""
+def shortest_limits(groups: GroupedLengths, finished: NDArray[np.bool_]) -> FloatArray:
+    """Limit of each group's lengths in tokens [G]: the shortest censored one, else as declared, else infinite."""
     declared = np.array([np.inf if limit is None else limit for limit in groups.max_tokens], dtype=np.float64)
     censored = np.where(finished, np.inf, groups.flat_lengths.astype(np.float64))
     shortest = np.minimum.reduceat(censored, groups.offsets[:-1])

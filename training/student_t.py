@@ -1,4 +1,4 @@
-"""Student-t tails and intervals as differentiable torch functions, in float64.
+"""Student-t density and tails as differentiable torch functions, in float64.
 
 Separate from the numpy distribution of scheduler_core.lengths because training needs autograd, and torch has no
 incomplete beta function. The tail is I_x(nu/2, 1/2) / 2 with x = nu / (nu + t^2), by the continued
@@ -17,8 +17,6 @@ from torch import Tensor
 NUM_TERMS = 120
 # Relative step of the numerical derivative by nu.
 NU_STEP = 1e-4
-# Intervals of t that are narrower than this have the density at their middle times their width as probability.
-NARROW = 1e-3
 _TINY = 1e-300
 
 
@@ -107,44 +105,3 @@ def log_survival(t: Tensor, nu: Tensor) -> Tensor:
     """
     t, nu = torch.broadcast_tensors(t.double(), nu.double())  # type: ignore[no-untyped-call]
     return _LogTail.apply(t.contiguous(), nu.contiguous())  # type: ignore[no-any-return,no-untyped-call]
-
-
-class _LogInterval(torch.autograd.Function):
-    """ln P(low < T < high)."""
-
-    @staticmethod
-    def forward(ctx: Any, low: Tensor, high: Tensor, nu: Tensor) -> Tensor:
-        value = _log_interval(low, high, nu)
-        ctx.save_for_backward(low, high, nu, value)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (gradient,) = gradients
-        low, high, nu, value = ctx.saved_tensors
-        by_nu = None
-        if ctx.needs_input_grad[2]:
-            up = _log_interval(low, high, nu * (1 + NU_STEP))
-            down = _log_interval(low, high, nu * (1 - NU_STEP))
-            by_nu = gradient * (up - down) / (2 * NU_STEP * nu)
-        by_low = -gradient * torch.exp(log_density(low, nu) - value)
-        return by_low, gradient * torch.exp(log_density(high, nu) - value), by_nu
-
-
-def _log_interval(low: Tensor, high: Tensor, nu: Tensor) -> Tensor:
-    middle, width = 0.5 * (low + high), high - low
-    narrow = width < NARROW
-    density = log_density(middle, nu) + torch.log(width)
-    # Mirrored so that the middle is on the right, where tails are small and their difference is exact.
-    flip = middle < 0
-    near, far = torch.where(flip, -high, low), torch.where(flip, -low, high)
-    outer, inner = log_tail(far, nu), log_tail(near.abs(), nu)
-    same_side = inner + torch.log(-torch.expm1(torch.where(narrow, -1.0, (outer - inner).clamp_max(-1e-12))))
-    both_sides = torch.log1p(-(torch.exp(outer) + torch.exp(inner)).clamp_max(1 - 1e-16))
-    return torch.where(narrow, density, torch.where(near >= 0, same_side, both_sides))
-
-
-def log_interval(low: Tensor, high: Tensor, nu: Tensor) -> Tensor:
-    """ln P(low < T < high) of the Student-t distribution, differentiable; arguments as in `log_survival`, low < high."""
-    low, high, nu = torch.broadcast_tensors(low.double(), high.double(), nu.double())  # type: ignore[no-untyped-call]
-    return _LogInterval.apply(low.contiguous(), high.contiguous(), nu.contiguous())  # type: ignore[no-any-return,no-untyped-call]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from predictors.modules import PromptPredictor, resolve_encoder, save_checkpoint
-from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS
+from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS, save_checkpoint
+from predictors.modules.encoder import resolve_encoder
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, folder_target, locked_folder, sha256_file, write_json
+from scheduler_core.files import (
+    existing_file,
+    folder_target,
+    locked_folder,
+    sha256_file,
+    writable_target,
+    write_json,
+)
 from training.config import FILE_OPTIONS, TrainConfig
 from training.data import SplitData
+from training.distributed import node_rank
 from training.evaluating.baselines import Baselines
 from training.initial_model import InitialModel, initial_model
 from training.labels import UrgencyLabels, read_split_labels
 from training.prediction import pick_device
 from training.rows import Rows, SplitRows, read_split_rows
-from training.trainer import LAST, History, best_row, train_stages, write_history
+from training.run_report import write_run_report
+from training.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
 from training.versions import versions_of
 
 log = logging.getLogger(__name__)
@@ -31,7 +42,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
 IDENTITY = "identity.json"
 # Options that do not change the result.
-NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard")
+NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard", "report")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -43,19 +54,22 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     out = folder_target(config.out, KIND, overwrite=config.overwrite)
     work = out.with_name(out.name + ".partial")
-    with locked_folder(work, "out"):
-        return _train(config, out, work)
+    is_first = node_rank(config) == 0
+    with locked_folder(work, "out") if is_first else nullcontext():
+        return _train(config, out, work, is_first)
 
 
-def _train(config: TrainConfig, out: Path, work: Path) -> dict[str, Any]:
+def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[str, Any]:
     files = {name: [existing_file(path, name) for path in paths] for name, paths in config.files.items()}
     if config.init is None:
         resolve_encoder(config.encoder)
+    page = None if config.report is None else writable_target(config.report, "report")
     device = pick_device(config.accelerator)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     identity = _identity(config, files)
-    _check_state(work, identity, resume=config.resume)
+    if is_first:
+        _check_state(work, identity, resume=config.resume)
 
     rows = read_split_rows(config) if config.needs_rows else SplitRows(Rows.none(), Rows.none())
     labels = read_split_labels(config)
@@ -66,13 +80,16 @@ def _train(config: TrainConfig, out: Path, work: Path) -> dict[str, Any]:
         if initial.first_new_model is not None:
             rows = _of_new_models(rows, initial)
         splits = _splits(initial, rows, labels)
-        write_json(work / IDENTITY, identity)
+        if is_first:
+            write_json(work / IDENTITY, identity)
         try:
-            history = train_stages(_stages(config), initial, splits, work, device)
+            history = train_stages(config, initial, splits, work, device)
         except OSError:
-            if not any(work.rglob(LAST)):
+            if is_first and not any(work.rglob(LAST)):
                 _clear(work)  # there is nothing to resume
             raise
+    if not is_first:
+        return {}
     info = _training_info(config, files, rows, labels, initial.model, history)
     write_history(work / "metrics.csv", history)
     write_json(
@@ -83,16 +100,9 @@ def _train(config: TrainConfig, out: Path, work: Path) -> dict[str, Any]:
         out, initial.model, initial.tokenizer, info, extra_files=extra, overwrite=config.overwrite
     )
     _clear(work)
+    if page is not None:
+        write_run_report(page, info, history)
     return info
-
-
-def _stages(config: TrainConfig) -> TrainConfig:
-    """With `only_conditioning` there is nothing for stage 1 to train."""
-    if not config.only_conditioning:
-        return config
-    if not config.stage2.epochs:
-        raise InputError("stage2.epochs", 0, "at least 1 with only_conditioning")
-    return replace(config, stage1=replace(config.stage1, epochs=0))
 
 
 def _identity(config: TrainConfig, files: dict[str, list[Path]]) -> dict[str, Any]:
@@ -202,7 +212,6 @@ def _training_info(
             "num_test_prompts": rows.num_test_prompts,
             "num_excluded": rows.num_excluded,
             "num_shared_prompts": rows.num_shared,
-            "excluded_flags": list(config.exclude_flags) if config.needs_fits else [],
             "baselines": _baselines(config, rows.train),
         },
         "heads": list(model.config.heads.names),
@@ -225,22 +234,21 @@ def _baselines(config: TrainConfig, train: Rows) -> dict[str, Any] | None:
     """Baselines for evaluation; None where all samples are censored."""
     if not train.finished.any():
         return None
-    return Baselines.of_rows(train, config.length.nu if config.length is not None else 3.5).to_json()
+    return asdict(Baselines.of(train, config.length.nu if config.length is not None else 3.5))
 
 
 def _throughput(history: History) -> dict[str, Any]:
     """Prompts, rows and tokens per second of the training steps of each stage, without validation and saving."""
     report: dict[str, Any] = {}
     for stage in sorted({row["stage"] for row in history}):
-        rows = [row for row in history if row["stage"] == stage]
-        seconds = sum(row["train_seconds"] for row in rows)
-        totals = {name: sum(row[name] for row in rows) for name in ("num_prompts", "num_rows", "num_tokens")}
-        cells = sum(row["num_padded_tokens"] for row in rows)
+        names = ("train_seconds", *COUNTS)
+        seconds, *totals, cells = (
+            sum(row[name] for row in history if row["stage"] == stage) for name in names
+        )
+        rates = [round(total / max(seconds, 1e-9), 1) for total in totals]
         report[f"stage{stage}"] = {
             "train_seconds": round(seconds, 3),
-            "prompts_per_second": round(totals["num_prompts"] / max(seconds, 1e-9), 1),
-            "rows_per_second": round(totals["num_rows"] / max(seconds, 1e-9), 1),
-            "tokens_per_second": round(totals["num_tokens"] / max(seconds, 1e-9), 1),
-            "padding_fraction": round(1 - totals["num_tokens"] / cells, 4) if cells else None,
+            **dict(zip(("prompts_per_second", "rows_per_second", "tokens_per_second"), rates, strict=True)),
+            "padding_fraction": round(1 - totals[-1] / cells, 4) if cells else None,
         }
     return report

@@ -9,6 +9,7 @@ Each stage is a Lightning `Trainer.fit` with a checkpoint after every epoch, fro
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import io
 import logging
@@ -23,22 +24,22 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
-from numpy.typing import NDArray
+from torch import distributed as dist
 
-from predictors.modules import PromptPredictor
+from predictors.modules.predictor import PromptPredictor
 from scheduler_core.files import atomic_file
-from training.batches import Batching, EpochPlans, sampling_weights
+from training.batches import Batching, EpochPlans
 from training.config import StageConfig, TrainConfig
-from training.data import Examples, SplitData, TrainingBatch, loader
+from training.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
+from training.distributed import is_first_process, launch, node_rank, wait_for_others
 from training.failures import memory_errors
 from training.initial_model import InitialModel
-from training.losses import sigma_weight
-from training.module import MONITOR, StageModule, StageSettings
+from training.module import MONITOR, StageModule
 from training.prediction import pooled_features
 from training.progress import tracked
 
@@ -48,6 +49,7 @@ BEST, LAST = "best.ckpt", "last.ckpt"
 FEATURES = "features.safetensors"
 # Steps between two points of the curves in TensorBoard.
 STEPS_PER_POINT = 20
+COUNTS = ("num_prompts", "num_rows", "num_tokens", "num_padded_tokens")
 
 History = list[dict[str, Any]]
 
@@ -61,56 +63,63 @@ def train_stages(
 ) -> History:
     """Trains the model in place; it ends with the weights of the best epoch, on the CPU, in eval mode.
 
+    With several devices or nodes each device has a process of its own, and those of all nodes find each other at
+    MASTER_ADDR and MASTER_PORT. Only on the first node the model is the trained one.
+
     Args:
         config: The recipe.
         initial: Pretrained encoder and fresh heads, or a loaded checkpoint.
         splits: Tokenized "train" and "validation".
-        work: Folder for checkpoints; those of an interrupted run are resumed.
+        work: Folder for checkpoints, which all nodes share; those of an interrupted run are resumed.
         device: Where to train.
 
     Returns:
-        A row of metrics for each epoch of both stages.
+        A row of metrics for each epoch of both stages; none but on the first node.
 
     Raises:
         DivergedError: Loss or gradient was not finite.
         OutOfMemoryError: A batch does not fit.
+        TailcastError: One of several processes failed.
         KeyboardInterrupt: Interrupted; `work` holds the checkpoint of the last finished epoch.
     """
-    model = initial.model
-    history: History = []
-    if config.stage1.epochs:
-        examples = _examples(initial, splits, {})
-        history += _fit(config, 1, initial, examples, work / "stage1", device)
-        _load_best(model, work / "stage1")
-    model.requires_grad_(False).eval()
-    if config.stage2.epochs:
-        features = _features(config, initial, splits, work / "stage2", device)
-        examples = _examples(initial, splits, features)
-        history += _fit(config, 2, initial, examples, work / "stage2", device)
-        _load_best(model, work / f"stage{best_row(history)['stage']}")
-        model.requires_grad_(False).eval()
-    model.to("cpu")
+    launch(_train_in_process, config, device, config, initial, splits, work)
+    if node_rank(config):
+        return []
+    stages = [number for number in (1, 2) if config.stage(number).epochs]
+    history = [row for number in stages for row in read_history(work / f"stage{number}" / LAST)]
+    for number in stages:
+        if number in (1, best_row(history)["stage"]):
+            _load_best(initial.model, work / f"stage{number}")
+    initial.model.requires_grad_(False).eval().to("cpu")
     return history
 
 
-def _examples(
-    initial: InitialModel, splits: Mapping[str, SplitData], features: Mapping[str, torch.Tensor]
-) -> dict[str, Examples]:
-    """The splits with the predictor's numbers of served models; with features instead of tokens where there are some."""
-    model, pad_token_id = initial.model, int(initial.tokenizer.pad_token_id)
-    conditioning = model.config.conditioning
-    examples = {}
-    for name, split in splits.items():
-        models = split.rows.models
-        numbers = [0 if conditioning is None else conditioning.number_of(served) for served in models]
-        examples[name] = Examples(
-            split,
-            model.normalization,
-            np.array([0, *numbers], dtype=np.int64),
-            pad_token_id=pad_token_id,
-            features=features.get(name),
-        )
-    return examples
+def _train_in_process(
+    device: torch.device,
+    config: TrainConfig,
+    initial: InitialModel,
+    splits: Mapping[str, SplitData],
+    work: Path,
+) -> None:
+    """Both stages in one process of possibly several."""
+    if dist.is_initialized():
+        # The processes of a machine get the weights in shared memory, which the optimizer must not write to.
+        initial = copy.deepcopy(initial)
+    features: dict[str, torch.Tensor] = {}
+    for number in (1, 2):
+        if not config.stage(number).epochs:
+            continue
+        folder = work / f"stage{number}"
+        folder.mkdir(exist_ok=True)
+        if number == 2:
+            initial.model.requires_grad_(False).eval()
+            features = _features(config, initial, splits, folder, device)
+        examples = {
+            name: Examples(split, initial.model, int(initial.tokenizer.pad_token_id), features.get(name))
+            for name, split in splits.items()
+        }
+        _fit(config, number, initial, examples, folder, device)
+        _load_best(initial.model, folder)
 
 
 def best_row(history: History) -> dict[str, Any]:
@@ -135,9 +144,8 @@ def _features(
     """Features of both splits by the frozen encoder, kept in a file for a resumed run."""
     from safetensors.torch import load_file, save_file
 
-    folder.mkdir(exist_ok=True)
     path = folder / FEATURES
-    if not path.exists():
+    if is_first_process() and not path.exists():
         initial.model.to(device)
         with memory_errors(lambda: None, f"computing features of {config.batch_size} prompts at a time"):
             features = {
@@ -152,6 +160,7 @@ def _features(
             }
         with atomic_file(path) as temporary:
             save_file(features, str(temporary))
+    wait_for_others()
     return dict(load_file(path))
 
 
@@ -162,24 +171,22 @@ def _fit(
     examples: Mapping[str, Examples],
     folder: Path,
     device: torch.device,
-) -> History:
+) -> None:
     """Trains one stage, or what an interrupted run left of it."""
-    options = _options(config, number)
-    folder.mkdir(exist_ok=True)
+    options = config.stage(number)
     last = folder / LAST
     history = read_history(last) if last.exists() else []
     if _is_finished(history, options):
-        return history
+        return
     if history:
         log.info("stage %d resumes after epoch %d", number, len(history))
     splits = {name: part.data for name, part in examples.items()}
-    settings = _settings(config, number, initial.first_new_model)
-    module = StageModule(initial.model, config, settings, splits)
+    module = StageModule(initial.model, config, number, splits, initial.first_new_model)
     # Modules are in the mode they were left in, and encoders are loaded in eval mode.
     module.set_modes()
     plans = _plans(config, number, **splits)
     training, validation = (loader(examples[name], plans[name]) for name in ("train", "validation"))
-    with _quiet(), _deterministic_state(), memory_errors(lambda: module.current):
+    with _contained(), memory_errors(lambda: module.current):
         trainer = _trainer(config, number, folder, device)
         with _interruptible(trainer):
             trainer.fit(
@@ -189,7 +196,6 @@ def _fit(
                 ckpt_path=str(last) if history else None,
                 weights_only=True,
             )
-    return read_history(last)
 
 
 def read_history(checkpoint: Path) -> History:
@@ -219,21 +225,20 @@ class EpochHistory(Callback):
         self._log_every = log_every
         self._rows: History = []
         self._start = self._train_seconds = 0.0
-        self._counts = np.zeros(4, dtype=np.int64)
+        self._counts = [0, 0, 0, 0]
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Starts the clock of an epoch."""
-        if batch_idx == 0:
-            self._start = time.monotonic()
-            self._counts = np.zeros(4, dtype=np.int64)
+        self._start = time.monotonic()
+        self._counts = [0, 0, 0, 0]
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: TrainingBatch, batch_idx: int
     ) -> None:
         """Counts prompts, rows, tokens, and tokens with padding."""
-        mask = batch.inputs[1] if len(batch.inputs) > 1 else None
-        tokens = (0, 0) if mask is None else (int(mask.sum()), mask.numel())
-        self._counts += np.array([len(batch.prompt), len(batch.row), *tokens])
+        mask = batch.inputs[1] if len(batch.inputs) > 1 else torch.empty(0)
+        counts = (len(batch.prompt), len(batch.row), int(mask.sum()), mask.numel())
+        self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
         self._train_seconds = time.monotonic() - self._start
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
@@ -243,29 +248,28 @@ class EpochHistory(Callback):
             for name, value in trainer.callback_metrics.items()
             if name.startswith(("train_", "validation_"))
         }
-        counts = ("num_prompts", "num_rows", "num_tokens", "num_padded_tokens")
+        counts = trainer.strategy.reduce(torch.tensor(self._counts, device=pl_module.device), reduce_op="sum")
         row = {
             "stage": self._stage,
             "epoch": trainer.current_epoch,
             "learning_rate": float(trainer.optimizers[0].param_groups[-1]["lr"]),
             "sigma_weight": pl_module.sigma_weight,
             **metrics,
-            **dict(zip(counts, self._counts.tolist(), strict=True)),
+            **dict(zip(COUNTS, counts.tolist(), strict=True)),
             "train_seconds": round(self._train_seconds, 3),
             "seconds": round(time.monotonic() - self._start, 3),
         }
         self._rows.append(row)
         epoch, epochs = trainer.current_epoch + 1, trainer.max_epochs or 0
         if epoch % self._log_every == 0 or epoch == epochs:
-            shown = ", ".join(
+            text = ", ".join(
                 f"{name.removeprefix('validation_')} {value:.4f}"
                 for name, value in metrics.items()
                 if name.startswith("validation_") and name != MONITOR
             )
             best = " best" if best_row(self._rows) is row else ""
-            log.info(
-                "stage %d epoch %d/%d: %s%s, %.1f s", self._stage, epoch, epochs, shown, best, row["seconds"]
-            )
+            seconds = row["seconds"]
+            log.info("stage %d epoch %d/%d: %s%s, %.1f s", self._stage, epoch, epochs, text, best, seconds)
 
     def state_dict(self) -> dict[str, Any]:
         """For the checkpoint."""
@@ -290,8 +294,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.device) -> L.Trainer:
-    options = _options(config, number)
-    devices = config.devices if number == 1 else 1
+    options = config.stage(number)
+    several = config.devices * config.num_nodes > 1
     files: dict[str, Any] = {
         "dirpath": str(folder),
         "enable_version_counter": False,
@@ -311,12 +315,13 @@ def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.devic
         callbacks.append(LearningRateMonitor("step"))
     return L.Trainer(
         accelerator=device.type,
-        devices=devices,
-        strategy="ddp_spawn" if devices > 1 else "auto",
+        devices=config.devices,
+        num_nodes=config.num_nodes,
+        strategy="ddp" if several else "auto",
         precision=config.precision if number == 1 else "32-true",
         max_epochs=options.epochs,
         callbacks=callbacks,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), *([LightningEnvironment()] if several else [])],
         deterministic=config.deterministic,
         logger=logger or False,
         log_every_n_steps=STEPS_PER_POINT,
@@ -328,32 +333,10 @@ def _trainer(config: TrainConfig, number: int, folder: Path, device: torch.devic
     )
 
 
-def _options(config: TrainConfig, number: int) -> StageConfig:
-    return config.stage1 if number == 1 else config.stage2
-
-
-def _settings(config: TrainConfig, number: int, first_new_model: int | None) -> StageSettings:
-    options = _options(config, number)
-    first_epoch = 0 if number == 1 else config.stage1.epochs
-    num_epochs = config.stage1.epochs + config.stage2.epochs
-    weights = [1.0] * options.epochs
-    if config.length is not None and config.length.objective == "mse":
-        start, end = config.length.sigma_weight_start, config.length.sigma_weight_end
-        weights = [
-            sigma_weight(start, end, first_epoch + epoch, num_epochs) for epoch in range(options.epochs)
-        ]
-    return StageSettings(
-        number=number,
-        options=options,
-        sigma_weights=tuple(weights),
-        first_new_model=first_new_model,
-    )
-
-
 def _plans(
     config: TrainConfig, number: int, train: SplitData, validation: SplitData
 ) -> dict[str, EpochPlans]:
-    options = _options(config, number)
+    options = config.stage(number)
     batching = Batching(
         batch_size=options.batch_size or config.batch_size,
         batch_tokens=config.batch_tokens if number == 1 else None,
@@ -366,8 +349,8 @@ def _plans(
         batching,
         seed=2 * config.seed + number,
         num_epochs=options.epochs,
-        weights=_prompt_weights(config, train),
-        distributed=number == 1 and config.devices > 1,
+        weights=prompt_weights(train, config.oversampling) if config.oversampling else None,
+        distributed=True,
     )
     in_order = replace(batching, shuffled=False, by_length=number == 1, rows_per_prompt=None)
     return {
@@ -376,50 +359,24 @@ def _plans(
     }
 
 
-def _prompt_weights(config: TrainConfig, train: SplitData) -> NDArray[np.float64] | None:
-    """How often each prompt is drawn: the largest weight of one of its rows; None: every prompt once."""
-    if not config.oversampling:
-        return None
-    weights = np.ones(len(train))
-    rows = train.rows
-    np.maximum.at(weights, rows.prompt, sampling_weights(rows.mu, rows.sigma, config.oversampling))
-    return weights
-
-
 def _shows_bars(config: TrainConfig) -> bool:
     return config.progress and sys.stderr.isatty()
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the trainer's remarks on devices, worker processes (batches take no time to make) and its own files."""
+def _contained() -> Iterator[None]:
+    """Without the trainer's remarks on devices, worker processes (batches take no time to make) and its own files;
+    restores torch's choice of algorithms, which the trainer sets for the whole process."""
     logger = logging.getLogger("lightning.pytorch")
-    level = logger.level
+    level, deterministic = logger.level, torch.are_deterministic_algorithms_enabled()
     logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            for message in (
-                ".*does not have many workers.*",
-                ".*GPU available but not used.*",
-                ".*module.s. in eval mode at the start.*",
-                ".*isinstance.treespec, LeafSpec.*",
-                ".*Checkpoint directory .* exists and is not empty.*",
-                ".*smaller than the logging interval.*",
-            ):
-                warnings.filterwarnings("ignore", message=message)
+            warnings.filterwarnings("ignore", module=r"lightning\.")
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _deterministic_state() -> Iterator[None]:
-    """Restores torch's choice of algorithms, which the trainer sets for the whole process."""
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(deterministic)
 
 
 @contextlib.contextmanager

@@ -8,17 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from predictors.modules import (
-    Conditioning,
-    Heads,
-    LengthHead,
-    Normalization,
-    PromptPredictor,
-    Tower,
-    load_tokenizer,
-    save_checkpoint,
-)
-from scheduler_core.lengths import LogT
+from predictors.modules.checkpoint import save_checkpoint
+from predictors.modules.config import Conditioning
+from predictors.modules.encoder import load_tokenizer
+from predictors.modules.heads import Heads, LengthHead
+from predictors.modules.normalization import Normalization
+from predictors.modules.predictor import PromptPredictor
+from predictors.modules.towers import Tower
 from tests.predictors.predictors import predictor
 from tests.training.data import TOPICS, write_lists
 from tests.training.tiny import tiny_bert
@@ -92,7 +88,7 @@ def write_drawn_answers(
         max_tokens: Cap.
         seed: Of the draw.
     """
-    from predictors.modules import load_checkpoint
+    from predictors.modules.checkpoint import load_checkpoint
 
     loaded = load_checkpoint(checkpoint)
     rng = np.random.default_rng(seed)
@@ -103,7 +99,7 @@ def write_drawn_answers(
     number = np.array([MODELS.index(name) for name in models])
     mu = found["mu"] + np.array(shift)[number] * found["sigma"]
     sigma = found["sigma"] * np.array(scale)[number]
-    drawn = LogT(mu[:, None], sigma[:, None], 3.5).sample(rng, (len(texts), num_answers))
+    drawn = np.exp(mu[:, None] + sigma[:, None] * rng.standard_t(3.5, (len(texts), num_answers)))
     lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, max_tokens)
     finished = drawn < (np.inf if max_tokens is None else max_tokens - 0.5)
     return write_lists(

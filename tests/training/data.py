@@ -39,18 +39,12 @@ def write_sample_file(
                     prompt_id=f"p{index:03d}",
                     prompt=prompt,
                     category=prompt.split()[3],
-                    model="m",
-                    temperature=1.0,
-                    top_p=1.0,
                     seed=seed,
                     sample_index=number,
                     max_tokens=max_tokens,
                     prompt_tokens=len(prompt),
                     output_tokens=int(min(length, max_tokens)),
                     finish_reason="length" if length > max_tokens else "stop",
-                    engine="test",
-                    engine_version="1",
-                    run_id="r",
                 )
             )
     write_samples(path, to_table(rows))
@@ -67,6 +61,16 @@ def write_lists(path: Path, lengths: list[list[float | None]], **columns: list[o
     }
     pq.write_table(pa.table(rows | columns), path)
     return path
+
+
+def lengths_of(groups) -> list[list[int]]:
+    """The lengths of each group."""
+    return [part.tolist() for part in np.split(groups.flat_lengths, groups.offsets[1:-1])]
+
+
+def finished_of(groups) -> list[list[bool]]:
+    """Which samples of each group are not censored."""
+    return [part.tolist() for part in np.split(groups.flat_finished, groups.offsets[1:-1])]
 
 
 SERVED_MODELS = ("small", "middle", "large")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import stats
 
 #: Family -> (parameters as in a fits file) -> scipy's distribution of X.
 SCIPY: dict[str, Callable[..., object]] = {
@@ -39,7 +39,7 @@ def scipy_distribution(family: str, **parameters: float):
     return SCIPY[family](**parameters)
 
 
-def log_likelihood(distribution, lengths, finished, *, integers: bool = False, weights=None) -> float:
+def log_likelihood(distribution, lengths, finished, *, integers: bool = False) -> float:
     """Of answers [N]; cut ones contribute ln P(X > length)."""
     x = np.asarray(lengths, dtype=float)
     if integers:
@@ -47,23 +47,4 @@ def log_likelihood(distribution, lengths, finished, *, integers: bool = False, w
             ended = np.log(distribution.cdf(x + 0.5) - distribution.cdf(x - 0.5))
     else:
         ended = distribution.logpdf(x)
-    return float(
-        np.average(np.where(finished, ended, distribution.logsf(x)), weights=weights)
-        * (len(x) if weights is None else np.sum(weights))
-    )
-
-
-def maximize_log_t(lengths, finished, nu: float, *, weights=None) -> tuple[float, float]:
-    """(mu, ln sigma) by Nelder-Mead from several starts."""
-    y = np.log(lengths)
-
-    def objective(theta):
-        return -log_likelihood(
-            LogTOfScipy(theta[0], math.exp(theta[1]), nu), lengths, finished, weights=weights
-        )
-
-    options = {"xatol": 1e-9, "fatol": 1e-12, "maxiter": 4000}
-    starts = [(np.median(y), math.log(y.std() * factor + 1e-3)) for factor in (1.0, 0.3)]
-    results = [optimize.minimize(objective, at, method="Nelder-Mead", options=options) for at in starts]
-    best = min(results, key=lambda result: result.fun)
-    return float(best.x[0]), float(best.x[1])
+    return float(np.where(finished, ended, distribution.logsf(x)).sum())

@@ -11,20 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from predictors.modules import Calibration, Heads, RankHead, load_checkpoint
-from scheduler_core.errors import InputError
+from predictors.modules.calibration import Calibration
+from predictors.modules.checkpoint import load_checkpoint
+from predictors.modules.heads import Heads, RankHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
 from training.calibrating.cli import main
-from training.calibrating.conformal import conformal_offset, fit_conformal
-from training.calibrating.residuals import CensoredCdf, Residuals
-from training.calibrating.shift_and_scale import (
+from training.calibrating.estimation import (
     METHODS,
-    POOLINGS,
+    Residuals,
+    conformal_offset,
     fit_calibration,
+    fit_conformal,
     select_calibration,
 )
 from training.evaluating.cli import main as evaluate
-from training.evaluating.conformal import ConformalQuantiles
+
+ESTIMATORS = [name for name in METHODS if name != "identity"]
 
 
 def residuals(count=20_000, *, shift=(0.0, 0.0), scale=(1.0, 1.0), limit=np.inf, seed=0):
@@ -49,22 +51,15 @@ def folds(data, count=5):
     return [data.take(data.prompt % count == number) for number in range(count)]
 
 
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", ESTIMATORS)
 @pytest.mark.parametrize("limit", [np.inf, 4.0])
-def test_shift_and_scale_are_found_for_each_served_model(method, limit):
-    data = residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), limit=limit)
-    found = fit_calibration(data, 2, method)
-    assert found.mu_shift[1:] == pytest.approx((0.5, -0.4), abs=0.08)
-    assert found.sigma_scale[1:] == pytest.approx((1.5, 0.7), abs=0.12)
-    after = residuals(shift=(0.5, -0.4), scale=(1.5, 0.7), limit=limit, seed=1).calibrated(found).coverage()
+@pytest.mark.parametrize(("shift", "scale"), [((0.5, -0.4), (1.5, 0.7)), ((0, 0), (1, 1))])
+def test_shift_and_scale_are_found_for_each_served_model(method, limit, shift, scale):
+    found = fit_calibration(residuals(shift=shift, scale=scale, limit=limit), 2, method, 0.0)
+    assert found.mu_shift[1:] == pytest.approx(shift, abs=0.08)
+    assert found.sigma_scale[1:] == pytest.approx(scale, abs=0.12)
+    after = residuals(shift=shift, scale=scale, limit=limit, seed=1).calibrated(found).coverage()
     assert after["largest_shift"] < 0.02
-
-
-def test_few_answers_get_the_numbers_of_all_together():
-    data = residuals(2000, shift=(0.5, 0.5))
-    few = data.take((data.model == 1) | (np.cumsum(data.model == 2) <= 50))
-    found = fit_calibration(few, 3, "likelihood")
-    assert found.mu_shift[2] == found.mu_shift[3] == found.mu_shift[0] != found.mu_shift[1]
 
 
 def test_no_change_is_kept_where_nothing_is_wrong():
@@ -75,10 +70,10 @@ def test_no_change_is_kept_where_nothing_is_wrong():
         exact.z[own] = stats.t.ppf(levels, 3.5)
         exact.model[np.setdiff1d(np.flatnonzero(exact.model == number), own)] = 3
     exact = exact.take(exact.model < 3)
-    selected = select_calibration(folds(exact), 2)
+    selected = select_calibration(folds(exact), 2, list(METHODS))
     assert selected.method == "identity"
     assert selected.calibration == Calibration.identity(2)
-    other = select_calibration(folds(residuals(4000, scale=(2.0, 1.0))), 2)
+    other = select_calibration(folds(residuals(4000, scale=(2.0, 1.0))), 2, list(METHODS))
     assert other.method != "identity"
     chosen = other.trials[f"{other.method}, {other.pooling:g}"]
     assert other.trials["identity, 1"]["largest_shift"] > chosen["largest_shift"]
@@ -96,50 +91,13 @@ def test_what_few_prompts_say_of_one_model_is_pooled():
 
     assert largest_shift(1.0) < 0.9 * largest_shift(0.0)
     many = residuals(20_000, shift=(1.0, -1.0))
-    assert select_calibration(folds(many), 2).pooling == 0
-    own, half, pooled = (fit_calibration(many, 2, "likelihood", share) for share in (0.0, 0.5, 1.0))
+    assert select_calibration(folds(many), 2, list(METHODS)).pooling == 0
+    own, pooled = (fit_calibration(many, 2, "likelihood", weight) for weight in (0.0, 1.0))
     assert pooled.mu_shift[0] == pooled.mu_shift[1] == pooled.mu_shift[2] == own.mu_shift[0]
-    assert half.mu_shift[1] == pytest.approx((own.mu_shift[1] + own.mu_shift[0]) / 2)
-    assert half.sigma_scale[1] == pytest.approx(np.sqrt(own.sigma_scale[1] * own.sigma_scale[0]))
-    assert POOLINGS[0] == 0
-    assert POOLINGS[-1] == 1
-
-
-def test_another_shape_of_the_residuals_is_covered_too():
-    rng = np.random.default_rng(3)
-
-    def normal(seed):
-        data = residuals(40_000, seed=seed)
-        return Residuals(
-            rng.normal(0.3, 1.0, 40_000),
-            *(getattr(data, n) for n in ("finished", "z_limit", "model", "prompt", "row", "nu")),
-        )
-
-    fitting, held_out = normal(0), normal(1)
-    shifts = {
-        method: held_out.calibrated(fit_calibration(fitting, 2, method)).coverage()["largest_shift"]
-        for method in METHODS
-    }
-    assert shifts["coverage"] <= min(shifts.values()) + 0.005
-    assert max(shifts.values()) < 0.02
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=1, max_size=30),
-    st.integers(0, 6),
-)
-def test_the_censored_distribution_function(values, at):
-    z = np.array([value for value, _ in values], dtype=float)
-    finished = np.array([ended for _, ended in values])
-    found = CensoredCdf.of(z, finished)
-    survival = 1.0
-    for time in sorted({float(value) for value in z[finished]}):
-        if time <= at:
-            survival *= 1 - ((z == time) & finished).sum() / (z >= time).sum()
-    assert found(float(at)) == pytest.approx(1 - survival)
-    if finished.all():
-        assert found(float(at)) == pytest.approx((z <= at).mean())
-        assert found.quantile(0.5) == np.sort(z)[math.ceil(len(z) / 2) - 1]
+    # Of too few samples nothing is estimated.
+    few = many.take((many.model == 1) | (np.cumsum(many.model == 2) <= 50))
+    found = fit_calibration(few, 3, "likelihood", 0.0)
+    assert found.mu_shift[2] == found.mu_shift[3] == found.mu_shift[0] != found.mu_shift[1]
 
 
 @settings(max_examples=25, deadline=None)
@@ -183,31 +141,16 @@ def test_conformal_quantiles_fall_back_where_rows_are_few():
     assert found.own[2].tolist() == [True, True, False]
     assert found.offsets[2, 2] == found.offsets[0, 2]
     assert found.offsets[2, 0] == pytest.approx(1.0, abs=0.5)
-    again = ConformalQuantiles.from_json(json.loads(json.dumps(found.to_json())))
-    assert again.offsets.tolist() == found.offsets.tolist()
-    assert again.own.tolist() == found.own.tolist()
-    bound = found.quantiles(np.log([100.0]), np.array([0.5]), np.array([1]))
-    assert bound[0, 0] == pytest.approx(100 * np.exp(0.5 * found.offsets[1, 0]))
 
 
-def test_one_answer_of_a_row_and_one_row_of_a_prompt_count():
+def test_one_sample_of_a_row_and_one_row_of_a_prompt_count():
     data = residuals(1000)
-    repeated = Residuals(
-        *(
-            np.repeat(getattr(data, n), 5)
-            for n in ("z", "finished", "z_limit", "model", "prompt", "row", "nu")
-        )
-    )
-    found = fit_conformal(repeated, MODELS, np.random.default_rng(0))
+    found = fit_conformal(data.take(np.repeat(np.arange(1000), 5)), MODELS, np.random.default_rng(0))
     assert found.num_rows[0].tolist() == [500] * 3
     assert found.num_rows[1:, 0].sum() == 1000
-
-
-def test_too_many_cut_answers_give_an_infinite_offset():
+    # Too few or too many truncated samples give an infinite offset.
     assert conformal_offset(np.zeros(10), np.zeros(10, dtype=bool), 0.5) == math.inf
     assert conformal_offset(np.arange(4.0), np.ones(4, dtype=bool), 0.9) == math.inf
-    with pytest.raises(InputError, match="schema"):
-        ConformalQuantiles.from_json({})
 
 
 @pytest.fixture(scope="module")
@@ -237,10 +180,12 @@ def coverage(predictor, data, out):
 def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
     args = [str(folder / "checkpoint"), "--data", str(folder / "answers.parquet"), "--progress", "false"]
     out = tmp_path / "calibrated"
-    assert main([*args, "--out", str(out)]) == 0
+    assert main([*args, "--out", str(out), "--report", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in MODELS)
     info = json.loads((out / "training.json").read_text())
     assert info["note"] == "kept"
-    assert info["calibration"]["method"] in METHODS
+    assert info["calibration"]["method"] in ESTIMATORS
     assert not load_checkpoint(out).model.calibration.is_identity
     before = coverage(folder / "checkpoint", folder / "new.parquet", tmp_path / "a.json")
     after = coverage(out, folder / "new.parquet", tmp_path / "b.json")
@@ -260,18 +205,18 @@ def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
 def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry(folder, tmp_path):
     plain = random_checkpoint(tmp_path / "plain", conditioning=None)
     args = [str(plain), "--data", str(folder / "answers.parquet"), "--progress", "false"]
-    assert main([*args, "--out", str(tmp_path / "out"), "--method", "quantiles"]) == 0
+    args += ["--out", str(tmp_path / "out"), "--report", str(tmp_path / "report.html")]
+    assert main([*args, "--method", "quantiles"]) == 0
     assert load_checkpoint(tmp_path / "out").model.calibration.num_models == 0
+    info = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert (info["calibration"]["method"], info["calibration"]["pooling"]) == ("quantiles", 1.0)
+    assert "<td>unknown</td>" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["{root}/nothing"], "an existing checkpoint folder"),
-        (["{root}/checkpoint", "--data", "{root}/none.parquet"], "data: got"),
-        (["{root}/checkpoint", "--method", "magic"], "method"),
-        (["{root}/checkpoint", "--folds", "1"], "folds: got 1"),
-        (["{root}/checkpoint", "--pooling", "1.5"], "pooling: got 1.5"),
         (["{root}/checkpoint", "--conformal_fraction", "1"], "conformal_fraction: got 1"),
         (["{root}/checkpoint", "--split", "test"], "the predictor does not say how it split"),
         (["{rank}"], "a checkpoint with a length head"),
@@ -286,23 +231,3 @@ def test_bad_input_is_one_line(options, message, folder, tmp_path, capsys):
     assert main([*words, "--progress", "false"]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
-
-
-def test_a_folder_with_a_config_json_is_not_replaced(folder, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("mine")
-    words = [str(folder / "checkpoint"), "--data", str(folder / "answers.parquet"), "--overwrite", "true"]
-    assert main([*words, "--out", str(tmp_path)]) == 2
-    assert "an earlier checkpoint to replace" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "mine")]
-
-
-def test_quantiles_of_students_t_are_the_identity():
-    levels = (np.arange(4000) + 0.5) / 4000
-    z = stats.t.ppf(levels, 3.5)
-    ones = np.ones(4000, dtype=bool)
-    numbers = np.arange(4000)
-    data = Residuals(z, ones, np.full(4000, np.inf), numbers * 0, numbers, numbers, np.full(4000, 3.5))
-    for method in METHODS:
-        found = fit_calibration(data, 0, method)
-        assert found.mu_shift[0] == pytest.approx(0.0, abs=0.01)
-        assert found.sigma_scale[0] == pytest.approx(1.0, abs=0.01)

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from predictors.tokenizer import conversation_text
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
 from training.config import StageConfig, TowerOptions, TrainConfig
@@ -18,45 +17,27 @@ from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
 from training.train import train
 
-SYSTEMS = ("write a short essay", "write a long story")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-
-
-def test_a_lone_user_message_is_itself() -> None:
-    assert conversation_text([("user", "name 3 rivers")]) == "name 3 rivers"
-    assert conversation_text([("system", "be brief"), ("user", "why")]) == "system: be brief\n\nuser: why"
 
 
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
-    """The same last messages under two system prompts, of which one makes answers ten times as long."""
+    """The same last messages under two system prompts, of which one makes outputs ten times as long."""
     rng = np.random.default_rng(0)
-    rows = []
-    for number in range(60):
-        last = f"the list of {number % 30}"
-        system = SYSTEMS[number // 30]
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": last}]
-        lengths = np.ceil((20.0, 200.0)[number // 30] * np.exp(rng.normal(0, 0.1, 4))).astype(int).tolist()
-        rows.append(
-            {
-                "prompt_id": f"p{number}",
-                "model": "m",
-                "prompt": last,
-                "messages": messages,
-                "output_tokens": lengths,
-            }
-        )
-    schema = pa.schema(
-        [
-            ("prompt_id", pa.string()),
-            ("model", pa.string()),
-            ("prompt", pa.string()),
-            ("messages", MESSAGES),
-            ("output_tokens", pa.list_(pa.int64())),
-        ]
-    )
+    rows = [
+        {
+            "prompt_id": f"p{number}",
+            "model": "m",
+            "prompt": last,
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": last}],
+            "output_tokens": np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int).tolist(),
+        }
+        for number in range(60)
+        for last in [f"the list of {number % 30}"]
+        for system, length in [(("write a short essay", 20.0), ("write a long story", 200.0))[number // 30]]
+    ]
     path = tmp_path / "chats.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
 
@@ -85,15 +66,12 @@ def test_the_system_prompt_is_learnt_from_where_it_is_read(chats: Path, tmp_path
     assert last < 0.5  # without the system prompt nothing tells long answers from short ones
 
 
-def test_fits_keep_no_conversations() -> None:
-    table = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
-    with pytest.raises(InputError, match="fits keep no conversations"):
-        with_conversations(table, Path("fits.parquet"))
-
-
-def test_rows_without_messages_are_lone_user_messages() -> None:
+def test_rows_without_messages_are_lone_user_messages_and_fits_have_none() -> None:
     messages = [[{"role": "system", "content": "x"}, {"role": "user", "content": "b"}], None]
     table = pa.table({"prompt": ["b", "c"], "messages": pa.array(messages, MESSAGES)})
     assert with_conversations(table, Path("t")).column("prompt").to_pylist() == ["system: x\n\nuser: b", "c"]
     plain = pa.table({"prompt": ["b"]})
     assert with_conversations(plain, Path("t")) is plain
+    fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
+    with pytest.raises(InputError, match="fits keep no conversations"):
+        with_conversations(fits, Path("fits.parquet"))

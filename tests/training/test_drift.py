@@ -9,33 +9,10 @@ from io import BytesIO
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy import stats
 
-from scheduler_core.errors import InputError
-from training.drift.cli import main
-from training.drift.detector import STAKES, DriftDetector, interval_means
-from training.drift.monitor import ModelMonitor, ObservedOutput, RunningCalibration
-from training.drift.stream import OTHERS, DriftStream, event_line, parse_output
-
-
-def test_bets_are_fair_and_cannot_lose_everything():
-    points = (np.arange(200_000) + 0.5) / 200_000
-    values = np.array([interval_means(u, u) for u in points[::10]])
-    assert values.mean(axis=0) == pytest.approx(np.zeros(3), abs=1e-4)
-    assert np.abs(values).max() <= 1
-    assert max(STAKES) < 1
-
-
-@given(st.floats(0, 1), st.floats(0, 1))
-def test_a_bet_on_an_interval_is_the_mean_over_it(one, other):
-    low, high = min(one, other), max(one, other)
-    if high - low < 1e-6:
-        return
-    points = low + (high - low) * (np.arange(4000) + 0.5) / 4000
-    direct = np.mean([interval_means(u, u) for u in points], axis=0)
-    assert np.array(interval_means(low, high)) == pytest.approx(direct, abs=2e-3)
+from training.drift.cli import OTHERS, DriftStream, StreamConfig, main, parse_output
+from training.drift.monitor import DriftDetector, RunningCalibration
 
 
 def run_length(rng, arl, limit, interval):
@@ -110,17 +87,8 @@ def test_recalibration_follows_shift_and_scale(cap):
     assert running.scale == pytest.approx(0.6, abs=0.1)
 
 
-@settings(max_examples=50)
-@given(
-    st.lists(st.tuples(st.floats(-1e9, 1e9), st.booleans()), max_size=50),
-    st.sampled_from([1.0, 3.5, math.inf]),
-)
-def test_recalibration_stays_finite(values, nu):
-    running = RunningCalibration(10)
-    for z, finished in values:
-        running.update(z, nu, finished)
-    assert math.isfinite(running.shift)
-    assert 1e-3 <= running.scale <= 1e3
+def stream_of(**options):
+    return DriftStream(StreamConfig(stream="-", **options))
 
 
 def outcomes(count, *, shift=0.0, scale=1.0, cap=None, model="m", seed=0):
@@ -136,12 +104,13 @@ def outcomes(count, *, shift=0.0, scale=1.0, cap=None, model="m", seed=0):
 
 
 def test_a_calibrated_stream_is_quiet_and_a_changed_one_is_not():
-    stream = DriftStream(window=1000, arl=100_000, every=1000)
+    stream = stream_of()
     quiet = list(stream.feed(outcomes(3000, cap=400)))
     assert [event["event"] for event in quiet] == ["state"] * 3
     coverage = quiet[-1]["coverage"]
     for level in ("p50", "p90"):
         count = coverage[level]["num_outcomes"]
+        assert count <= 1000  # the window, of 3000
         error = 4 * math.sqrt(coverage[level]["level"] * (1 - coverage[level]["level"]) / count)
         assert coverage[level]["estimate"] == pytest.approx(coverage[level]["level"], abs=error)
     changed = list(stream.feed(outcomes(3000, shift=1.0, cap=400, seed=1)))
@@ -158,11 +127,11 @@ def test_a_calibrated_stream_is_quiet_and_a_changed_one_is_not():
     assert states[0]["num_outcomes"] == end["num_outcomes"] == 6000
     assert end["num_alarms"] == len(alarms)
     for event in (*quiet, *changed, *states, end):
-        assert json.loads(event_line(event)) == event
+        assert json.loads(json.dumps(event, allow_nan=False)) == event
 
 
 def test_served_models_are_watched_apart_and_their_number_is_bounded():
-    stream = DriftStream(window=100, arl=1000, every=10_000, max_models=3)
+    stream = stream_of(window=100, arl=1000, every=10_000, max_models=3)
     for number in range(8):
         list(stream.feed(outcomes(20, model=f"m{number}")))
     states = [event for event in stream.finish() if event["event"] == "state"]
@@ -170,32 +139,15 @@ def test_served_models_are_watched_apart_and_their_number_is_bounded():
     assert [state["num_outcomes"] for state in states] == [20, 20, 20, 100]
 
 
-def test_memory_does_not_grow_with_the_stream():
-    monitor = ModelMonitor(window=50, arl=1e6)
-    outcome = ObservedOutput(mu=5.0, sigma=0.5, output_tokens=100, finished=True)
-    for _ in range(300):
-        monitor.update(outcome)
-    assert monitor.coverage()["p50"]["num_outcomes"] == 50
-    assert len(monitor._covered) == 50
-
-
 BAD = [
     ("{", "line"),
     ("[1]", "line"),
-    ("nonsense", "line"),
     ('{"mu": 5, "sigma": 1}', "output_tokens"),
     ('{"mu": NaN, "sigma": 1, "output_tokens": 5}', "mu"),
-    ('{"mu": 1e999, "sigma": 1, "output_tokens": 5}', "mu"),
-    ('{"mu": "5", "sigma": 1, "output_tokens": 5}', "mu"),
-    ('{"mu": true, "sigma": 1, "output_tokens": 5}', "mu"),
     ('{"mu": 5, "sigma": 0, "output_tokens": 5}', "sigma"),
     ('{"mu": 5, "sigma": 1, "output_tokens": 0}', "output_tokens"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 2.5}', "output_tokens"),
     ('{"mu": 5, "sigma": 1, "output_tokens": 5, "max_tokens": 4}', "max_tokens"),
     ('{"mu": 5, "sigma": 1, "output_tokens": 5, "finished": 1}', "finished"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "served_model": 3}', "served_model"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "nu": -1}', "nu"),
-    ('{"mu": 5, "sigma": 1, "output_tokens": 5, "time": [1]}', "time"),
     ('{"mu": %s, "sigma": 1, "output_tokens": 5}' % ("9" * 400), "mu"),
     (b"\xff\xfe", "line"),
     ("x" * 1_000_001, "line"),
@@ -205,7 +157,7 @@ BAD = [
 
 def test_bad_lines_are_counted_and_named_and_never_fatal():
     good = '{"mu": 5, "sigma": 1, "output_tokens": 5}'
-    stream = DriftStream()
+    stream = stream_of()
     events = list(stream.feed(line for bad, _ in BAD for line in (bad, "", good)))
     assert [event["field"] for event in events] == [field for _, field in BAD]
     assert [event["line"] for event in events] == [3 * number + 1 for number in range(len(BAD))]
@@ -215,31 +167,15 @@ def test_bad_lines_are_counted_and_named_and_never_fatal():
     assert sum(end["bad_lines"].values()) == len(BAD)
 
 
-@given(
-    st.one_of(
-        st.text(max_size=50),
-        st.dictionaries(
-            st.sampled_from(["mu", "sigma", "output_tokens", "nu"]),
-            st.one_of(st.integers(), st.floats(), st.none()),
-        ),
-    )
-)
-def test_any_line_is_an_outcome_or_an_input_error(line):
-    text = line if isinstance(line, str) else json.dumps(line)
-    stream = DriftStream(window=10)
-    for event in (*stream.feed([text]), *stream.finish()):
-        assert json.loads(event_line(event))["event"] in {"state", "alarm", "bad_line", "end"}
-
-
 def test_defaults_of_a_line():
     found = parse_output('{"mu": 5, "sigma": 1, "output_tokens": 9, "max_tokens": 9}')
-    assert not found.finished
+    assert not found.is_finished
     assert found.nu == 3.5
-    assert parse_output('{"mu": 5, "sigma": 1, "output_tokens": 9}').finished
+    assert parse_output('{"mu": 5, "sigma": 1, "output_tokens": 9}').is_finished
 
 
 def test_the_command_reads_files_and_standard_input(tmp_path, capsys, monkeypatch):
-    lines = "\n".join(outcomes(50)) + "\nbad\n"
+    lines = "\n".join(outcomes(50)) + "\n" + "x" * 3_000_000 + "\n"
     (tmp_path / "in.jsonl").write_text(lines)
     args = ["--window", "20", "--every", "25"]
     assert main([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o.jsonl"), *args]) == 0
@@ -249,15 +185,6 @@ def test_the_command_reads_files_and_standard_input(tmp_path, capsys, monkeypatc
     monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": BytesIO(lines.encode())}))
     assert main(["-", *args]) == 0
     assert capsys.readouterr().out == written
-
-
-def test_an_endless_line_is_passed_over_in_parts(tmp_path):
-    path = tmp_path / "in.jsonl"
-    path.write_bytes(b"x" * 3_000_000 + b"\n" + next(outcomes(1)).encode() + b"\n")
-    assert main([str(path), "--out", str(tmp_path / "o.jsonl")]) == 0
-    events = [json.loads(line) for line in (tmp_path / "o.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["bad_line", "state", "end"]
-    assert events[-1]["num_lines"] == 2
 
 
 @pytest.mark.parametrize(
@@ -272,5 +199,11 @@ def test_bad_options_are_one_line(options, message, tmp_path, capsys, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert main(options if len(options) == 1 else ["-", *options]) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    with pytest.raises(InputError, match="arl"):
-        DriftDetector(1.0)
+
+
+def test_a_stream_that_cannot_be_read_leaves_no_output(tmp_path, monkeypatch):
+    (tmp_path / "closed").touch()
+    with open(tmp_path / "closed", "wb") as unreadable:
+        monkeypatch.setattr(sys, "stdin", type("In", (), {"buffer": unreadable}))
+        assert main(["-", "--out", str(tmp_path / "o.jsonl")]) == 2
+    assert not (tmp_path / "o.jsonl").exists()

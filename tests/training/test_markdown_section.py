@@ -25,20 +25,18 @@ def test_a_page_that_is_not_there_is_made(tmp_path):
     assert (tmp_path / "page.md").read_text() == "<!-- a -->\ntext\n<!-- end of a -->\n"
 
 
-@pytest.mark.parametrize("page", ["<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->"])
-def test_half_a_section_is_refused(page, tmp_path):
-    path = tmp_path / "page.md"
-    path.write_text(page, encoding="utf-8")
-    with pytest.raises(InputError, match="or neither"):
-        put_section(path, "a", "text")
-    assert path.read_text() == page
+HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
 
 
-def test_a_page_that_is_no_text_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("page", "message"), [*((page.encode(), "or neither") for page in HALF), (b"\xff\xfe", "UTF-8")]
+)
+def test_a_broken_page_is_refused(page, message, tmp_path):
     path = tmp_path / "page.md"
-    path.write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match="UTF-8"):
+    path.write_bytes(page)
+    with pytest.raises(InputError, match=message):
         put_section(path, "a", "text")
+    assert path.read_bytes() == page
 
 
 def test_a_table_escapes_its_bars():

@@ -7,19 +7,19 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from tests.training.data import write_lists, write_sample_file
-from training.evaluating.baselines import Baselines
+from training.evaluating.baselines import baselines_of
 from training.evaluating.ceiling import ceilings
 from training.evaluating.evaluation import Candidate, ScoredPredictor, compare
-from training.evaluating.predictors import PredictedRows, distinct
+from training.evaluating.predictors import PredictedRows
 from training.evaluating.report import report_lines, table_rows
-from training.evaluating.rows import EvaluationRows, implied_max_tokens, max_tokens_of, prompts_of
+from training.evaluating.rows import EvaluationRows, implied_max_tokens
 from training.evaluating.scores import (
     OutputLengths,
     kendall_tau,
@@ -31,22 +31,12 @@ from training.evaluating.scores import (
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 
-def test_regression_follows_the_definitions():
-    found = regression([1.0, 2.0, 4.0], [1.0, 3.0, 3.0])
-    assert found["mae"] == pytest.approx(2 / 3)
-    assert found["rmse"] == pytest.approx(np.sqrt(2 / 3))
-    assert found["mape"] == pytest.approx((0 + 1 / 2 + 1 / 4) / 3)
-    assert found["r2"] == pytest.approx(1 - 2 / np.sum((np.array([1, 2, 4]) - 7 / 3) ** 2))
-    assert regression([2.0, 2.0], [1.0, 3.0])["r2"] is None
-    assert regression([], []) == {"r2": None, "mae": None, "rmse": None, "mape": None}
-
-
-def test_ranking_of_a_constant_is_unknown():
-    assert kendall_tau([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1.0)
-    assert kendall_tau([1.0, 1.0, 1.0], [3.0, 2.0, 1.0]) is None
+def test_what_a_constant_says_is_unknown():
     assert ranking([1.0, 1.0, 1.0], [3.0, 2.0, 1.0]) == {"tau": None, "pair_accuracy": 0.5}
     assert ranking([1.0, 2.0], [5.0, 5.0]) == {"tau": None, "pair_accuracy": None}
     assert kendall_tau([1.0], [2.0]) is None
+    assert regression(np.array([2.0, 2.0]), np.array([1.0, 3.0]))["r2"] is None
+    assert set(regression(np.array([]), np.array([])).values()) == {None}
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=2, max_size=12))
@@ -61,81 +51,61 @@ def test_pair_accuracy_is_the_share_of_pairs_ordered_right(pairs):
     assert found == (pytest.approx(np.mean(right)) if right else None)
 
 
-def one_each(lengths, finished, cap):
+def one_each(lengths, finished=True, limit=np.inf):
     count = len(lengths)
-    return OutputLengths(
-        np.arange(count), np.asarray(lengths, float), np.asarray(finished), np.full(count, cap)
-    )
+    finished = np.broadcast_to(np.asarray(finished), count)
+    return OutputLengths(np.arange(count), np.asarray(lengths, float), finished, np.full(count, limit))
 
 
 def test_coverage_uses_prompts_whose_quantile_lies_below_max_tokens():
-    # medians 50, 50, 50, 200, 200, 100 under a cap of 100
+    # medians 50, 50, 50, 200, 200, 100 with max_tokens 100
     mu = np.log([50.0, 50.0, 50.0, 200.0, 200.0, 100.0])
     outputs = one_each([40, 60, 100, 30, 100, 100], [True, True, False, True, False, False], 100.0)
-    found = score_outputs(mu, np.full(6, 0.3), 3.5, outputs).coverage(0.5)
+    coverage = score_outputs(mu, np.full(6, 0.3), 3.5, outputs).coverage(0.5)
     # the two outputs with q = 200 beyond max_tokens are left out; truncated at q itself means longer
-    assert found["estimate"] == pytest.approx(1 / 4)
-    assert found["observed_fraction"] == pytest.approx(4 / 6)
-    assert found["low"] == pytest.approx(2 / 6)
-    assert found["high"] == pytest.approx(3 / 6)
+    expected = {"level": 0.5, "estimate": 1 / 4, "observed_fraction": 4 / 6, "low": 2 / 6, "high": 3 / 6}
+    assert coverage == pytest.approx(expected)
     # unknown where all quantiles lie beyond max_tokens
-    outputs = one_each([100, 100], [False, False], 100.0)
-    found = score_outputs(np.log([90.0, 90.0]), np.ones(2), 3.5, outputs).coverage(0.9)
-    assert found["estimate"] is None
-    assert (found["low"], found["high"]) == (0.0, 1.0)
-
-
-def test_pinball_losses_are_those_of_the_quantiles():
-    mu, sigma = np.log([30.0, 80.0]), np.array([0.4, 0.2])
-    outputs = one_each([50, 60], [True, True], np.inf)
-    found = score_outputs(mu, sigma, 3.5, outputs).pinball_tokens
-    for column, level in enumerate((0.5, 0.9, 0.99)):
-        gap = np.array([50.0, 60.0]) - LogT(mu, sigma, 3.5).ppf(level)
-        assert found[:, column] == pytest.approx(np.maximum(level * gap, (level - 1) * gap))
+    outputs = one_each([100, 100], False, 100.0)
+    coverage = score_outputs(np.log([90.0, 90.0]), np.ones(2), 3.5, outputs).coverage(0.9)
+    assert (coverage["estimate"], coverage["low"], coverage["high"]) == (None, 0.0, 1.0)
 
 
 @pytest.mark.parametrize("nu", [3.5, np.array([3.5])])
 def test_crps_equals_the_integral_over_the_served_length(nu):
-    distribution, cap, served = LogT(3.0, 0.4, 3.5), 35.0, 26.0
-    exact, _ = integrate.quad(
-        lambda x: (float(distribution.cdf(x)) - (x >= served)) ** 2, 1e-9, cap, points=[served], limit=200
-    )
-    logs, _ = integrate.quad(
-        lambda y: (float(distribution.cdf(np.exp(y))) - (y >= np.log(served))) ** 2,
-        -5,
-        np.log(cap),
-        points=[np.log(served)],
-        limit=200,
-    )
-    found = score_outputs(np.array([3.0]), np.array([0.4]), nu, one_each([served], [True], cap))
-    assert found.crps_tokens[0] == pytest.approx(exact, rel=0.02)
-    assert found.crps_log[0] == pytest.approx(logs, rel=0.02)
+    distribution, limit, served = LogT(3.0, 0.4, 3.5), 35.0, 26.0
+    scores = score_outputs(np.array([3.0]), np.array([0.4]), nu, one_each([served], True, limit))
+    for crps, scale, low in ((scores.crps_tokens, float, 1e-9), (scores.crps_log, np.log, -5)):
+        back = np.exp if scale is np.log else float
+        at = scale(served)
+        exact, _ = integrate.quad(
+            lambda y, back=back, at=at: (float(distribution.cdf(back(y))) - (y >= at)) ** 2,
+            low,
+            scale(limit),
+            points=[at],
+            limit=200,
+        )
+        assert crps[0] == pytest.approx(exact, rel=0.02)
 
 
 def test_a_nu_of_its_own_for_each_prompt_scores_as_one_by_one():
     rng = np.random.default_rng(1)
     mu, sigma, nu = rng.normal(4, 1, 6), rng.uniform(0.2, 1, 6), np.array([1.5, 3.5, 3.5, 20.0, 80.0, 1.5])
-    outputs = one_each(rng.integers(5, 200, 6), np.array([True, True, False] * 2), 200.0)
+    outputs = one_each(rng.integers(5, 200, 6), [True, True, False] * 2, 200.0)
     together = score_outputs(mu, sigma, nu, outputs)
     for row in range(6):
         own = one_each(outputs.lengths[[row]], outputs.finished[[row]], 200.0)
         single = score_outputs(mu[[row]], sigma[[row]], float(nu[row]), own)
-        for name in ("pit", "pit_at_limit", "crps_tokens", "crps_log", "nll"):
-            assert getattr(together, name)[row] == pytest.approx(getattr(single, name)[0], rel=1e-9)
+        assert together.crps_log[row] == pytest.approx(single.crps_log[0], rel=1e-9)
     assert standard_quantiles(np.array([0.9]), np.inf)[0, 0] == pytest.approx(stats.norm.ppf(0.9))
 
 
-def drawn(count=400, each=20, cap=150.0, seed=6):
-    rng = np.random.default_rng(seed)
-    mu, sigma = rng.normal(4.5, 0.6, count), rng.uniform(0.2, 0.8, count)
-    owner = np.repeat(np.arange(count), each)
-    lengths = np.exp(mu[owner] + sigma[owner] * rng.standard_t(3.5, len(owner)))
-    outputs = OutputLengths(owner, np.minimum(lengths, cap), lengths <= cap, np.full(count, cap))
-    return mu, sigma, outputs
-
-
 def test_the_true_distributions_are_calibrated_and_best_in_spite_of_truncation():
-    mu, sigma, outputs = drawn()
+    rng, limit = np.random.default_rng(6), 150.0
+    mu, sigma = rng.normal(4.5, 0.6, 400), rng.uniform(0.2, 0.8, 400)
+    owner = np.repeat(np.arange(400), 20)
+    lengths = np.exp(mu[owner] + sigma[owner] * rng.standard_t(3.5, len(owner)))
+    outputs = OutputLengths(owner, np.minimum(lengths, limit), lengths <= limit, np.full(400, limit))
     true = score_outputs(mu, sigma, 3.5, outputs).summary()
     for level in ("p50", "p90", "p99"):
         row = true["coverage"][level]
@@ -153,31 +123,23 @@ def test_the_true_distributions_are_calibrated_and_best_in_spite_of_truncation()
             assert other[name] > true[name]
 
 
-def test_scores_of_parts_make_up_the_whole():
-    mu, sigma, outputs = drawn(count=40)
-    scores = score_outputs(mu, sigma, 3.5, outputs)
-    even = outputs.owner % 2 == 0
-    parts = [scores.summary(even), scores.summary(~even)]
-    whole = scores.summary()
-    assert whole["crps_tokens"] == pytest.approx(np.mean([part["crps_tokens"] for part in parts]))
-    assert np.array(whole["pit"]) == pytest.approx(np.mean([part["pit"] for part in parts], axis=0))
-    assert scores.summary(np.zeros(len(outputs), dtype=bool))["nll"] is None
-
-
 @pytest.fixture
 def rows(tmp_path):
     path = write_sample_file(tmp_path / "s.parquet", max_tokens=150)
     return EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
 
 
-def candidate(rows, **changes):
-    fits = rows.fits
-    return Candidate("own", {}, PredictedRows(**({"mu": fits.mu, "sigma": fits.sigma, "nu": 3.5} | changes)))
+def candidate(rows):
+    return Candidate("own", {}, PredictedRows(rows.fits.mu, rows.fits.sigma, 3.5))
+
+
+def metrics(rows, *edges, **prediction):
+    return ScoredPredictor.of(rows, PredictedRows(**prediction), *edges).metrics()
 
 
 def test_the_fits_themselves_beat_the_baselines(rows):
-    baselines = Baselines.of(rows.fits, rows.prompts)
-    content = compare(rows, candidate(rows), baselines, ceiling_seed=0).content
+    baselines = baselines_of(rows.fits)
+    content, _ = compare(rows, candidate(rows), baselines, ceiling_seed=0)
     assert content["model"]["mu"]["r2"] == pytest.approx(1.0)
     assert content["model"]["kendall_tau"]["median_vs_fitted_mu"] == pytest.approx(1.0)
     assert content["model"]["pair_accuracy"]["fitted_mu"] == pytest.approx(1.0)
@@ -186,22 +148,24 @@ def test_the_fits_themselves_beat_the_baselines(rows):
         assert metrics["mu"]["r2"] < 0.9
         for name in ("nll", "crps_tokens", "crps_log_tokens"):
             assert metrics[name] > content["model"][name]
-    assert content["baselines"]["constant"]["mu"]["r2"] == pytest.approx(0.0, abs=1e-9)
-    assert Baselines.from_json(json.loads(json.dumps(baselines.to_json()))) == baselines
     labels = [label for label, _ in table_rows(content)]
     assert labels[0] == "predictor"
     assert labels[-2:] == ["half of the outputs", "true parameters (simulated)"]
     assert len(report_lines(content)) == len(labels) + 1
     json.dumps(content, allow_nan=False)
+    assert set(content["by_category"]) == {"rivers", "code", "story", "essay", "list", "number"}
+    assert sum(part["num_prompts"] for part in content["by_category"].values()) == len(rows)
+    assert "by_model" not in content
 
 
 def test_the_ceiling_lies_between_nothing_and_the_fits(rows, tmp_path):
-    found, info = ceilings(rows, seed=3)
+    bounds, info = ceilings(rows, seed=3)
     again, _ = ceilings(rows, seed=3)
-    for name, ceiling in found.items():
-        assert ceiling.rows.fits.mu.tolist() == again[name].rows.fits.mu.tolist()
-    half = ScoredPredictor.of(found["half_of_outputs"].rows, found["half_of_outputs"].prediction).metrics()
-    true = ScoredPredictor.of(found["true_parameters"].rows, found["true_parameters"].prediction).metrics()
+    for name, (simulated, _) in bounds.items():
+        assert simulated.fits.mu.tolist() == again[name][0].fits.mu.tolist()
+    half, true = (
+        ScoredPredictor.of(*bounds[name]).metrics() for name in ("half_of_outputs", "true_parameters")
+    )
     assert 0.5 < half["mu"]["r2"] < true["mu"]["r2"] < 1
     # four of eight outputs; prompts with a half that was truncated throughout are left out
     assert 100 < half["num_samples"] == 4 * half["num_prompts"] <= len(rows.outputs) // 2
@@ -210,108 +174,73 @@ def test_the_ceiling_lies_between_nothing_and_the_fits(rows, tmp_path):
     assert 0.9 < info["reliability"]["mu"] <= 1
     # halves need enough outputs
     path = write_lists(tmp_path / "x.parquet", [[10, 20, 30], [40, 20, 60]])
-    found, info = ceilings(EvaluationRows.of(read_fits_or_fit(path, FitOptions())), seed=0)
-    assert set(found) == {"true_parameters"}
+    bounds, info = ceilings(EvaluationRows.of(read_fits_or_fit(path, FitOptions())), seed=0)
+    assert set(bounds) == {"true_parameters"}
     assert info["reliability"] is None
-
-
-def test_the_report_is_broken_down_by_category(rows):
-    content = compare(rows, candidate(rows)).content
-    assert set(content["by_category"]) == {"rivers", "code", "story", "essay", "list", "number"}
-    assert sum(part["num_prompts"] for part in content["by_category"].values()) == len(rows)
-    assert "by_model" not in content
-    assert content["baselines"] == {} == content["ceiling"]
 
 
 def several_models(tmp_path, seed=0):
     rng = np.random.default_rng(seed)
     lengths = [[int(v) for v in rng.integers(20, 40, 6) * (1 + 3 * (row % 2))] for row in range(24)]
-    path = write_lists(
-        tmp_path / "x.parquet",
-        lengths,
-        prompt_id=[f"p{row // 2}" for row in range(24)],
-        model=[f"m{row % 2}" for row in range(24)],
-        dataset=["A" if row < 12 else "B" for row in range(24)],
-        temperature=[0.7 if row % 2 else None for row in range(24)],
-    )
+    columns = {"prompt_id": [f"p{row // 2}" for row in range(24)], "model": ["m0", "m1"] * 12}
+    columns |= {"dataset": ["A"] * 12 + ["B"] * 12, "temperature": [None, 0.7] * 12}
+    path = write_lists(tmp_path / "x.parquet", lengths, **columns)
     return EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
 
 
 def test_the_median_of_each_served_model_is_a_baseline(tmp_path):
     rows = several_models(tmp_path)
-    baselines = Baselines.of(rows.fits, rows.prompts)
+    baselines = baselines_of(rows.fits)
     assert baselines.served_models["m1"][0] == pytest.approx(
         np.log(4) + baselines.served_models["m0"][0], abs=0.2
     )
-    content = compare(rows, candidate(rows), baselines).content
+    content, _ = compare(rows, candidate(rows), baselines)
     assert content["baselines"]["per_model"]["mu"]["r2"] > 0.8 > content["baselines"]["marginal"]["mu"]["r2"]
     mu, _ = baselines.predict(["x", "x"], ["m0", "new"])["per_model"]
     assert mu.tolist() == [baselines.served_models["m0"][0], baselines.marginal_mu]
-    assert content["coverage_by_model_and_dataset"]["m0"]["A"]["num_samples"] == 36
-    assert set(content["largest_shift"]) == {"model", "dataset"}
     assert rows.temperatures[:2] == [None, 0.7]
 
 
-def test_baselines_of_single_outputs_stand_on_their_logarithms():
-    lengths = np.array([10, 20, 40, 80, 160])
-    nothing = np.full(5, np.nan)
-    found = Baselines.of_outputs(
-        ["p"] * 5, [None] * 5, np.arange(6), lengths, np.ones(5, dtype=bool), nothing, nothing, 3.5
-    )
-    assert found.constant_mu == pytest.approx(np.log(40))
-    assert found.constant_sigma == pytest.approx(found.marginal_sigma)
+def test_baselines_of_single_outputs_are_of_their_logarithms(tmp_path):
+    path = write_lists(tmp_path / "x.parquet", [[10], [20], [40], [80], [160]], prompt=["p"] * 5)
+    fits = read_fits_or_fit(path, FitOptions(), min_samples=1)
+    baselines = baselines_of(fits)
+    assert baselines.constant_mu == pytest.approx(np.log(40))
+    assert baselines.constant_sigma == pytest.approx(baselines.marginal_sigma)
+    fits.groups.flat_finished[:] = False
     with pytest.raises(InputError, match="finished outputs"):
-        Baselines.of_outputs(
-            ["p"] * 5, [None] * 5, np.arange(6), lengths, np.zeros(5, dtype=bool), nothing, nothing, 3.5
-        )
-    with pytest.raises(InputError, match="mu_slope"):
-        Baselines.from_json({"constant_mu": 1.0})
+        baselines_of(fits)
 
 
 def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
     rows = several_models(tmp_path)
-    mu = rows.fits.mu
-    tokens = np.exp(mu)
-    regression_only = ScoredPredictor.of(rows, PredictedRows(regression_tokens=tokens)).metrics()
-    assert regression_only["ordered_by"] == "regression"
-    assert regression_only["mu"]["r2"] == pytest.approx(1.0)
-    assert regression_only["sigma"]["r2"] is None
-    assert regression_only["crps_tokens"] is None
-    assert regression_only["point"]["mae_tokens"] > 0
-    rank = ScoredPredictor.of(rows, PredictedRows(rank=-mu)).metrics()
-    assert rank["kendall_tau"]["median_vs_fitted_mu"] == pytest.approx(-1.0)
-    assert rank["mu"]["r2"] is None
-    bucket = np.zeros((len(rows), 2))
-    bucket[np.arange(len(rows)), (tokens > 60).astype(int)] = 1
-    buckets = ScoredPredictor.of(rows, PredictedRows(bucket=bucket), (60.0,)).metrics()
-    assert buckets["point"]["bucket_accuracy"] == pytest.approx(1.0)
-    assert buckets["pair_accuracy"]["fitted_mu"] > 0.7
+    mu, tokens = rows.fits.mu, np.exp(rows.fits.mu)
+    by_regression = metrics(rows, regression_tokens=tokens)
+    assert by_regression["ordered_by"] == "regression"
+    assert by_regression["mu"]["r2"] == pytest.approx(1.0)
+    assert by_regression["sigma"]["r2"] is by_regression["crps_tokens"] is None
+    assert by_regression["point"]["mae_tokens"] > 0
+    by_rank = metrics(rows, rank=-mu)
+    assert by_rank["kendall_tau"]["median_vs_fitted_mu"] == pytest.approx(-1.0)
+    assert by_rank["mu"]["r2"] is None
+    by_bucket = metrics(rows, (60.0,), bucket=np.eye(2)[(tokens > 60).astype(int)])
+    assert by_bucket["point"]["bucket_accuracy"] == pytest.approx(1.0)
+    assert by_bucket["pair_accuracy"]["fitted_mu"] > 0.7
     with pytest.raises(InputError, match="urgency only"):
-        ScoredPredictor.of(rows, PredictedRows()).metrics()
+        metrics(rows)
 
 
 def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_path):
-    path = write_lists(
-        tmp_path / "x.parquet",
-        [[100, 100, 100], [10, 20, 30], [40, 20, 60]],
-        finished=[[False] * 3, [True] * 3, [True] * 3],
-    )
+    finished = [[False] * 3, [True] * 3, [True] * 3]
+    path = write_lists(tmp_path / "x.parquet", [[100] * 3, [10, 20, 30], [40, 20, 60]], finished=finished)
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
-    prediction = PredictedRows(np.array([9.0, *rows.fits.mu[1:]]), np.array([0.5, *rows.fits.sigma[1:]]), 3.5)
-    found = ScoredPredictor.of(rows, prediction).metrics()
-    assert found["num_fits_compared"] == 2
-    assert found["mu"]["mae"] == 0.0
-    assert (found["num_prompts"], found["num_samples"], found["num_censored"]) == (3, 9, 3)
-    assert found["coverage"]["p50"]["observed_fraction"] == pytest.approx(6 / 9)
-    assert max_tokens_of(rows.fits).tolist() == [100.0, np.inf, np.inf]
-
-
-def test_prompts_are_needed(tmp_path):
-    fits = read_fits_or_fit(write_lists(tmp_path / "x.parquet", [[1, 2, 3]], prompt=["a"]), FitOptions())
-    assert prompts_of(fits) == ["a"]
-    object.__setattr__(fits.groups, "rows", fits.groups.rows.drop_columns(["prompt"]))
-    with pytest.raises(InputError, match="also prompt"):
-        prompts_of(fits)
+    mu, sigma = np.array([9.0, *rows.fits.mu[1:]]), np.array([0.5, *rows.fits.sigma[1:]])
+    content = metrics(rows, mu=mu, sigma=sigma)
+    assert content["num_fits_compared"] == 2
+    assert content["mu"]["mae"] == 0.0
+    assert (content["num_prompts"], content["num_samples"], content["num_censored"]) == (3, 9, 3)
+    assert content["coverage"]["p50"]["observed_fraction"] == pytest.approx(6 / 9)
+    assert rows.outputs.max_tokens.tolist() == [100.0, np.inf, np.inf]
 
 
 def test_castillos_max_tokens_is_known_by_its_columns(tmp_path):
@@ -319,13 +248,3 @@ def test_castillos_max_tokens_is_known_by_its_columns(tmp_path):
     path = write_lists(tmp_path / "c.parquet", [[1, 2, 3]], dataset=["A"], **columns)
     assert implied_max_tokens(path) == 15_000
     assert implied_max_tokens(write_lists(tmp_path / "d.parquet", [[1, 2, 3]], dataset=["A"])) is None
-    assert implied_max_tokens(tmp_path / "nothing.parquet") is None
-
-
-@settings(max_examples=30)
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([None, 0.5])), min_size=1, max_size=20))
-def test_distinct_rows_lead_back_to_all(rows):
-    columns = list(zip(*rows, strict=True))
-    first, of_row = distinct(*columns)
-    assert len({rows[at] for at in first}) == len(first) == len(set(rows))
-    assert [rows[first[number]] for number in of_row] == rows

@@ -7,9 +7,8 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.remaining_length import bins_of, main, moved_on, study
+from benchmarks.remaining_length import main, study
 from scheduler_core.errors import InputError
-from scheduler_core.lengths import LogT
 from tests.training.checkpoints import random_checkpoint, write_drawn_answers
 from tests.training.data import write_lists
 from training.evaluating.predictors import PredictedRows
@@ -36,7 +35,7 @@ def test_it_runs_on_a_checkpoint_and_writes_its_table(tmp_path, capsys):
 def test_with_the_true_distributions_the_conditional_median_is_the_best(tmp_path):
     rng = np.random.default_rng(0)
     mu, sigma = rng.uniform(4, 5.5, 200), rng.uniform(0.3, 0.9, 200)
-    drawn = LogT(mu[:, None], sigma[:, None], 3.5).sample(rng, (200, 30))
+    drawn = np.exp(mu[:, None] + sigma[:, None] * rng.standard_t(3.5, (200, 30)))
     lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, None).astype(int)
     path = write_lists(tmp_path / "x.parquet", lengths.tolist())
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
@@ -46,20 +45,3 @@ def test_with_the_true_distributions_the_conditional_median_is_the_best(tmp_path
             assert best < row["mae"][name] * 1.001
     with pytest.raises(InputError, match="length head"):
         study(rows, PredictedRows(rank=mu), [0])
-
-
-def test_bins_move_down_and_stay_probabilities():
-    start = bins_of(LogT(np.array([5.0, 3.0]), np.array([0.4, 0.4]), 3.5), 500.0)
-    later = moved_on(start, 50.0, 60)
-    middles = (np.arange(10) + 0.5) * 50.0
-    for bins in (start, later):
-        assert bins.sum(axis=1) == pytest.approx(np.ones(2))
-        assert (bins >= 0).all()
-    # of the second, which should have ended by now, more is left than at first
-    assert (later @ middles)[0] < (start @ middles)[0]
-    assert (later @ middles)[1] > (start @ middles)[1]
-
-
-def test_without_a_predictor_it_says_so(capsys):
-    main([])
-    assert "nothing to measure" in capsys.readouterr().out

@@ -23,13 +23,15 @@ WORDS = [
     "rivers",
     "code",
 ]
+CHARACTERS = string.ascii_lowercase + string.digits
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
 
 
 def _word_pieces() -> Any:
     from transformers import BertTokenizer
 
-    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *string.ascii_lowercase, *string.digits]
-    pieces += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *CHARACTERS]
+    pieces += [f"##{letter}" for letter in CHARACTERS]
     return BertTokenizer(vocab={piece: index for index, piece in enumerate(dict.fromkeys(pieces))})
 
 
@@ -40,13 +42,10 @@ def tiny_bert(folder: Path, *, seed: int = 0, hidden_size: int = 32, dropout: fl
     tokenizer = _word_pieces()
     config = BertConfig(
         vocab_size=len(tokenizer),
-        hidden_size=hidden_size,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         intermediate_size=2 * hidden_size,
-        max_position_embeddings=64,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
+        **SIZES | {"hidden_size": hidden_size},
     )
     return _save(folder, BertModel, config, tokenizer, seed)
 
@@ -55,17 +54,13 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
     """Writes a 2-layer DeBERTa-v2 with the v3 settings, random weights and a unigram tokenizer."""
     from transformers import DebertaV2Config, DebertaV2Model, DebertaV2Tokenizer
 
-    letters = [(piece, -5.0) for piece in ["▁", *string.ascii_lowercase, *string.digits]]
+    letters = [(piece, -5.0) for piece in ["▁", *CHARACTERS]]
     words = [(f"▁{word}", -3.0) for word in WORDS]
     specials = [("[PAD]", 0.0), ("[CLS]", 0.0), ("[SEP]", 0.0), ("[UNK]", 0.0)]
     tokenizer = DebertaV2Tokenizer(vocab=[*specials, *words, *letters], unk_id=3)
     config = DebertaV2Config(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         intermediate_size=64,
-        max_position_embeddings=64,
         type_vocab_size=0,
         relative_attention=True,
         position_buckets=16,
@@ -74,6 +69,7 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
         pos_att_type=["p2c", "c2p"],
         position_biased_input=False,
         pad_token_id=0,
+        **SIZES,
     )
     return _save(folder, DebertaV2Model, config, tokenizer, seed)
 
@@ -94,8 +90,8 @@ def tiny_opt(folder: Path, *, seed: int = 0, padding: bool = True) -> str:
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import OPTConfig, OPTModel, PreTrainedTokenizerFast
 
-    pieces = ["</s>", "<pad>", "<unk>", *WORDS, *string.ascii_lowercase, *string.digits]
-    pieces += [f"##{letter}" for letter in string.ascii_lowercase + string.digits]
+    pieces = ["</s>", "<pad>", "<unk>", *WORDS, *CHARACTERS]
+    pieces += [f"##{letter}" for letter in CHARACTERS]
     vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     backend = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -106,15 +102,12 @@ def tiny_opt(folder: Path, *, seed: int = 0, padding: bool = True) -> str:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     config = OPTConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
         word_embed_proj_dim=32,
-        num_hidden_layers=2,
         ffn_dim=64,
-        num_attention_heads=2,
-        max_position_embeddings=64,
         pad_token_id=1,
         bos_token_id=0,
         eos_token_id=0,
+        **SIZES,
     )
     return _save(folder, OPTModel, config, tokenizer, seed)
 

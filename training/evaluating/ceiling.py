@@ -17,56 +17,38 @@ Brown's 2 r / (1 + r): the R2 that the true parameters would have against the fi
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler_core.errors import InputError
 from training.evaluating.predictors import PredictedRows
 from training.evaluating.rows import EvaluationRows
 from training.fitting.estimate import MIN_SAMPLES
-from training.fitting.fits import FitOptions, FittedGroups, fit_groups
+from training.fitting.fits import NOT_FITTED, FitOptions, FittedGroups, fit_groups
 from training.fitting.samples import GroupedLengths
 
-
-@dataclass(frozen=True, slots=True)
-class Ceiling:
-    """Predictions and the rows to score them on, which are not the rows of the data."""
-
-    rows: EvaluationRows
-    prediction: PredictedRows
+#: Rows to score on, which are not those of the data, and predictions for them.
+Bound = tuple[EvaluationRows, PredictedRows]
 
 
-def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[EvaluationRows, EvaluationRows]:
-    """Each prompt's outputs in two random halves, fitted separately; prompts with too few outputs are left out."""
-    groups = rows.fits.groups
-    enough = np.flatnonzero(groups.counts >= 2 * MIN_SAMPLES)
-    groups = groups.take(enough)
+def halves(rows: EvaluationRows, rng: np.random.Generator) -> tuple[FittedGroups, FittedGroups]:
+    """Fits to two random halves of each prompt's outputs; prompts without a fit to both are left out."""
+    groups = rows.fits.groups.take(np.flatnonzero(rows.fits.groups.counts >= 2 * MIN_SAMPLES))
     owner = np.repeat(np.arange(len(groups)), groups.counts)
     order = np.lexsort((rng.random(len(owner)), owner))
     rank = np.arange(len(owner)) - groups.offsets[:-1][owner]
     in_first = rank < (groups.counts // 2)[owner]
     options = FitOptions(nu=rows.fits.nu)
-    return tuple(  # type: ignore[return-value]
-        EvaluationRows.of(fit_groups(_chosen(groups, order[part], owner[part]), options))
-        for part in (in_first, ~in_first)
+    first, second = (
+        fit_groups(_chosen(groups, order[part], owner[part]), options) for part in (in_first, ~in_first)
     )
+    usable = np.flatnonzero(~(first.has_flag(*NOT_FITTED) | second.has_flag(*NOT_FITTED)))
+    return first.take(usable), second.take(usable)
 
 
-def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Ceiling:
-    """Parameters that outputs are drawn from, against fits to the drawn outputs.
-
-    Args:
-        rows: Rows; those without a fit are left out.
-        rng: Draws the outputs.
-
-    Raises:
-        InputError: No row has a fit.
-    """
-    if len(rows.compared) == 0:
-        raise InputError("prompts with a fit", 0, "at least one")
+def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
+    """Parameters that outputs are drawn from, against fits to the drawn outputs; rows without a fit are left out."""
     fits = rows.fits.take(rows.compared)
     limits = rows.outputs.max_tokens[rows.compared]
     groups = fits.groups
@@ -81,39 +63,27 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Ceiling:
         groups, flat_lengths=lengths.astype(np.int64), flat_finished=~truncated, flat_weights=None
     )
     new = EvaluationRows.of(fit_groups(simulated, FitOptions(nu=fits.nu)))
-    return Ceiling(new, PredictedRows(fits.mu, fits.sigma, fits.nu))
+    return new, PredictedRows(fits.mu, fits.sigma, fits.nu)
 
 
-def reliability(first: FittedGroups, second: FittedGroups) -> dict[str, float | None]:
-    """Spearman-Brown reliability of the fits to all outputs, from fits to two halves of them [G]."""
-    return {
-        name: _stepped_up(np.asarray(one), np.asarray(other))
-        for name, one, other in (
-            ("mu", first.mu, second.mu),
-            ("sigma", first.sigma, second.sigma),
-            ("sigma_log1p", np.log1p(first.sigma), np.log1p(second.sigma)),
-        )
-    }
-
-
-def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Ceiling], dict[str, Any]]:
+def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Bound], dict[str, Any]]:
     """Both bounds by name, and the reliabilities; a bound that the data do not allow is missing.
 
     Args:
         rows: Rows with their fits.
         seed: Of the halves and of the drawn outputs.
     """
-    bounds: dict[str, Ceiling] = {}
+    bounds: dict[str, Bound] = {}
     info: dict[str, Any] = {"seed": seed, "reliability": None}
-    enough = rows.fits.groups.counts >= 2 * MIN_SAMPLES
-    if enough.any():
+    if (rows.fits.groups.counts >= 2 * MIN_SAMPLES).any():
         first, second = halves(rows, np.random.default_rng([seed, 1]))
-        usable = np.intersect1d(first.compared, second.compared)
-        if len(usable) > 1:
-            info["reliability"] = reliability(first.fits.take(usable), second.fits.take(usable))
-            fits = first.fits.take(usable)
-            bounds["half_of_outputs"] = Ceiling(
-                EvaluationRows.of(second.fits.take(usable)), PredictedRows(fits.mu, fits.sigma, fits.nu)
+        if len(first) > 1:
+            pairs = {"mu": (first.mu, second.mu), "sigma": (first.sigma, second.sigma)}
+            pairs["sigma_log1p"] = np.log1p(first.sigma), np.log1p(second.sigma)
+            info["reliability"] = {name: _stepped_up(*pair) for name, pair in pairs.items()}
+            bounds["half_of_outputs"] = (
+                EvaluationRows.of(second),
+                PredictedRows(first.mu, first.sigma, first.nu),
             )
     if len(rows.compared):
         bounds["true_parameters"] = true_parameters(rows, np.random.default_rng([seed, 2]))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from scheduler_core.command import entry_point, run_command
-from scheduler_core.errors import MissingExtraError
+from scheduler_core.threads import wait_without_spinning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,15 +14,9 @@ if TYPE_CHECKING:
 
 
 def _command(config: EvaluateConfig) -> None:
-    from scheduler_core.threads import wait_without_spinning
-
     wait_without_spinning()
-    try:
-        import pyarrow  # noqa: F401
-        import scipy  # noqa: F401
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(error.name or "transformers", "train") from error
+    import transformers
+
     from training.evaluating.run import evaluate
 
     # The bar of loading weights, which takes a second.

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.manifest import MANIFEST
 from scheduler_core.errors import InputError
 from training.progress import tracked
 
 if TYPE_CHECKING:
-    from predictors.modules import Checkpoint
-    from predictors.runtime import ArtifactRuntime
+    from predictors.modules.checkpoint import Checkpoint
 
+Accelerator = Literal["auto", "cpu", "cuda"]
 FloatArray = NDArray[np.float64]
-MANIFEST, CONFIG, TRAINING = "manifest.json", "config.json", "training.json"
+CONFIG, TRAINING = "config.json", "training.json"
 #: Degrees of freedom of fits where a predictor has no distribution of its own.
 DEFAULT_NU = 3.5
 #: Rows between two steps of the progress bar.
 _PROGRESS_ROWS = 512
+_OUTPUTS = ("mu", "sigma", "nu", "urgency", "bucket", "regression_tokens", "rank", "sigma_within")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,7 @@ class PredictedRows:
     Attributes:
         mu, sigma: Parameters of the log-t distribution [G], log tokens.
         nu: Its degrees of freedom, one for all or [G].
+        urgency: Probabilities of urgency levels [G, K].
         bucket: Probabilities of length buckets [G, K].
         regression_tokens: One length in tokens [G].
         rank: Score [G], larger = longer.
@@ -41,16 +45,11 @@ class PredictedRows:
     mu: FloatArray | None = None
     sigma: FloatArray | None = None
     nu: float | FloatArray = DEFAULT_NU
+    urgency: FloatArray | None = None
     bucket: FloatArray | None = None
     regression_tokens: FloatArray | None = None
     rank: FloatArray | None = None
     sigma_within: FloatArray | None = None
-
-    def take(self, rows: NDArray[np.intp]) -> PredictedRows:
-        """The predictions of some rows."""
-        arrays = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        chosen = {name: values[rows] for name, values in arrays.items() if isinstance(values, np.ndarray)}
-        return replace(self, **chosen)
 
     def ordering(self) -> tuple[str, FloatArray]:
         """Head that orders requests, and its score [G], larger = longer.
@@ -84,21 +83,28 @@ class OpenedPredictor:
         nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
         predict: (prompts, served models, temperatures), each [G], to the predictions.
         bucket_edges: Of the bucket head, in tokens.
+        urgency_levels: Names of its urgency levels, the most urgent first; empty: no such head.
         served_models: Those it is conditioned on; empty: it does not see the served model.
         data: Its training data: name, SHA-256, split, baselines.
         conversations: It tokenizes whole conversations, not the last user message only.
-        folder: Its folder; None for a predictor made in a program.
+        folder: Its folder.
     """
 
     kind: str
     name: Mapping[str, str]
     nu: float | None
     predict: Predict
-    bucket_edges: tuple[float, ...] = ()
-    served_models: tuple[str, ...] = ()
-    data: Mapping[str, Any] = field(default_factory=dict)
-    conversations: bool = False
-    folder: Path | None = None
+    bucket_edges: tuple[float, ...]
+    urgency_levels: tuple[str, ...]
+    served_models: tuple[str, ...]
+    data: Mapping[str, Any]
+    conversations: bool
+    folder: Path
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What it is, for reports."""
+        return {"kind": self.kind, "nu": self.nu, **self.name}
 
     @property
     def fit_nu(self) -> float:
@@ -108,11 +114,12 @@ class OpenedPredictor:
 
 @dataclass(frozen=True, slots=True)
 class InferenceOptions:
-    """Prompts per call, threads (None: one for an artifact, torch's default for a checkpoint), progress bars."""
+    """Prompts per call, threads (None: one for an artifact, torch's default for a checkpoint), progress bars, device."""
 
     batch_size: int = 16
     threads: int | None = None
     progress: bool = True
+    accelerator: Accelerator = "auto"
 
 
 def open_predictor(
@@ -130,105 +137,84 @@ def open_predictor(
     """
     path = Path(folder)
     if (path / MANIFEST).is_file():
-        return open_artifact_predictor(path, options)
+        return _open_artifact(path, options)
     if (path / CONFIG).is_file():
-        return open_checkpoint_predictor(path, options)
+        return _open_checkpoint(path, options)
     raise InputError(field, str(path), "an artifact folder of export-onnx or a checkpoint folder of train")
 
 
-def open_artifact_predictor(folder: Path, options: InferenceOptions) -> OpenedPredictor:
-    """Verifies and loads an artifact."""
+def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     from predictors.runtime import open_runtime
 
-    runtime = open_runtime(folder, threads_per_run=options.threads or 1)
+    runtime = open_runtime(folder, provider=options.accelerator, threads_per_run=options.threads or 1)
     manifest = runtime.artifact.manifest
+    conditioned = manifest.conditioning is not None
+
+    def predict(
+        prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
+    ) -> PredictedRows:
+        first, of_row = distinct(prompts, served_models, temperatures) if conditioned else distinct(prompts)
+        # Rows of similar length share a batch, and every step of the bar takes about as long.
+        by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
+        parts = []
+        for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
+            rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
+            parts.append(
+                runtime.predict(
+                    [prompts[row] for row in rows],
+                    [served_models[row] for row in rows] if conditioned else None,
+                    [temperatures[row] for row in rows] if conditioned else None,
+                    batch_size=options.batch_size,
+                )
+            )
+        position = np.argsort(by_length)[of_row]
+        outputs = {
+            name: np.concatenate([np.asarray(getattr(part, name), dtype=np.float64) for part in parts])
+            for name in _OUTPUTS
+            if getattr(parts[0], name) is not None
+        }
+        values: dict[str, Any] = {name: output[position] for name, output in outputs.items()}
+        if "nu" in values and (values["nu"] == values["nu"][0]).all():
+            values["nu"] = float(values["nu"][0])
+        return PredictedRows(**values)
+
     return OpenedPredictor(
         kind="artifact",
         name={"artifact_id": manifest.artifact_id, "artifact_version": manifest.artifact_version},
         nu=manifest.nu,
+        predict=predict,
         bucket_edges=manifest.bucket_edges,
-        served_models=() if manifest.conditioning is None else manifest.served_models,
+        urgency_levels=manifest.urgency_levels if "urgency" in manifest.heads else (),
+        served_models=manifest.served_models if conditioned else (),
         data=manifest.training_data,
         conversations=manifest.conversations,
         folder=folder,
-        predict=lambda prompts, models, temperatures: _predict_with_runtime(
-            runtime, prompts, models, temperatures, options
-        ),
     )
 
 
-def _predict_with_runtime(
-    runtime: ArtifactRuntime,
-    prompts: Sequence[str],
-    served_models: Sequence[str | None],
-    temperatures: Sequence[float | None],
-    options: InferenceOptions,
-) -> PredictedRows:
-    """Predicts each distinct row once."""
-    conditioned = runtime.artifact.manifest.conditioning is not None
-    first, of_row = distinct(prompts, served_models, temperatures) if conditioned else distinct(prompts)
-    # Rows of similar length share a batch, and every step of the bar takes about as long.
-    by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
-    parts = []
-    for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
-        rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
-        parts.append(
-            runtime.predict(
-                [prompts[row] for row in rows],
-                [served_models[row] for row in rows] if conditioned else None,
-                [temperatures[row] for row in rows] if conditioned else None,
-                batch_size=options.batch_size,
-            )
-        )
-    position = np.argsort(by_length)[of_row]
-
-    def joined(name: str) -> FloatArray | None:
-        if getattr(parts[0], name) is None:
-            return None
-        return np.concatenate([np.asarray(getattr(part, name), dtype=np.float64) for part in parts])[position]
-
-    nu = joined("nu")
-    if nu is None:
-        common_nu: float | FloatArray = DEFAULT_NU
-    else:
-        common_nu = float(nu[0]) if (nu == nu[0]).all() else nu
-    return PredictedRows(
-        mu=joined("mu"),
-        sigma=joined("sigma"),
-        nu=common_nu,
-        bucket=joined("bucket"),
-        regression_tokens=joined("regression_tokens"),
-        rank=joined("rank"),
-        sigma_within=joined("sigma_within"),
-    )
-
-
-def open_checkpoint_predictor(folder: Path, options: InferenceOptions) -> OpenedPredictor:
-    """Loads a checkpoint, on CUDA where there is a device."""
+def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     import torch
 
-    from predictors.modules import load_checkpoint
+    from predictors.modules.checkpoint import load_checkpoint
     from training.prediction import pick_device
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     checkpoint = load_checkpoint(folder)
-    checkpoint.model.to(pick_device("auto"))
-    config = checkpoint.config
+    checkpoint.model.to(pick_device(options.accelerator))
+    config, heads = checkpoint.config, checkpoint.config.heads
     data = checkpoint.training_info.get("data", {})
-    length, bucket = config.heads.length, config.heads.bucket
     return OpenedPredictor(
         kind="checkpoint",
         name={"folder": folder.resolve().name, "encoder": config.encoder},
-        nu=None if length is None or length.learn_nu else length.nu,
-        bucket_edges=() if bucket is None else bucket.edges,
+        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
+        predict=partial(predict_rows, checkpoint, options=options),
+        bucket_edges=() if heads.bucket is None else heads.bucket.edges,
+        urgency_levels=() if heads.urgency is None else heads.urgency.levels,
         served_models=() if config.conditioning is None else config.conditioning.served_models,
         data=data if isinstance(data, dict) else {},
         conversations=config.conversations,
         folder=folder,
-        predict=lambda prompts, models, temperatures: predict_rows(
-            checkpoint, prompts, models, temperatures, options
-        ),
     )
 
 
@@ -251,7 +237,7 @@ def predict_rows(
     """
     from training.prediction import predict_prompts
 
-    values = predict_prompts(
+    outputs = predict_prompts(
         checkpoint.model,
         checkpoint.tokenizer,
         prompts,
@@ -261,16 +247,8 @@ def predict_rows(
         track=lambda batches: tracked(batches, "predict", options.progress),
     )
     length = checkpoint.config.heads.length
-    fixed_nu = DEFAULT_NU if length is None else length.nu
-    return PredictedRows(
-        mu=values.get("mu"),
-        sigma=values.get("sigma"),
-        nu=values.get("nu", fixed_nu),
-        bucket=values.get("bucket"),
-        regression_tokens=values.get("regression_tokens"),
-        rank=values.get("rank"),
-        sigma_within=values.get("sigma_within"),
-    )
+    values: dict[str, Any] = {} if length is None else {"nu": length.nu}
+    return PredictedRows(**values | {name: outputs[name] for name in _OUTPUTS if name in outputs})
 
 
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -16,26 +16,15 @@ from data_gen.splits import split_of
 from scheduler_core.errors import InputError
 from training.evaluating.scores import OutputLengths
 from training.fitting.fits import NOT_FITTED, FittedGroups
+from training.rows import shortest_limits, texts
 
 log = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
 #: Limit of new tokens of CASTILLO's outputs, which its files do not state.
 CASTILLO_MAX_TOKENS = 15_000
-_CASTILLO_COLUMNS = frozenset(
-    [
-        "dataset",
-        "model",
-        "prompt_id",
-        "prompt",
-        "prompt_tokens",
-        "output_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "category",
-    ]
-)
+_CASTILLO_COLUMNS = {"dataset", "model", "prompt_id", "prompt", "prompt_tokens", "output_tokens"}
+_CASTILLO_COLUMNS |= {"temperature", "top_p", "top_k", "category"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +60,14 @@ class EvaluationRows:
         groups = fits.groups
         return cls(
             fits=fits,
-            prompts=prompts_of(fits),
+            prompts=texts(groups, "prompt").to_pylist(),
             served_models=[None if name is None else str(name) for name in _column(fits, "model")],
             temperatures=[_finite(value) for value in _column(fits, "temperature")],
             outputs=OutputLengths(
                 owner=np.repeat(np.arange(len(fits)), groups.counts),
                 lengths=groups.flat_lengths.astype(np.float64),
                 finished=groups.flat_finished,
-                max_tokens=max_tokens_of(fits),
+                max_tokens=shortest_limits(groups, groups.flat_finished),
             ),
             compared=np.flatnonzero(~fits.has_flag(*NOT_FITTED)),
         )
@@ -92,11 +81,6 @@ class EvaluationRows:
         """Length of each row's first output in tokens [G], as one request would observe it."""
         return self.outputs.lengths[self.fits.groups.offsets[:-1]]
 
-    def kinds(self, column: str) -> list[str] | None:
-        """Values [G] of a column as text; None if the data have no such column."""
-        values = self.fits.groups.column(column)
-        return None if values is None else [str(value) for value in values]
-
 
 def _column(fits: FittedGroups, name: str) -> list[Any]:
     return fits.groups.column(name) or [None] * len(fits)
@@ -104,35 +88,6 @@ def _column(fits: FittedGroups, name: str) -> list[Any]:
 
 def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
-
-
-def prompts_of(fits: FittedGroups) -> list[str]:
-    """Prompt of each group.
-
-    Raises:
-        InputError: The data have no prompts.
-    """
-    prompts = fits.groups.column("prompt")
-    if prompts is None:
-        raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt")
-    if None in prompts:
-        raise InputError(
-            f"{fits.groups.path.name}, group {fits.groups.name(prompts.index(None))}, column prompt",
-            None,
-            "text",
-        )
-    return [str(prompt) for prompt in prompts]
-
-
-def max_tokens_of(fits: FittedGroups) -> FloatArray:
-    """Limit of the outputs of each group in tokens [G]: the shortest truncated one, else as declared, else infinite."""
-    groups = fits.groups
-    declared = np.array([math.inf if limit is None else float(limit) for limit in groups.max_tokens])
-    truncated = ~groups.flat_finished
-    smallest = np.full(len(fits), math.inf)
-    owner = np.repeat(np.arange(len(fits)), groups.counts)
-    np.minimum.at(smallest, owner[truncated], groups.flat_lengths[truncated])
-    return np.where(np.isfinite(smallest), smallest, declared)
 
 
 def implied_max_tokens(path: str | Path) -> int | None:

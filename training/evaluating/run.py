@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
-from training.evaluating.baselines import Baselines
+from training.evaluating.baselines import Baselines, baselines_of
 from training.evaluating.config import EvaluateConfig
 from training.evaluating.conformal import conformal_coverage
-from training.evaluating.evaluation import Candidate, Evaluation, compare
+from training.evaluating.evaluation import Candidate, compare
 from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
 from training.evaluating.report import report_lines, write_html, write_markdown
-from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split, prompts_of
+from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split
 from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
 from training.versions import versions_of
 
@@ -51,66 +51,54 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     max_tokens = config.max_tokens or implied_max_tokens(config.data)
     rows = _select(_read(config.data, config, predictor, max_tokens), predictor, config)
     candidates = [_candidate(name, other, rows) for name, other in others.items()]
-    training_fits = _baseline_fits(config, predictor, max_tokens)
-    if training_fits is not None:
+    training_fits = None
+    if (path := config.baselines_from) is not None:
         from training.evaluating.trees import boosted_trees
 
+        existing_file(path, "baselines_from")
+        limit = config.max_tokens or implied_max_tokens(path) or max_tokens
+        training_fits = _read(path, config, predictor, limit, "baselines_from")
         trees = boosted_trees(EvaluationRows.of(training_fits), rows, seed=config.seed)
         candidates.append(Candidate("boosted trees", {"kind": "baseline"}, trees))
-    evaluation = compare(
+    content, scored = compare(
         rows,
         _candidate("predictor", predictor, rows),
         _baselines(training_fits, predictor),
         candidates,
         ceiling_seed=config.seed if config.ceiling else None,
     )
-    content = evaluation.content | {
-        "predictor": _description(predictor),
+    content |= {
+        "predictor": predictor.description,
         "data": {
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
             "split": config.split,
             "max_tokens": max_tokens,
         },
-        "conformal": conformal_coverage(predictor, rows, evaluation.scored.prediction),
+        "conformal": conformal_coverage(predictor, rows, scored.prediction),
         "config": asdict(config),
         "versions": versions_of(("numpy", "scipy", "pyarrow")),
     }
     if "predictions" in targets:
-        _write_predictions(targets["predictions"], rows, evaluation.scored.prediction)
-    _write_reports(evaluation, content, targets)
+        _write_predictions(targets["predictions"], rows, scored.prediction)
+    if "markdown" in targets:
+        write_markdown(content, targets["markdown"])
+    if "html" in targets:
+        write_html(scored, content, targets["html"])
+    if "json" in targets:
+        write_json(targets["json"], content)
     for line in report_lines(content):
         log.info("%s", line)
     return content
 
 
-def _write_reports(evaluation: Evaluation, content: dict[str, Any], targets: dict[str, Path]) -> None:
-    if "markdown" in targets:
-        write_markdown(content, targets["markdown"])
-    if "html" in targets:
-        write_html(evaluation, content, targets["html"])
-    if "json" in targets:
-        write_json(targets["json"], content)
-
-
-def _description(predictor: OpenedPredictor) -> dict[str, Any]:
-    return {"kind": predictor.kind, "nu": predictor.nu, **predictor.name}
-
-
 def _candidate(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> Candidate:
-    _warn_of_unknown_models(name, predictor, rows)
+    unknown = {str(model) for model in rows.served_models} - set(predictor.served_models)
+    if predictor.served_models and unknown:
+        names = ", ".join(sorted(unknown))
+        log.warning("%s was not trained on %s: predicted as an unknown served model", name, names)
     prediction = predictor.predict(rows.prompts, rows.served_models, rows.temperatures)
-    return Candidate(name, _description(predictor), prediction, predictor.bucket_edges)
-
-
-def _warn_of_unknown_models(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> None:
-    if not predictor.served_models:
-        return
-    unknown = sorted({str(model) for model in rows.served_models} - set(predictor.served_models))
-    if unknown:
-        log.warning(
-            "%s was not trained on %s: predicted as an unknown served model", name, ", ".join(unknown)
-        )
+    return Candidate(name, predictor.description, prediction, predictor.bucket_edges)
 
 
 def _read(
@@ -132,7 +120,6 @@ def _read(
         raise InputError(
             f"{Path(path).name}, column nu", fits.nu, f"{predictor.fit_nu:g}, as the predictor has"
         )
-    prompts_of(fits)
     return fits
 
 
@@ -148,24 +135,17 @@ def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConf
     return EvaluationRows.of(fits)
 
 
-def _baseline_fits(
-    config: EvaluateConfig, predictor: OpenedPredictor, max_tokens: int | None
-) -> FittedGroups | None:
-    if config.baselines_from is None:
-        return None
-    existing_file(config.baselines_from, "baselines_from")
-    limit = config.max_tokens or implied_max_tokens(config.baselines_from) or max_tokens
-    return _read(config.baselines_from, config, predictor, limit, "baselines_from")
-
-
 def _baselines(training_fits: FittedGroups | None, predictor: OpenedPredictor) -> Baselines | None:
     if training_fits is not None:
-        return Baselines.of(training_fits, prompts_of(training_fits))
+        return baselines_of(training_fits)
     stored = predictor.data.get("baselines")
     if not isinstance(stored, dict) or not stored:
         log.warning("the predictor's folder has no baselines; --baselines_from FILE makes them")
         return None
-    return Baselines.from_json(stored)
+    try:
+        return Baselines(**stored)
+    except TypeError as error:
+        raise InputError("baselines", str(error), "the numbers that train stores") from error
 
 
 def _write_predictions(path: Path, rows: EvaluationRows, prediction: PredictedRows) -> None:

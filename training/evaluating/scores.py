@@ -15,11 +15,20 @@ All scores of distributions respect censoring, that is outputs truncated at max_
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.special import stdtrit
+from scipy.stats import kendalltau
+from sklearn.metrics import (
+    mean_absolute_error,
+    mean_absolute_percentage_error,
+    r2_score,
+    root_mean_squared_error,
+)
 
 from scheduler_core.lengths import LogT
 
@@ -149,12 +158,8 @@ def percent(level: float) -> str:
 
 def standard_quantiles(levels: FloatArray, nu: float | FloatArray) -> FloatArray:
     """Quantiles of Student-t(nu) [G or 1, L] at levels [L], for one nu or one for each prompt [G]; inf is normal."""
-    from scipy import stats
-
     values, inverse = np.unique(np.atleast_1d(np.asarray(nu, dtype=np.float64)), return_inverse=True)
-    normal = stats.norm.ppf(levels)
-    table = np.array([normal if np.isinf(value) else stats.t.ppf(levels, value) for value in values])
-    return np.asarray(table[inverse])
+    return np.asarray(stdtrit(values[:, None], levels)[inverse])
 
 
 def score_outputs(
@@ -179,94 +184,50 @@ def score_outputs(
             LogT(mu[has_limit], sigma[has_limit], nu_at).logsf(outputs.max_tokens[has_limit])
         )
     served = np.minimum(lengths, outputs.max_tokens[owner])
-    losses = _Losses(mu, sigma, nu, outputs, served)
-    tokens, logs = losses.crps()
+    with np.errstate(divide="ignore"):
+        log_served, log_limits = np.log(served), np.log(outputs.max_tokens)
+
+    def pinball(levels: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """Losses of the quantile of each level, in tokens and in log tokens."""
+        for z, level in zip(standard_quantiles(levels, nu).T, levels.tolist(), strict=True):
+            quantile = np.minimum(mu + sigma * z, log_limits)
+            with np.errstate(over="ignore"):
+                gaps = served - np.exp(quantile)[owner], log_served - quantile[owner]
+            yield tuple(np.maximum(level * gap, (level - 1) * gap) for gap in gaps)
+
+    crps_tokens, crps_log = np.zeros(len(lengths)), np.zeros(len(lengths))
+    for tokens, logs in pinball(CRPS_LEVELS):
+        crps_tokens += tokens * (2 / len(CRPS_LEVELS))
+        crps_log += logs * (2 / len(CRPS_LEVELS))
     return OutputScores(
         finished=outputs.finished,
         pit=np.asarray(each.cdf(lengths)),
         pit_at_limit=at_limit[owner],
-        pinball_tokens=losses.pinball_tokens(),
-        crps_tokens=tokens,
-        crps_log=logs,
+        pinball_tokens=np.stack([tokens for tokens, _ in pinball(np.array(COVERAGE_LEVELS))], axis=1),
+        crps_tokens=crps_tokens,
+        crps_log=crps_log,
         nll=-np.where(outputs.finished, each.logpdf(lengths), log_sf),
     )
 
 
-class _Losses:
-    """Pinball losses of served lengths [N], in tokens and log tokens."""
-
-    def __init__(
-        self,
-        mu: FloatArray,
-        sigma: FloatArray,
-        nu: float | FloatArray,
-        outputs: OutputLengths,
-        served: FloatArray,
-    ) -> None:
-        self._mu, self._sigma, self._nu = mu, sigma, nu
-        self._owner = outputs.owner
-        with np.errstate(divide="ignore"):
-            self._log_limits = np.log(outputs.max_tokens)
-        self._served, self._log_served = served, np.log(served)
-
-    def _log_quantile(self, z: FloatArray) -> FloatArray:
-        return np.asarray(np.minimum(self._mu + self._sigma * z, self._log_limits))
-
-    def crps(self) -> tuple[FloatArray, FloatArray]:
-        tokens, logs = np.zeros(len(self._served)), np.zeros(len(self._served))
-        z = standard_quantiles(CRPS_LEVELS, self._nu)
-        for number, level in enumerate(CRPS_LEVELS.tolist()):
-            quantile = self._log_quantile(z[:, number])
-            logs += _pinball(self._log_served, quantile[self._owner], level)
-            tokens += _pinball(self._served, _exp(quantile)[self._owner], level)
-        scale = 2 / len(CRPS_LEVELS)
-        return tokens * scale, logs * scale
-
-    def pinball_tokens(self) -> FloatArray:
-        z = standard_quantiles(np.array(COVERAGE_LEVELS), self._nu)
-        return np.stack(
-            [
-                _pinball(self._served, _exp(self._log_quantile(z[:, number]))[self._owner], level)
-                for number, level in enumerate(COVERAGE_LEVELS)
-            ],
-            axis=1,
-        )
-
-
-def _exp(values: FloatArray) -> FloatArray:
-    with np.errstate(over="ignore"):
-        return np.asarray(np.exp(values))
-
-
-def _pinball(served: FloatArray, quantile: FloatArray, level: float) -> FloatArray:
-    gap = served - quantile
-    return np.maximum(level * gap, (level - 1) * gap)
-
-
-def regression(true: ArrayLike, predicted: ArrayLike) -> dict[str, float | None]:
-    """R2, MAE, RMSE and MAPE of predictions [N]; R2 is None where the truth does not vary."""
-    truth = np.asarray(true, dtype=np.float64)
-    error = np.asarray(predicted, dtype=np.float64) - truth
-    if len(truth) == 0:
-        return {"r2": None, "mae": None, "rmse": None, "mape": None}
-    total = float(((truth - truth.mean()) ** 2).sum())
-    positive = bool((truth > 0).all())
+def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, float | None]:
+    """R2, MAE, RMSE and MAPE of predictions [N]; R2 is None where the truth does not vary, MAPE where it is not positive."""
+    if predicted is None or len(true) == 0:
+        return dict.fromkeys(("r2", "mae", "rmse", "mape"))
     return {
-        "r2": 1 - float((error**2).sum()) / total if total > 0 else None,
-        "mae": float(np.abs(error).mean()),
-        "rmse": float(np.sqrt((error**2).mean())),
-        "mape": float((np.abs(error) / truth).mean()) if positive else None,
+        "r2": float(r2_score(true, predicted)) if np.ptp(true) > 0 else None,
+        "mae": float(mean_absolute_error(true, predicted)),
+        "rmse": float(root_mean_squared_error(true, predicted)),
+        "mape": float(mean_absolute_percentage_error(true, predicted)) if (true > 0).all() else None,
     }
 
 
 def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:
     """Kendall's tau-b of two rankings [N], in O(N log N); None if one of them ranks nothing."""
-    from scipy import stats
-
     first, second = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
     if len(first) < 2 or (first == first[0]).all() or (second == second[0]).all():
         return None
-    return float(stats.kendalltau(first, second).statistic)
+    return float(kendalltau(first, second).statistic)
 
 
 def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
@@ -278,7 +239,7 @@ def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
             counts one half, as if ordered by chance. None where no two true lengths differ.
     """
     scores, truth = np.asarray(score, dtype=np.float64), np.asarray(true, dtype=np.float64)
-    pairs = _pairs(len(truth))
+    pairs = len(truth) * (len(truth) - 1) / 2
     untied = pairs - _tied_pairs(truth)
     if untied == 0:
         return {"tau": None, "pair_accuracy": None}
@@ -288,10 +249,6 @@ def ranking(score: ArrayLike, true: ArrayLike) -> dict[str, float | None]:
     # tau-b = (C - D) / sqrt((pairs untied in one) (pairs untied in the other))
     difference = tau * np.sqrt(untied) * np.sqrt(pairs - _tied_pairs(scores))
     return {"tau": tau, "pair_accuracy": float(0.5 + 0.5 * difference / untied)}
-
-
-def _pairs(count: int) -> float:
-    return count * (count - 1) / 2
 
 
 def _tied_pairs(values: FloatArray) -> float:

@@ -12,18 +12,21 @@ bad for one reason passes that reason's test no more often (intersection-union t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from data_gen.urgency.seed_set import ClaimPair
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import UNDER_TRIAGE_COST, effective_level, expected_cost_levels
 from training.urgency.metrics import upper_bound
 
+#: N texts -> probabilities [N, K], the most urgent level first.
+Predict = Callable[[Sequence[str]], NDArray[np.float64]]
 Risk = Literal["under-triage", "wrong", "far"]
-RISKS: tuple[Risk, ...] = ("under-triage", "wrong", "far")
 CHAIN_STARTS = (0.9, 0.75, 0.6, 0.45)
 STEP = 0.01
 
@@ -36,42 +39,33 @@ class ClaimRows:
         plain: Probabilities without the claim [P, K].
         claimed: With it [P, K].
         tiers: Declared tiers [P], the true levels of the texts.
-        max_promotion: Most levels a text raises itself.
+        max_promotion: Maximum number of levels that a text raises itself.
+        under_triage_cost: Cost the levels are decided with.
     """
 
     plain: NDArray[np.float64]
     claimed: NDArray[np.float64]
     tiers: NDArray[np.int64]
     max_promotion: int = 1
+    under_triage_cost: float = UNDER_TRIAGE_COST
 
-    def scheduled(
-        self, threshold: float | None, under_triage_cost: float = UNDER_TRIAGE_COST
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Scheduled levels [P] without and with the claim; see `scheduler_core.urgency.effective_level`."""
-        plain, claimed = (
-            effective_level(
-                rows, self.tiers, threshold, self.max_promotion, under_triage_cost=under_triage_cost
-            )
-            for rows in (self.plain, self.claimed)
+    @classmethod
+    def of(cls, predict: Predict, pairs: Sequence[ClaimPair], **options: Any) -> ClaimRows:
+        """Predictions for pairs of texts."""
+        return cls(
+            plain=predict([pair.text for pair in pairs]),
+            claimed=predict([pair.claimed_text for pair in pairs]),
+            tiers=np.array([pair.level_number for pair in pairs], dtype=np.int64),
+            **options,
         )
-        return plain, claimed
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JumpBound:
-    """Rate of claims that raise the scheduled level, on the validation pairs, at the threshold.
-
-    Attributes:
-        allowed_rate: With confidence 1 - delta at most this fraction of texts gains by a claim.
-        num_pairs: Pairs whose plain text is not scheduled at the top already.
-        num_jumps: Of them, those that gain.
-        bound: Upper bound of the rate, at the confidence that was tested.
-    """
-
-    allowed_rate: float
-    num_pairs: int
-    num_jumps: int
-    bound: float
+    def scheduled(self, threshold: float | None) -> list[NDArray[np.int64]]:
+        """Scheduled levels [P] without and with the claim; see `scheduler_core.urgency.effective_level`."""
+        cost = self.under_triage_cost
+        return [
+            effective_level(rows, self.tiers, threshold, self.max_promotion, under_triage_cost=cost)
+            for rows in (self.plain, self.claimed)
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +83,8 @@ class AbstainThreshold:
         num_failures: Of those, failures.
         bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
         under_triage_cost: Cost the levels were decided with.
-        jumps: What claims of urgency gain at the threshold; None without a threshold, or where claims were not measured.
+        jumps: What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not
+            scheduled at the top already), num_jumps, bound; None without a threshold, or where claims were not measured.
     """
 
     threshold: float | None
@@ -101,11 +96,7 @@ class AbstainThreshold:
     num_failures: int
     bound: float | None
     under_triage_cost: float
-    jumps: JumpBound | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        return asdict(self)
+    jumps: dict[str, Any] | None = None
 
 
 def failures(
@@ -114,16 +105,8 @@ def failures(
     risk: Risk,
     under_triage_cost: float = UNDER_TRIAGE_COST,
 ) -> NDArray[np.bool_]:
-    """Whether the level of least expected cost fails, for N texts.
-
-    Args:
-        probabilities: [N, K].
-        true: True levels [N].
-        risk: See `AbstainThreshold.risk`.
-        under_triage_cost: See `scheduler_core.urgency.expected_cost_levels`.
-    """
-    if risk not in RISKS:
-        raise InputError("risk", risk, ", ".join(RISKS))
+    """Whether the level of least expected cost out of probabilities [N, K] fails against true levels [N]; see
+    `AbstainThreshold.risk`."""
     decided = expected_cost_levels(probabilities, under_triage_cost)
     if risk == "under-triage":
         return np.asarray(decided > true)
@@ -156,23 +139,22 @@ def choose_threshold(
         jump_rate: Largest fraction of pairs that may gain, between 0 and 1.
 
     Raises:
-        InputError: A number is outside its range, or there are no texts.
+        InputError: A number is outside its range.
     """
     for name, value in (("allowed_rate", allowed_rate), ("delta", delta), ("jump_rate", jump_rate)):
         if not 0 < value < 1:
             raise InputError(name, value, "a number between 0 and 1")
-    if len(probabilities) == 0 or len(probabilities) != len(true):
-        raise InputError("validation texts", len(probabilities), "one or more, as many as true levels")
     confidence = probabilities.max(axis=1)
     failed = failures(probabilities, true, risk, under_triage_cost)
     share = delta / len(CHAIN_STARTS)
-    best: tuple[float, float, JumpBound | None] | None = None
+    best: tuple[float, float, dict[str, Any] | None] | None = None
     for start in CHAIN_STARTS:
-        for threshold in _chain(start):
+        for step in range(round(start / STEP), -1, -1):
+            threshold = round(step * STEP, 10)
             answered = confidence >= threshold
             bound = upper_bound(int(failed[answered].sum()), int(answered.sum()), share)
-            jumps = None if claims is None else _jumps(claims, threshold, under_triage_cost, jump_rate, share)
-            if bound > allowed_rate or (jumps is not None and jumps.bound > jump_rate):
+            jumps = None if claims is None else _jumps(claims, threshold, jump_rate, share)
+            if bound > allowed_rate or (jumps is not None and jumps["bound"] > jump_rate):
                 break
             if best is None or threshold < best[0]:
                 best = (threshold, bound, jumps)
@@ -191,21 +173,12 @@ def choose_threshold(
     )
 
 
-def _jumps(
-    claims: ClaimRows, threshold: float, under_triage_cost: float, jump_rate: float, share: float
-) -> JumpBound:
-    plain, claimed = claims.scheduled(threshold, under_triage_cost)
-    could = plain > 0
-    num_jumps, num_pairs = int(np.sum((claimed < plain) & could)), int(could.sum())
-    return JumpBound(
-        allowed_rate=jump_rate,
-        num_pairs=num_pairs,
-        num_jumps=num_jumps,
-        bound=upper_bound(num_jumps, num_pairs, share),
-    )
-
-
-def _chain(start: float) -> list[float]:
-    """Thresholds from `start` down to 0."""
-    steps = round(start / STEP)
-    return [round(step * STEP, 10) for step in range(steps, -1, -1)]
+def _jumps(claims: ClaimRows, threshold: float, jump_rate: float, share: float) -> dict[str, Any]:
+    plain, claimed = claims.scheduled(threshold)
+    num_jumps, num_pairs = int(np.sum(claimed < plain)), int(np.sum(plain > 0))
+    return {
+        "allowed_rate": jump_rate,
+        "num_pairs": num_pairs,
+        "num_jumps": num_jumps,
+        "bound": upper_bound(num_jumps, num_pairs, share),
+    }

@@ -1,110 +1,52 @@
-"""Evaluation of an urgency predictor on labeled texts."""
+"""Evaluation of an urgency predictor on labeled texts, as JSON content and as tables in Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.urgency.labels import LabeledText
-from data_gen.urgency.seed_set import ClaimPair
-from scheduler_core.errors import InputError
-from scheduler_core.urgency import LEVELS, UNDER_TRIAGE_COST, effective_level, expected_cost_levels
-from training.urgency.abstention import (
-    RISKS,
-    AbstainThreshold,
-    ClaimRows,
-    Risk,
-    choose_threshold,
-    failures,
-)
-from training.urgency.claims import ALLOWED_RATE, AdversarialReport, Predict, check_claims
-from training.urgency.metrics import (
-    Rate,
-    Reliability,
-    UrgencyMetrics,
-    critical_level,
-    top_level,
-    urgency_metrics,
-)
+from data_gen.urgency.labels import LabeledText, level_number
+from data_gen.urgency.seed_set import ClaimPair, neutral_texts
+from scheduler_core.report.markdown import markdown_table
+from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
+from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
+from training.urgency.config import EvaluateUrgencyConfig
+from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationOptions:
-    """Assumptions of the evaluation.
-
-    Attributes:
-        under_triage_cost: Cost of one level too low, where one too high costs 1.
-        risk: What the abstain threshold bounds.
-        risk_rate: Largest fraction of failures among answered texts.
-        delta: Probability that the bound does not hold.
-        jump_rate: Largest fraction of adversarial pairs that may jump; bounds the abstain threshold, too.
-        max_promotion: Most levels a text raises itself.
-        max_demotion: Most levels a text lowers itself.
-        declared_tier: Level that all texts declare, for the metrics of scheduled levels.
-    """
-
-    under_triage_cost: float = UNDER_TRIAGE_COST
-    risk: Risk = "under-triage"
-    risk_rate: float = 0.1
-    delta: float = 0.1
-    jump_rate: float = ALLOWED_RATE
-    max_promotion: int = 1
-    max_demotion: int = 0
-    declared_tier: int = LEVELS.index("standard")
-
-    def __post_init__(self) -> None:
-        if self.risk not in RISKS:
-            raise InputError("risk", self.risk, ", ".join(RISKS))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UrgencyReport:
-    """Results of one predictor.
-
-    Attributes:
-        predicted: Metrics of the most likely level.
-        decided: Metrics of the level of least expected cost.
-        scheduled: Metrics of the level after abstention and limited promotion, if all texts declare one tier.
-        reliability: "most likely level" and "critical (level 0 or 1)" -> reliability.
-        threshold: Abstain threshold chosen on validation texts.
-        answered: Fraction of the evaluated texts at or above the threshold.
-        answered_failures: Of those, the fraction that fails in the sense of the threshold.
-        quiet_recall: Of calmly worded emergencies: fraction decided as level 0 or 1; None if there are none.
-        accuracy_by_language: Language -> accuracy of the most likely level.
-        accuracy_by_source: Source -> accuracy of the most likely level.
-        adversarial: What claims of urgency achieve.
-    """
-
-    predicted: UrgencyMetrics
-    decided: UrgencyMetrics
-    scheduled: UrgencyMetrics
-    reliability: dict[str, Reliability]
-    threshold: AbstainThreshold
-    answered: Rate
-    answered_failures: Rate
-    quiet_recall: Rate
-    accuracy_by_language: dict[str, Rate]
-    accuracy_by_source: dict[str, Rate]
-    adversarial: AdversarialReport
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON."""
-        return {
-            "predicted": self.predicted.to_json(),
-            "decided": self.decided.to_json(),
-            "scheduled": self.scheduled.to_json(),
-            "reliability": {name: diagram.to_json() for name, diagram in self.reliability.items()},
-            "abstention": self.threshold.to_json()
-            | {"answered": self.answered.to_json(), "failures": self.answered_failures.to_json()},
-            "quiet_emergencies_found": self.quiet_recall.to_json(),
-            "accuracy_by_language": {key: rate.to_json() for key, rate in self.accuracy_by_language.items()},
-            "accuracy_by_source": {key: rate.to_json() for key, rate in self.accuracy_by_source.items()},
-            "adversarial": self.adversarial.to_json(),
-        }
+IntArray = NDArray[np.int64]
+#: Column of the table -> path of a number in the report. Rates are in percent; of kappa and macro F1, three digits.
+COLUMNS = {
+    "accuracy": ("predicted", "accuracy", "value"),
+    "kappa": ("predicted", "kappa"),
+    "macro F1": ("predicted", "macro_f1"),
+    "recall 0": ("predicted", "recalls", LEVELS[0], "value"),
+    "recall 1": ("predicted", "recalls", LEVELS[1], "value"),
+    "under-triage": ("predicted", "under_triage", "value"),
+    "over-triage": ("predicted", "over_triage", "value"),
+    "critical under-triage": ("predicted", "critical_under_triage", "value"),
+    "critical over-triage": ("predicted", "critical_over_triage", "value"),
+    "jumps": ("adversarial", "predicted", "jumped", "value"),
+    "jumps, decided": ("adversarial", "decided", "jumped", "value"),
+    "jumps, scheduled": ("adversarial", "scheduled", "jumped", "value"),
+    "neutral words": ("adversarial", "neutral", "jumped", "value"),
+    "ECE": ("reliability", "most likely level", "ece"),
+    "answered": ("abstention", "answered", "value"),
+}
+SCORES = ("kappa", "macro F1")
+NOTES = """\
+- All of the most likely level but "jumps, decided" and "neutral words", which are of the level of least expected cost, and "jumps, scheduled": after abstention and limited promotion.
+- recall 0, 1: fraction of the emergencies and of the interactive texts that are predicted as such.
+- under-triage, over-triage: decided less or more urgent than true; critical: of levels 0 and 1, and 0 or 1 for another.
+- jumps: pairs whose level a mere claim of urgency raises; neutral words: the same for words that claim nothing.
+- ECE: expected calibration error. answered: fraction of the texts at or above the abstain threshold; 0: it always abstains.
+- Several seeds of a recipe: mean, and in brackets the standard deviation between seeds."""
 
 
 def evaluate_urgency(
@@ -112,10 +54,10 @@ def evaluate_urgency(
     texts: Sequence[LabeledText],
     validation: Sequence[LabeledText],
     pairs: Sequence[ClaimPair],
-    options: EvaluationOptions | None = None,
+    config: EvaluateUrgencyConfig,
     *,
     validation_pairs: Sequence[ClaimPair] = (),
-) -> UrgencyReport:
+) -> dict[str, Any]:
     """Measures a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
 
     Args:
@@ -123,83 +65,176 @@ def evaluate_urgency(
         texts: To be evaluated on; at least one.
         validation: For the threshold; at least one.
         pairs: Adversarial pairs; at least one.
-        options: Assumptions.
+        config: Costs, rates and limits.
         validation_pairs: For the threshold; none: claims are not measured.
 
+    Returns:
+        predicted, decided, scheduled: metrics of the most likely level, of that of least expected cost, and of the level
+        after abstention and limited promotion; reliability; abstention: the threshold, its guarantee, and how many of
+        the evaluated texts it answers and fails; quiet_emergencies_found: of calmly worded emergencies, those decided as
+        level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
+
     Raises:
-        InputError: A set is empty, or an option is outside its range.
+        InputError: An option is outside its range.
     """
-    options = options or EvaluationOptions()
-    if not texts or not validation:
-        which = "texts to evaluate" if not texts else "validation texts"
-        raise InputError(which, 0, "at least one labelled text of that split")
-    rows, true = predict([text.text for text in texts]), _levels(texts)
-    threshold = choose_threshold(
+    cost = config.under_triage_cost
+    limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
+    chosen = choose_threshold(
         predict([text.text for text in validation]),
         _levels(validation),
-        allowed_rate=options.risk_rate,
-        delta=options.delta,
-        risk=options.risk,
-        under_triage_cost=options.under_triage_cost,
-        claims=_claim_rows(predict, validation_pairs, options) if validation_pairs else None,
-        jump_rate=options.jump_rate,
+        allowed_rate=config.risk_rate,
+        delta=config.delta,
+        risk=config.risk,
+        under_triage_cost=cost,
+        claims=ClaimRows.of(predict, validation_pairs, **limits) if validation_pairs else None,
+        jump_rate=config.jump_rate,
     )
-    decided = expected_cost_levels(rows, options.under_triage_cost)
-    answered = rows.max(axis=1) >= (np.inf if threshold.threshold is None else threshold.threshold)
-    right = rows.argmax(axis=1) == true
-    return UrgencyReport(
-        predicted=urgency_metrics(true, rows.argmax(axis=1)),
-        decided=urgency_metrics(true, decided),
-        scheduled=urgency_metrics(true, _scheduled(rows, threshold, options)),
-        reliability={
-            "most likely level": top_level(rows, true),
-            "critical (level 0 or 1)": critical_level(rows, true),
-        },
-        threshold=threshold,
-        answered=Rate.of(answered),
-        answered_failures=Rate.of(failures(rows, true, options.risk, options.under_triage_cost), answered),
-        quiet_recall=Rate.of(decided <= 1, np.array([text.source == "seed-quiet" for text in texts])),
-        accuracy_by_language=_by(texts, right, lambda text: text.language or "unknown"),
-        accuracy_by_source=_by(texts, right, lambda text: text.source),
-        adversarial=check_claims(
-            predict,
-            pairs,
-            allowed_rate=options.jump_rate,
-            threshold=threshold.threshold,
-            max_promotion=options.max_promotion,
-            under_triage_cost=options.under_triage_cost,
+    rows, true = predict([text.text for text in texts]), _levels(texts)
+    predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
+    tier = level_number(config.declared_tier, "declared_tier")
+    scheduled = effective_level(rows, tier, chosen.threshold, max_demotion=config.max_demotion, **limits)
+    answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
+    right = predicted == true
+    failed = failures(rows, true, config.risk, cost)
+    is_quiet = np.array([text.source == "seed-quiet" for text in texts])
+    return {
+        "predicted": urgency_metrics(true, predicted),
+        "decided": urgency_metrics(true, decided),
+        "scheduled": urgency_metrics(true, scheduled),
+        "reliability": reliability_of_levels(rows, true),
+        "abstention": asdict(chosen) | {"answered": rate(answered), "failures": rate(failed, answered)},
+        "quiet_emergencies_found": rate(decided <= 1, is_quiet),
+        "accuracy_by_language": _by([text.language or "unknown" for text in texts], right),
+        "accuracy_by_source": _by([text.source for text in texts], right),
+        "adversarial": check_claims(
+            predict, pairs, threshold=chosen.threshold, allowed_rate=config.jump_rate, **limits
         ),
+    }
+
+
+def check_claims(
+    predict: Predict,
+    pairs: Sequence[ClaimPair],
+    *,
+    threshold: float | None = None,
+    allowed_rate: float = 0.05,
+    **limits: Any,
+) -> dict[str, Any]:
+    """How often adding a claim of urgency makes the level of a text more urgent.
+
+    Args:
+        predict: N texts -> probabilities [N, K].
+        pairs: Texts with and without a claim; at least one.
+        threshold: Abstain threshold, for the scheduled level.
+        allowed_rate: Largest fraction of pairs that may jump.
+        limits: max_promotion and under_triage_cost of `ClaimRows`.
+
+    Returns:
+        passed: scheduled levels jump at most as often as allowed, and can (not every plain text is at the top already);
+        passed_unguarded: the most likely and the decided level do so too. predicted, decided, scheduled: see `_jumps`, of
+        these levels; neutral: of the decided one with words that claim nothing instead, the effect of any added words.
+        scheduled_max_levels: how far above its true level a claimed text is scheduled at most. by_language, by_position,
+        by_level: jump rates of the decided level. examples: ids of pairs that jumped, the furthest first, at most 20.
+    """
+    rows = ClaimRows.of(predict, pairs, **limits)
+    before, after, control = (
+        expected_cost_levels(part, rows.under_triage_cost)
+        for part in (rows.plain, rows.claimed, predict(neutral_texts(pairs)))
     )
+    scheduled = rows.scheduled(threshold)
+    jumps = {
+        "predicted": _jumps(rows.plain.argmax(axis=1), rows.claimed.argmax(axis=1)),
+        "decided": _jumps(before, after),
+        "neutral": _jumps(before, control),
+        "scheduled": _jumps(*scheduled),
+    }
+
+    def holds(*names: str) -> bool:
+        values = [jumps[name]["jumped"]["value"] for name in names]
+        return all(value is not None and value <= allowed_rate for value in values)
+
+    order = np.argsort(after - before, kind="stable")
+    jumped, could = after < before, before > 0
+    return {
+        "passed": holds("scheduled"),
+        "passed_unguarded": holds("predicted", "decided"),
+        "allowed_rate": allowed_rate,
+        "num_pairs": len(pairs),
+        **jumps,
+        "scheduled_max_levels": int(np.max(rows.tiers - scheduled[1])),
+        "by_language": _by([pair.language for pair in pairs], jumped, could),
+        "by_position": _by([pair.position for pair in pairs], jumped, could),
+        "by_level": _by([LEVELS[tier] for tier in rows.tiers], jumped, could),
+        "examples": [pairs[at].id for at in order[:20].tolist() if jumped[at]],
+    }
 
 
-def _claim_rows(predict: Predict, pairs: Sequence[ClaimPair], options: EvaluationOptions) -> ClaimRows:
-    return ClaimRows(
-        plain=predict([pair.text for pair in pairs]),
-        claimed=predict([pair.claimed_text for pair in pairs]),
-        tiers=np.array([pair.level_number for pair in pairs], dtype=np.int64),
-        max_promotion=options.max_promotion,
-    )
-
-
-def _scheduled(
-    rows: NDArray[np.float64], threshold: AbstainThreshold, options: EvaluationOptions
-) -> NDArray[np.int64]:
-    return effective_level(
-        rows,
-        options.declared_tier,
-        threshold.threshold,
-        options.max_promotion,
-        max_demotion=options.max_demotion,
-        under_triage_cost=options.under_triage_cost,
-    )
-
-
-def _levels(texts: Sequence[LabeledText]) -> NDArray[np.int64]:
-    return np.array([text.level for text in texts], dtype=np.int64)
+def _jumps(plain: IntArray, claimed: IntArray) -> dict[str, Any]:
+    """Rates of pairs [P] whose level becomes more urgent (of those not at the top already) and less urgent, number of
+    pairs by levels gained, and mean levels gained of those that jumped."""
+    gained = plain - claimed
+    up = gained[gained > 0]
+    return {
+        "jumped": rate(gained > 0, plain > 0),
+        "fell": rate(gained < 0),
+        "levels": {
+            str(step): int(count) for step, count in zip(*np.unique(up, return_counts=True), strict=True)
+        },
+        "mean_levels": float(up.mean()) if len(up) else None,
+    }
 
 
 def _by(
-    texts: Sequence[LabeledText], right: NDArray[np.bool_], key: Callable[[LabeledText], str]
-) -> dict[str, Rate]:
-    keys = np.array([key(text) for text in texts])
-    return {str(name): Rate.of(right, keys == name) for name in np.unique(keys)}
+    keys: Sequence[str], hits: NDArray[np.bool_], cases: NDArray[np.bool_] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Rate of hits for each key."""
+    counted = np.ones(len(hits), dtype=bool) if cases is None else cases
+    return {str(name): rate(hits, counted & (np.array(keys) == name)) for name in np.unique(keys)}
+
+
+def _levels(texts: Sequence[LabeledText]) -> IntArray:
+    return np.array([text.level for text in texts], dtype=np.int64)
+
+
+def urgency_markdown(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Both tables: a line for each predictor, and the reliability of the first.
+
+    Args:
+        reports: Name of a predictor -> its reports, one for each seed of its recipe.
+    """
+    rows = [(name, *(cell_of(column, runs) for column in COLUMNS)) for name, runs in reports.items()]
+    first = next(iter(reports))
+    return "\n\n".join(
+        [
+            markdown_table(("predictor", *COLUMNS), rows),
+            NOTES,
+            f"Reliability of {first}:",
+            _reliability(reports[first]),
+        ]
+    )
+
+
+def cell_of(column: str, reports: Sequence[Mapping[str, Any]]) -> str:
+    """A number of the table as text: its mean over the reports and their standard deviation; - where it is unknown."""
+    numbers: list[Any] = [reduce(getitem, COLUMNS[column], report) for report in reports]
+    scale, digits, unit = (1, 3, "") if column in SCORES else (100, 1, " %")
+    values = [scale * number for number in numbers if number is not None]
+    if not values:
+        return "-"
+    deviation = f" ({statistics.stdev(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.{digits}f}{deviation}{unit}"
+
+
+def _reliability(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Bins of the predicted probability of the most likely level, over all seeds together."""
+    rows = []
+    diagrams = [report["reliability"]["most likely level"]["bins"] for report in reports]
+    for bins in zip(*diagrams, strict=True):
+        if count := sum(cell["count"] for cell in bins):
+            means = (
+                sum(cell["count"] * (cell[name] or 0.0) for cell in bins) / count
+                for name in ("mean_probability", "frequency")
+            )
+            label = f"{bins[0]['low']:.1f} to {bins[0]['high']:.1f}"
+            rows.append((label, str(count), *(f"{100 * mean:.1f} %" for mean in means)))
+    return markdown_table(("predicted probability", "texts", "mean", "right"), rows)
