@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from benchmarks.reproduce.simulate import Outcome, System, percentile
-from scheduler_core.routing import Llumnix, released_decay
+from scheduler_core.routing.llumnix import Llumnix
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
-from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_time.base import StepTime, StepWork
 from scheduler_core.simulator.step_time.decode_run import DecodeRun
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
-from scheduler_core.simulator.workloads import Arrivals, Lengths, Tiers, TokenDistribution, Workload
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import Tiers, Workload
 
 #: Released code: 4 replicas of 128 blocks of 16 tokens, at most 64 requests in a batch.
 REPLICAS, BLOCKS, SEATS = 4, 128, 64
@@ -80,7 +82,7 @@ def baseline() -> System:
 
 def proposed(num_tiers: int, migration: bool = True) -> System:
     """Llumnix in front of tier-ordered replicas, with headroom as in the released code: the paper's rules."""
-    decay = released_decay(num_tiers) if num_tiers > 1 else 1.0
+    decay = 2.5 / (num_tiers - 1) if num_tiers > 1 else 1.0
     cluster = ClusterConfig(
         num_replicas=REPLICAS,
         router="llumnix",

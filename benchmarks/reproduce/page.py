@@ -63,7 +63,7 @@ def section(study: Study, findings: Findings, about: Mapping[str, Any]) -> list[
     if findings.claims:
         lines += ["| claim | where | here | numbers |", "|---|---|---|---|"]
         for one in findings.claims:
-            verdict = "holds" if one.holds else "does not hold"
+            verdict = ("holds" if one.holds else "does not hold") + ("; ours" if one.own_variant else "")
             lines.append(f"| {one.text} | {one.where} | {verdict} | {one.evidence} |")
         lines.append("")
     lines += [
@@ -128,27 +128,35 @@ def paper_page(parts: Sequence[Part]) -> str:
 
 
 def summary(parts: Sequence[Part]) -> str:
-    """The first page: what was run, counts per study, and the claims that do not hold."""
+    """The first page: what was run, counts per paper and per study, and the claims that do not hold."""
     lines = [
         "# Reproduction",
         "",
         f"{_GENERATED} Paper values are as printed; ours come from `scheduler_core.simulator` with equal memory and batch",
         "limits for every system, every resident token charged, no request left out. A value has a direction where the paper",
-        "reports an effect; effects within 3 % (or 3 points) count as none. A claim is a sentence of the paper, or one of",
-        "ours about it. The findings as JSON are in `benchmarks/results/reproduction`.",
+        "reports an effect; effects within 3 % (or 3 points) count as none. A claim is a sentence of the paper; claims about",
+        "variants of our own are counted apart. The findings as JSON are in `benchmarks/results/reproduction`.",
         "",
-        f"{_values(parts)} values with a direction point where the paper's do; {_claims(parts)} claims hold. {_scales(parts)}",
+        "| paper | values in the paper's direction | the paper's claims that hold | claims about our variants that hold |",
+        "|---|---:|---:|---:|",
+    ]
+    by_paper = {paper: [part for part in parts if part[0].paper == paper] for paper in _papers(parts)}
+    for paper, own in by_paper.items():
+        cells = _values(own), _claims(own), _claims(own, own_variant=True)
+        lines.append(f"| [{paper}]({slug(paper)}.md) | {' | '.join(cells)} |")
+    lines += [
         "",
-        "Every table and figure of the papers, and its study: [coverage](coverage.md).",
+        f"{_scales(parts)} Every table and figure of the papers, and its study: [coverage](coverage.md).",
         "",
-        "| paper | study | scale | same direction | claims that hold |",
-        "|---|---|---:|---:|---:|",
+        "| paper | study | scale | same direction | the paper's claims that hold | our variants |",
+        "|---|---|---:|---:|---:|---:|",
     ]
     for study, findings, about in parts:
-        part = [(study, findings, about)]
+        one = [(study, findings, about)]
         scale = "quick" if about["quick"] else f"{about['scale']:g}"
         link = f"[{study.paper}]({slug(study.paper)}.md)"
-        lines.append(f"| {link} | {study.title} | {scale} | {_values(part)} | {_claims(part)} |")
+        cells = _values(one), _claims(one), _claims(one, own_variant=True)
+        lines.append(f"| {link} | {study.title} | {scale} | {' | '.join(cells)} |")
     failed = [(study, claim) for study, findings, _ in parts for claim in findings.claims if not claim.holds]
     if failed:
         lines += [
@@ -158,7 +166,9 @@ def summary(parts: Sequence[Part]) -> str:
             "| paper | claim | where | numbers |",
             "|---|---|---|---|",
         ]
-        lines += [f"| {study.paper} | {one.text} | {one.where} | {one.evidence} |" for study, one in failed]
+        for study, claim in failed:
+            where = claim.where + ("; ours" if claim.own_variant else "")
+            lines.append(f"| {study.paper} | {claim.text} | {where} | {claim.evidence} |")
     return "\n".join(lines) + "\n"
 
 
@@ -170,7 +180,7 @@ def slug(paper: str) -> str:
 def pages(parts: Sequence[Part]) -> dict[str, str]:
     """All pages by file name: `index.md`, `coverage.md` and one per paper."""
     texts = {"index.md": summary(parts), "coverage.md": coverage([study.name for study, _, _ in parts])}
-    for paper in dict.fromkeys(study.paper for study, _, _ in parts):
+    for paper in _papers(parts):
         texts[f"{slug(paper)}.md"] = paper_page([part for part in parts if part[0].paper == paper])
     return texts
 
@@ -181,6 +191,12 @@ def _values(parts: Sequence[Part]) -> str:
     return f"{same} of {len(rows)}" if rows else "-"
 
 
-def _claims(parts: Sequence[Part]) -> str:
-    claims = [claim for _, findings, _ in parts for claim in findings.claims]
+def _claims(parts: Sequence[Part], *, own_variant: bool = False) -> str:
+    claims = [
+        claim for _, findings, _ in parts for claim in findings.claims if claim.own_variant is own_variant
+    ]
     return f"{sum(one.holds for one in claims)} of {len(claims)}" if claims else "-"
+
+
+def _papers(parts: Sequence[Part]) -> list[str]:
+    return list(dict.fromkeys(study.paper for study, _, _ in parts))

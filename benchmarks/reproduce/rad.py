@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.reproduce.simulate import System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
-from scheduler_core.plan import PrefillChunk
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.step_time import StepTime, StepWork
+from scheduler_core.simulator.step_time import rad_bounds
+from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
-from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals, Lengths, TokenDistribution, Workload
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import Workload
 
 #: Tiles: a small t_col, so that cycles and runs are short; t_lcm = 32.
-T_ROW, T_COL, T_RED, CYCLE = 32, 32, 32, 256
+T_ROW, T_COL, T_RED = 32, 32, 32
+#: Distance of the load from the bound, for which theorem 2 asks a number n of requests per cycle.
+EPSILON = 0.1
 #: Prompts are whole tiles, so that nobody gains by filling one up.
 LENGTHS = Lengths(
     prompt=TokenDistribution(kind="fixed", low=256, high=256),
@@ -50,23 +53,10 @@ class Staircase:
 STEP_TIME = Staircase()
 
 
-def expected_time_s(trace: Trace, step_time: StepTime) -> float:
-    """T_R of theorem 1: mean time of a request at optimal tiling.
-
-    Its prompt alone in chunks of t_lcm tokens (the last one padded to a whole one), and its share of decode steps of
-    t_col requests.
-    """
-    chunk_s = step_time.step_s(StepWork((PrefillChunk("", 0, T_ROW, True),)))
-    decode_s = step_time.step_s(StepWork((), (1,) * T_COL))
-    chunks = np.mean([-(-row.prompt_tokens // T_ROW) for row in trace.requests])
-    decodes = np.mean([row.output_tokens - 1 for row in trace.requests])
-    return float(chunks * chunk_s + decodes * decode_s / T_COL)
-
-
 SYSTEMS = {
     "RAD": SchedulerConfig(
         batching="rad",
-        batching_parameters={"n": CYCLE, "t_row": T_ROW, "t_red": T_RED},
+        batching_parameters={"t_row": T_ROW, "t_red": T_RED},
         max_num_seqs=T_COL,
         max_num_batched_tokens=T_ROW,
         num_kv_blocks=100_000,
@@ -87,7 +77,11 @@ def stability(effort: Effort) -> Findings:
 
             def one(seed: int, limits: SchedulerConfig = limits, load: float = load) -> dict[str, float]:
                 workload = Workload(num_requests=num, lengths=LENGTHS)
-                bound = 1.0 / expected_time_s(workload.trace(seed), STEP_TIME)
+                bounds = rad_bounds(workload.trace(seed), SYSTEMS["RAD"], STEP_TIME, EPSILON)
+                if limits.batching == "rad":
+                    parameters = {**limits.batching_parameters, "n": bounds.num_per_cycle}
+                    limits = replace(limits, batching_parameters=parameters)
+                bound = 1.0 / bounds.expected_s
                 drawn = Workload(
                     num_requests=num, lengths=LENGTHS, arrivals=Arrivals(rate_rps=load * bound)
                 ).trace(seed)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from scheduler_core.plan import Finished, StepPlan, StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.routing import Router
+from scheduler_core.routing.base import Router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import Predictions, no_predictions
+from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.records import RequestRecord
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import RunWatch
+from scheduler_core.simulator.watch import RunWatch, StepTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +44,40 @@ class System:
     router: Callable[[], Router] | None = None
 
 
+class TimedScheduler(Scheduler):
+    """A scheduler that adds up for how long each request took part in steps; `ran_s` is shared by all replicas."""
+
+    def __init__(self, system: System, ran_s: defaultdict[str, float]) -> None:
+        super().__init__(system.scheduler, make_policy(system.policy, system.parameters))
+        self._ran_s = ran_s
+        self._start_s = 0.0
+        self._names: list[str] = []
+
+    def schedule(self, now: float) -> StepPlan | None:
+        plan = super().schedule(now)
+        if plan is not None:
+            self._start_s = now
+            self._names = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills)]
+        return plan
+
+    def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
+        for name in self._names:
+            self._ran_s[name] += now - self._start_s
+        return super().complete(result, now)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What one simulation yields.
 
     Attributes:
         records: Of all finished requests.
-        watch: Gaps between tokens, load over time.
+        watch: Gaps between tokens, every step.
         num_refused: Requests that never fitted.
         num_migrations: Requests that changed their replica.
         most_resident_tokens: Most tokens held at the same time on one replica, as blocks.
         end_s: End of the last step.
+        ran_s: By request id: time in which it took part in steps; empty unless it was measured.
     """
 
     records: list[RequestRecord]
@@ -61,10 +86,10 @@ class Outcome:
     num_migrations: int
     most_resident_tokens: int
     end_s: float
+    ran_s: defaultdict[str, float]
 
     def gaps(self, tenant: str | None = None) -> GapHistogram:
         """Times between tokens, of one tenant or of all."""
-        assert self.watch.gaps is not None
         return GapHistogram.merged(
             part for kind, part in self.watch.gaps.by_class.items() if tenant is None or kind[1] == tenant
         )
@@ -77,12 +102,14 @@ def simulate(
     delays_s: dict[str, float] | None = None,
     seed: int = 0,
     *,
-    segments: bool = False,
+    measure_ran: bool = False,
 ) -> Outcome:
-    """Runs a trace to its end; with `segments` its watch says who ran when."""
-    watch = RunWatch(segments=[] if segments else None)
+    """Runs a trace to its end; with `measure_ran` the outcome has `ran_s`."""
+    watch, ran_s = RunWatch(steps=StepTable()), defaultdict[str, float](float)
     schedulers = {
-        name: Scheduler(system.scheduler, make_policy(system.policy, system.parameters))
+        name: TimedScheduler(system, ran_s)
+        if measure_ran
+        else Scheduler(system.scheduler, make_policy(system.policy, system.parameters))
         for name in system.cluster.replica_ids
     }
     arguments: dict[str, Any] = dict(system.cluster.simulation_arguments(seed))
@@ -92,14 +119,14 @@ def simulate(
         trace,
         schedulers,
         system.step_time,
-        predictions or no_predictions(),
+        predictions or Predictions(),
         delays_s=delays_s,
         watch=watch,
         **arguments,
     ).run()
     block = system.scheduler.kv_block_tokens
-    resident = max(core.peak_kv_blocks for core in schedulers.values()) * block
-    return Outcome(done.records, watch, len(done.refused), done.num_migrations, resident, done.end_s)
+    resident = max(core.pool.kv.peak_blocks for core in schedulers.values()) * block
+    return Outcome(done.records, watch, len(done.refused), done.num_migrations, resident, done.end_s, ran_s)
 
 
 def over_seeds(seeds: Sequence[int], compute: Callable[[int], Mapping[str, float]]) -> dict[str, float]:

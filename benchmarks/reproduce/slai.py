@@ -11,8 +11,10 @@ import numpy as np
 from benchmarks.reproduce.simulate import Outcome, System, over_seeds, percentile, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.step_time import LinearStepTime
-from scheduler_core.simulator.workloads import Arrivals, Lengths, TokenDistribution, Workload, paying_and_free
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 #: RTX 6000 Ada, Mistral-7B: 90 % of 48 GB less 7.24e9 weights of 2 bytes, 131,072 bytes of keys and values per token.
 KV_BLOCKS = int((0.9 * 48e9 - 2 * 7.24e9) / 131_072) // 16
@@ -75,7 +77,10 @@ def workload(effort: Effort, rate_rps: float, paying: float, duration_s: float) 
         num_requests=max(20, round(rate_rps * duration_s)),
         arrivals=Arrivals(rate_rps=rate_rps),
         lengths=lengths,
-        classes=paying_and_free(paying),
+        classes=(
+            RequestClass(weight=paying, tenant="paying", tier=0, tbt_slo_s=0.1),
+            RequestClass(weight=1 - paying, tenant="free", tier=1, tbt_slo_s=0.5),
+        ),
     )
 
 
@@ -88,8 +93,9 @@ def _log_normal(median: float, p90: float) -> TokenDistribution:
 
 def measures(outcome: Outcome) -> dict[str, float]:
     """Median and mean TTFT, mean of the paying, P99 TBT of both classes, share of KV memory in the second half of the run."""
-    points = [point for line in outcome.watch.loads.values() for point in line.points]
-    late = [point.kv_usage for point in points if point.time_s > points[-1].time_s / 2]
+    assert outcome.watch.steps is not None
+    steps = outcome.watch.steps.columns(0)
+    late = steps["kv_usage"][steps["end_s"] > steps["end_s"][-1] / 2]
     first = [one.ttft_s for one in outcome.records]
     paying = [one.ttft_s for one in outcome.records if one.tenant == "paying"]
     return {
@@ -98,8 +104,8 @@ def measures(outcome: Outcome) -> dict[str, float]:
         "ttft paying": sum(paying) / len(paying) if paying else math.nan,
         "paying": outcome.gaps("paying").quantile(0.99),
         "free": outcome.gaps("free").quantile(0.99),
-        "kv": max(late),
-        "kv mean": sum(late) / len(late),
+        "kv": float(late.max()),
+        "kv mean": float(late.mean()),
     }
 
 

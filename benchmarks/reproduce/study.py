@@ -114,16 +114,18 @@ class Claim:
     """An ordering or a statement in words.
 
     Attributes:
-        where: Where the paper says so.
-        text: What it says.
+        where: Section, table or figure of the paper.
+        text: The statement.
         holds: Whether it holds here.
-        evidence: The numbers that say so.
+        evidence: The numbers behind the verdict.
+        own_variant: Whether it is about a variant of ours instead of the paper's own system; counted apart.
     """
 
     where: str
     text: str
     holds: bool
     evidence: str
+    own_variant: bool = False
 
 
 @dataclass(slots=True)

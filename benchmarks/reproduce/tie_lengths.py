@@ -14,7 +14,7 @@ from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from training.fitting.estimate import Estimates, SortedLengths, compared_families, estimate, family_of
 from training.fitting.goodness import bootstrap, group_seed, ks_p_values
 from training.fitting.kernels.groups import CONSTANT, SIGMA_FLOOR
-from training.fitting.summary import FAMILY_NAMES
+from training.fitting.report import FAMILY_NAMES
 
 NU = 3.5
 PASS_ABOVE = 0.05
@@ -126,12 +126,11 @@ def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float
     result = bootstrap(
         part,
         fits,
-        *fits.distances(part),
         replicates=effort.num(199, 19),
         confidence=0.9,
         integers=False,
         limits=np.full(len(part), float(MAX_TOKENS)),
-        seeds=np.array([group_seed(0, str(row)) for row in rows], dtype=np.uint64),
+        seeds=[group_seed(0, str(row)) for row in rows],
     )
     return float(np.nanmean(result.ks_p > PASS_ABOVE))
 

@@ -195,19 +195,21 @@ def told(order: Order, found: Requests) -> Predictions | None:
         return None
     if order.told == "truth":
         return oracle_predictions(found.trace)
-    answers: dict[str, Prediction | LengthPrediction | None] = {}
+    answers: dict[str, Prediction | None] = {}
     for name, law in found.laws.items():
         if order.told == "point":
-            answers[name] = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+            length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
         elif order.told == "median":
-            answers[name] = LengthPrediction(law.mu, _POINT_SIGMA, NU)
+            length = LengthPrediction(law.mu, _POINT_SIGMA, NU)
         elif order.told == "rank order":
-            answers[name] = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
+            length = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
         elif order.told == "rank":
             answers[name] = Prediction(rank=RankPrediction(found.ranks[name]))
+            continue
         elif order.told == "log-normal":
             # The standard deviation of ln length that maximum likelihood gives a log-normal: that of t_3.5, 1.53 sigma.
-            answers[name] = LengthPrediction(law.mu, law.sigma * math.sqrt(NU / (NU - 2)), 1e6)
+            length = LengthPrediction(law.mu, law.sigma * math.sqrt(NU / (NU - 2)), 1e6)
         else:
-            answers[name] = law
+            length = law
+        answers[name] = Prediction(length=length)
     return Predictions(order.told, answers)

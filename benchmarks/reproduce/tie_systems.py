@@ -14,7 +14,7 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals
+from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 #: vLLM's seats and tokens per step.
 SEATS, BUDGET = 256, 2048

@@ -12,6 +12,7 @@ from benchmarks.reproduce.uniboost_systems import (
     CHUNK,
     LOAD,
     MEASURES,
+    ONE_ORDER,
     SYSTEMS,
     TRAIL,
     WHY,
@@ -26,7 +27,9 @@ from benchmarks.reproduce.uniboost_systems import (
     run,
 )
 from scheduler_core.simulator.metrics import starvation_slope
-from scheduler_core.simulator.workloads import Lengths, RequestClass, TokenDistribution, Workload
+from scheduler_core.simulator.records import request_columns
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 #: Tables 3 to 5: mean and P99 E2E of short requests, mean of long ones, P99 of their time preempted; section A.3: slope in
 #: s per request. SRPT is TRAIL+.
@@ -41,12 +44,9 @@ RHO = 0.99
 
 def preempted_s(outcome: Outcome) -> dict[str, float]:
     """By request id: seconds between its admission and its end in which nothing of it ran."""
-    assert outcome.watch.segments is not None
-    ran: dict[str, float] = {}
-    for one in outcome.watch.segments:
-        ran[one.request_id] = ran.get(one.request_id, 0.0) + one.end_s - one.start_s
     return {
-        row.request_id: row.finish_s - row.first_scheduled_s - ran[row.request_id] for row in outcome.records
+        row.request_id: row.finish_s - row.first_scheduled_s - outcome.ran_s[row.request_id]
+        for row in outcome.records
     }
 
 
@@ -74,11 +74,11 @@ def starvation(effort: Effort) -> Findings:
 
         def one(seed: int, name: str = name) -> dict[str, float]:
             trace = drawn(workload, H100, RHO, seed, effort.quick)
-            outcome = run(SYSTEMS[name], trace, H100, effort.quick, segments=True)
+            outcome = run(SYSTEMS[name], trace, H100, effort.quick, measure_ran=True)
             shorts = [row.ttlt_s for row in outcome.records if row.category == "short"]
             longs = [row for row in outcome.records if row.category == "long"]
             away = preempted_s(outcome)
-            slope = starvation_slope(outcome.records)
+            slope = starvation_slope(request_columns(outcome.records))
             assert slope is not None
             return {"mean": sum(shorts) / len(shorts), "p99": percentile(shorts, 99), "slope": slope,
                     "long": sum(row.ttlt_s for row in longs) / len(longs),
@@ -132,9 +132,14 @@ def sensitivity(effort: Effort) -> Findings:
     findings = Findings(size=effort.size(2000, 150))
     workload = Workload(num_requests=num, lengths=azure(effort))
 
+    def order(name: str, value: float) -> Order:
+        if name == "hysteresis_s":
+            return Order("uniboost", batching=ONE_ORDER, batching_parameters={name: value})
+        return Order("uniboost", {name: value}, batching=ONE_ORDER)
+
     def of(name: str, values: Mapping[float, object]) -> dict[float, dict[str, float]]:
         chosen = list(values)[:2] if effort.quick else list(values)
-        orders = {f"{key:g}": Order("uniboost", {name: key}) for key in chosen}
+        orders = {f"{key:g}": order(name, key) for key in chosen}
         got = over_seeds(effort.seeds, lambda seed: compared(effort, orders, workload, LOAD, seed))
         return {key: part(got, f"{key:g}") for key in chosen}
 

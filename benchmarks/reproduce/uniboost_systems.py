@@ -14,7 +14,9 @@ from scheduler_core.simulator.predictions import oracle_predictions
 from scheduler_core.simulator.step_time import saturation_rate_rps
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.workloads import Arrivals, Lengths, RequestClass, TokenDistribution, Workload
+from scheduler_core.simulator.workloads.arrivals import Arrivals
+from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
+from scheduler_core.simulator.workloads.workload import RequestClass, Workload
 
 SEATS, CHUNK = 256, 1024
 #: Share of the capacity estimated for full batches; the paper's loads are 0.9 to 0.99 of what the system attains.
@@ -25,11 +27,13 @@ QUICK_MEMORY = 4
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A policy, its parameters, and whether it sees the true lengths."""
+    """A policy, its parameters, whether it sees the true lengths, and the batch former (and its parameters)."""
 
     policy: str
     parameters: Mapping[str, float] = field(default_factory=dict)
     oracle: bool = False
+    batching: str = "chunked_prefill"
+    batching_parameters: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,7 @@ class Engine:
             max_num_seqs=min(SEATS, self.chunk),
             max_num_batched_tokens=self.chunk,
             num_kv_blocks=blocks // (QUICK_MEMORY if small else 1),
+            preemption="swap",
         )
 
     def system(self, order: Order, small: bool) -> System:
@@ -76,7 +81,11 @@ class Engine:
         return System(
             policy=order.policy,
             parameters=order.parameters,
-            scheduler=self.limits(small),
+            scheduler=replace(
+                self.limits(small),
+                batching=order.batching,
+                batching_parameters=dict(order.batching_parameters),
+            ),
             step_time=self.step_time,
             cluster=ClusterConfig(
                 num_replicas=self.replicas, router=self.router if self.replicas > 1 else "jsq"
@@ -87,13 +96,17 @@ class Engine:
 #: Memory-constrained: 20 GB for keys and values of 131,072 bytes per token.
 A100 = Engine()
 TRAIL = "TRAIL+"
+#: Algorithm 1: one order over prompts and decodes.
+ONE_ORDER = "uniboost"
 SYSTEMS = {
     TRAIL: Order("trail", {"limit": 0.6}, oracle=True),
     "SJF": Order("ssjf", oracle=True),
     "Sarathi": Order("fcfs"),
     "DistBoost": Order("distboost"),
-    "UniBoost": Order("uniboost"),
+    "UniBoost": Order("uniboost", batching=ONE_ORDER),
 }
+#: A variant of ours: UniBoost's order in Sarathi's batches, which never pause a decode.
+DECODES_FIRST = Order("uniboost")
 MEASURES = (
     "E2E mean",
     "E2E P95",
@@ -151,11 +164,11 @@ def drawn(workload: Workload, engine: Engine, load: float, seed: int, small: boo
 
 
 def run(
-    order: Order, trace: Trace, engine: Engine = A100, small: bool = False, *, segments: bool = False
+    order: Order, trace: Trace, engine: Engine = A100, small: bool = False, *, measure_ran: bool = False
 ) -> Outcome:
     """One system on one trace."""
     told = oracle_predictions(trace) if order.oracle else None
-    return simulate(engine.system(order, small), trace, told, segments=segments)
+    return simulate(engine.system(order, small), trace, told, measure_ran=measure_ran)
 
 
 def measures(outcome: Outcome) -> dict[str, float]:
@@ -205,5 +218,6 @@ def part(got: Mapping[str, float], name: str) -> dict[str, float]:
 WHY = (
     "The paper gives neither its traces nor its code: memory, load and the lengths of the reasoning tasks are ours (short questions; "
     "answers with median 4,000 and P90 6,000 tokens, light-tailed as in the paper's figure 1 (a)). Times are Llama-3-8B on an A100 "
-    "from data sheets, where no table says otherwise. TRAIL+ and SJF see the true lengths, as in the paper."
+    "from data sheets, where no table says otherwise. TRAIL+ and SJF see the true lengths, as in the paper. UniBoost's steps are "
+    "formed by Algorithm 1 (batch former `uniboost`), those of the others by chunked prefill; preemption is by swap for all."
 )
