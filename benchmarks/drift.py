@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import t as student_t
 
 from scheduler_core.errors import InputError
-from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.report.markdown import markdown_table, put_section
 from training.drift.monitor import LEVELS, ModelMonitor, ObservedOutput
 from training.evaluating.predictors import InferenceOptions, open_predictor
@@ -60,10 +60,10 @@ class Coverage:
     def add(self, output: ObservedOutput, shift: float, scale: float) -> None:
         """Counts one output under mu + shift sigma, scale sigma."""
         z = (math.log(output.output_tokens) - output.mu) / output.sigma
-        probability = student_t_cdf((z - shift) / scale, output.nu)
+        probability = float(student_t.cdf((z - shift) / scale, output.nu))
         self.count += 1
         for name, level in LEVELS.items():
-            self.covered[name] += output.finished and probability <= level
+            self.covered[name] += bool(output.finished) and probability <= level
 
     def shares(self) -> dict[str, float] | None:
         """Level -> fraction; None without outputs."""
@@ -170,25 +170,25 @@ class Answered:
     def _answers(
         self, keys: Sequence[tuple[str, str]], old: str, rng: np.random.Generator
     ) -> list[ObservedOutput]:
-        """Outcomes of all answers of some rows in random order, predicted for as those of `old`."""
-        found = []
-        offsets, answers = self.rows.fits.groups.offsets, self.rows.outputs
+        """Outcomes of all outputs of some rows in random order, predicted for as those of `old`."""
+        outcomes = []
+        offsets, outputs = self.rows.fits.groups.offsets, self.rows.outputs
         for prompt, model in keys:
             row, said = self.row_of[prompt, model], self.row_of[prompt, old]
-            cap = answers.max_tokens[row]
-            found += [
+            limit = outputs.max_tokens[row]
+            outcomes += [
                 ObservedOutput(
                     mu=float(self.mu[said]),
                     sigma=float(self.sigma[said]),
                     nu=float(self.nu[said]),
-                    output_tokens=int(answers.lengths[at]),
-                    finished=bool(answers.finished[at]),
+                    output_tokens=int(outputs.lengths[at]),
+                    finished=bool(outputs.finished[at]),
                     served_model=old,
-                    max_tokens=int(cap) if math.isfinite(cap) else None,
+                    max_tokens=int(limit) if math.isfinite(limit) else None,
                 )
                 for at in range(int(offsets[row]), int(offsets[row + 1]))
             ]
-        return [found[number] for number in rng.permutation(len(found)).tolist()]
+        return [outcomes[number] for number in rng.permutation(len(outcomes)).tolist()]
 
 
 def read_answered(predictor: str, data: str, options: InferenceOptions) -> Answered:
@@ -204,15 +204,15 @@ def read_answered(predictor: str, data: str, options: InferenceOptions) -> Answe
     rows = EvaluationRows.of(fits)
     if None in rows.served_models:
         raise InputError("--data", data, "samples with served models (column model)")
-    found = opened.predict(rows.prompts, rows.served_models, rows.temperatures)
-    if found.mu is None or found.sigma is None:
+    prediction = opened.predict(rows.prompts, rows.served_models, rows.temperatures)
+    if prediction.mu is None or prediction.sigma is None:
         raise InputError("PREDICTOR", predictor, "a predictor with a length distribution")
     keys = zip(rows.prompts, rows.served_models, strict=True)
     return Answered(
         rows,
-        found.mu,
-        found.sigma,
-        np.broadcast_to(np.asarray(found.nu, dtype=np.float64), len(rows)),
+        prediction.mu,
+        prediction.sigma,
+        np.broadcast_to(np.asarray(prediction.nu, dtype=np.float64), len(rows)),
         {(prompt, str(model)): row for row, (prompt, model) in enumerate(keys)},
     )
 
@@ -287,17 +287,17 @@ def main(args: Sequence[str] | None = None) -> int:
         answered = read_answered(
             options.predictor, options.data, InferenceOptions(options.batch_size, progress=False)
         )
-        found = []
+        swaps = []
         for old, new in pairs_of(answered.models, options.swap):
             rng = np.random.default_rng(options.seed)
             outcomes, change = answered.stream(old, new, options.before, options.after, rng)
-            found.append(watched(old, new, outcomes, change, options.window, options.arl))
-            print(" | ".join(_row(found[-1])), flush=True)
+            swaps.append(watched(old, new, outcomes, change, options.window, options.arl))
+            print(" | ".join(_row(swaps[-1])), flush=True)
         if options.json:
-            content: list[dict[str, Any]] = [asdict(swap) for swap in found]
+            content: list[dict[str, Any]] = [asdict(swap) for swap in swaps]
             Path(options.json).write_text(json.dumps(content, indent=1), encoding="utf-8")
         if options.markdown:
-            put_section(options.markdown, SECTION, markdown(found))
+            put_section(options.markdown, SECTION, markdown(swaps))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

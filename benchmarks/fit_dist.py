@@ -26,9 +26,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
+from threadpoolctl import threadpool_limits
 
 from scheduler_core.files import existing_file
-from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of, one_blas_thread
+from training.fitting.estimate import SortedLengths, compared_families, estimate, family_of
 
 NU = 3.5
 BLOCK = 65_536
@@ -220,7 +221,7 @@ def main() -> None:
     print(
         f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, numpy {np.__version__}"
     )
-    with one_blas_thread():
+    with threadpool_limits(limits=1, user_api="blas"):
         rows = synthetic(args.prompts, args.samples, args.seed)
         compare("synthetic log-t", rows, args.subset, args.repeats)
         if Path(args.castillo).exists():

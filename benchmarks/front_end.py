@@ -83,9 +83,10 @@ async def _echo(*, by_thread: bool) -> int:
 async def _service(artifact: str) -> int:
     import numpy as np
 
+    from predictors.cli import ServeConfig
     from predictors.runtime import Predicted, open_runtime
     from predictors.service.batcher import BatchingSettings
-    from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.server import PredictionServer
 
     runtime: Any = open_runtime(artifact, provider="cpu")
     batching = BatchingSettings.cpu(2)
@@ -99,7 +100,7 @@ async def _service(artifact: str) -> int:
     tokens = runtime.tokenizer([PROMPT])[0]
     runtime.tokenizer = lambda prompts: [tokens] * len(prompts)
     runtime.run, runtime.warm_up = run, lambda: None
-    server = PredictionServer(runtime, batching, ServerSettings())
+    server = PredictionServer([runtime], batching, ServeConfig(artifact=artifact, port=0))
     _keep.append(server)
     return await server.start()
 
@@ -111,7 +112,14 @@ _keep: list[Any] = []  # grpc.aio ends a server that nobody holds
 def started(kind: str, method: str, artifact: Path, checkout: Path) -> Iterator[Variant]:
     """A variant with the service of a checkout, ready to answer; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", kind, "--artifact", str(artifact)],
+        [
+            sys.executable,
+            str(checkout / "benchmarks" / "front_end.py"),
+            "--serve",
+            kind,
+            "--artifact",
+            str(artifact),
+        ],
         stdout=subprocess.PIPE,
         text=True,
         env=dict(os.environ) | {"PYTHONPATH": str(checkout)},
@@ -200,12 +208,12 @@ def main() -> None:
             from tests.predictors.fakes import write_artifact
 
             artifact = write_artifact(artifact / "tiny")
-        wanted = {name: (*how, ROOT) for name, how in (FLOORS | SERVICE).items()}
+        targets = {name: (*how, ROOT) for name, how in (FLOORS | SERVICE).items()}
         if options.before is not None:
             before = options.before.resolve()
-            wanted |= {f"{name}, before": (*how, before) for name, how in SERVICE.items()}
+            targets |= {f"{name}, before": (*how, before) for name, how in SERVICE.items()}
         variants = {
-            name: stack.enter_context(started(*how[:2], artifact, how[2])) for name, how in wanted.items()
+            name: stack.enter_context(started(*how[:2], artifact, how[2])) for name, how in targets.items()
         }
         for _ in range(options.rounds):
             for variant in variants.values():

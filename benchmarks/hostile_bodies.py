@@ -231,15 +231,16 @@ class LoopProbe:
 
 def serve(artifact: str) -> None:
     """Serves until stdin ends; every line on stdin is answered with what the probe and the kernel saw since the last."""
+    from predictors.cli import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
     from predictors.service.batcher import BatchingSettings
-    from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.server import PredictionServer
 
     async def main() -> None:
-        server = PredictionServer(
-            open_runtime(artifact, provider="cpu"), BatchingSettings.cpu(1), ServerSettings(http_port=0)
-        )
+        config = ServeConfig(artifact=artifact, port=0, http_port=0)
+        runtimes = [open_runtime(artifact, provider="cpu")]
+        server = PredictionServer(runtimes, BatchingSettings.cpu(1), config)
         port = await server.start()
         probe = LoopProbe()
         ended = asyncio.Event()
@@ -281,8 +282,8 @@ class Server:
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        found: dict[str, float] = json.loads(self._line())
-        return found
+        blocks: dict[str, float] = json.loads(self._line())
+        return blocks
 
     def _line(self) -> str:
         assert self._process.stdout is not None

@@ -61,15 +61,15 @@ def _run(table: Table, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         whole = _trained(Path(folder) / "whole", lambda rows: pc.is_valid(rows["model"]), options)
         for number, name in enumerate(chosen):
-            found = _left_out(Path(folder) / str(number), name, options)
-            found["all"] = _judged(whole, name, options)
-            results[name] = found
-            _add(table, name, found)
+            report = _left_out(Path(folder) / str(number), name, options)
+            report["all"] = _judged(whole, name, options)
+            results[name] = report
+            _add(table, name, report)
     return results
 
 
-def _add(table: Table, name: str, found: Mapping[str, Any]) -> None:
-    for prompts, metrics in found.items():
+def _add(table: Table, name: str, report: Mapping[str, Any]) -> None:
+    for prompts, metrics in report.items():
         table.add([name, prompts], [metric(metrics, column) for column in COLUMNS])
 
 
@@ -79,22 +79,24 @@ def _add_means(table: Table, results: Mapping[str, Mapping[str, Any]]) -> None:
         return
     first = next(iter(results.values()))
     for prompts in first:
-        if all(prompts in found for found in results.values()):
-            values = [mean([metric(found[prompts], name) for found in results.values()]) for name in COLUMNS]
+        if all(prompts in report for report in results.values()):
+            values = [
+                mean([metric(report[prompts], name) for report in results.values()]) for name in COLUMNS
+            ]
             table.add([f"mean of {len(results)}", prompts], values)
 
 
 def _left_out(folder: Path, name: str, options: argparse.Namespace) -> dict[str, Any]:
     base = _trained(folder / "others", lambda rows: pc.not_equal(rows["model"], name), options)
     order = sorted(_prompts_of(options.train, name), key=unit_hash)
-    found = {}
+    reports = {}
     for number in (int(number) for number in options.prompts.split(",")):
         checkpoint = base
         if number:
             few = pa.array(order[:number])
             checkpoint = _added(folder / str(number), _of_model(name, few), base, options)
-        found[str(number)] = _judged(checkpoint, name, options)
-    return found
+        reports[str(number)] = _judged(checkpoint, name, options)
+    return reports
 
 
 def _of_model(name: str, prompts: pa.Array) -> Chosen:
@@ -102,11 +104,11 @@ def _of_model(name: str, prompts: pa.Array) -> Chosen:
 
 
 def _prompts_of(files: Sequence[str], name: str) -> set[str]:
-    found: set[str] = set()
+    prompts: set[str] = set()
     for file in files:
         rows = pq.read_table(file, columns=["model", "prompt"])
-        found |= set(rows.filter(pc.equal(rows["model"], name))["prompt"].to_pylist())
-    return found
+        prompts |= set(rows.filter(pc.equal(rows["model"], name))["prompt"].to_pylist())
+    return prompts
 
 
 def _config(folder: Path, chosen: Chosen, options: argparse.Namespace) -> TrainConfig:

@@ -64,15 +64,11 @@ def make_model(encoder: str) -> Any:
     """A predictor of the length with random heads, in eval mode."""
     import torch
 
-    from predictors.modules import (
-        Heads,
-        LengthHead,
-        Normalization,
-        PredictorConfig,
-        PromptPredictor,
-        load_encoder,
-    )
-    from predictors.modules.encoder import build_encoder
+    from predictors.modules.config import PredictorConfig
+    from predictors.modules.encoder import build_encoder, load_encoder
+    from predictors.modules.heads import Heads, LengthHead
+    from predictors.modules.normalization import Normalization
+    from predictors.modules.predictor import PromptPredictor
 
     torch.manual_seed(0)
     loaded = load_encoder(ENCODERS["minilm"]) if encoder == "minilm" else build_encoder(DEBERTA)
@@ -84,9 +80,9 @@ def make_model(encoder: str) -> Any:
 def export(model: Any, path: Path, *, legacy: bool) -> None:
     """The graph of the predictor."""
     from export.graph import export_graph
-    from predictors.artifact import EncoderCard, Manifest
+    from predictors.manifest import EncoderCard, Manifest
 
-    manifest = Manifest.draft(
+    manifest = Manifest.model_construct(
         artifact_id="benchmark",
         created="",
         heads=("length",),
@@ -147,7 +143,7 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
     import onnx
     import torch
 
-    from export.variants.build import VariantBuilder
+    from export.variants.build import build_variant
 
     torch.set_num_threads(options.threads)
     rng = np.random.default_rng(0)
@@ -162,13 +158,13 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
             export(model, folder / "new.onnx", legacy=options.legacy_exporter)
             (folder / "new.onnx").replace(plain)
         calibration = [rng.integers(LOWEST_IDS, size=int(size)) for size in rng.integers(8, 128, size=8)]
-        builder = VariantBuilder(plain, 512, calibration)
         sessions = {"ORT fp32": open_session(plain, options.device, options.threads)}
         for kind in kinds:
             path = folder / f"{kind}.onnx"
             if not path.exists():
                 print(f"making {kind}", flush=True)
-                onnx.save(builder.build(kind).model, folder / "new.onnx")
+                limits = {"max_length": 512, "vocabulary": LOWEST_IDS}
+                onnx.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
                 (folder / "new.onnx").replace(path)
             sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
         calls = {name: session_call(session) for name, session in sessions.items()}
@@ -289,14 +285,14 @@ def main() -> None:
             print("| batch x tokens | best of | " + " | ".join(calls) + " |")
             print("|---" * (len(calls) + 2) + "|", flush=True)
             for batch, seq in shapes:
-                found, num_calls = measure(calls, batch, seq, options)
-                plain = found["ORT fp32"]
-                cells = [f"{value:.2f} ({plain / value:.2f})" for value in found.values()]
+                latencies, num_calls = measure(calls, batch, seq, options)
+                plain = latencies["ORT fp32"]
+                cells = [f"{value:.2f} ({plain / value:.2f})" for value in latencies.values()]
                 if peak is not None:
                     floor = 1000 * encoder_flops(encoder, batch, seq) / peak
                     cells = [
                         f"{cell}, floor {floor / value:.0%}"
-                        for cell, value in zip(cells, found.values(), strict=True)
+                        for cell, value in zip(cells, latencies.values(), strict=True)
                     ]
                 print(f"| {batch} x {seq} | {num_calls} | " + " | ".join(cells) + " |", flush=True)
 

@@ -38,7 +38,7 @@ def simulate(
     scheduler: str,
     budget: int,
     num_blocks: int,
-    cap: int = 128,
+    max_num_seqs: int = 128,
 ) -> list[tuple[float, float]]:
     """Times of the first and last token of each request.
 
@@ -101,7 +101,7 @@ def simulate(
                     batch.append((r, tokens))
                     used += tokens
         longest = num = 0
-        while waiting and len(running) < cap:
+        while waiting and len(running) < max_num_seqs:
             r = waiting[0]
             need = -(-r["prompt"] // BLOCK)
             if free - need < int(0.01 * num_blocks):

@@ -12,7 +12,6 @@ is one of `slots` servers. FCFS and shortest first (SEPT) are in every table.
   gain is that of the mean completion time of all requests; the mean time per token is beside it.
 - frontier: that share against how tight the tail is bound, with true lengths and with predicted ones, and what a fluid
   queue says is there to keep (e).
-- trust: boosts from predictions that are right, and from ones that are wrong (b).
 - slo: share of requests within their target (d).
 """
 
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import make_policy
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 
@@ -71,7 +70,7 @@ def read_jobs(
     logs = np.log(samples[others].reshape(num, -1))
     mu, sigma = np.median(logs, axis=1), np.maximum(0.8 * logs.std(axis=1), 0.05)
     believed = mu.var() / (mu.var() + noise**2)
-    seen = mu.mean() + believed * (mu + rng.normal(0.0, noise, num) - mu.mean())
+    observed = mu.mean() + believed * (mu + rng.normal(0.0, noise, num) - mu.mean())
     wide = np.hypot(sigma, 0.8 * np.sqrt((1.0 - believed) * mu.var()))
     arrivals = np.cumsum(rng.exponential(true.mean() / slots / load, num))
     return [
@@ -80,7 +79,7 @@ def read_jobs(
                 request_id=f"r{index}", arrival_s=float(arrivals[index]), prompt_tokens=1, max_tokens=CAP
             ),
             int(true[index]),
-            LengthPrediction(float(seen[index]), float(wide[index]), NU),
+            LengthPrediction(float(observed[index]), float(wide[index]), NU),
         )
         for index in range(num)
     ]
@@ -106,7 +105,7 @@ def run(
     while len(spent) < len(jobs):
         while coming < len(jobs) and jobs[coming].request.arrival_s <= now:
             core.add(jobs[coming].request, now)
-            core.update(jobs[coming].request.request_id, jobs[coming].prediction, now)
+            core.update(jobs[coming].request.request_id, Prediction(length=jobs[coming].prediction), now)
             coming += 1
         plan = core.schedule(now)
         if plan is None:
@@ -144,7 +143,7 @@ def tail(options: argparse.Namespace) -> None:
     jobs = tail_jobs(options)
     limits = {"max_num_seqs": options.slots}
     fcfs, sept = run(jobs, "fcfs", **limits).latency, run(jobs, "sept", **limits).latency
-    known = {"prior_s": float(np.percentile(fcfs, 99))}
+    prior = {"prior_s": float(np.percentile(fcfs, 99))}
     sides: list[tuple[str, FloatArray | Callable[[], FloatArray]]] = [("fcfs", fcfs), ("sept", sept)]
     for title, policy, parameters in (
         ("ssjf", "ssjf", {}),
@@ -152,8 +151,8 @@ def tail(options: argparse.Namespace) -> None:
         ("hrrn", "hrrn", {"token_s": 1.0}),
         ("tail_guard", "tail_guard", {}),
         ("tail_guard, no exemptions", "tail_guard", {"exempt_fraction": 0.0}),
-        ("tail_guard, P99 of FCFS known before", "tail_guard", known),
-        ("the same, no exemptions", "tail_guard", {"exempt_fraction": 0.0, **known}),
+        ("tail_guard, P99 of FCFS known before", "tail_guard", prior),
+        ("the same, no exemptions", "tail_guard", {"exempt_fraction": 0.0, **prior}),
     ):
         sides.append((title, lambda p=policy, q=parameters: run(jobs, p, q, **limits).latency))  # type: ignore[misc]
     print(
@@ -167,8 +166,8 @@ def tail(options: argparse.Namespace) -> None:
         latency = side() if callable(side) else side
         p50, p99, p999 = np.percentile(latency, [50, 99, 99.9])
         per_token, ratio = f"{(latency / tokens).mean():.1f}", f"{p99 / np.percentile(fcfs, 99):.2f}"
-        kept = f"{100 * kept_share(latency, fcfs, sept):.0f} %"
-        row(title, latency.mean(), p50, p99, p999, latency.max(), per_token, ratio, kept)
+        fraction_kept = f"{100 * kept_share(latency, fcfs, sept):.0f} %"
+        row(title, latency.mean(), p50, p99, p999, latency.max(), per_token, ratio, fraction_kept)
 
 
 def frontier(options: argparse.Namespace) -> None:
@@ -185,7 +184,7 @@ def frontier(options: argparse.Namespace) -> None:
         f"{options.slots} slots, load {options.load}, predictor's error {options.noise}; fluid: growing overload, see `fluid_gain`"
     )
     heading("tail_guard with", *(f"ratio {ratio}" for ratio in RATIOS))
-    for title, known, parameters in (
+    for title, requests, parameters in (
         ("predictions", jobs, {}),
         ("predictions, no exemptions", jobs, {"exempt_fraction": 0.0}),
         ("predictions, P99 of FCFS known before", jobs, {"prior_s": p99}),
@@ -194,9 +193,9 @@ def frontier(options: argparse.Namespace) -> None:
     ):
         cells = []
         for ratio in RATIOS:
-            latency = run(known, "tail_guard", {"ratio": ratio, **parameters}, **limits).latency
-            kept = kept_share(latency, fcfs, sept)
-            cells.append(f"{100 * kept:.0f} % ({np.percentile(latency, 99) / p99:.2f})")
+            latency = run(requests, "tail_guard", {"ratio": ratio, **parameters}, **limits).latency
+            fraction_kept = kept_share(latency, fcfs, sept)
+            cells.append(f"{100 * fraction_kept:.0f} % ({np.percentile(latency, 99) / p99:.2f})")
         row(title, *cells)
     for title, exempt in (("fluid, 0.85 % exempt", 0.0085), ("fluid, no exemptions", 0.0)):
         row(title, *(f"{100 * fluid_gain(jobs, options.load, ratio, exempt):.0f} %" for ratio in RATIOS))
@@ -242,54 +241,17 @@ def tail_jobs(options: argparse.Namespace) -> list[Job]:
     )
 
 
-def trust(options: argparse.Namespace) -> None:
-    """(b) and the learned mixture: right and wrong predictors."""
-    num = min(options.requests, 1500)
-    right = read_jobs(options.lengths, num, options.slots, options.load, 0.3, rng(options))
-    for job_index, job in enumerate(right):
-        # The prompt says a little about the length: a fifth of the spread of its logarithm.
-        prompt = int(
-            np.clip(20 * np.exp(0.5 * (job.prediction.mu - 5.5) + options_noise(job_index)), 1, 4000)
-        )
-        right[job_index] = replace(job, request=replace(job.request, prompt_tokens=prompt))
-    draw = rng(options).permutation(num)
-    wrong = [
-        replace(job, prediction=right[int(other)].prediction) for job, other in zip(right, draw, strict=True)
-    ]
-    biased = [
-        replace(job, prediction=replace(job.prediction, mu=job.prediction.mu + 2.0 * float(np.sin(index))))
-        for index, job in enumerate(right)
-    ]
-    scale = {"gamma_per_s": 0.002}
-    print(f"\ntrust: {num} requests, {options.slots} slots, load {options.load}; mean / P99 in steps")
-    heading("policy", "right", "mu off by 2 sin(i)", "shuffled")
-    for name, parameters in (
-        ("fcfs", {}), ("sept", {}), ("distboost", scale),
-        ("predicted_boost", scale), ("predicted_boost, always trusted", {**scale, "max_gap": 1.0}),
-    ):  # fmt: skip
-        cells = []
-        for jobs in (right, biased, wrong):
-            found = run(jobs, name.split(",")[0], parameters, max_num_seqs=options.slots)
-            cells.append(f"{found.latency.mean():,.0f} / {np.percentile(found.latency, 99):,.0f}")
-        row(name, *cells)
-
-
-def options_noise(index: int) -> float:
-    """Spread of prompt lengths, the same in every run."""
-    return float(np.random.default_rng(index).normal(0.0, 1.0))
-
-
 def slo(options: argparse.Namespace) -> None:
     """(d): SLO-aware TIE."""
     num = min(options.requests, 1500)
     jobs = read_jobs(options.lengths, num, options.slots, options.load, options.noise, rng(options))
-    wanted = rng(options).choice([300.0, 1000.0, 4000.0], num)
+    targets = rng(options).choice([300.0, 1000.0, 4000.0], num)
     jobs = [
         replace(
             job, request=replace(job.request, ttlt_slo_s=float(target) + 2.0 * job.output_tokens, tier=level)
         )
         for job, target, level in zip(
-            jobs, wanted, np.searchsorted([500.0, 2000.0], wanted).tolist(), strict=True
+            jobs, targets, np.searchsorted([500.0, 2000.0], targets).tolist(), strict=True
         )
     ]
     print(
@@ -316,7 +278,7 @@ def rng(options: argparse.Namespace) -> np.random.Generator:
 
 
 STUDIES: dict[str, Callable[[argparse.Namespace], None]] = {
-    "tail": tail, "frontier": frontier, "trust": trust, "slo": slo,
+    "tail": tail, "frontier": frontier, "slo": slo,
 }  # fmt: skip
 
 

@@ -32,6 +32,14 @@ VARIANTS: dict[str, list[str] | None] = {
     "direct": None,
     "proxy, vllm hints": ["--engine", "vllm"],
     "proxy, held queue": ["--engine", "none", "--release", "64"],
+    "proxy, held queue, policy that reads streams": [
+        "--engine",
+        "none",
+        "--release",
+        "64",
+        "--policy",
+        "uniboost",
+    ],
     "proxy, vllm hints and feedback": ["--engine", "vllm", "--feedback", "FOLDER"],
 }
 
@@ -76,7 +84,7 @@ async def engine(num_events: int) -> None:
     events = [b"data: " + json.dumps(word).encode() + b"\n\n"] * num_events
     counts = b"data: " + json.dumps(last).encode() + b"\n\n"
 
-    async def answer(request: web.Request) -> web.StreamResponse:
+    async def respond(request: web.Request) -> web.StreamResponse:
         wants = b"include_usage" in await request.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -86,7 +94,7 @@ async def engine(num_events: int) -> None:
         return response
 
     application = web.Application()
-    application.router.add_post(CHAT, answer)
+    application.router.add_post(CHAT, respond)
     runner = web.AppRunner(application, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

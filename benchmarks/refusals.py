@@ -61,15 +61,17 @@ class Variant:
 
 def serve(artifact: str, listeners: int) -> None:
     """Serves until killed, after writing the port to stdout."""
+    from predictors.cli import ServeConfig
     from predictors.edge import run
     from predictors.runtime import open_runtime
     from predictors.service.batcher import BatchingSettings
-    from predictors.service.server import PredictionServer, ServerSettings
+    from predictors.service.server import PredictionServer
 
     async def main() -> None:
         batching = dataclasses.replace(BatchingSettings.cpu(os.cpu_count() or 1), max_queue=MAX_QUEUE)
-        settings = ServerSettings(num_listeners=listeners)
-        server = PredictionServer(open_runtime(artifact, provider="cpu"), batching, settings)
+        config = ServeConfig(artifact=artifact, port=0)
+        runtimes = [open_runtime(artifact, provider="cpu")]
+        server = PredictionServer(runtimes, batching, config, num_listeners=listeners)
         sys.stdout.write(f"{await server.start()}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()
@@ -109,14 +111,14 @@ async def asking(variant: Variant) -> Any:
 
         async def ask(number: int) -> None:
             start = time.perf_counter()
-            found = variant.answered_s
+            durations = variant.answered_s
             try:
                 await calls[number % CONNECTIONS](data, timeout=60)
             except grpc.aio.AioRpcError as error:
                 if error.code() != grpc.StatusCode.RESOURCE_EXHAUSTED:
                     raise
-                found = variant.refused_s
-            found.append(time.perf_counter() - start)
+                durations = variant.refused_s
+            durations.append(time.perf_counter() - start)
 
         yield ask
 

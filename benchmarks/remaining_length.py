@@ -49,13 +49,13 @@ def bins_of(distribution: LogT, largest: float) -> FloatArray:
 
 def moved_on(probabilities: FloatArray, width: float, num_tokens: int) -> FloatArray:
     """The bins [G, 10] of the remaining length after some more tokens."""
-    found = probabilities.copy()
+    bins = probabilities.copy()
     for _ in range(num_tokens):
-        leaving = found / width
-        found -= leaving
-        found[:, :-1] += leaving[:, 1:]
-        found /= found.sum(axis=1, keepdims=True)
-    return found
+        leaving = bins / width
+        bins -= leaving
+        bins[:, :-1] += leaving[:, 1:]
+        bins /= bins.sum(axis=1, keepdims=True)
+    return bins
 
 
 def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]) -> list[dict[str, Any]]:
@@ -72,11 +72,11 @@ def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]
     if prediction.mu is None or prediction.sigma is None:
         raise InputError("predictor", "no length head", "a predictor with a length head")
     distribution = LogT(prediction.mu, prediction.sigma, prediction.nu)
-    caps = np.where(np.isfinite(rows.outputs.max_tokens), rows.outputs.max_tokens, NO_CAP)
-    answers, owner = rows.outputs, rows.outputs.owner
-    mean = np.asarray(distribution.expected(caps))
-    median = np.minimum(np.exp(prediction.mu), caps)
-    largest = float(np.quantile(np.minimum(distribution.ppf(0.99), caps), 0.99))
+    limits = np.where(np.isfinite(rows.outputs.max_tokens), rows.outputs.max_tokens, NO_CAP)
+    outputs, owner = rows.outputs, rows.outputs.owner
+    mean = np.asarray(distribution.expected(limits))
+    median = np.minimum(np.exp(prediction.mu), limits)
+    largest = float(np.quantile(np.minimum(distribution.ppf(0.99), limits), 0.99))
     # A bin of less than a token would lose more than it holds.
     largest = max(largest, float(NUM_BINS))
     width = largest / NUM_BINS
@@ -85,18 +85,18 @@ def study(rows: EvaluationRows, prediction: PredictedRows, points: Sequence[int]
     table = []
     for point in points:
         bins, done = moved_on(bins, width, point - done), point
-        reached = caps > point
-        left = np.where(reached, caps, point + 1.0)
-        remaining = distribution.remaining(float(point))
+        reached = limits > point
+        left = np.where(reached, limits, point + 1.0)
+        going_on = distribution.ppf(1.0 - 0.5 * distribution.sf(float(point))) - point
         guesses = {
-            "conditional mean": np.asarray(remaining.expected(left)),
-            "conditional median": np.minimum(remaining.ppf(0.5), left - point),
+            "conditional mean": np.asarray(distribution.expected(left, float(point))),
+            "conditional median": np.minimum(going_on, left - point),
             "static mean": np.maximum(mean - point, 0.0),
             "static median": np.maximum(median - point, 0.0),
             "bins": bins @ middles,
         }
-        chosen = (answers.lengths > point) & answers.finished
-        true = answers.lengths[chosen] - point
+        chosen = (outputs.lengths > point) & outputs.finished
+        true = outputs.lengths[chosen] - point
         errors = {name: np.abs(guess[owner[chosen]] - true) for name, guess in guesses.items()}
         table.append(
             {
@@ -113,8 +113,8 @@ def read_rows(
     path: str, nu: float, max_tokens: int | None, max_groups: int | None, seed: int
 ) -> EvaluationRows:
     """Rows of a file; at most `max_groups` of them, drawn by seed."""
-    cap = max_tokens or implied_max_tokens(path)
-    fits = read_fits_or_fit(path, FitOptions(nu=nu, max_tokens=cap), min_samples=1)
+    limit = max_tokens or implied_max_tokens(path)
+    fits = read_fits_or_fit(path, FitOptions(nu=nu, max_tokens=limit), min_samples=1)
     if max_groups is not None and len(fits) > max_groups:
         chosen = np.random.default_rng(seed).choice(len(fits), max_groups, replace=False)
         fits = fits.take(np.sort(chosen))
@@ -127,8 +127,8 @@ def markdown(table: Sequence[dict[str, Any]]) -> str:
     lines.append("| ---: |" + " ---: |" * (len(METHODS) + 2))
     for row in table:
         numbers = [row["mean_remaining"], *(row["mae"][name] for name in METHODS)]
-        shown = ["-" if value is None else f"{value:.1f}" for value in numbers]
-        lines.append(f"| {row['generated_tokens']} | {row['num_answers']} | " + " | ".join(shown) + " |")
+        cells = ["-" if value is None else f"{value:.1f}" for value in numbers]
+        lines.append(f"| {row['generated_tokens']} | {row['num_answers']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

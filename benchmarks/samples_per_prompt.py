@@ -91,7 +91,7 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
             progress=False,
         )
     )
-    found = {}
+    reports = {}
     for stage in ("checkpoint", "calibrated"):
         report = evaluate(
             EvaluateConfig(
@@ -102,8 +102,8 @@ def _measure(folder: Path, objective: Any, count: int, options: argparse.Namespa
                 progress=False,
             )
         )
-        found[stage] = report["model"]
-    return found
+        reports[stage] = report["model"]
+    return reports
 
 
 def _parser() -> argparse.ArgumentParser:

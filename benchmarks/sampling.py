@@ -17,7 +17,7 @@ import transformers
 
 from data_gen.backend import SamplingSettings, Work
 from data_gen.prompts import Prompt
-from data_gen.sources.open import read_prompts
+from data_gen.sources.open import open_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 
 
@@ -45,9 +45,9 @@ def with_generate(
                 num_return_sequences=settings.num_samples,
                 max_new_tokens=settings.max_tokens,
             )
-        answers = output[:, batch["input_ids"].shape[1] :]
-        ended = answers == tokenizer.eos_token_id  # type: ignore[attr-defined]
-        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, answers.shape[1])
+        outputs = output[:, batch["input_ids"].shape[1] :]
+        ended = outputs == tokenizer.eos_token_id  # type: ignore[attr-defined]
+        lengths = torch.where(ended.any(1), ended.int().argmax(1) + 1, outputs.shape[1])
         useful += int(lengths.sum())
     return useful
 
@@ -64,7 +64,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     settings = SamplingSettings(arguments.samples, arguments.max_tokens, 1.0, 1.0, seed=1)
-    prompts = read_prompts(f"templates:{arguments.prompts}?seed=11")
+    prompts = list(open_prompts(f"templates:{arguments.prompts}?seed=11"))
     ours = TransformersBackend(arguments.model, options=TransformersOptions(max_rows=256))
     ours.load()
     model, tokenizer = TransformersBackend(arguments.model).load()
@@ -93,8 +93,8 @@ def main() -> None:
             rates[name].append(useful / seconds)
             print(f"{name:34} {round_number:>5} {useful:>14} {seconds:>8.1f} {useful / seconds:>9.1f}")
     base = max(rates["generate, 32 rows"])
-    for name, found in rates.items():
-        print(f"{name:34} {max(found) / base:.2f} x generate with 32 rows (best rounds)")
+    for name, token_rates in rates.items():
+        print(f"{name:34} {max(token_rates) / base:.2f} x generate with 32 rows (best rounds)")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -122,8 +122,8 @@ async def with_aiohttp(url: str, concurrency: int, stream: bool, meter: Meter) -
                 count = 0
                 async for line in response.content:
                     if line.startswith(b"data: {"):
-                        found = json.loads(line[6:])
-                        count = found["usage"]["completion_tokens"] if found.get("usage") else count
+                        content = json.loads(line[6:])
+                        count = content["usage"]["completion_tokens"] if content.get("usage") else count
                 return int(count)
 
         await closed_loop(concurrency, meter, ask)
@@ -146,8 +146,8 @@ async def with_httpx(url: str, concurrency: int, stream: bool, meter: Meter) -> 
             ) as response:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        found = json.loads(line[6:])
-                        count = found["usage"]["completion_tokens"] if found.get("usage") else count
+                        content = json.loads(line[6:])
+                        count = content["usage"]["completion_tokens"] if content.get("usage") else count
             return count
 
         await closed_loop(concurrency, meter, ask)
@@ -165,11 +165,11 @@ async def with_openai(url: str, concurrency: int, stream: bool, meter: Meter) ->
     ) as client:
 
         async def ask(number: int) -> int:
-            answer = await client.chat.completions.create(**body(stream, number))  # type: ignore[call-overload]
+            completion = await client.chat.completions.create(**body(stream, number))  # type: ignore[call-overload]
             if not stream:
-                return int(answer.usage.completion_tokens)
+                return int(completion.usage.completion_tokens)
             count = 0
-            async for piece in answer:
+            async for piece in completion:
                 count = piece.usage.completion_tokens if piece.usage else count
             return count
 
@@ -186,7 +186,7 @@ def with_tailcast(url: str, concurrency: int, stream: bool, meter: Meter) -> Non
     options = OpenAIOptions(base_urls=(url,), concurrency=concurrency, stream=stream)
     indices = tuple(range(20))
     work = (Work(Prompt(str(number), TEXT), indices) for number in itertools.count())
-    with OpenAIBackend(options) as backend:
+    with closing(OpenAIBackend(options)) as backend:
         for result in backend.sample(work, SamplingSettings(20, 32, 1.0, 1.0, 0)):
             if [output.output_tokens for output in result.outputs] != [32]:
                 raise SystemExit("a wrong answer")
@@ -214,8 +214,7 @@ def measure(options: argparse.Namespace) -> None:
 @contextmanager
 def fake_server(delay_s: float, interval_s: float) -> Iterator[str]:
     """Address of a fast fake server in a process of its own."""
-    command = [sys.executable, "-m", "tests.data_gen.fake_server", "--fast"]
-    command += ["--delay-s", str(delay_s), "--interval-s", str(interval_s)]
+    command = [sys.executable, "-m", "tests.fast_openai", str(delay_s), str(interval_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None
@@ -277,8 +276,8 @@ def main() -> None:
             for round_number in range(options.rounds):
                 for side in options.sides:
                     if round_number == len(measured[side]):
-                        found = in_a_process(url, side, concurrency, options)
-                        measured[side] += [] if found is None else [found]
+                        result = in_a_process(url, side, concurrency, options)
+                        measured[side] += [] if result is None else [result]
         print_table(concurrency, measured, options.stream)
 
 
@@ -286,10 +285,10 @@ def print_table(concurrency: int, measured: dict[str, list[Measured]], stream: b
     """One line per side."""
     print(f"\n{concurrency} requests in flight, {'streamed' if stream else 'not streamed'}")
     print(f"{'side':10} {'answers/s':>20} {'CPU s / 1,000':>20} {'peak MiB':>9}")
-    for side, found in measured.items():
-        good = [one for one in found if one.answers]
+    for side, results in measured.items():
+        good = [one for one in results if one.answers]
         if not good:
-            print(f"{side:10} {'no answer in time':>20}")
+            print(f"{side:10} {'no completion in time':>20}")
             continue
         rates = [one.answers / one.seconds for one in good]
         costs = [1000 * one.cpu_s / one.answers for one in good]

@@ -19,7 +19,7 @@ import torch
 
 from data_gen.backend import Backend, SamplingSettings, Work
 from data_gen.prompts import Prompt
-from data_gen.sources.open import read_prompts
+from data_gen.sources.open import open_prompts
 from data_gen.transformers_backend import TransformersBackend, TransformersOptions
 from data_gen.vllm_backend import VllmBackend, VllmOptions
 
@@ -55,16 +55,16 @@ def measure(
     def work() -> Iterator[Work]:
         return (Work(prompt, indices) for prompt in prompts)
 
-    answers = tokens = 0
+    outputs = tokens = 0
     prompt_tokens: dict[str, int] = {}
     began = time.perf_counter()
     for result in backend.sample(work(), settings):
         if result.failures:
             raise SystemExit(f"{result.failures[0].kind}: {result.failures[0].reason}")
-        answers += len(result.outputs)
+        outputs += len(result.outputs)
         tokens += sum(output.output_tokens for output in result.outputs)
         prompt_tokens[result.prompt.prompt_id] = result.prompt_tokens or 0
-    return answers, tokens, sum(prompt_tokens.values()), time.perf_counter() - began
+    return outputs, tokens, sum(prompt_tokens.values()), time.perf_counter() - began
 
 
 def device_name(device: str) -> str:
@@ -116,17 +116,17 @@ def main() -> None:
         began = time.perf_counter()
         backend = make_backend(options, batch)
         load_s = time.perf_counter() - began
-        measure(backend, read_prompts("templates:2?seed=99"), SamplingSettings(2, 8, 1.0, 1.0, seed=0))
+        measure(backend, list(open_prompts("templates:2?seed=99")), SamplingSettings(2, 8, 1.0, 1.0, seed=0))
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        answers, tokens, prompt_tokens, seconds = measure(
-            backend, read_prompts(f"templates:{count}?seed=11"), settings
+        outputs, tokens, prompt_tokens, seconds = measure(
+            backend, list(open_prompts(f"templates:{count}?seed=11")), settings
         )
         # vLLM holds its memory in another process, where torch here does not see it.
         memory = torch.cuda.max_memory_allocated() / 2**30 if on_gpu and backend.name != "vllm" else 0.0
         engine = f"{backend.name} {backend.version.split('+')[0]}"
         print(
-            f"{engine:24} {batch:>6} {load_s:>7.1f} {count:>8} {answers:>8} {tokens:>9} {seconds:>8.1f} "
+            f"{engine:24} {batch:>6} {load_s:>7.1f} {count:>8} {outputs:>8} {tokens:>9} {seconds:>8.1f} "
             f"{tokens / seconds:>9.0f} {(tokens + prompt_tokens) / seconds:>12.0f} "
             f"{f'{memory:.1f}' if memory else '-':>8}",
             flush=True,

@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.plan import StepPlan, StepResult
-from scheduler_core.policies import Tie, make_policy
+from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
+from scheduler_core.policies.tie import Tie
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.queues import WaitingQueue
 from scheduler_core.request import Request, RequestState
@@ -41,11 +42,11 @@ CAP = 1024
 
 def states(first: int, count: int, rng: np.random.Generator) -> list[RequestState]:
     """Requests that arrived one after another, with predictions."""
-    made = []
+    items = []
     for index in range(first, first + count):
         request = Request(request_id=f"r{index}", arrival_s=index * 0.01, prompt_tokens=50, max_tokens=CAP)
-        made.append(RequestState(request, order=index, prediction=predicted(rng)))
-    return made
+        items.append(RequestState(request, order=index, prediction=predicted(rng)))
+    return items
 
 
 def predicted(rng: np.random.Generator) -> LengthPrediction:
@@ -216,22 +217,22 @@ def one_stream(size: int, seed: int, names: Sequence[str]) -> dict[tuple[str, st
         sides[name] = Ours(policy) if name == "tailcast" else Bare(policy) if name == "heapq" else Vllm(every)
         for state in waiting:
             sides[name].add(state)
-    found: dict[tuple[str, str], float] = {}
+    seconds: dict[tuple[str, str], float] = {}
     taken: dict[str, list[str]] = {name: [] for name in names}
     for name, side in sides.items():
-        found[name, "add"] = cpu_s(for_each, side.add, arriving) / num
+        seconds[name, "add"] = cpu_s(for_each, side.add, arriving) / num
         if isinstance(side, Bare):
             side.remember()
     for state, new in zip(moved, after, strict=True):
         state.prediction = new
     for name, side in sides.items():
-        found[name, "re-key"] = cpu_s(for_each, side.rekey, moved) / len(moved)
+        seconds[name, "re-key"] = cpu_s(for_each, side.rekey, moved) / len(moved)
     for name, side in sides.items():
-        found[name, "abort"] = cpu_s(for_each, side.abort, aborted) / len(aborted)
+        seconds[name, "abort"] = cpu_s(for_each, side.abort, aborted) / len(aborted)
     for name, side in sides.items():
-        found[name, "take"] = cpu_s(take_many, side, num // 2, taken[name]) / (num // 2)
+        seconds[name, "take"] = cpu_s(take_many, side, num // 2, taken[name]) / (num // 2)
     assert all(order == taken["tailcast"] for order in taken.values()), "the sides disagree"
-    return found
+    return seconds
 
 
 def queue_table(repeats: int, largest: int) -> None:
@@ -331,9 +332,9 @@ def step_table(repeats: int) -> None:
             plans, results = [], []
             for _ in range(15 * repeats):
                 now += 0.03
-                made: list[StepPlan | None] = []
-                plans.append(cpu_s(lambda c, t, into: into.append(c.schedule(t)), core, now, made))
-                plan = made[0]
+                items: list[StepPlan | None] = []
+                plans.append(cpu_s(lambda c, t, into: into.append(c.schedule(t)), core, now, items))
+                plan = items[0]
                 assert plan is not None
                 assert len(plan.decodes) == 256, "all requests decode"
                 now += 0.03

@@ -43,10 +43,10 @@ from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation
-from scheduler_core.simulator.predictions import no_predictions
-from scheduler_core.simulator.step_time import LinearStepTime, StepTime, StepWork
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.operator_table import OperatorTable
-from scheduler_core.simulator.step_time.roofline import RooflineStepTime
+from scheduler_core.simulator.step_time.roofline import GPUS, RooflineStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 CHUNK = 512
@@ -87,7 +87,7 @@ def synthetic_table() -> OperatorTable:
     """Llama-3-8B on an A100 by its data sheet."""
     model, layers = RooflineStepTime(), 32
     tokens = [model.step_s(StepWork((PrefillChunk("", 0, size, False),))) / layers for size in range(1, 4097)]
-    reading = model.size.kv_bytes_per_token / layers / (model.device.bytes_per_s * 0.75)
+    reading = model.size.kv_bytes_per_token / layers / (GPUS[model.gpu].bytes_per_s * 0.75)
     contexts = np.arange(65, dtype=np.float64) * 64
     return OperatorTable(
         num_layers=layers,
@@ -112,7 +112,7 @@ def ours(case: Case, step_time: StepTime, *, exact_steps: bool = False) -> Calla
 
     def run() -> int:
         core = Scheduler(case.limits, make_policy("fcfs"))
-        out = Simulation(case.trace, core, step_time, no_predictions(), exact_steps=exact_steps).run()
+        out = Simulation(case.trace, core, step_time, Predictions(), exact_steps=exact_steps).run()
         assert len(out.records) == len(case.trace)
         return out.num_steps
 
@@ -157,11 +157,11 @@ class Speed:
 
     def row(self) -> str:
         """A row of the table."""
-        known = VIDUR.get(self.case)
+        published_s = VIDUR.get(self.case)
         here = there = ""
-        if known is not None and self.side != "plain":
-            here = " to ".join(f"{self.requests / one:,.0f}" for one in known)
-            there = " to ".join(f"{self.over_plain * VIDUR_PLAIN / one:,.1f}" for one in known)
+        if published_s is not None and self.side != "plain":
+            here = " to ".join(f"{self.requests / one:,.0f}" for one in published_s)
+            there = " to ".join(f"{self.over_plain * VIDUR_PLAIN / one:,.1f}" for one in published_s)
         return (
             f"| {self.case} | {self.side} | {self.requests:,.0f} | {self.iterations:,.0f} "
             f"| {self.over_plain:.2f} | {there} | {here} |"
@@ -231,11 +231,13 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def peak_run(tables: Path, given: dict[str, Any]) -> float:
+def peak_run(tables: Path, arguments: dict[str, Any]) -> float:
     """Simulates a case with its cost tables; the peak memory of this process in MB."""
-    limits = SchedulerConfig(**given["limits"])
-    case = replace(EMPTY, trace=trace_of(given["rows"]), limits=limits)
-    case = replace(case, profile=given["profile"], model=given["model"], tensor_parallel=given["tp"])
+    limits = SchedulerConfig(**arguments["limits"])
+    case = replace(EMPTY, trace=trace_of(arguments["rows"]), limits=limits)
+    case = replace(
+        case, profile=arguments["profile"], model=arguments["model"], tensor_parallel=arguments["tp"]
+    )
     ours(case, table_of(case, tables))()
     return peak_mb()
 
@@ -244,15 +246,15 @@ def growth_run(num: int) -> dict[str, float]:
     """Simulates so many requests in this process: peak memory in MB, CPU seconds to make them and to simulate them."""
     start = time.process_time()
     case = replace(EMPTY, trace=synthetic_trace(num, 4.0))
-    made = time.process_time()
+    start_run_s = time.process_time()
     ours(case, LinearStepTime())()
-    return {"peak_mb": peak_mb(), "run_s": time.process_time() - made, "make_s": made - start}
+    return {"peak_mb": peak_mb(), "run_s": time.process_time() - start_run_s, "make_s": start_run_s - start}
 
 
-def child(code: str, given: str = "") -> str:
+def child(code: str, arguments: str = "") -> str:
     """What a new interpreter prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, input=given
+        [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, input=arguments
     )
     return done.stdout
 
@@ -270,14 +272,14 @@ def peaks(cases: Sequence[Case], tables: Path) -> list[str]:
             }
             for row in case.trace.requests
         ]
-        given = {
+        arguments = {
             "rows": requests,
             "limits": asdict(case.limits),
             "profile": case.profile,
             "model": case.model,
             "tp": case.tensor_parallel,
         }
-        mb = float(child(PEAK.format(folder=str(tables)), json.dumps(given)))
+        mb = float(child(PEAK.format(folder=str(tables)), json.dumps(arguments)))
         rows.append(f"| {case.name} | {mb:.0f} | {mb / VIDUR_PEAK_MB:.1%} |")
     return rows
 
@@ -288,10 +290,16 @@ def growth(largest: int) -> list[str]:
     before: tuple[int, float] | None = None
     num = 10_000
     while num <= largest:
-        found = json.loads(child(GROWTH.format(num=num)))
-        each = "" if before is None else f"{(found['peak_mb'] - before[1]) * 2**20 / (num - before[0]):,.0f}"
-        rows.append(f"| {num:,} | {found['peak_mb']:,.0f} | {each} | {found['run_s'] / num * 1e6:.0f} |")
-        before = (num, found["peak_mb"])
+        growth_values = json.loads(child(GROWTH.format(num=num)))
+        each = (
+            ""
+            if before is None
+            else f"{(growth_values['peak_mb'] - before[1]) * 2**20 / (num - before[0]):,.0f}"
+        )
+        rows.append(
+            f"| {num:,} | {growth_values['peak_mb']:,.0f} | {each} | {growth_values['run_s'] / num * 1e6:.0f} |"
+        )
+        before = (num, growth_values["peak_mb"])
         num *= 10
     return rows
 
@@ -340,7 +348,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _page(options: argparse.Namespace, lines: list[str]) -> str:
-    given = f"--repeats {options.repeats} --largest {options.largest}"
+    arguments = f"--repeats {options.repeats} --largest {options.largest}"
     runs = "" if options.runs is None else "--runs DIR "
     today = time.strftime("%Y-%m-%d", time.gmtime())
     return (
@@ -348,7 +356,7 @@ def _page(options: argparse.Namespace, lines: list[str]) -> str:
 
 {today}, version {metadata.version("tailcast")}, Python {platform.python_version()}, {processor()}, load {os.getloadavg()[0]:.0f}: medians of CPU time, all sides in turn in one process.
 
-    python -m benchmarks.simulator {runs}{given} --markdown FILE
+    python -m benchmarks.simulator {runs}{arguments} --markdown FILE
 
 {NOTES}
 

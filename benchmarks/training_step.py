@@ -75,9 +75,9 @@ def main(args: Sequence[str] | None = None) -> None:
         _say(f"{'side':<10}{'prompts/s':>12}{'tokens/s':>12}{'memory MiB':>12}{'seconds':>10}")
         for number in range(options.rounds):
             for side, run in (("ours", _ours), ("Trainer", _trainer)):
-                found = run(folder / f"{side}-{number}", encoder, prompts, lengths, options.precision)
-                results.append({"side": side, "round": number, **found})
-                _say(_line(side, found))
+                metrics = run(folder / f"{side}-{number}", encoder, prompts, lengths, options.precision)
+                results.append({"side": side, "round": number, **metrics})
+                _say(_line(side, metrics))
     if options.json:
         record = {"device": _device_name(), "precision": options.precision, "results": results}
         Path(options.json).write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -213,11 +213,11 @@ def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, tiny encoder"
 
 
-def _line(side: str, found: dict[str, float]) -> str:
-    memory = "-" if math.isnan(found["memory_mib"]) else f"{found['memory_mib']:.0f}"
+def _line(side: str, metrics: dict[str, float]) -> str:
+    memory = "-" if math.isnan(metrics["memory_mib"]) else f"{metrics['memory_mib']:.0f}"
     return (
-        f"{side:<10}{found['prompts_per_s']:>12.1f}{found['tokens_per_s']:>12.0f}"
-        f"{memory:>12}{found['seconds']:>10.1f}"
+        f"{side:<10}{metrics['prompts_per_s']:>12.1f}{metrics['tokens_per_s']:>12.0f}"
+        f"{memory:>12}{metrics['seconds']:>10.1f}"
     )
 
 

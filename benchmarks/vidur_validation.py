@@ -26,7 +26,7 @@ from scheduler_core.policies import make_policy
 from scheduler_core.routing import make_router
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
-from scheduler_core.simulator.predictions import no_predictions
+from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time.operator_table import (
     TOKEN_OPERATORS,
     OperatorTable,
@@ -84,16 +84,16 @@ def read_case(folder: Path) -> Case:
 
     summary = json.loads((folder / "summary.json").read_text())
     names = [name.removeprefix("--") for name in summary["args"][::2]]
-    given = dict(zip(names, summary["args"][1::2], strict=True))
+    arguments = dict(zip(names, summary["args"][1::2], strict=True))
     rows = pq.read_table(folder / "input.parquet").to_pylist()
     return Case(
         name=folder.name,
         trace=trace_of(rows),
-        limits=limits_of(given, int(summary["num_blocks"])),
-        num_replicas=int(given["cluster_config_num_replicas"]),
-        model=given["replica_config_model_name"],
-        tensor_parallel=int(given.get("replica_config_tensor_parallel_size", 1)),
-        profile=given["metrics_config_cache_dir"],
+        limits=limits_of(arguments, int(summary["num_blocks"])),
+        num_replicas=int(arguments["cluster_config_num_replicas"]),
+        model=arguments["replica_config_model_name"],
+        tensor_parallel=int(arguments.get("replica_config_tensor_parallel_size", 1)),
+        profile=arguments["metrics_config_cache_dir"],
         rows=pq.read_table(folder / "output.parquet").to_pylist(),
         num_iterations=summary["batches"],
     )
@@ -115,22 +115,22 @@ def trace_of(rows: Sequence[dict[str, Any]]) -> Trace:
     )
 
 
-def limits_of(given: dict[str, str], num_blocks: int) -> SchedulerConfig:
+def limits_of(arguments: dict[str, str], num_blocks: int) -> SchedulerConfig:
     """The same limits and rules for our scheduler."""
     parameters: dict[str, bool | int | float | str] = {"spare_block": True}
-    kind = given["replica_scheduler_config_type"]
-    cap = int(given[f"{kind}_scheduler_config_batch_size_cap"])
+    kind = arguments["replica_scheduler_config_type"]
+    max_num_seqs = int(arguments[f"{kind}_scheduler_config_batch_size_cap"])
     if kind == "vllm":
-        budget = int(given["vllm_scheduler_config_max_tokens_in_batch"])
+        budget = int(arguments["vllm_scheduler_config_max_tokens_in_batch"])
         batching = "vllm"
         parameters["padded"] = True
     else:
-        chunk = int(given["sarathi_scheduler_config_chunk_size"])
-        budget = cap + chunk
+        chunk = int(arguments["sarathi_scheduler_config_chunk_size"])
+        budget = max_num_seqs + chunk
         batching = "chunked_prefill"
         parameters["chunk_tokens"] = chunk
     return SchedulerConfig(
-        max_num_seqs=cap,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         num_kv_blocks=num_blocks,
         batching=batching,
@@ -155,7 +155,7 @@ def simulate(case: Case, table: OperatorTable, *, exact_steps: bool = False) -> 
         str(index): Scheduler(case.limits, make_policy("fcfs")) for index in range(case.num_replicas)
     }
     router = make_router("jsq", {"waiting_only": True}) if case.num_replicas > 1 else None
-    return Simulation(case.trace, schedulers, table, no_predictions(), router, exact_steps=exact_steps).run()
+    return Simulation(case.trace, schedulers, table, Predictions(), router, exact_steps=exact_steps).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +178,9 @@ class Errors:
 def errors(case: Case, out: SimulationOutcome) -> Errors:
     """Compares a run with Vidur's; every request of the case must be in it."""
     expected = {str(row["id"]): row for row in case.rows}
-    found = {record.request_id: record for record in out.records}
-    assert found.keys() == expected.keys(), "requests are missing"
-    pairs = [(found[name], row) for name, row in expected.items()]
+    records = {record.request_id: record for record in out.records}
+    assert records.keys() == expected.keys(), "requests are missing"
+    pairs = [(records[name], row) for name, row in expected.items()]
     return Errors(
         max(abs(record.first_token_s - row["prefill_completed_at"]) for record, row in pairs),
         max(abs(record.finish_s - row["completed_at"]) for record, row in pairs),
@@ -203,13 +203,9 @@ class WatchedTable(OperatorTable):
         self.used.setdefault("tokens", set()).add((num_tokens, 0))
         return OperatorTable._tokens(self, num_tokens)
 
-    def _decode(self, num_decodes: int, mean_context: int) -> float:
-        self.used.setdefault("decode", set()).add((num_decodes, -(-mean_context // 64)))
-        return OperatorTable._decode(self, num_decodes, mean_context)
-
-    def _prefill(self, before: int, size: int, num_chunks: int) -> float:
-        self.used.setdefault("prefill", set()).add((before, size))
-        return OperatorTable._prefill(self, before, size, num_chunks)
+    def _attention(self, table: Any, rows: Any, index: tuple[int, int], num: int, what: Any) -> float:
+        self.used.setdefault("decode" if table is self.decode_s else "prefill", set()).add(index)
+        return OperatorTable._attention(self, table, rows, index, num, what)
 
 
 def cut(case: Case, tables: Path, num: int, folder: Path) -> None:
@@ -220,11 +216,11 @@ def cut(case: Case, tables: Path, num: int, folder: Path) -> None:
     )
     head = Trace(case.trace.requests[:num])
     core = Scheduler(case.limits, make_policy("fcfs"))
-    Simulation(head, core, table, no_predictions(), exact_steps=True).run()
+    Simulation(head, core, table, Predictions(), exact_steps=True).run()
     folder.mkdir(parents=True, exist_ok=True)
     names = ("id", "arrived_at", "prompt_tokens", "output_tokens", "prefill_completed_at", "completed_at")
     _write(folder / "requests.csv", names, [[row[name] for name in names] for row in case.rows[: num + 1]])
-    used = {name: sorted(places) for name, places in table.used.items()}
+    used = {name: sorted(entries) for name, entries in table.used.items()}
     exact = {tokens for tokens, _ in used["tokens"]}
     rounded = {-(-tokens // 8) * 8 for tokens in exact}
     source = tables / case.profile
@@ -263,10 +259,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("| case | requests | first token, s | completion, s | iterations | restarts |")
     print("|---|---|---|---|---|---|")
     for case in cases:
-        found = errors(case, simulate(case, table_of(case, tables)))
+        records = errors(case, simulate(case, table_of(case, tables)))
         print(
-            f"| {case.name} | {len(case.trace)} | {found.first_token_s:.1e} | {found.finish_s:.1e} "
-            f"| {found.num_iterations:+d} of {case.num_iterations} | {found.num_restarts:+d} |"
+            f"| {case.name} | {len(case.trace)} | {records.first_token_s:.1e} | {records.finish_s:.1e} "
+            f"| {records.num_iterations:+d} of {case.num_iterations} | {records.num_restarts:+d} |"
         )
 
 

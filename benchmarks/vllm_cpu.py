@@ -50,9 +50,9 @@ from benchmarks.vllm_runs.page import Setting, report
 from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
 from benchmarks.vllm_runs.results import METRICS, calibrated, measured_capacity, run_metrics
 from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_server
-from data_gen.sources.open import read_prompts
+from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.predictions import LengthPrediction
 from scheduler_core.report.markdown import put_section
 from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
@@ -98,12 +98,12 @@ class Bench:
 
     def lengths(self) -> list[int]:
         """Tokens of the answers, by prompt, in the run that measured the capacity."""
-        told = {row["request_id"]: row["output_tokens"] for row in self._capacity_run()["requests"]}
-        return [int(told[f"q{number}"]) for number in range(len(self.prompts))]
+        lengths_by_id = {row["request_id"]: row["output_tokens"] for row in self._capacity_run()["requests"]}
+        return [int(lengths_by_id[f"q{number}"]) for number in range(len(self.prompts))]
 
     def _capacity_run(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
-        return found
+        content: dict[str, Any] = json.loads(CAPACITY.file(self.options.out).read_text(encoding="utf-8"))
+        return content
 
     def _engine(self, name: str) -> tuple[EngineServer, str]:
         for other, (engine, _) in self.engines.items():
@@ -134,8 +134,10 @@ class Bench:
         if name != "oracle":
             return {"policy": name, "predictor": f"grpc://{self.address}"}
         table = self.options.out / "oracle.table.json"
-        told = zip(self.prompts, self.lengths(), strict=True)
-        write_json(table, {prompt: [math.log(length), ORACLE_SIGMA, ORACLE_NU] for prompt, length in told})
+        lengths_by_id = zip(self.prompts, self.lengths(), strict=True)
+        write_json(
+            table, {prompt: [math.log(length), ORACLE_SIGMA, ORACLE_NU] for prompt, length in lengths_by_id}
+        )
         return {"policy": "ssjf", "predictor": f"table://{table.resolve()}"}
 
     @contextmanager
@@ -153,8 +155,8 @@ class Bench:
 def warm_up(count: int) -> list[Ask]:
     """Short requests of different lengths, there at once, so that every number of running requests has been there."""
     return [
-        Ask(f"w{place}", f"Name {place + 30} rivers.", 0.0, place, 4 + 2 * (place % 16))
-        for place in range(count)
+        Ask(f"w{number}", f"Name {number + 30} rivers.", 0.0, number, 4 + 2 * (number % 16))
+        for number in range(count)
     ]
 
 
@@ -177,17 +179,17 @@ def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -
         )
         for number, prompt in enumerate(prompts)
     )  # fmt: skip
-    found = fetch_predictions(Trace(rows), f"grpc://{address}", timeout_s=60.0)
-    told = {}
-    for name, answer in found.by_id.items():
-        length = answer.length if isinstance(answer, Prediction) else answer
-        if length is not None:
-            told[name] = [length.mu, length.sigma, length.nu]
-    if len(told) < len(rows):
+    content = fetch_predictions(Trace(rows), f"grpc://{address}", timeout_s=60.0)
+    lengths_by_id = {}
+    for name, prediction in content.by_id.items():
+        if prediction is not None and prediction.length is not None:
+            length = prediction.length
+            lengths_by_id[name] = [length.mu, length.sigma, length.nu]
+    if len(lengths_by_id) < len(rows):
         raise InputError(
-            "artifact", str(options.artifact), f"one that predicts every prompt ({found.errors})"
+            "artifact", str(options.artifact), f"one that predicts every prompt ({content.errors})"
         )
-    write_json(path, told)
+    write_json(path, lengths_by_id)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -237,20 +239,20 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
-    texts = [prompt.text for prompt in read_prompts(options.prompts)]
-    seen = {text for path in options.exclude for text in _texts(path)}
-    found = [text for text in dict.fromkeys(texts) if text not in seen][: options.num_prompts]
-    if len(found) < options.num_prompts:
+    texts = [prompt.text for prompt in open_prompts(options.prompts)]
+    excluded = {text for path in options.exclude for text in _texts(path)}
+    content = [text for text in dict.fromkeys(texts) if text not in excluded][: options.num_prompts]
+    if len(content) < options.num_prompts:
         raise InputError(
             "prompts", options.prompts, f"at least {options.num_prompts} that are not in --exclude"
         )
-    return found
+    return content
 
 
 def _table(options: argparse.Namespace) -> str:
     path = options.out / "predictions.json"
-    told = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    predictions = {name: LengthPrediction(*values) for name, values in told.items()}
+    lengths_by_id = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    predictions = {name: LengthPrediction(*values) for name, values in lengths_by_id.items()}
     return report(
         Setting(
             options.out,
@@ -291,8 +293,8 @@ def _service(options: argparse.Namespace) -> Iterator[str]:
 def _texts(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
-    found: list[str] = pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()
-    return found
+    content: list[str] = pq.read_table(path, columns=["prompt"])["prompt"].to_pylist()
+    return content
 
 
 def _parser() -> argparse.ArgumentParser:

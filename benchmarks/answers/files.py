@@ -41,17 +41,17 @@ def write_selected(files: Sequence[str], folder: Path, chosen: Callable[[pa.Tabl
     Raises:
         InputError: Nothing is left of any.
     """
-    found = []
+    paths = []
     for number, file in enumerate(files):
         table = pq.read_table(file)
         table = table.filter(chosen(table))
         if table.num_rows:
             path = folder / f"answers-{number}.parquet"
             pq.write_table(table, path)
-            found.append(str(path))
-    if not found:
+            paths.append(str(path))
+    if not paths:
         raise InputError("--train", list(files), "files with the rows that are asked for")
-    return found
+    return paths
 
 
 def values_of(files: Sequence[str], column: str) -> set[str]:

@@ -42,8 +42,8 @@ def run_study(
         table.start()
         if options.results:
             results: Results = json.loads(Path(options.results).read_text(encoding="utf-8"))
-            for name, found in results.items():
-                add(table, name, found)
+            for name, metrics in results.items():
+                add(table, name, metrics)
         else:
             check_file_options(options)
             results = measure(table, options)

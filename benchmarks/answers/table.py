@@ -22,16 +22,16 @@ METRICS: dict[str, tuple[str, ...]] = {
 
 def metric(metrics: Mapping[str, Any], name: str) -> float | None:
     """The number of one column; None where it is not known."""
-    found: Any = metrics
+    value: Any = metrics
     for key in METRICS[name]:
-        found = found[key]
-    return None if found is None else float(found)
+        value = value[key]
+    return None if value is None else float(value)
 
 
 def mean(values: Sequence[float | None]) -> float | None:
     """Mean of what is known; None where nothing is."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 @dataclass(slots=True)

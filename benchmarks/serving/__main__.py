@@ -129,10 +129,10 @@ def reported(command: list[str]) -> dict[str, Any]:
     Raises:
         RuntimeError: It failed; the end of what it wrote is told.
     """
-    found = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, cwd=ROOT)
-    if found.returncode:
-        raise RuntimeError(f"{command[0]}: {found.stderr.decode(errors='replace')[-500:]}")
-    report: dict[str, Any] = json.loads(found.stdout)
+    result = subprocess.run([sys.executable, "-m", *command], check=False, capture_output=True, cwd=ROOT)
+    if result.returncode:
+        raise RuntimeError(f"{command[0]}: {result.stderr.decode(errors='replace')[-500:]}")
+    report: dict[str, Any] = json.loads(result.stdout)
     return report
 
 
@@ -155,8 +155,8 @@ def compare(
                     row.failures.append(str(error).strip().splitlines()[-1])
                 progress.update()
                 if options.json is not None:
-                    found = saved(rows, limits, saturation, artifact)
-                    options.json.write_text(json.dumps(found, indent=1) + "\n")
+                    result = saved(rows, limits, saturation, artifact)
+                    options.json.write_text(json.dumps(result, indent=1) + "\n")
     print_limits(limits)
     print_table(rows, saturation)
     print_ratios(rows, options.reference)
@@ -167,16 +167,12 @@ def export_minilm(folder: Path) -> Path:
     import torch
 
     from export.exporter import ExportConfig, export_onnx
-    from predictors.modules import (
-        Heads,
-        LengthHead,
-        Normalization,
-        PredictorConfig,
-        PromptPredictor,
-        load_encoder,
-        load_tokenizer,
-        save_checkpoint,
-    )
+    from predictors.modules.checkpoint import save_checkpoint
+    from predictors.modules.config import PredictorConfig
+    from predictors.modules.encoder import load_encoder, load_tokenizer
+    from predictors.modules.heads import Heads, LengthHead
+    from predictors.modules.normalization import Normalization
+    from predictors.modules.predictor import PromptPredictor
 
     config = PredictorConfig(encoder=ENCODER, max_length=256, heads=Heads(length=LengthHead()))
     model = PromptPredictor(
@@ -232,9 +228,9 @@ def main() -> None:
         triton=options.triton.resolve(),
     )
     parts = [part.lower() for part in options.only or [""]]
-    wanted = [variant for variant in VARIANTS if any(_is_meant(part, variant) for part in parts)]
-    there = [variant for variant in wanted if environments.has(variant.package)]
-    for name in sorted({str(variant.package) for variant in wanted if variant not in there}):
+    selected = [variant for variant in VARIANTS if any(_is_meant(part, variant) for part in parts)]
+    there = [variant for variant in selected if environments.has(variant.package)]
+    for name in sorted({str(variant.package) for variant in selected if variant not in there}):
         print(f"{name} is not installed: left out")
     with contextlib.ExitStack() as stack:
         artifacts = options.artifact

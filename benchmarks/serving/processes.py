@@ -90,7 +90,7 @@ def listens(port: int) -> bool:
 @contextlib.contextmanager
 def running(
     command: Sequence[str],
-    answers: Callable[[], bool],
+    is_ready: Callable[[], bool],
     *,
     environment: Mapping[str, str],
     timeout_s: float = 120.0,
@@ -111,7 +111,7 @@ def running(
         )
         members: list[psutil.Process] = []
         try:
-            while not answers():
+            while not is_ready():
                 if popen.poll() is not None or time.perf_counter() - begin > timeout_s:
                     raise RuntimeError(f"{' '.join(command)} did not start:\n{_tail(log)}")
                 time.sleep(0.02)

@@ -58,11 +58,11 @@ def print_limits(limits: Mapping[str, Sequence[float]]) -> None:
 
 def print_start(row: Row) -> None:
     """One line: seconds, CPU seconds and memory at the first answer."""
-    shown = "; ".join(row.failures)
+    text = "; ".join(row.failures)
     if row.start_s:
         middle = [statistics.median(values) for values in (row.start_s, row.start_cpu_s, row.pss_mb)]
-        shown = f"{middle[0]:6.1f} s {middle[1]:6.1f} CPU s {middle[2]:6.0f} MB PSS {shown}"
-    print(f"{row.variant.name:34} {shown}", flush=True)
+        text = f"{middle[0]:6.1f} s {middle[1]:6.1f} CPU s {middle[2]:6.0f} MB PSS {text}"
+    print(f"{row.variant.name:34} {text}", flush=True)
 
 
 def print_table(rows: Sequence[Row], saturation: float) -> None:
@@ -110,7 +110,7 @@ def print_ratios(rows: Sequence[Row], reference: str) -> None:
     for row in ours:
         ratios = [_ratios(row, others[0], "saturation", "answers_per_s")]
         ratios += [_ratios(row, others[0], "70%", name) for name in ("p50", "p90", "p99")]
-        print(f"{row.variant.name:34} {' '.join(f'{shown:>18}' for shown in ratios)}")
+        print(f"{row.variant.name:34} {' '.join(f'{text:>18}' for text in ratios)}")
 
 
 def _ratios(row: Row, other: Row, load: str, name: str) -> str:
@@ -132,10 +132,10 @@ def _each(row: Row, load: str, name: str) -> list[float]:
 
 
 def _latency(row: Row, load: str) -> str:
-    found = [report["latency_ms"] for report in row.reports.get(load, []) if report["latency_ms"]]
-    if not found:
+    latencies = [report["latency_ms"] for report in row.reports.get(load, []) if report["latency_ms"]]
+    if not latencies:
         return "-"
-    return "/".join(f"{statistics.median(one[name] for one in found):.0f}" for name in ("p50", "p99"))
+    return "/".join(f"{statistics.median(one[name] for one in latencies):.0f}" for name in ("p50", "p99"))
 
 
 def _answered(row: Row, load: str) -> str:

@@ -88,7 +88,7 @@ class Variant:
             command.append(f"--http_port={http_port}")
         settings = ClientSettings(timeout_s=5.0, max_attempts=1)
 
-        def answers() -> bool:
+        def is_ready() -> bool:
             if not listens(port):
                 return False
             with SyncPredictor(f"127.0.0.1:{port}", settings) as client:
@@ -97,7 +97,7 @@ class Variant:
                 except PredictorError:
                     return False
 
-        return running([*command, *self.arguments], answers, environment={"PYTHONPATH": str(ROOT)})
+        return running([*command, *self.arguments], is_ready, environment={"PYTHONPATH": str(ROOT)})
 
 
 OURS = Variant(name="tailcast", scheme="grpc")

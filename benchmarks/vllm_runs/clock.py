@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from benchmarks.vllm_runs.step_work import step_work
-from scheduler_core.simulator.step_time import StepTime
+from scheduler_core.simulator.step_time.base import StepTime
 
 
 class EngineClock:

@@ -76,10 +76,10 @@ def report(setting: Setting) -> str:
             "scheduling_ms": 1e3 * scheduling_s(run["steps"]), **{f"clock_{name}": clock[name] for name in clock},
         }  # fmt: skip
         real.setdefault(key, {})[cell.repetition] = metrics
-        told = simulated(
+        simulated_metrics = simulated(
             cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
         )
-        model.setdefault(key, {})[cell.repetition] = told
+        model.setdefault(key, {})[cell.repetition] = simulated_metrics
         late = max(late, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
         pair = Cell("fcfs", cell.repetition, load)
         if cell.side != "fcfs" and pair.file(setting.folder).exists():
@@ -116,38 +116,42 @@ def report(setting: Setting) -> str:
 
 
 def _runs(setting: Setting) -> list[tuple[Cell, dict[str, Any]]]:
-    found = []
+    content = []
     for load in setting.loads:
         for side in SIDES:
             for path in sorted(setting.folder.glob(f"{side}-*-{load}.json")):
                 cell = Cell(side, int(path.name.split("-")[1]), load)
-                found.append((cell, _read(cell, setting.folder)))
-    return found
+                content.append((cell, _read(cell, setting.folder)))
+    return content
 
 
 def _read(cell: Cell, folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(cell.file(folder).read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(cell.file(folder).read_text(encoding="utf-8"))
+    return content
 
 
 def _row(load: float, side: str, real: Found, model: Found) -> list[str]:
-    runs, told = real[side, load], model[side, load]
+    runs, simulated_metrics = real[side, load], model[side, load]
     cells = [f"{load}x", side, str(len(runs))]
     for name, (_, digits) in SHOWN.items():
         cells.append(_cell(*interval([metrics[name] for metrics in runs.values()]), digits=digits))
     cells += [_change(side, load, real, f"{clock}{name}") for clock in ("", "clock_") for name in COMPARED]
-    cells.append(_cell(*interval([metrics["per_token_mean"] for metrics in told.values()]), digits=3))
+    cells.append(
+        _cell(*interval([metrics["per_token_mean"] for metrics in simulated_metrics.values()]), digits=3)
+    )
     cells.append(_change(side, load, model, "per_token_mean"))
-    cells.append(_cell(*interval([metrics["ttlt_mean"] for metrics in told.values()]), digits=2))
+    cells.append(_cell(*interval([metrics["ttlt_mean"] for metrics in simulated_metrics.values()]), digits=2))
     for measured in ("ttlt_mean", "clock_ttlt_mean"):
-        errors = [100 * (told[number]["ttlt_mean"] / runs[number][measured] - 1) for number in runs]
+        errors = [
+            100 * (simulated_metrics[number]["ttlt_mean"] / runs[number][measured] - 1) for number in runs
+        ]
         cells.append(_cell(*interval(errors), digits=1) + " %")
     return cells
 
 
-def _change(side: str, load: float, found: Found, name: str) -> str:
+def _change(side: str, load: float, content: Found, name: str) -> str:
     """Against fcfs, in percent, paired within repetitions."""
-    base, mine = found.get(("fcfs", load), {}), found[side, load]
+    base, mine = content.get(("fcfs", load), {}), content[side, load]
     pairs = [100 * (mine[number][name] / base[number][name] - 1) for number in mine if number in base]
     return "-" if side == "fcfs" or not pairs else _cell(*interval(pairs), digits=1) + " %"
 

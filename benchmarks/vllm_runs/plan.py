@@ -46,12 +46,12 @@ def cells(
 
     In every other repetition sides go backwards, so that none is always the first.
     """
-    found = [CAPACITY]
+    cells = [CAPACITY]
     for load in loads:
         mine = list(sides if load == loads[0] else low_sides)
         for repetition in range(repetitions):
-            found += [Cell(side, repetition, load) for side in mine[:: 1 if repetition % 2 == 0 else -1]]
-    return found + [Cell("fcfs_again", repetition, loads[0]) for repetition in range(controls)]
+            cells += [Cell(side, repetition, load) for side in mine[:: 1 if repetition % 2 == 0 else -1]]
+    return cells + [Cell("fcfs_again", repetition, loads[0]) for repetition in range(controls)]
 
 
 def asks(

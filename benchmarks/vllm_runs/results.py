@@ -10,13 +10,13 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.vllm_runs.step_work import step_work
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.fitting import StepSample, StepTimeFit, fit_step_time
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.run import run_simulation
-from scheduler_core.simulator.step_time import StepTime
+from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
 #: Metric -> unit.
@@ -102,7 +102,7 @@ def calibrated(steps: Steps) -> StepTimeFit:
         InputError: There are too few steps.
     """
     samples = [StepSample(float(step[1]), step_work(step)) for step in steps]
-    return fit_step_time(samples, keep_total=True)
+    return fit_step_time(samples)
 
 
 def simulated(
@@ -128,10 +128,18 @@ def simulated(
         key=lambda row: row.arrival_s,
     )
     trace = Trace(tuple(requests), "engine")
-    known = (
+    columns = (
         oracle_predictions(trace)
         if side == "oracle"
-        else Predictions("recorded", {row.request_id: predictions.get(row.request_id) for row in requests})
+        else Predictions(
+            "recorded",
+            {
+                row.request_id: Prediction(length=predictions[row.request_id])
+                if row.request_id in predictions
+                else None
+                for row in requests
+            },
+        )
     )
     config = SimulationConfig(
         trace="engine",
@@ -140,7 +148,7 @@ def simulated(
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         step_time=step_time,  # type: ignore[arg-type]
     )
-    result = run_simulation(config, trace=trace, predictions=known)
+    result = run_simulation(config, trace=trace, predictions=columns)
     return run_metrics(
         [
             {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler_core.plan import PrefillChunk
-from scheduler_core.simulator.step_time import StepWork
+from scheduler_core.simulator.step_time.base import StepWork
 
 
 def step_work(step: Sequence[float]) -> StepWork:
@@ -13,4 +13,4 @@ def step_work(step: Sequence[float]) -> StepWork:
     prefill, decodes, context = (int(value) for value in step[2:5])
     chunks = (PrefillChunk("", 0, prefill, True),) if prefill else ()
     each, rest = divmod(context, decodes) if decodes else (0, 0)
-    return StepWork(chunks, [each + (place < rest) for place in range(decodes)])
+    return StepWork(chunks, [each + (index < rest) for index in range(decodes)])

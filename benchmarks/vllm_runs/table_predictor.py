@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from scheduler_core.predictions import LengthPrediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import PredictionRequest
 
 
@@ -18,13 +18,13 @@ class TablePredictor:
         self._read_ns = 0
         self._rows: dict[str, tuple[float, float, float]] = {}
 
-    async def predict(self, requests: Sequence[PredictionRequest]) -> list[LengthPrediction]:
+    async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
         """What stands there; KeyError for a prompt that does not."""
         changed_ns = self._path.stat().st_mtime_ns
         if changed_ns != self._read_ns:
             self._rows = json.loads(self._path.read_text(encoding="utf-8"))
             self._read_ns = changed_ns
-        return [LengthPrediction(*self._rows[request.prompt]) for request in requests]
+        return [Prediction(length=LengthPrediction(*self._rows[request.prompt])) for request in requests]
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -11,12 +11,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.importers import ImportOptions, import_lengths
+from data_gen.cli_import_lengths import ImportLengthsConfig
+from data_gen.importers.import_lengths import import_lengths
 from data_gen.splits import split_of, unit_hash
 from data_gen.tables import read_parquet
 from scheduler_core.files import atomic_file
@@ -97,17 +99,19 @@ def prepare(data: Path, out: Path, *, alpaca_share: float) -> list[Path]:
     training.append(_without(train, report, out / "train_castillo.parquet"))
     for part in TRAINING_SETS:
         source = _usable_rows(part, data / part.file, out / f"raw_{part.name}.parquet")
-        options = ImportOptions(unknown="stop", columns=part.columns, model=part.model, dataset=part.dataset)
-        table = _imported("log", source, out / f"all_{part.name}.parquet", options)
+        options = {"columns": part.columns, "model": part.model, "dataset": part.dataset}
+        table = _imported("log", source, out / f"all_{part.name}.parquet", **options)
         if part.file == _ALPACA:
             table = _as_castillo(_fraction(table, alpaca_share), data / part.file)
         training.append(_without(table, report, out / f"train_{part.name}.parquet"))
     return training
 
 
-def _imported(kind: str, file: Path, out: Path, options: ImportOptions | None = None) -> pa.Table:
+def _imported(kind: str, file: Path, out: Path, **options: Any) -> pa.Table:
     if not out.exists():
-        import_lengths(kind, str(file), str(out), options or ImportOptions())
+        import_lengths(
+            ImportLengthsConfig(kind=kind, file=str(file), out=str(out), unknown="stop", **options)
+        )
     table = read_parquet(out, kind)
     return table.filter(pc.not_equal(table.column("finish_reason"), "error"))
 

@@ -18,7 +18,7 @@ from examples.quickstart.steps import POLICIES
 from examples.shell import StepRecord
 from scheduler_core.report.page import Page
 from training.fitting.fits import NOT_FITTED, NOT_TESTED
-from training.fitting.summary import FAMILY_NAMES, fixed, percent
+from training.fitting.report import FAMILY_NAMES, fixed, percent
 
 NUM_EXAMPLES = 6
 PACKAGES = ("tailcast", "torch", "transformers", "onnxruntime", "numpy", "scipy")

@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 import training
 from data_gen.samples import join_samples, read_samples, write_samples
 from data_gen.splits import split_of
-from data_gen.trace import PoissonArrivals, trace_of, write_trace
+from data_gen.trace import trace_of, write_trace
 from examples.quickstart.sizes import SHIPPED_LIMIT, SHIPPED_PROMPTS, Size
 from examples.shell import Shell, StepFailedError
 from predictors.client import connect
 from scheduler_core.files import write_json
 from scheduler_core.predictor import PredictionRequest
+from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 SHIPPED_SAMPLES = Path(__file__).parent / "data" / "smollm2_135m.parquet"
 TRAIN_CONFIG = Path(training.__file__).parent / "configs" / "minilm-quickstart.yaml"
@@ -199,7 +200,7 @@ class Quickstart:
             predictor = connect(address)
             try:
                 await _check_health(address)
-                return await predictor.predict(requests)
+                return [one.length for one in await predictor.predict(requests)]
             finally:
                 await predictor.close()
 
@@ -232,7 +233,7 @@ class Quickstart:
         }
         trace = self.out / "trace.parquet"
         # The times only give the order; `simulate` draws its own at the load of the run.
-        write_trace(trace, trace_of(samples, PoissonArrivals(rate_rps=10.0, seed=1), test))
+        write_trace(trace, trace_of(samples, Arrivals(rate_rps=10.0), 1, test))
         commands: list[str] = []
         ttft: dict[str, float] = {}
         for label, policy, asks in POLICIES:

@@ -15,30 +15,28 @@ PROMPTS = ("Name three rivers.", "Write a sort in C.", "What is a tide?")
 MODELS = ("small/model", "large/model")
 
 
-def write(path: Path, rows: list[dict[str, Any]], **types: pa.DataType) -> None:
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    table = pa.Table.from_pylist(rows)
-    for name, kind in types.items():
-        place = table.column_names.index(name)
-        table = table.set_column(place, name, table.column(name).cast(kind))
-    pq.write_table(table, path)
+    pq.write_table(pa.Table.from_pylist(rows), path)
 
 
 def castillo_rows(prompts: list[str]) -> list[dict[str, Any]]:
+    common = {
+        "dataset": "Alpaca",
+        "prompt_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "category": "undefined",
+    }
     return [
-        {
-            "dataset": "Alpaca",
+        common
+        | {
             "model": model,
             "prompt_id": f"id {prompt}",
             "prompt": prompt,
-            "prompt_tokens": len(prompt.split()),
-            "output_tokens": [10 * (1 + number % 7) + draw for draw in range(10)],
-            "temperature": 0.7,
-            "top_p": 0.9,
-            "top_k": 50,
-            "category": "undefined",
+            "output_tokens": list(range(10, 20)),
         }
-        for number, prompt in enumerate(prompts)
+        for prompt in prompts
         for model in MODELS
     ]
 
@@ -50,66 +48,20 @@ def data(tmp_path: Path) -> Path:
     validation = [f"Question number {number}: what is it?" for number in range(200)]
     write(folder / "castillo_validation.parquet", castillo_rows(validation))
     write(folder / "castillo_train.parquet", castillo_rows([*PROMPTS, validation[0], *validation[1:30]]))
+    texts = [*(text.upper() for text in validation), *(f"Sum up\n\ntext {n}" for n in range(50))]
     alpaca = [
-        {
-            "alpaca_index": number,
-            "prompt": text,
-            "has_input": "\n\n" in text,
-            "prompt_tokens": 5,
-            "model": "text-davinci-003",
-            "n_tokens": 20 + number,
-            "n_chars": 80,
-            "n_words": 16,
-            "vicuna7b_len_t00": 30 if number % 2 else None,
-        }
-        for number, text in enumerate(
-            [*(text.upper() for text in validation), *(f"Sum up\n\ntext {n}" for n in range(50))]
-        )
+        {"prompt": text, "has_input": "\n\n" in text, "prompt_tokens": 5, "model": "text-davinci-003"}
+        | {"n_tokens": 20 + number, "vicuna7b_len_t00": 30 if number % 2 else None}
+        for number, text in enumerate(texts)
     ]
     write(folder / "many_prompts" / "alpaca_52k.parquet", alpaca)
-    others = [
-        {"prompt": text, "subset": "own", "model": "m", "n_tokens": 9, "n_chars": 40, "n_words": 8}
-        for text in ("first", "second")
-    ]
+    others = [{"prompt": text, "subset": "own", "model": "m", "n_tokens": 9} for text in ("first", "second")]
     write(folder / "multi_model" / "alpaca_eval.parquet", others)
-    zero = [
-        {
-            "dataset": "gsm",
-            "prompt_id": "1",
-            "prompt": "two and two?",
-            "full_prompt_chars": 20,
-            "full_prompt_tokens": 6,
-            "model": "m",
-            "variant": "default",
-            "temperature": 0.0,
-            "max_tokens": 4096,
-            "n_tokens": 7,
-            "n_chars": 30,
-            "n_words": 6,
-        }
-    ]
-    write(folder / "multi_model" / "zeroeval.parquet", zero)
-    oasst = [
-        {
-            "source": "oasst",
-            "dataset": "250",
-            "model": "m",
-            "prompt_id": "p",
-            "prompt": "Hello?",
-            "temperature": 0.8,
-            "top_p": 0.9,
-            "top_k": 30,
-            "max_tokens": 400,
-            "sampling_config": "k50",
-            "run": "r",
-            "n_samples": 2,
-            "tokens": [5, 400],
-            "chars": [20, 1600],
-            "words": [4, 300],
-            "finished": [True, False],
-        }
-    ]
-    write(folder / "repeated_samples" / "oasst_sampling_reports.parquet", oasst)
+    common = {"dataset": "d", "prompt_id": "p", "prompt": "Hello?", "model": "m", "temperature": 0.8}
+    zero = common | {"full_prompt_tokens": 6, "n_tokens": 7}
+    write(folder / "multi_model" / "zeroeval.parquet", [zero])
+    oasst = common | {"top_p": 0.9, "run": "r", "tokens": [5, 400], "finished": [True, False]}
+    write(folder / "repeated_samples" / "oasst_sampling_reports.parquet", [oasst])
     return folder
 
 

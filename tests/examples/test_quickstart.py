@@ -72,13 +72,3 @@ def test_a_failing_command_names_its_step_and_log(tmp_path: Path) -> None:
         shell.run("a", ["gen-samples", str(tmp_path / "missing.txt"), "--out", str(tmp_path / "x.parquet")])
     with pytest.raises(TailcastError, match="not installed"):
         shell.run("b", ["no-such-command"])
-
-
-def test_a_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    shell = Shell(tmp_path / "logs")
-    command = ["serve-predictor", str(tmp_path / "no-artifact"), "--port", "0"]
-    with (
-        pytest.raises(StepFailedError, match="did not start"),
-        shell.serving("f", command, tmp_path / "port"),
-    ):
-        pass

@@ -14,8 +14,8 @@ class Predict(MLModel):
         return True
 
     async def predict(self, payload):
-        answers = self.model(StringCodec.decode_input(payload.inputs[0]))
-        mu = np.array([[answer["mu"]] for answer in answers])
-        sigma = np.array([[answer["sigma"]] for answer in answers])
+        outputs = self.model(StringCodec.decode_input(payload.inputs[0]))
+        mu = np.array([[output["mu"]] for output in outputs])
+        sigma = np.array([[output["sigma"]] for output in outputs])
         outputs = [NumpyCodec.encode_output("mu", mu), NumpyCodec.encode_output("sigma", sigma)]
         return InferenceResponse(model_name=self.name, outputs=outputs)

@@ -29,11 +29,11 @@ class Model:
         self.session = onnxruntime.InferenceSession(
             str(path / "model.onnx"), options, providers=["CPUExecutionProvider"]
         )
-        given = ("input_ids", "attention_mask")
+        names = ("input_ids", "attention_mask")
         self.extra = [
             tensor
             for tensor in manifest["inputs"]
-            if tensor["name"] not in given and not tensor.get("optional")
+            if tensor["name"] not in names and not tensor.get("optional")
         ]
 
     def __call__(self, texts: list[str]) -> list[dict[str, float]]:

@@ -16,10 +16,10 @@ class TritonPythonModel:
             rows = triton.get_input_tensor_by_name(request, "prompt").as_numpy()[:, 0]
             texts += [text.decode() for text in rows]
             counts.append(len(rows))
-        answers = iter(self.model(texts))
+        outputs = iter(self.model(texts))
         responses = []
         for count in counts:
-            rows = [next(answers) for _ in range(count)]
+            rows = [next(outputs) for _ in range(count)]
             outputs = [
                 triton.Tensor(name, np.array([[row[name]] for row in rows], dtype=np.float32))
                 for name in ("mu", "sigma")
