@@ -4,69 +4,45 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from docstring_parser import parse_from_object
 
 from scheduler_core.simulator.commands.simulate import COMMANDS as SIMULATE
+from tests.test_fuzz_commands import COMMANDS as CONFIGURED
 
 CONTENT = "years of work"
-#: Command -> configuration, and the words it cannot do without; {NAME} is the path of an option.
+#: Command -> the words it cannot do without; {NAME} is the path of an option.
 COMMANDS = {
-    "gen-samples": ("data_gen.gen_samples:GenSamplesConfig", "{prompts} --out {out}"),
-    "import-lengths": ("data_gen.cli_import_lengths:ImportLengthsConfig", "log {file} --out {out}"),
-    "import-urgency": (
-        "data_gen.cli_import_urgency:ImportUrgencyConfig",
-        "{out} --sources llm,labels={sources}",
-    ),
-    "fit-dist": ("training.cli_fit_dist:FitDistConfig", "{samples} --out {out}"),
-    "train": (
-        "training.config:TrainConfig",
-        "--data {data} --urgency_data {urgency_data} --urgency {} --out {out}",
-    ),
-    "evaluate": ("training.evaluating.config:EvaluateConfig", "{predictor} --data {data} --json {json}"),
-    "evaluate-stream": ("training.drift.cli:StreamConfig", "{stream} --out {out}"),
-    "calibrate": ("training.calibrating.config:CalibrateConfig", "{predictor} --data {data} --out {out}"),
-    "evaluate-urgency": (
-        "training.urgency.cli:EvaluateUrgencyConfig",
-        "{predictor} --data {data} --json {json}",
-    ),
-    "export-onnx": ("export.exporter:ExportConfig", "{checkpoint} --out {out}"),
-    "package-artifact": ("export.packages:PackageConfig", "triton {artifact} --out {out}"),
-    "export-variants": ("export.variants.config:VariantsConfig", "{artifact} --data {data} --out {out}"),
-    "serve-predictor": (
-        "predictors.cli:ServeConfig",
-        "{artifact} --tls_cert {tls_cert} --tls_key {tls_key}",
-    ),
-    "tailcast-proxy": ("predictors.cli_proxy:ProxyConfig", "http://127.0.0.1:9 --feedback {feedback}"),
-    "read-feedback": ("training.cli_read_feedback:FeedbackConfig", "{log}"),
-    "simulate run": (
-        "scheduler_core.simulator.commands.run:RunConfig",
-        "--trace {trace} --policy fcfs --json {json}",
-    ),
-    "simulate compare": ("scheduler_core.simulator.commands.compare:CompareConfig", "{a} {b}"),
-    "simulate workload": ("scheduler_core.simulator.commands.workload:WorkloadConfig", "--out {out}"),
-    "simulate sweep": ("scheduler_core.simulator.commands.sweep:SweepConfig", "{out} --trace {trace}"),
-    "simulate capacity": (
-        "scheduler_core.simulator.commands.capacity:CapacityConfig",
-        "--trace {trace} --json {json} --at_most.ttft_s 1",
-    ),
-    "simulate calibrate": (
-        "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig",
-        "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
-    ),
+    "gen-samples": "{prompts} --out {out}",
+    "import-lengths": "log {file} --out {out}",
+    "import-urgency": "{out} --sources llm,labels={sources}",
+    "fit-dist": "{samples} --out {out}",
+    "train": "--data {data} --urgency_data {urgency_data} --urgency {} --out {out}",
+    "evaluate": "{predictor} --data {data} --json {json}",
+    "evaluate-stream": "{stream} --out {out}",
+    "calibrate": "{predictor} --data {data} --out {out}",
+    "evaluate-urgency": "{predictor} --data {data} --json {json}",
+    "export-onnx": "{checkpoint} --out {out}",
+    "package-artifact": "triton {artifact} --out {out}",
+    "export-variants": "{artifact} --data {data} --out {out}",
+    "serve-predictor": "{artifact} --tls_cert {tls_cert} --tls_key {tls_key}",
+    "tailcast-proxy": "http://127.0.0.1:9 --feedback {feedback}",
+    "read-feedback": "{log}",
+    "simulate run": "--trace {trace} --policy fcfs --json {json}",
+    "simulate compare": "{a} {b}",
+    "simulate workload": "--out {out}",
+    "simulate sweep": "{out} --trace {trace}",
+    "simulate capacity": "--trace {trace} --json {json} --at_most.ttft_s 1",
+    "simulate calibrate": "--url http://127.0.0.1:9/v1 --served_model m --json {json}",
 }
 #: Options whose value is more than a path.
 VALUES = {
@@ -79,6 +55,8 @@ VALUES = {
 }
 #: Refused, or opened, while options are checked.
 NOT_POSSIBLE = {
+    ("gen-samples", "openai.tokenizer"),
+    ("import-lengths", "tokenizer"),
     *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity")),
 }
 #: Options whose help speaks of files, and which name none.
@@ -93,8 +71,7 @@ SCRIPTS = {
 
 
 def config_of(command: str) -> Any:
-    module, _, name = COMMANDS[command][0].partition(":")
-    return getattr(importlib.import_module(module), name)
+    return CONFIGURED[command].config_class
 
 
 def options_of(names: tuple[str, ...]) -> list[str]:
@@ -120,7 +97,7 @@ def pairs() -> Iterator[tuple[str, str, str, str]]:
 def words_of(command: str, paths: dict[str, Path], folder: Path) -> list[str]:
     """The command line: what the command cannot do without, and the options of `paths`."""
     rest = command.split()[1:]
-    template = COMMANDS[command][1]
+    template = COMMANDS[command]
     if "workload" in paths:
         template = template.replace("--trace {trace}", "")
     words = shlex.split(template)
@@ -180,59 +157,6 @@ def test_every_option_with_a_path_is_an_input_or_an_output(command: str) -> None
         and re.search(r"\b(files?|folder|page|write)\b", parameter.description or "", re.IGNORECASE)
     ]
     assert not undeclared
-
-
-FULL_DISK = """
-import contextlib, io, os, pathlib, sys
-from importlib import import_module
-
-mount, data, commands = sys.argv[1], sys.argv[2], sys.argv[3:]
-os.chdir(mount)
-pathlib.Path("filler").write_bytes(bytes(os.statvfs(".").f_bavail * os.statvfs(".").f_frsize - 8192))
-for command in commands:
-    module, *words = command.split()
-    error = io.StringIO()
-    with contextlib.redirect_stderr(error):
-        code = import_module(module).main([word.replace("DATA", data) for word in words])
-    lines = [line for line in error.getvalue().splitlines() if "error: " in line]
-    print(code, sorted(os.listdir()), len(lines), "space" in " ".join(lines), lines, sep="|")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="mounts a tiny disk")
-def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
-    lengths = np.random.default_rng(0).integers(1, 900, (3000, 4))
-    names = {"prompt_id": [f"p{number}" for number in range(3000)], "model": ["m"] * 3000}
-    pq.write_table(pa.table(names | {"output_tokens": lengths.tolist()}), tmp_path / "lists.parquet")
-    pq.write_table(pa.table(names | {"output_tokens": lengths[:, 0]}), tmp_path / "rows.parquet")
-    commands = [
-        "data_gen.cli_import_lengths log DATA/rows.parquet --schema trace --out lengths.parquet",
-        "training.cli_fit_dist DATA/lists.parquet --out fits.parquet --max_tokens 1000 --progress false --alternatives false",
-        "scheduler_core.simulator.commands.simulate workload --out trace.parquet --num_requests 5000",
-        "data_gen.cli_gen_samples templates:400 --out samples.parquet --backend synthetic --num_samples 40 --progress false",
-    ]
-    (tmp_path / "disk").mkdir()
-    script = 'mount -t tmpfs -o size=64k none "$1" && shift && exec "$@"'
-    words = [
-        sys.executable,
-        "-c",
-        FULL_DISK,
-        str(tmp_path / "disk"),
-        str(tmp_path),
-        *commands,
-    ]
-    done = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", script, "sh", str(tmp_path / "disk"), *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    if "mount" in done.stderr and not done.stdout:
-        pytest.skip("no tiny disk can be mounted")
-    results = [line.split("|") for line in done.stdout.splitlines()]
-    assert len(results) == len(commands), done.stderr
-    for command, result in zip(commands, results, strict=True):
-        assert result[:4] == ["2", "['filler']", "1", "True"], (command, result)
 
 
 def test_commands_with_unfinished_runs_write_through_links(tmp_path: Path) -> None:

@@ -65,18 +65,6 @@ def test_commands_accept_what_documents_show(
     assert end.value.code == 0, capsys.readouterr().err
 
 
-def test_readme_shows_each_of_its_steps() -> None:
-    commands = {line.split()[0] for document, line in _commands() if document == "README.md"}
-    assert {
-        "gen-samples",
-        "train",
-        "export-onnx",
-        "serve-predictor",
-        "simulate",
-        "tailcast-proxy",
-    } <= commands
-
-
 def test_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert text.count("\n") <= 110

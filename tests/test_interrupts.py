@@ -73,15 +73,11 @@ def interrupted(
     [
         ("scheduler_core.simulator.commands.simulate", "simulate", "numpy", ("run",)),
         ("scheduler_core.simulator.commands.simulate", "simulate run", "jsonargparse", ("run",)),
-        ("scheduler_core.simulator.commands.simulate", "simulate run", "yaml.cyaml", ("run",)),
         ("data_gen.cli_gen_samples", "gen-samples", "numpy", ()),
-        ("data_gen.cli_gen_samples", "gen-samples", "data_gen.gen_samples", ()),
-        ("data_gen.cli_import_lengths", "import-lengths", "docstring_parser", ()),
         ("training.cli_fit_dist", "fit-dist", "docstring_parser", ()),
         ("training.cli_train", "train", "training.config", ()),
         ("export.cli_package", "package-artifact", "export.packages", ()),
         ("predictors.cli", "serve-predictor", "jsonargparse", ()),
-        ("training.cli_read_feedback", "read-feedback", "logging", ()),
     ],
 )
 def test_an_interrupt_while_modules_are_imported(
