@@ -135,19 +135,19 @@ class RayBackend:
         ]
         num_gpus = sum(node.get("GPU", 0) for node in nodes) if config.backend != "synthetic" else 0
         gpus = config.vllm.tensor_parallel_size if config.backend == "vllm" else 1
-        most = int(num_gpus // gpus if num_gpus else sum(node["CPU"] for node in nodes))
-        wanted = config.ray_workers or (most if num_gpus else len(nodes))
-        if not 1 <= wanted <= most:
+        max_workers = int(num_gpus // gpus if num_gpus else sum(node["CPU"] for node in nodes))
+        num_workers = config.ray_workers or (max_workers if num_gpus else len(nodes))
+        if not 1 <= num_workers <= max_workers:
             raise InputError(
-                "ray_workers", wanted, f"integers from 1 to {most}, what the cluster has room for"
+                "ray_workers", num_workers, f"integers from 1 to {max_workers}, the capacity of the cluster"
             )
         resources: dict[str, Any] = {"num_cpus": 1, "num_gpus": gpus}
         if not num_gpus:
             # Ray lets a worker use as many threads as it has processors.
-            cpus = min(node["CPU"] for node in nodes) // math.ceil(wanted / len(nodes))
+            cpus = min(node["CPU"] for node in nodes) // math.ceil(num_workers / len(nodes))
             resources = {"num_cpus": max(1, int(cpus)), "scheduling_strategy": "SPREAD"}
         actor = ray.remote(_Worker).options(**resources)
-        self._workers += [actor.remote(config) for _ in range(wanted - len(self._workers))]
+        self._workers += [actor.remote(config) for _ in range(num_workers - len(self._workers))]
         expected = metadata.version("tailcast"), self._engine.version
         for versions in ray.get([worker.versions.remote() for worker in self._workers]):
             if versions != expected:

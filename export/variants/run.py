@@ -210,5 +210,5 @@ def _processor() -> str:
     """Name of the processor, from /proc/cpuinfo where there is one."""
     file = Path("/proc/cpuinfo")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match[1] if match else platform.processor() or platform.machine()

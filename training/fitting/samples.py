@@ -299,8 +299,8 @@ def _samples(
         if not is_text(reasons.type):
             raise source.wrong_type("finish_reason", ", ".join(FINISH_REASONS))
         allowed = ", ".join(FINISH_REASONS) + " (import-lengths --unknown decides what unknown means)"
-        known = pc.is_in(reasons, pa.array(FINISH_REASONS, reasons.type))
-        source.require(known, "finish_reason", allowed, reasons)
+        is_allowed = pc.is_in(reasons, pa.array(FINISH_REASONS, reasons.type))
+        source.require(is_allowed, "finish_reason", allowed, reasons)
         censored, failed = (
             pc.equal(reasons, name).to_numpy(zero_copy_only=False) for name in ("length", "error")
         )

@@ -85,7 +85,8 @@ def run(config: RunConfig) -> None:
             requests.append(request_columns(result.records, seed))
         if result.watch.steps is not None:
             steps.append(result.watch.steps.columns(seed))
-        first = first or result
+        if first is None:
+            first, first_trace = result, trace
     assert first is not None
     intervals = over_seeds([one["metrics"] for one in runs])
     if config.requests is not None:
@@ -100,10 +101,10 @@ def run(config: RunConfig) -> None:
     if config.num_seeds > 1:
         content["intervals"] = intervals
     if config.scheduler.batching == "rad":
-        bounds = rad_bounds(prepare_trace(config), config.scheduler, config.make_step_time())
+        bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
         content["rad_bounds"] = asdict(bounds)
         logger.info(
-            "T_R %.4g s, T_max %.4g s, n %d for stability at load 0.9",
+            "T_R %.4g s, T_max %.4g s; stable at loads up to 0.9 with n = %d",
             bounds.expected_s,
             bounds.longest_s,
             bounds.num_per_cycle,
