@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 
 from scheduler_core.kv_cache import KVCache, Preemption
 from scheduler_core.lockstep import LockstepGroup
 from scheduler_core.policies.base import Policy
+from scheduler_core.predictions import Prediction
 from scheduler_core.queues import EvictionQueue, WaitingQueue
 from scheduler_core.request import RequestState, Status
 
@@ -44,6 +46,10 @@ class Pool:
         self.preemption = preemption
         self._states: dict[str, RequestState] = {}
         self.waiting = WaitingQueue(policy, group)
+        #: Tokens that the waiting requests have to process before their next output token.
+        self.waiting_prefill_tokens = 0
+        #: Live requests by the level they are scheduled at.
+        self.num_by_level: Counter[int] = Counter()
         self._running: dict[str, RequestState] = {}
         self.evictions = EvictionQueue(policy) if evicts_by_key else None
         #: The requests that decode, if they do so in lockstep.
@@ -118,7 +124,15 @@ class Pool:
     def enter(self, state: RequestState, now: float) -> None:
         """Adds a new request, which waits."""
         self._states[state.request_id] = state
-        self.waiting.push(state, now)
+        self.num_by_level[state.effective_level()] += 1
+        self._wait(state, now)
+
+    def update(self, state: RequestState, prediction: Prediction | None) -> bool:
+        """Applies a prediction to a live request, see `RequestState.apply_prediction`."""
+        self.num_by_level[state.effective_level()] -= 1
+        is_new = state.apply_prediction(prediction)
+        self.num_by_level[state.effective_level()] += 1
+        return is_new
 
     def rekey(self, state: RequestState, now: float) -> None:
         """Updates the queue entry of a request whose key has changed; nothing happens if it is gone."""
@@ -149,7 +163,7 @@ class Pool:
             return False
         if not self.kv.admit(state.request_id, tokens, waive_watermark=not running):
             return False
-        self.waiting.remove(state)
+        self._stop_waiting(state)
         state.status = Status.RUNNING
         if state.num_computed_tokens < state.prefill_target_tokens:
             state.prefill_target_tokens = state.known_tokens
@@ -202,7 +216,7 @@ class Pool:
         state.kv_tokens = 0
         state.num_preemptions += 1
         self.policy.on_preempt(state, now)
-        self.waiting.push(state, now)
+        self._wait(state, now)
         return offload_tokens
 
     def memory_victim(self, now: float) -> RequestState:
@@ -245,12 +259,11 @@ class Pool:
     def leave(self, state: RequestState) -> None:
         """Forgets a request."""
         if state.status is Status.WAITING:
-            self.waiting.remove(state)
+            self._stop_waiting(state)
         else:
             self._stop_running(state)
         self.kv.release(state.request_id)
-        state.status = Status.GONE
-        del self._states[state.request_id]
+        self._forget(state)
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
         """Reserves that many blocks more for a request of another replica, and with the first ones a slot; False (and
@@ -286,8 +299,8 @@ class Pool:
         self._stop_running(state)
         self.reserved.add(state.request_id)
         self.max_running -= 1
-        state.status, state.kv_tokens = Status.GONE, 0
-        del self._states[state.request_id]
+        state.kv_tokens = 0
+        self._forget(state)
 
     def put_in(self, state: RequestState, now: float) -> None:
         """Adds a request of another replica: it runs on what is reserved for it, or waits if nothing is."""
@@ -300,8 +313,22 @@ class Pool:
         self.reserved.remove(name)
         self.max_running += 1
         self._states[name] = self._running[name] = state
+        self.num_by_level[state.effective_level()] += 1
         state.status = Status.RUNNING
         self._on_running(state, now)
+
+    def _wait(self, state: RequestState, now: float) -> None:
+        self.waiting.push(state, now)
+        self.waiting_prefill_tokens += state.known_tokens - state.num_computed_tokens
+
+    def _stop_waiting(self, state: RequestState) -> None:
+        self.waiting.remove(state)
+        self.waiting_prefill_tokens -= state.known_tokens - state.num_computed_tokens
+
+    def _forget(self, state: RequestState) -> None:
+        state.status = Status.GONE
+        self.num_by_level[state.effective_level()] -= 1
+        del self._states[state.request_id]
 
     def _on_running(self, state: RequestState, now: float) -> None:
         state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
@@ -328,6 +355,10 @@ class Pool:
         running = set(self.running)
         assert not waiting & running, "a request both waits and runs"
         assert waiting | running == set(self.states), "a request is lost"
+        levels = Counter(state.effective_level() for state in self.states.values())
+        assert +self.num_by_level == levels, "a level is miscounted"
+        unprocessed = sum(state.known_tokens - state.num_computed_tokens for state in self.waiting)
+        assert self.waiting_prefill_tokens == unprocessed, "tokens of waiting requests are miscounted"
         assert len(running) <= self.max_running, "too many running requests"
         offloaded = {state.request_id for state in self.waiting if state.num_computed_tokens > 0}
         assert not self.reserved & set(self.states), "a request is here and reserved"

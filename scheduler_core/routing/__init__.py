@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.registry import construct
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.baselines import Jsq, LeastKv, PowerOfTwo, RandomChoice, RoundRobin
@@ -45,7 +45,7 @@ def make_router(
         InputError: No such router or parameter, a parameter outside its range, or no generator where one is needed.
     """
     if name not in ROUTERS:
-        raise InputError("router", name, ", ".join(ROUTERS))
+        raise unknown_name("router", name, ROUTERS)
     arguments = dict(parameters or {})
     if ROUTERS[name].needs_generator:
         if rng is None:

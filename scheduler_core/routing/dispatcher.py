@@ -32,8 +32,12 @@ class Dispatcher:
         self._role: dict[str, ReplicaRole] = {}
         self._requests: dict[str, _Entry] = {}
         self._num_arrived = 0
-        #: Requests that wait for a replica.
-        self.num_pending = 0
+        self._pending: dict[str, _Entry] = {}
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait for a replica."""
+        return len(self._pending)
 
     @property
     def replicas(self) -> Mapping[str, ReplicaStatus]:
@@ -70,16 +74,16 @@ class Dispatcher:
         lost = sorted(here, key=lambda one: one.order)
         for one in lost:
             one.replica_id = None
-            self.num_pending += 1
+            self._pending[one.item.request.request_id] = one
             self.router.on_aborted(one.item.request.request_id, replica_id, now)
         self.left(replica_id, now)
         return tuple(one.item for one in lost)
 
     def arrived(self, item: RoutingRequest) -> None:
         """A request, of another id than all that are here, waits for a replica."""
-        self._requests[item.request.request_id] = _Entry(item, self._num_arrived)
+        name = item.request.request_id
+        self._requests[name] = self._pending[name] = _Entry(item, self._num_arrived)
         self._num_arrived += 1
-        self.num_pending += 1
 
     def dispatch(
         self, snapshots: Mapping[str, ReplicaSnapshot], now: float
@@ -89,14 +93,15 @@ class Dispatcher:
         `snapshots` has every replica; each choice sees the earlier ones of this call.
         """
         current = {replica_id: snapshots[replica_id] for replica_id in self._status}
-        pending = [one for one in self._requests.values() if one.replica_id is None]
         assignments = []
-        for one in sorted(pending, key=lambda one: (self.router.dispatch_key(one.item, now), one.order)):
+        for one in sorted(
+            self._pending.values(), key=lambda one: (self.router.dispatch_key(one.item, now), one.order)
+        ):
             offered = self._offered(one.item, current)
             if not offered:
                 continue
             one.replica_id = chosen = self._choose(one.item, offered, now)
-            self.num_pending -= 1
+            del self._pending[one.item.request.request_id]
             snapshot = current[chosen]
             current[chosen] = snapshot.with_waiting(one.item.waiting_view(snapshot.kv_block_tokens))
             self.router.on_dispatched(one.item, chosen, now)
@@ -110,10 +115,7 @@ class Dispatcher:
 
     def aborted(self, request_id: str, now: float) -> str | None:
         """The request was aborted; returns the replica that must forget it, None if it was on none."""
-        one = self._requests.get(request_id)
-        if one is not None and one.replica_id is None:
-            self.num_pending -= 1
-        else:
+        if self._pending.pop(request_id, None) is None:
             self.router.on_aborted(request_id, self._placed(request_id), now)
         return self._requests.pop(request_id).replica_id
 

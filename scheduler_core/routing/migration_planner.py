@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.llumnix import Headroom, exponential_headroom, full_freeness
@@ -99,11 +100,13 @@ class MigrationPlanner:
                     return [Move(row.request_id, source.replica_id, target.replica_id)]
         return []
 
-    def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> list[RequestView]:
+    def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> Iterator[RequestView]:
         """The requests that may leave the replica, in the order in which they would."""
         movable = [
-            row
-            for row in source.requests
+            ((row.running, -row.tier, row.kv_blocks, -row.arrival_s), index, row)
+            for index, row in enumerate(source.requests)
             if row.request_id not in in_flight and (row.decoding or not row.running)
         ]
-        return sorted(movable, key=lambda row: (row.running, -row.tier, row.kv_blocks, -row.arrival_s))
+        heapify(movable)  # mostly the first one fits
+        while movable:
+            yield heappop(movable)[-1]

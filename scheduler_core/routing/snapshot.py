@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
 from scheduler_core.kv_cache import KVCache
+from scheduler_core.pool import Pool
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
@@ -26,9 +29,8 @@ class ReplicaRole(Enum):
     DECODE = "decode"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestView:
-    """One request on a replica.
+class RequestView(NamedTuple):
+    """One request on a replica; a named tuple, since routers and planners make many of them.
 
     Attributes:
         tier: Urgency level it is scheduled at, 0 the most urgent.
@@ -88,7 +90,7 @@ class ReplicaSnapshot:
     head_demand_blocks: int = 0
     waiting_prefill_tokens: int = 0
     tiers: tuple[int, ...] = ()
-    requests: tuple[RequestView, ...] = ()
+    requests: Sequence[RequestView] = ()
 
     @property
     def num_requests(self) -> int:
@@ -128,13 +130,12 @@ def take_snapshot(
     role: ReplicaRole = ReplicaRole.BOTH,
     keep_requests: bool = True,
 ) -> ReplicaSnapshot:
-    """The scheduler as it is now, O(requests); several times cheaper without the requests themselves."""
+    """The scheduler as it is now; its requests, O(requests), are looked at when they are first read, which must be before
+    anything happens to the scheduler.
+    """
     pool, config = scheduler.pool, scheduler.config
     reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
     head = pool.waiting.peek()
-    states: list[RequestState] = []
-    if keep_requests:
-        states = [*pool.running.values(), *sorted(pool.waiting, key=lambda state: state.order)]
     return ReplicaSnapshot(
         replica_id=replica_id,
         status=status,
@@ -147,10 +148,36 @@ def take_snapshot(
         num_waiting=len(pool.waiting),
         used_blocks=config.num_kv_blocks - pool.kv.num_free_blocks - reserved,
         head_demand_blocks=0 if head is None else pool.kv.blocks_for(head.known_tokens),
-        waiting_prefill_tokens=sum(state.known_tokens - state.num_computed_tokens for state in pool.waiting),
-        tiers=tuple(sorted({state.effective_level() for state in pool.states.values()})),
-        requests=tuple(_view(state, pool.kv) for state in states),
+        waiting_prefill_tokens=pool.waiting_prefill_tokens,
+        tiers=tuple(sorted(level for level, num in pool.num_by_level.items() if num)),
+        requests=_Views(pool) if keep_requests else (),
     )
+
+
+class _Views(Sequence[RequestView]):
+    """The requests of a pool, the running ones first, made when they are first read."""
+
+    __slots__ = ("_pool", "_views")
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._views: tuple[RequestView, ...] | None = None
+
+    def _made(self) -> tuple[RequestView, ...]:
+        if self._views is None:
+            waiting = sorted(self._pool.waiting, key=lambda state: state.order)
+            states = (*self._pool.running.values(), *waiting)
+            self._views = tuple(_view(state, self._pool.kv) for state in states)
+        return self._views
+
+    def __len__(self) -> int:
+        return len(self._made())
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return self._made()[index]
+
+    def __iter__(self) -> Iterator[RequestView]:
+        return iter(self._made())
 
 
 def _view(state: RequestState, kv: KVCache) -> RequestView:

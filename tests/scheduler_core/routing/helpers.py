@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,7 +54,7 @@ def waiting(name: str, blocks: int, tier: int = 2, arrival_s: float = 0.0, cap: 
 
 def predicted(view: RequestView, mu: float, sigma: float = 0.5, nu: float = 3.5) -> RequestView:
     """The same request with a predicted length."""
-    return replace(view, prediction=LengthPrediction(mu, sigma, nu))
+    return view._replace(prediction=LengthPrediction(mu, sigma, nu))
 
 
 def replica(name: str, *views: RequestView, blocks: int = 100, **more: Any) -> ReplicaSnapshot:
