@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from scheduler_core.adapters.live_calibration import CalibrationGauges
 from scheduler_core.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.request import RequestState
 
@@ -47,6 +48,7 @@ class EngineMetrics:
             "Predicted probability of an output at most as long as the true one; uniform for true predictions.",
             QUANTILE_BUCKETS,
         )
+        self.calibration = CalibrationGauges("tailcast_", registry, multiprocess_mode="livemostrecent")
         self.info = Gauge(
             "tailcast_scheduler_info",
             "1 for the policy and predictor in use.",

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.adapters.live_order import order_policy
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
+from scheduler_core.predictor import PREDICTORS
 
 #: Environment variable that names the YAML file.
 VARIABLE = "TAILCAST_CONFIG"
@@ -28,14 +29,16 @@ class EngineSettings:
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
-        predictor: SCHEME://ADDRESS of the predictor: grpc://HOST:PORT, or local://FOLDER for an artifact in the engine's
-            process; None: no predictions.
+        predictor: pretrained (it comes with tailcast) or an artifact folder, in the engine's process; or grpc://HOST:PORT;
+            None: no predictions.
         served_model: Name of the served model, for predictors of several.
         timeout_s: A prediction that takes longer has failed, in seconds.
         max_in_flight: Calls under way at the same time.
         max_batch: Maximum number of requests in one call.
         prompt: Text for the predictor: "user": of a chat with nothing but one user message that message only, of others
             the whole text; "whole": always the whole text, as the chat template makes it.
+        online_calibration: Correct the predicted lengths by the requests that have ended.
+        calibration_file: JSON file that keeps what has been learned over restarts; None: none.
 
     Raises:
         InputError: A value is not allowed.
@@ -49,20 +52,24 @@ class EngineSettings:
     max_in_flight: int = 64
     max_batch: int = 16
     prompt: str = "user"
+    online_calibration: bool = True
+    calibration_file: str | None = None
 
     def __post_init__(self) -> None:
         parameters = self.policy_parameters
         checks = {
             "policy_parameters": (isinstance(parameters, Mapping), "names with numbers"),
             "predictor": (
-                self.predictor is None or (isinstance(self.predictor, str) and "://" in self.predictor),
-                "SCHEME://ADDRESS, or unset",
+                self.predictor is None or (isinstance(self.predictor, str) and self.predictor != ""),
+                f"{PREDICTORS}, or unset",
             ),
             "served_model": (isinstance(self.served_model, str), "text"),
             "timeout_s": (_is_number(self.timeout_s) and 0 < self.timeout_s < math.inf, "seconds > 0"),
             "max_in_flight": (type(self.max_in_flight) is int and self.max_in_flight > 0, "integers > 0"),
             "max_batch": (type(self.max_batch) is int and self.max_batch > 0, "integers > 0"),
             "prompt": (self.prompt in PROMPT_PARTS, ", ".join(PROMPT_PARTS)),
+            "online_calibration": (isinstance(self.online_calibration, bool), "true, false"),
+            "calibration_file": (isinstance(self.calibration_file, str | None), "a path, or unset"),
         }
         for name, (holds, allowed) in checks.items():
             if not holds:
@@ -103,7 +110,7 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
     names = [item.name for item in fields(EngineSettings)]
     for name in source:
         if name not in names:
-            raise InputError(f"{location}, setting", name, ", ".join(names))
+            raise unknown_name(f"{location}, setting", name, names)
     if "policy" not in source:
         raise InputError(f"{location}, policy", None, ", ".join(POLICIES))
     return EngineSettings(**{name: value for name, value in source.items() if value is not None})

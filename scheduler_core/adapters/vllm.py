@@ -18,11 +18,13 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.engine_metrics import process_metrics
+from scheduler_core.adapters.live_calibration import LiveCalibration
 from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings, read_settings
 from scheduler_core.adapters.vllm_requests import PolicyQueue, request_of
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest, PredictionStatus, open_predictor
 
 if TYPE_CHECKING:
@@ -66,6 +68,12 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         # Where memory runs out vLLM's own policy "priority" would choose by the declared priority; else the last goes.
         self.policy = type(self.policy)("fcfs")
         self._tailcast_metrics = process_metrics()
+        self._tailcast_calibration: LiveCalibration | None = None
+        if settings.online_calibration and settings.predictor is not None:
+            gauges = self._tailcast_metrics.calibration
+            self._tailcast_calibration = LiveCalibration(settings.calibration_file, gauges)
+        #: Predictions of live requests as the predictor made them.
+        self._tailcast_predictions: dict[str, Prediction] = {}
         predictor = settings.predictor or "none"
         self._tailcast_metrics.info.labels(settings.policy, predictor, str(__version__)).set(1)
         _log_start(settings)
@@ -92,9 +100,12 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         order, thread = self._tailcast_order, self._tailcast_thread
         for event in () if thread is None else thread.take():
             self._tailcast_metrics.observe_prediction(event)
-            order.predict(event.request_id, event.prediction, now)
+            prediction = self._tailcast_corrected(event.request_id, event.prediction)
+            order.predict(event.request_id, prediction, now)
             if event.error is not None:
                 logger.debug("no prediction for %s: %s", event.request_id, event.error)
+        if self._tailcast_calibration is not None:
+            self._tailcast_calibration.publish_if_due()
         if order.start_step(now):
             self._tailcast_metrics.rekeys.inc()
         if order.policy.preemptive:
@@ -135,6 +146,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         """Ends the predictor's thread, too."""
         if self._tailcast_thread is not None:
             self._tailcast_thread.close()
+        if self._tailcast_calibration is not None:
+            self._tailcast_calibration.close()
         super().shutdown()
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +163,31 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_metrics.observe_length(state, request.num_output_tokens)
             if self._tailcast_thread is not None:
                 self._tailcast_thread.withdraw(request.request_id)
+            self._tailcast_calibrate(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
+        """The prediction of a request, corrected by the requests that have ended."""
+        request, calibration = self.requests.get(request_id), self._tailcast_calibration
+        if request is None or prediction is None or calibration is None:
+            return prediction
+        self._tailcast_predictions[request_id] = prediction
+        served_model = self._tailcast_settings.served_model
+        return calibration.correct(served_model, prediction, int(request.num_prompt_tokens))
+
+    def _tailcast_calibrate(self, request: Any) -> None:
+        """Learns from a request that has ended."""
+        prediction = self._tailcast_predictions.pop(request.request_id, None)
+        reason = str(request.get_finished_reason())
+        if self._tailcast_calibration is not None and reason in ("stop", "length", "abort"):
+            self._tailcast_calibration.observe(
+                self._tailcast_settings.served_model,
+                prediction,
+                int(request.num_prompt_tokens),
+                int(request.num_output_tokens),
+                finished=reason == "stop",
+                max_tokens=int(request.max_tokens),
+            )
 
     def _tailcast_displace(self, now: float) -> None:
         """Preempts running requests for the first waiting one if the policy allows it; for one at most per step.

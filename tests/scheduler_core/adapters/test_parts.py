@@ -175,7 +175,7 @@ def test_a_closed_thread_fails_what_it_has_and_what_comes(start: Start) -> None:
 
 
 def test_a_real_artifact_in_the_threads_of_this_process(tmp_path: Path, start: Start) -> None:
-    """What `local://FOLDER` opens, with all heads, as many queries at once as may come."""
+    """What an artifact folder opens, with all heads, as many queries at once as may come."""
     from predictors.client import load
     from tests.predictors.fakes import write_rich_artifact
 

@@ -184,7 +184,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("policy: s3", "policy s3 reserves KV memory"),
         ("policy: tie\npolicy_parameters: {gamma: 2}", "gamma: got 2; allowed: numbers"),
         ("policy: tie\npolicy_parameters: 3", "policy_parameters: got 3"),
-        ("policy: tie\npredictor: localhost:1", "predictor: .*SCHEME://ADDRESS"),
+        ("policy: tie\npredictor: ''", "predictor: got ''"),
         ("policy: tie\ntimeout_s: 0", "timeout_s: got 0; allowed: seconds > 0"),
         ("policy: tie\nprompt: some", "prompt: got 'some'; allowed: user, whole"),
         ("policy: tie\npolice: 1", "setting: got 'police'; allowed: policy, policy_parameters"),
@@ -221,3 +221,48 @@ def test_where_settings_come_from(make: Make, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("TAILCAST_CONFIG", str(tmp_path / "missing.yaml"))
     with pytest.raises(InputError, match="missing.yaml"):
         policy(None)
+
+
+def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_path: Path) -> None:
+    """Predicted are 12 tokens; the outputs have 4."""
+    file = tmp_path / "calibration.json"
+    options: dict[str, Any] = {"settings": {"calibration_file": str(file)}, "max_num_seqs": 4}
+    scheduler = make("ssjf", **options)
+
+    def ends(number: int) -> FakeRequest:
+        request = FakeRequest(f"r{number}", 4)
+        request.prompt_token_ids = [12] * 4
+        return request
+
+    for number in range(40):
+        add(scheduler, ends(number))
+        drain(scheduler)
+    assert not scheduler._tailcast_predictions
+    metrics = scheduler._tailcast_calibration.calibration.metrics("")
+    assert (metrics["num_outputs"], metrics["num_censored"]) == (40, 0)
+
+    def median(scheduler: Any, name: str) -> float:
+        return float(scheduler._tailcast_order.states[name].prediction.distribution().ppf(0.5))
+
+    add(scheduler, ends(40))
+    run_step(scheduler)
+    corrected = median(scheduler, "r40")
+    assert corrected == pytest.approx(4, abs=1.5)
+    scheduler.finish_requests("r40")
+    assert scheduler._tailcast_calibration.calibration.metrics("")["num_censored"] == 1
+    scheduler.shutdown()
+    again = make("ssjf", **options)
+    add(again, ends(41))
+    run_step(again)
+    assert median(again, "r41") == pytest.approx(corrected, rel=0.1)
+    off = make("ssjf", settings={"online_calibration": False})
+    add(off, ends(42))
+    run_step(off)
+    assert median(off, "r42") == pytest.approx(12)
+    assert off._tailcast_calibration is None
+
+
+def test_requests_without_a_prediction_teach_nothing(make: Make) -> None:
+    scheduler = make("ssjf", 3, 5, mode="garbage")
+    drain(scheduler)
+    assert not scheduler._tailcast_calibration.calibration.served_models

@@ -1,0 +1,133 @@
+"""Online calibration of a process that serves: its file, its metrics, and what must not stop the process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from scheduler_core.adapters.live_calibration import SAVE_S, CalibrationGauges, LiveCalibration
+from scheduler_core.errors import InputError
+from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
+
+PREDICTION = Prediction(length=LengthPrediction(4.0, 0.5, 3.5), point=PointPrediction(60.0))
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:
+    gauges = CalibrationGauges("tailcast_", CollectorRegistry())
+    return LiveCalibration(None if file is None else str(file), gauges, clock or Clock())
+
+
+def feed(calibration: LiveCalibration, count: int = 60, tokens: int = 200) -> None:
+    for _ in range(count):
+        calibration.observe("m", PREDICTION, 10, tokens, finished=True, max_tokens=None)
+
+
+def test_what_was_learned_outlasts_a_restart(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "calibration.json"
+    first = live(file)
+    assert first.correct("m", PREDICTION, 10) == PREDICTION
+    feed(first)
+    corrected = first.correct("m", PREDICTION, 10)
+    assert corrected is not None
+    assert corrected.length is not None
+    assert corrected.length.mu == pytest.approx(5.3, abs=0.2)
+    assert corrected.point == PREDICTION.point
+    first.close()
+    second = live(file)
+    assert second.correct("m", PREDICTION, 10) == corrected
+    second.close()
+
+
+def test_the_file_is_written_while_it_serves(tmp_path: Path) -> None:
+    file, clock = tmp_path / "calibration.json", Clock()
+    calibration = live(file, clock)
+    feed(calibration, 5)
+    assert not file.exists()
+    clock.now = SAVE_S
+    feed(calibration, 1)
+    assert calibration._write is not None
+    calibration._write.result()
+    assert json.loads(file.read_text())["served_models"]["m"]["num_outputs"] == 6
+    calibration.close()
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"format": "tailcast-online-calibration/1"}', "\ud800"])
+def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "other.json"
+    content = text.encode("utf-8", "surrogatepass")
+    file.write_bytes(content)
+    with pytest.raises(InputError):
+        live(file)
+    assert file.read_bytes() == content
+
+
+def test_a_disk_that_refuses_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    calibration = live(tmp_path / "folder" / "calibration.json")
+    feed(calibration)
+    shutil.rmtree(tmp_path / "folder")
+    with caplog.at_level(logging.WARNING):
+        calibration.close()
+    assert "cannot be written" in caplog.text
+
+
+def test_predictions_without_a_length_and_impossible_lengths_are_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calibration = live(None)
+    assert calibration.correct("m", None, 10) is None
+    other = Prediction(point=PointPrediction(60.0))
+    assert calibration.correct("m", other, 10) is other
+    for prediction in (None, other):
+        calibration.observe("m", prediction, 10, 20, finished=True, max_tokens=None)
+    calibration.observe("m", PREDICTION, 10, 0, finished=False, max_tokens=None)
+    assert not calibration.calibration.served_models
+    calibration.observe("m", PREDICTION, -1, 20, finished=True, max_tokens=None)
+    assert "prompt_tokens: got -1" in caplog.text
+    calibration.observe(
+        "m", PREDICTION, 10, 20, finished=True, max_tokens=5
+    )  # an engine that counts in another way
+    assert calibration.calibration.metrics("m")["num_outputs"] == 1
+    calibration.close()
+
+
+def test_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    calibration = live(None)
+    feed(calibration, 300, tokens=200)
+    feed(calibration, 300, tokens=20)
+    assert "outputs of 'm' are" in caplog.text
+    calibration.close()
+
+
+def test_the_metrics_before_and_after() -> None:
+    registry, clock = CollectorRegistry(), Clock()
+    calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), clock)
+    feed(calibration, 100)
+    calibration.publish_if_due()
+    assert registry.get_sample_value("tailcast_calibration_outputs", {"served_model": "m"}) is None
+    clock.now = 60.0
+    calibration.publish_if_due()
+    of_model = {"served_model": "m"}
+    assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
+    assert registry.get_sample_value("tailcast_calibration_in_use", of_model) == 1
+    scores = {
+        which: registry.get_sample_value(
+            "tailcast_calibration_crps_log_tokens", of_model | {"predictions": which}
+        )
+        for which in ("raw", "corrected")
+    }
+    assert 0 < (scores["corrected"] or 0) < 0.5 * (scores["raw"] or 0)
+    labels = of_model | {"predictions": "raw", "quantile": "p50"}
+    assert registry.get_sample_value("tailcast_calibration_coverage", labels) == 0.0
+    calibration.close()
