@@ -10,11 +10,11 @@ import os
 import sys
 from functools import wraps
 
-from scheduler_core.errors import MissingExtraError, TailcastError
+from scheduler_core.errors import MissingExtraError, TailcastError, unknown_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from typing import ParamSpec, TypeVar
 
     C = TypeVar("C")
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 FAILURE, USER_ERROR, INTERRUPTED = 1, 2, 130
 #: Set to anything but "" or 0: the traceback of an error is printed before its line.
 TRACEBACK_VARIABLE = "TAILCAST_TRACEBACK"
+#: Set by argcomplete: completions are requested; the number of words that name the command.
+COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
@@ -40,6 +42,50 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
         return handled
 
     return decorate
+
+
+def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
+    """The sub-command that the first word names; None after the list of all was written, for no word or --help.
+
+    Args:
+        prog: Name of the command.
+        commands: What each sub-command does, by name.
+        words: Words after the name of the command.
+
+    Raises:
+        InputError: There is no such sub-command.
+    """
+    if COMPLETION_VARIABLE in os.environ:
+        words = _words_to_complete(prog, commands)
+    if not words or words[0] in ("-h", "--help"):
+        width = max(map(len, commands)) + 2
+        lines = [f"  {name:<{width}}{text}" for name, text in commands.items()]
+        usage = "\n".join([f"usage: {prog} COMMAND [OPTIONS]", "", "Commands:", *lines, "", ""])
+        (sys.stdout if words else sys.stderr).write(f"{usage}{prog} COMMAND --help explains the options.\n")
+        return None
+    if words[0] not in commands:
+        raise unknown_name("COMMAND", words[0], commands)
+    return words[0]
+
+
+def _words_to_complete(prog: str, commands: Mapping[str, str]) -> Sequence[str]:
+    """Under argcomplete, which runs a command without its words: the words before the one to complete, if the first is a
+    sub-command, which then completes them as its own; else completes the first word and ends the process.
+    """
+    import argparse
+
+    import argcomplete
+    from argcomplete.lexers import split_line
+
+    first = int(os.environ[COMPLETION_VARIABLE])
+    line, point = os.environ["COMP_LINE"], int(os.environ["COMP_POINT"])
+    words: Sequence[str] = split_line(line, point)[3][first:]
+    if not words or words[0] not in commands:
+        parser = argparse.ArgumentParser(prog)
+        parser.add_argument("command", choices=commands)
+        argcomplete.autocomplete(parser)
+    os.environ[COMPLETION_VARIABLE] = str(first + 1)
+    return words
 
 
 def run_command(
@@ -90,9 +136,9 @@ def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: b
         if owns_process:
             _exit_on_interrupt(prog)
         code = _report(prog, extra, error)
-        if owns_process and code == INTERRUPTED and _has_threads():
-            # All is unwound; the interpreter would wait for calls whose results are not needed any more.
-            os._exit(code)
+    if owns_process and code == INTERRUPTED and _has_threads():
+        # All is unwound; the interpreter would wait for calls whose results are not needed any more.
+        os._exit(code)
     return code
 
 

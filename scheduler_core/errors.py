@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class TailcastError(Exception):
     """Base of all errors raised on purpose; a command prints it as one line and exits with 2."""
@@ -25,6 +27,15 @@ class InputError(TailcastError, ValueError):
 
     def __reduce__(self) -> tuple[type[InputError], tuple[str, object, str | None]]:
         return type(self), (self.field, self.value, self.allowed)
+
+
+def unknown_name(field: str, value: str, names: Iterable[str]) -> InputError:
+    """The error of a name that is none of these; it suggests the one that is spelled most like it."""
+    from difflib import get_close_matches
+
+    choices = [*names]
+    similar = get_close_matches(str(value)[:80], choices, n=1)
+    return InputError(field, value, ", ".join(choices) + (f". Did you mean {similar[0]}?" if similar else ""))
 
 
 def _repr(value: object) -> str:

@@ -10,13 +10,15 @@ import math
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
+from difflib import get_close_matches
 from functools import reduce
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError, unknown_name
 from scheduler_core.files import is_stream
 
 C = TypeVar("C")
@@ -26,6 +28,12 @@ _MAX_INTEGER = 2**63 - 1
 #: Nested collections in a configuration.
 _MAX_DEPTH = 50
 _YAML_MODE = "tailcast"
+#: Errors of jsonargparse: required options are missing; an option, or one of a group, is unknown; a value is none of the choices.
+_REQUIRED = "the following arguments are required"
+_CHOICE = re.compile(r'Parser key "(.+?)":\s+Expected a typing.Literal\[(.+)\]. Got value: (.*)')
+_UNKNOWN = re.compile(
+    r"unrecognized arguments: --([^\s=]+)|Group '(.+)' does not accept option '(.+)'|Option '(.+)' is not"
+)
 
 
 def read_config(
@@ -35,8 +43,10 @@ def read_config(
 
     Args:
         prog: Name of the command.
-        config_class: Frozen dataclass with one documented field per option.
-        positionals: Names of string fields given by position, in order; all are required.
+        config_class: Frozen dataclass with one documented field per option; a class attribute RECIPES is the folder of
+            YAML files that --config finds by name.
+        positionals: Names of string fields given by position, in order, the last maybe a list; those without a default
+            are required.
         extra: The extra of `tailcast` that installs jsonargparse.
         args: Words after the name of the command.
 
@@ -46,13 +56,16 @@ def read_config(
     parser = _parser(prog, config_class, positionals, extra)
     from jsonargparse import ArgumentError
 
+    defaults = {field.name: field.default for field in fields(config_class)}  # type: ignore[arg-type]
+    required = [name for name in positionals if defaults[name] is MISSING]
+
     for number, word in enumerate(args, start=1):
         _check_value(f"argument {number}", word)
+    args = _with_recipes(args, getattr(config_class, "RECIPES", None))
     try:
         options = _parse(parser, args)
-        for name in positionals:
-            if options.get(name) is None:
-                raise TailcastError(f"{name.upper()}: missing; see {prog} --help")
+        if any(options.get(name) is None for name in required):
+            raise ArgumentError(None, _REQUIRED)
         for name, value in options.items():
             if name != "config":
                 _check_value(name, value)
@@ -69,7 +82,7 @@ def read_config(
                 raise cause from None
             cause = cause.__cause__
         if isinstance(error, ArgumentError) or "null byte" in str(error):
-            raise TailcastError(str(error)) from error
+            raise TailcastError(_explained(str(error), prog, parser, required, args)) from error
         raise
     check_command_paths(config, [str(path) for path in values.get("config") or ()])
     return config
@@ -96,8 +109,70 @@ def _parser(prog: str, config_class: type[Any], positionals: Sequence[str], extr
     parser.add_class_arguments(config_class, skip=set(positionals), fail_untyped=True)
     helps = {field.arg_name: field.description or "" for field in parse_from_object(config_class).params}
     for name in positionals:
-        parser.add_argument(name, type=str, nargs="?", help=helps.get(name, ""), metavar=name.upper())
+        default = config_class.__dataclass_fields__[name].default
+        options: dict[str, Any] = {} if default is MISSING else {"default": default}
+        nargs = "*" if str(config_class.__dataclass_fields__[name].type).startswith("list") else "?"
+        parser.add_argument(
+            name, type=str, nargs=nargs, help=helps.get(name, ""), metavar=name.upper(), **options
+        )
+    if "_ARGCOMPLETE" in os.environ:  # argcomplete requests completions
+        _add_completers(parser)
     return parser
+
+
+def _add_completers(parser: Any) -> None:
+    """Has argcomplete offer the values of choices, and files elsewhere; jsonargparse's own completers know neither."""
+    from argcomplete.completers import ChoicesCompleter, FilesCompleter
+
+    for action in parser._actions:
+        hint = getattr(action, "_typehint", None)
+        choices = [
+            value
+            for part in (hint, *get_args(hint))
+            if get_origin(part) is Literal
+            for value in get_args(part)
+        ]
+        choices += ["true", "false"] if hint is bool else []
+        action.completer = (
+            ChoicesCompleter(dict.fromkeys(map(str, choices), "")) if choices else FilesCompleter()
+        )
+
+
+def _with_recipes(args: Sequence[str], folder: Path | None) -> list[str]:
+    """The words with the path of a recipe in place of its name behind --config; a file of that name comes first."""
+    recipes = {} if folder is None else {path.stem: str(path) for path in sorted(folder.glob("*.yaml"))}
+    words = [
+        part for word in args for part in (word.split("=", 1) if word.startswith("--config=") else [word])
+    ]
+    for number, (option, name) in enumerate(pairwise(words), start=1):
+        if recipes and option == "--config" and not os.path.exists(name):
+            if name not in recipes:
+                raise unknown_name("config", name, ["a YAML file", *recipes])
+            words[number] = recipes[name]
+    return words
+
+
+def _explained(message: str, prog: str, parser: Any, positionals: Sequence[str], args: Sequence[str]) -> str:
+    """The message of an error in the options, with all that is missing, or the option most like an unknown one.
+
+    `positionals` are the required ones.
+    """
+    if message.startswith(_REQUIRED):
+        spellings = {name: name.upper() for name in positionals}
+        spellings |= {action.dest: f"--{action.dest}" for action in parser._actions if action.required}
+        for action in parser._actions:
+            action.required = False
+        values = _parse(parser, args)
+        missing = [spelling for name, spelling in spellings.items() if values.get(name) is None]
+        return f"missing: {', '.join(missing)}; see {prog} --help"
+    choice = _CHOICE.fullmatch(message)
+    if choice is not None:
+        return str(unknown_name(choice[1], choice[3], re.findall("'(.+?)'", choice[2])))
+    unknown = _UNKNOWN.search(message)
+    options = {key.lstrip("-"): key for key in parser._option_string_actions if key.startswith("--")}
+    name = "" if unknown is None else ".".join(filter(None, unknown.groups()))
+    similar = get_close_matches(name[:80].replace("-", "_"), options, n=1)
+    return message + (f"; did you mean {options[similar[0]]}?" if similar else "")
 
 
 def _parse(parser: Any, args: Sequence[str]) -> Any:
@@ -197,7 +272,7 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command.
+    """`check_outputs` for the options of a command; where it has an option `overwrite`, that protects files at its outputs.
 
     Args:
         config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
@@ -215,6 +290,10 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
         if None not in values.values():
             outputs[name] = name.format(**values) if "{" in name else values[name]
     check_outputs(inputs | {"config": config_files}, outputs)
+    if not getattr(config, "overwrite", True):
+        for name, path in outputs.items():
+            if "{" not in name and path and Path(path).is_file() and not is_stream(Path(path)):
+                raise InputError(name, str(path), "a new file; --overwrite true replaces this one")
 
 
 def check_outputs(

@@ -15,6 +15,9 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from scheduler_core.urgency import effective_level, expected_cost_levels
 
+#: Limit on output tokens where a request has none and an expectation needs one: that of X itself is infinite.
+DEFAULT_MAX_TOKENS = 32_768
+
 
 @dataclass(frozen=True, slots=True)
 class LengthPrediction:

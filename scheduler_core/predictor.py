@@ -1,6 +1,6 @@
 """Predictors from the scheduler's side: never waited for, no request lost.
 
-A `Predictor` is anything with an asynchronous `predict`. `open_predictor` looks one up by URL among the installed
+A `Predictor` is anything with an asynchronous `predict`. `open_predictor` looks one up by its spelling among the installed
 packages (entry point group "tailcast.predictors"), so that this package imports no client itself. `AsyncPredictor`
 submits requests to it with bounded concurrency and returns one event per request.
 
@@ -23,6 +23,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import Prediction
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
+#: How a predictor is spelled everywhere.
+PREDICTORS = "pretrained, an artifact folder, or grpc://HOST:PORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +57,23 @@ class Predictor(Protocol):
         ...
 
 
-def open_predictor(url: str) -> Predictor:
-    """The predictor of a URL scheme://address, such as grpc://127.0.0.1:50051; nothing is connected yet.
+def open_predictor(predictor: str) -> Predictor:
+    """The predictor of a spelling, neither connected nor loaded yet.
 
-    The entry point of the scheme's name in the group "tailcast.predictors" is called with the address.
+    Args:
+        predictor: "pretrained" (the artifact that comes with tailcast), an artifact folder, or scheme://address, such as
+            grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is called with
+            the address; that of `local` with the others.
 
     Raises:
-        InputError: Not a URL, or no installed package has the scheme.
+        InputError: There is no such folder, or no installed package has the scheme.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
-    scheme, separator, address = url.partition("://")
-    if not separator or not address or scheme not in points:
-        allowed = ", ".join(f"{name}://ADDRESS" for name in sorted(points)) or "none: no client is installed"
-        raise InputError("predictor", url, allowed)
+    scheme, separator, address = predictor.partition("://")
+    if not separator:
+        scheme, address = "local", predictor
+    if not address or scheme not in points:
+        raise InputError("predictor", predictor, PREDICTORS)
     factory: Callable[[str], Predictor] = points[scheme].load()
     return factory(address)
 

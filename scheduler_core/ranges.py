@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 
 #: Bounds of numbers that are positive, and of numbers that are finite.
 POSITIVE, FINITE = 5e-324, sys.float_info.max
@@ -39,4 +39,4 @@ def check_ranges(config: object, **ranges: tuple[float, float]) -> None:
 def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises `InputError` if the value is none of the names."""
     if value not in (names := [*choices]):
-        raise InputError(name, value, ", ".join(names))
+        raise unknown_name(name, value, names)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import unknown_name
 
 K = TypeVar("K")
 
@@ -20,5 +20,5 @@ def construct(registry: str, name: str, kind: type[K], parameters: Mapping[str, 
     names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
     for parameter in parameters or {}:
         if parameter not in names:
-            raise InputError(f"parameter of {registry} {name}", parameter, ", ".join(names) or "none")
+            raise unknown_name(f"parameter of {registry} {name}", parameter, names or ["none"])
     return kind(**(parameters or {}))

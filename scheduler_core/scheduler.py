@@ -159,7 +159,7 @@ class Scheduler:
         if state is None:
             self.counters.num_late_predictions += 1
             return
-        if not state.apply_prediction(prediction):
+        if not self.pool.update(state, prediction):
             self.counters.num_failed_predictions += 1
             return
         self.counters.num_predictions += 1

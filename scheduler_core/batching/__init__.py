@@ -12,7 +12,7 @@ from scheduler_core.batching.slai import Slai
 from scheduler_core.batching.stage_aware import StageAware
 from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.batching.vllm import Vllm
-from scheduler_core.errors import InputError
+from scheduler_core.errors import unknown_name
 from scheduler_core.registry import construct
 
 #: Every batch former by name.
@@ -32,5 +32,5 @@ BATCH_FORMERS: dict[str, type[BatchFormer]] = {
 def make_former(name: str, parameters: Mapping[str, object] | None = None) -> BatchFormer:
     """A new batch former; InputError for an unknown name or parameter, or a value outside its range."""
     if name not in BATCH_FORMERS:
-        raise InputError("batching", name, ", ".join(BATCH_FORMERS))
+        raise unknown_name("batching", name, BATCH_FORMERS)
     return construct("batching", name, BATCH_FORMERS[name], parameters)

@@ -37,7 +37,6 @@ class Slai(BatchFormer):
     | alpha | maximum number of requests in memory, 128 in the paper | max_num_seqs |
     | beta | maximum number of decodes in a batch | max_decodes |
     | paying_first | new prompts of paying requests (TBT <= paying_tbt_s) go before all other new ones | 0 or 1 |
-    | mean_weight | weight of the latest batch in an exponential mean; 0: the plain mean of all batches | - |
 
     A decode that finds no free block evicts the prompt in progress that was started last, else itself.
 
@@ -57,14 +56,13 @@ class Slai(BatchFormer):
     default_tbt_s: float = 0.5
     paying_first: bool = False
     paying_tbt_s: float = 0.1
-    mean_weight: float = 0.0
     _mean_s: float = field(default=0.0, init=False, repr=False)
     _num_steps: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         finite, fraction = (0, FINITE), (0.0, 1.0)
         check_ranges(self, delta_low=finite, delta_high=finite, default_tbt_s=finite, paying_tbt_s=finite)
-        check_ranges(self, memory_limit=fraction, mean_weight=fraction, max_decodes=(1, INTEGERS))
+        check_ranges(self, memory_limit=fraction, max_decodes=(1, INTEGERS))
 
     @property
     def group(self) -> Callable[[RequestState], int] | None:
@@ -76,8 +74,7 @@ class Slai(BatchFormer):
 
     def on_step(self, step_s: float) -> None:
         self._num_steps += 1
-        weight = self.mean_weight if self.mean_weight > 0 and self._num_steps > 1 else 1.0 / self._num_steps
-        self._mean_s += weight * (step_s - self._mean_s)
+        self._mean_s += (step_s - self._mean_s) / self._num_steps
 
     def offset_s(self, kv_use: float) -> float:
         """delta * t_batch, in seconds, at a fraction of used KV blocks."""

@@ -118,12 +118,50 @@ def standard(nu: float) -> StandardDistribution:
     return StandardNormal() if math.isinf(nu) else StudentT(np.full((1, 1), nu))
 
 
+def student_t_cdf(z: float, nu: float) -> float:
+    """P(T <= z) for one finite z, Student's t of finite nu > 0, in microseconds; relative error of either tail below 1e-9."""
+    tail, _ = _tail(z, nu)
+    return tail if z < 0 else 1.0 - tail
+
+
 def student_t_hazard(z: float, nu: float) -> float:
-    """Density over P(T > z) at a finite z, for Student's t, nu > 0 degrees of freedom or inf."""
-    rows = standard(nu)
-    t = rows.coordinate(np.full((1, 1), z))
-    with np.errstate(under="ignore"):
-        return math.exp((rows.log_density(t) - rows.log_slope(t) - rows.log_sf(t)).item())
+    """Density over P(T > z) for one finite z, Student's t of finite nu > 0; where both underflow, their limit."""
+    tail, hazard = _tail(z, nu)
+    if z > 0 and hazard is not None:
+        return hazard
+    density = math.exp(log_normalizer(nu) - 0.5 * (nu + 1) * math.log1p(z * z / nu)) / math.sqrt(nu)
+    return density / (1.0 - tail if z < 0 else tail)
+
+
+def _tail(z: float, nu: float) -> tuple[float, float | None]:
+    """P(T > |z|), and density(|z|) over it where the fraction is that of the tail itself.
+
+    From the continued fraction of the incomplete beta function (DLMF 8.17.22), evaluated by Lentz's method, on the side
+    of its mean where it converges fast.
+    """
+    square = z * z
+    if square == 0.0:
+        return 0.5, None
+    a, b, x = 0.5 * nu, 0.5, nu / (nu + square)
+    is_center = x > (a + 1.0) / (a + b + 2.0)
+    if is_center:
+        a, b, x = b, a, square / (nu + square)
+    c, d = 1.0, 1.0 / (1.0 - (a + b) * x / (a + 1.0))
+    fraction = d
+    for m in range(1, 1000):
+        for term in (
+            m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m)),
+            -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1)),
+        ):
+            d, c = 1.0 / (1.0 + term * d), 1.0 + term / c
+            fraction *= d * c
+        if abs(d * c - 1.0) < 1e-13:
+            break
+    log_front = (
+        log_normalizer(nu) - 0.5 * nu * math.log1p(square / nu) + 0.5 * math.log(square / (nu + square))
+    )
+    mass = math.exp(log_front) * fraction / a
+    return (0.5 - 0.5 * mass, None) if is_center else (0.5 * mass, nu / (fraction * abs(z)))
 
 
 @lru_cache(maxsize=256)

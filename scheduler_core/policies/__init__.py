@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from importlib import import_module, metadata
 
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies.attained_service import Las, Mlfq
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.deadlines import Edf, SloTie
@@ -64,7 +64,7 @@ def policy_class(name: str) -> type[Policy]:
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     module, colon, attribute = paths.get(name, name).partition(":")
     if not colon:
-        raise InputError("policy", name, ", ".join([*POLICIES, *paths, "package.module:Class"]))
+        raise unknown_name("policy", name, [*POLICIES, *paths, "package.module:Class"])
     try:
         kind = getattr(import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError, SyntaxError) as error:

@@ -102,3 +102,10 @@ class Page:
         """Writes the page atomically."""
         with atomic_file(path) as temporary:
             temporary.write_text(self.html(), encoding="utf-8")
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; the first column is text, the others are numbers."""
+    lines = ["| " + " | ".join(header) + " |", "| --- |" + " ---: |" * (len(header) - 1)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

@@ -162,9 +162,9 @@ class SimulationConfig:
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
-    """Source of predictions: SCHEME://ADDRESS (such as grpc://127.0.0.1:50051: a running serve-predictor, called for
-    every prompt), trace (the trace's columns mu, sigma, nu), oracle (true lengths), none. Default: oracle for sjf,
-    trace for policies that use predicted lengths, none for the others."""
+    """Source of predictions: pretrained (it comes with tailcast), an artifact folder or grpc://HOST:PORT (a running
+    serve-predictor), each called for every prompt; trace (the trace's columns mu, sigma, nu), oracle (true lengths), none.
+    sjf, a bound, always has the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
     """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call;
     0 for trace and oracle."""
@@ -172,7 +172,10 @@ class SimulationConfig:
     """max_tokens of requests for which the trace has none, as public traces; at least as long as their outputs. Unset: the
     trace must have max_tokens."""
     served_model: str = ""
-    """Name of the served model, for predictors of several."""
+    """Name of the served model, for predictors of several; unset: the trace's column model."""
+    online_calibration: bool = False
+    """Correct the predicted lengths of each served model by the requests that have finished before, see
+    docs/online-calibration.md; policies and metrics then have the corrected ones."""
     predictor_noise: float = 0.0
     """Oracle: standard deviation of the error of its ln length; the predicted distribution is as wide as that."""
     max_in_flight: int = 16
@@ -215,8 +218,6 @@ class SimulationConfig:
         if (self.trace is None) == (self.workload is None):
             raise InputError("trace, workload", (self.trace, self.workload), "one of them")
         make_policy(self.order_policy, self.policy_parameters)
-        if self.policy in BOUNDS and self.predictor not in (None, "oracle"):
-            raise InputError("predictor", self.predictor, f"oracle for policy {self.policy}")
         check_ranges(
             self,
             predictor_noise=(0.0, FINITE),
@@ -256,9 +257,9 @@ class SimulationConfig:
 
     @property
     def prediction_source(self) -> str:
-        """`predictor`, or its default for the policy."""
-        if self.predictor is not None:
-            return self.predictor
+        """`predictor`, or its default for the policy; of a bound always the oracle."""
         if self.policy in BOUNDS:
             return "oracle"
+        if self.predictor is not None:
+            return self.predictor
         return "trace" if "length" in policy_class(self.policy).inputs else "none"

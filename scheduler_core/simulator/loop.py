@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.plan import Finished
 from scheduler_core.predictions import Prediction
 from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
@@ -107,6 +108,9 @@ class Simulation:
         clients: A closed loop of clients; None: requests arrive at their times.
         prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps. They are lost when it fails
             or leaves.
+        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then,
+            and learns from each request that finishes; None: predictions stay as they are.
+        served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
         watch: Observes the run; None: nothing does.
         progress: Called with the number of requests finished or refused since the last call.
@@ -138,6 +142,8 @@ class Simulation:
         clients: ClosedLoop | None = None,
         prefix_cache_tokens: int = 0,
         exact_steps: bool = False,
+        calibration: OnlineCalibration | None = None,
+        served_model: str = "",
         watch: RunWatch | None = None,
         progress: Progress | None = None,
         roles: Mapping[str, ReplicaRole] | None = None,
@@ -173,6 +179,9 @@ class Simulation:
         for name, scheduler in schedulers.items():
             self._add_replica(name, scheduler)
         self._predicted = predictions.by_id
+        self._calibration, self._served_model = calibration, served_model
+        #: By request id: corrected predictions of requests in the system.
+        self._corrected: dict[str, Prediction] = {}
         self._source = EventSource(trace, predictions, delays_s, clients)
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
@@ -309,10 +318,36 @@ class Simulation:
         if event.is_arrival:
             self._arrive(event.request)
         elif name not in self._outcome.refused:
+            prediction = self._prediction(event.request)
             if self._migrations.stopped(name):
-                self._delayed[name] = self._predicted[name]
+                self._delayed[name] = prediction
             else:
-                self._update(name, self._predicted[name], event.time_s)
+                self._update(name, prediction, event.time_s)
+
+    def _prediction(self, row: TraceRequest) -> Prediction | None:
+        """The prediction of a request, corrected by those that have finished."""
+        prediction = self._predicted[row.request_id]
+        if self._calibration is None or prediction is None or prediction.length is None:
+            return prediction
+        length = self._calibration.correct(
+            self._served_model or row.model, prediction.length, row.prompt_tokens
+        )
+        self._corrected[row.request_id] = corrected = replace(prediction, length=length)
+        return corrected
+
+    def _observe(self, item: Finished, row: TraceRequest) -> None:
+        """Calibrates by a request that has finished."""
+        prediction = self._predicted.get(row.request_id)
+        if self._calibration is None or prediction is None or prediction.length is None:
+            return
+        self._calibration.observe(
+            self._served_model or row.model,
+            prediction.length,
+            row.prompt_tokens,
+            item.output_tokens,
+            finished=item.reason != "length",
+            max_tokens=row.max_tokens,
+        )
 
     def _update(self, name: str, prediction: Prediction | None, now: float) -> None:
         if self._dispatcher is None:
@@ -432,7 +467,9 @@ class Simulation:
             self._dispatcher.finished(name, now)
             replica_id = replica.name
         row = self._rows.pop(name)
-        record = RequestRecord.of(item, row, self._predicted.get(name), now, replica_id)
+        prediction = self._corrected.pop(name, None) or self._predicted.get(name)
+        record = RequestRecord.of(item, row, prediction, now, replica_id)
+        self._observe(item, row)
         self._outcome.records.append(record)
         replica.prefix_cache.keep(row)
         self._end_request(row, now)

@@ -97,8 +97,8 @@ def fetch_predictions(
 
     Args:
         trace: Requests with prompts.
-        predictor: A URL such as grpc://127.0.0.1:50051, or a predictor.
-        served_model: Name of the model that will serve the requests, for predictors of several.
+        predictor: A spelling as of `open_predictor`, or a predictor.
+        served_model: Name of the model that will serve all requests; empty: that of each row's `model`.
         max_in_flight: Maximum number of calls in flight.
         timeout_s: Timeout of a call; None: the predictor's own.
         progress: Called with 1 after each call.
@@ -112,6 +112,7 @@ def fetch_predictions(
 
     from scheduler_core.predictor import AsyncPredictor, PredictionRequest, open_predictor
 
+    opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     for row in trace.requests:
         if row.prompt is None:
             allowed = "a trace with prompts for a live predictor"
@@ -120,13 +121,13 @@ def fetch_predictions(
     num_probes = min(max_in_flight, len(trace))
 
     async def fetch() -> list[PredictionEvent]:
-        opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
         collector = AsyncPredictor(opened, max_in_flight=max_in_flight, timeout_s=timeout_s)
         events: list[PredictionEvent] = []
         try:
             for row in trace.requests:
                 prompt = row.prompt or ""
-                collector.submit(PredictionRequest(row.request_id, prompt, row.max_tokens, served_model))
+                model = served_model or row.model
+                collector.submit(PredictionRequest(row.request_id, prompt, row.max_tokens, model))
             while collector.num_open:
                 events.append(await collector.next_event())
                 if progress is not None:

@@ -6,12 +6,14 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
@@ -43,7 +45,8 @@ class SimulationResult:
         versions: Versions of tailcast, Python and numpy.
         trace: Source, hash, number of requests and mean arrival rate of the trace that was run.
         metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations, restarts and scaling.
-        predictor: See `metrics.predictor_statistics`.
+        predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`: by served model
+            `OnlineCalibration.metrics`.
         records: Finished requests, in the order they finished.
         refused: By request id: why it could never run.
         watch: Gaps between tokens, memory in use, and every step if requested.
@@ -113,8 +116,10 @@ def prepare_predictions(
         return trace_predictions(trace)
     if source == "oracle":
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
-    if "://" not in source:
-        raise InputError("predictor", source, "none, trace, oracle, or SCHEME://ADDRESS")
+    if "://" not in source and source != "pretrained" and not Path(source).is_dir():
+        from scheduler_core.predictor import PREDICTORS
+
+        raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
     return fetch_predictions(
         trace,
         source,
@@ -172,6 +177,7 @@ def run_simulation(
         rng = np.random.default_rng([config.seed, 3])
         clients = ClosedLoop(num_clients=config.num_clients, think_time_s=config.client_think_time_s, rng=rng)
     step_time = config.make_step_time()
+    calibration = OnlineCalibration() if config.online_calibration else None
     outcome = Simulation(
         trace,
         schedulers,
@@ -181,6 +187,8 @@ def run_simulation(
         clients=clients,
         prefix_cache_tokens=config.prefix_cache_tokens,
         exact_steps=config.exact_steps,
+        calibration=calibration,
+        served_model=config.served_model,
         watch=watch,
         progress=progress,
         **cluster.simulation_arguments(config.seed),
@@ -204,6 +212,11 @@ def run_simulation(
             "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }  # fmt: skip
+    predictor = predictor_statistics(predictions, schedulers)
+    if calibration is not None:
+        predictor["online_calibration"] = {
+            name: calibration.metrics(name) for name in calibration.served_models
+        }
     return SimulationResult(
         config=asdict(config) | {"predictor": predictions.source},
         versions={
@@ -219,7 +232,7 @@ def run_simulation(
             "saturation_rate_rps": _saturation_rate_rps(config, trace),
         },
         metrics=metrics,
-        predictor=predictor_statistics(predictions, schedulers),
+        predictor=predictor,
         records=outcome.records,
         refused=outcome.refused,
         watch=watch,

@@ -10,12 +10,10 @@ import hashlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import as_completed
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata
@@ -25,6 +23,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file, writable_target, write_json
 from scheduler_core.policies import make_policy
+from scheduler_core.processes import worker_processes
 from scheduler_core.ranges import check_ranges
 from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
 from scheduler_core.scheduler import Scheduler
@@ -121,21 +120,13 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         raise InputError(name, value, " or ".join(names))
 
 
-def grid(
-    base: SimulationConfig,
-    vary: Mapping[str, Sequence[Any]],
-    seeds: Sequence[int],
-    *,
-    skip_impossible: bool = False,
-) -> list[Cell]:
+def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Cell]:
     """All combinations of the settings, each with every seed.
 
     Args:
         base: The settings that are not varied.
         vary: By dotted name, or a name in `JOINT`: the values of each setting.
         seeds: Seeds.
-        skip_impossible: Leave out combinations that make no sense (a policy and a batch former that do not go
-            together) instead of refusing the whole sweep.
 
     Raises:
         InputError: A setting is unknown or has no values, or a combination makes no sense.
@@ -152,20 +143,13 @@ def grid(
     cells = []
     for combination in itertools.product(*vary.values()):
         settings = dict(zip(vary, combination, strict=True))
-        try:
-            config = base
-            for name, value in settings.items():
-                for part in JOINT.get(name, (name,)):
-                    config = with_setting(config, part, value)
-            Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
-        except InputError:
-            if skip_impossible:
-                continue
-            raise
+        config = base
+        for name, value in settings.items():
+            for part in JOINT.get(name, (name,)):
+                config = with_setting(config, part, value)
+        Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
         scalars = {name: _scalar(value) for name, value in settings.items()}
         cells += [Cell(replace(config, seed=seed), {**scalars, "seed": seed}) for seed in seeds]
-    if not cells:
-        raise InputError("vary", vary, "at least one combination that makes sense")
     return cells
 
 
@@ -315,25 +299,15 @@ def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
 
 
 def _in_processes(todo: dict[str, Cell], num: int) -> Simulated:
-    before = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"))
-    finished = False
-    try:
+    dead = (
+        "a process that simulated died, killed or out of memory; simulations that are done are kept, the same "
+        "command continues from there; fewer --workers need less memory"
+    )
+    with worker_processes(num, dead) as pool:
         with _interrupts_blocked():
             futures = {pool.submit(simulate_cell, cell): key for key, cell in todo.items()}
         for future in as_completed(futures):
             yield futures[future], future.result()
-        finished = True
-    except BrokenProcessPool as error:
-        raise TailcastError(
-            "a process that simulated died, killed or out of memory; simulations that are done are kept, the same "
-            "command continues from there; fewer --workers need less memory"
-        ) from error
-    finally:
-        if not finished:  # workers write nothing: their work is lost anyway
-            for child in set(multiprocessing.active_children()) - before:
-                child.terminate()
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextmanager

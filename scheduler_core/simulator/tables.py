@@ -1,42 +1,23 @@
-"""Tables as files, Parquet, CSV or JSON lines by the name's ending: results that are written, rows that users bring."""
+"""Results as tables: Parquet, CSV or JSON lines by the name's ending."""
 
 from __future__ import annotations
 
-import csv
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
 
-from scheduler_core import json_text
-from scheduler_core.errors import InputError, MissingExtraError
-from scheduler_core.files import atomic_file, existing_file, writable_target
+from scheduler_core.errors import InputError
+from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.table_files import import_pyarrow, open_parquet, readable
 
 TABLE_SUFFIXES = (".parquet", ".csv", ".jsonl")
 #: Columns [n] by name: integers, numbers (NaN: empty) or text (objects; None: empty).
 Columns = dict[str, NDArray[Any]]
 #: Rows that are turned into text at a time.
 _BATCH_ROWS = 50_000
-#: Versions of the project's own tables that are read here, by the kind of table.
-_VERSIONS = {"trace": "trace/1", "fits": "fits/2", "samples": "samples/2"}
-
-
-def import_pyarrow() -> tuple[Any, Any]:
-    """(pyarrow, pyarrow.parquet).
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-    """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError("pyarrow", "sim") from error
-    return pyarrow, pyarrow.parquet
 
 
 def check_table_path(path: str | Path, field: str) -> Path:
@@ -101,95 +82,12 @@ def read_columns(path: str | Path, names: Sequence[str], schema: str, field: str
         InputError: There is no such file, it is not such a table, or it was written by another version.
         MissingExtraError: pyarrow is not installed.
     """
-    with parquet_file(existing_file(path, field), field, schema) as parquet:
+    parquet = open_parquet(path, field)
+    stored = (parquet.schema_arrow.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
+    if stored != schema:
+        raise InputError(
+            field, Path(path).name, f"a table of schema {schema}; this one has {stored or 'none'}"
+        )
+    with readable(path, field, "Parquet"):
         table = parquet.read(columns=list(names))
     return {name: table[name].to_numpy(zero_copy_only=False) for name in names}
-
-
-def file_rows(file: Path, field: str, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """Rows of a user's table by column; of Parquet only these columns. Empty cells are None.
-
-    Raises:
-        InputError: The name's ending is unknown, the file is not readable, a line is no row, or two columns have one name.
-        MissingExtraError: pyarrow is not installed, for Parquet.
-    """
-    if file.suffix == ".parquet":
-        with parquet_file(file, field) as table:
-            names = [name for name in table.schema_arrow.names if name in columns]
-            for batch in table.iter_batches(columns=names):
-                yield from batch.to_pylist()
-    elif file.suffix in (".jsonl", ".csv"):
-        try:
-            yield from _json_rows(file) if file.suffix == ".jsonl" else _csv_rows(file)
-        except UnicodeDecodeError as error:
-            raise InputError(
-                field, file.name, f"UTF-8 text ({error.reason} at byte {error.start})"
-            ) from error
-    else:
-        raise InputError(field, file.name, "a name that ends in .jsonl, .csv or .parquet")
-
-
-def _json_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    with open(file, encoding="utf-8") as stream:
-        for number, line in enumerate(stream, start=1):
-            if not line.strip():
-                continue
-            location = f"{file.name} line {number}"
-            try:
-                row = json_text.parse_json(line)
-            except ValueError as error:
-                raise InputError(location, line.strip(), f"a JSON object ({error})") from error
-            if not isinstance(row, dict):
-                raise InputError(location, line.strip(), "a JSON object")
-            yield row
-
-
-def _csv_rows(file: Path) -> Iterator[Mapping[str, Any]]:
-    with open(file, encoding="utf-8", newline="") as stream:
-        reader = csv.reader(stream, strict=True)
-        try:
-            names = next(reader, [])
-            _check_names(names, file)
-            for cells in reader:
-                if len(cells) not in (0, len(names)):
-                    allowed = f"a CSV row of {len(names)} values, as the heading"
-                    raise InputError(f"{file.name} line {reader.line_num}", cells, allowed)
-                if cells:
-                    yield {name: cell or None for name, cell in zip(names, cells, strict=True)}
-        except csv.Error as error:
-            raise InputError(f"{file.name} line {reader.line_num}", str(error), "a CSV row") from error
-
-
-def _check_names(names: Sequence[str], file: Path) -> None:
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise InputError(f"columns of {file.name}", ", ".join(twice), "each name once")
-
-
-@contextmanager
-def parquet_file(file: Path, field: str, expected_schema: str | None = None) -> Iterator[Any]:
-    """An open `pyarrow.parquet.ParquetFile`; errors while it is read become `InputError`.
-
-    Args:
-        file: The file.
-        field: The option that names it.
-        expected_schema: The one schema that it may have; None: any table of a user, and tailcast's of this version.
-
-    Raises:
-        InputError: It is not readable, two columns have one name, or another version of tailcast wrote it.
-        MissingExtraError: pyarrow is not installed.
-    """
-    pa, pq = import_pyarrow()
-    try:
-        with pq.ParquetFile(file) as table:
-            schema = table.schema_arrow
-            _check_names(schema.names, file)
-            stored = (schema.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
-            current = expected_schema or _VERSIONS.get(stored.partition("/")[0])
-            if current not in (None, stored):
-                allowed = f"a table of schema {current}; this one has {stored or 'none'}"
-                raise InputError(field, file.name, allowed)
-            yield table
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        detail = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InputError(field, str(file), f"a readable Parquet file ({detail})") from error

@@ -16,7 +16,8 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import MAX_TIERS, Request
-from scheduler_core.simulator.tables import columns_of, file_rows, write_table
+from scheduler_core.simulator.tables import columns_of, write_table
+from scheduler_core.table_files import file_rows
 
 #: Latest arrival in seconds: the simulated clock is a float, which has a resolution of 2 microseconds there. Times since
 #: 1970 are below it.
@@ -26,7 +27,7 @@ MAX_TOKENS = 2**31 - 1
 SCHEMA = "trace/1"
 
 REQUIRED = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
-_TEXTS = ("prompt", "prompt_id", "tenant", "category", "session_id")
+_TEXTS = ("prompt", "prompt_id", "tenant", "model", "category", "session_id")
 #: Optional numbers: name -> (type, smallest, largest).
 _NUMBERS: dict[str, tuple[type, float, float]] = {
     "tier": (int, 0, MAX_TIERS - 1),
@@ -61,6 +62,7 @@ class TraceRequest:
         tier: Declared level of urgency, 0 the most urgent.
         priority: Declared priority, smaller first.
         tenant: A user, an application, a class of customers.
+        model: Name of the served model, for live predictors.
         category: Kind of request, such as reasoning or chat.
         ttft_slo_s: Target of the time to the first token in seconds > 0; None: no target. tbt_slo_s (between two tokens)
             and ttlt_slo_s (to the last) likewise.
@@ -82,6 +84,7 @@ class TraceRequest:
     tier: int = 2
     priority: int = 0
     tenant: str = ""
+    model: str = ""
     category: str = ""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None
@@ -162,7 +165,8 @@ def load_trace(
     if default_max_tokens is not None:
         defaults["max_tokens"] = default_max_tokens
     requests: dict[str, TraceRequest] = {}
-    for number, values in enumerate(file_rows(file, "trace", COLUMNS), start=1):
+    for number, row in file_rows(file, "trace", COLUMNS):
+        values = {name: None if value == "" else value for name, value in row.items()}
         request = _request(f"{file.name} row {number}", values, defaults)
         if request.request_id in requests:
             field = f"{file.name} row {number} column request_id"

@@ -90,10 +90,10 @@ def test_a_scheme_selects_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> No
     assert predictor.address == "somewhere:1"
 
 
-@pytest.mark.parametrize("url", ["", "somewhere", "nosuch://host:1", "grpc://"])
-def test_an_unknown_url_is_refused_with_the_known_schemes(url: str) -> None:
-    with pytest.raises(InputError, match="grpc://ADDRESS"):
-        open_predictor(url)
+@pytest.mark.parametrize("spelling", ["", "no/such/folder", "nosuch://host:1", "grpc://"])
+def test_an_unknown_predictor_is_refused_with_what_is_allowed(spelling: str) -> None:
+    with pytest.raises(InputError, match="pretrained, an artifact folder, or grpc://HOST:PORT"):
+        open_predictor(spelling)
 
 
 @pytest.mark.parametrize("values", [{"max_in_flight": 0}, {"timeout_s": 0.0}, {"max_batch": 0}])

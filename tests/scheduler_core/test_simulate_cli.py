@@ -26,7 +26,18 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(trace: Path, *options: str) -> int:
-    return main(["run", "--trace", str(trace), "--json", str(trace.parent / "out.json"), *options])
+    return main(
+        [
+            "run",
+            "--trace",
+            str(trace),
+            "--json",
+            str(trace.parent / "out.json"),
+            "--overwrite",
+            "true",
+            *options,
+        ]
+    )
 
 
 def result(trace: Path) -> dict[str, Any]:
@@ -139,7 +150,7 @@ def test_a_run_with_every_table(spec: Path) -> None:
         "1.5",
     ]
     words += ["--cluster.num_replicas", "2", "--report", str(folder / "r.html")]
-    for name in ("requests", "steps", "metrics"):
+    for name in ("requests", "steps"):
         words += [f"--{name}", str(folder / f"{name}.parquet")]
     assert main(words) == 0
     content = json.loads((folder / "out.json").read_text())
@@ -148,12 +159,10 @@ def test_a_run_with_every_table(spec: Path) -> None:
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
     assert [one["seed"] for one in content["runs"]] == [0, 1]
     assert content["metrics"] == content["runs"][0]["metrics"]
-    rows = {row["metric"]: row for row in pq.read_table(folder / "metrics.parquet").to_pylist()}
-    for name in ("ttft_s.p99", "cluster.num_migrations", "prediction.kendall_tau", "tbt_s.tail_ratio"):
-        assert rows[name]["num_seeds"] == 2
     mean = sum(one["metrics"]["ttlt_s"]["mean"] for one in content["runs"]) / 2
-    assert content["intervals"]["ttlt_s"]["mean"]["mean"] == pytest.approx(mean)
-    assert rows["ttlt_s.mean"]["low"] < rows["ttlt_s.mean"]["mean"] == pytest.approx(mean)
+    over_seeds = content["intervals"]["ttlt_s"]["mean"]
+    assert over_seeds["low"] < over_seeds["mean"] == pytest.approx(mean)
+    assert over_seeds["num"] == content["intervals"]["prediction"]["kendall_tau"]["num"] == 2
     assert {row["seed"] for row in pq.read_table(folder / "steps.parquet").to_pylist()} == {0, 1}
     requests = pq.read_table(folder / "requests.parquet")
     assert requests.schema.metadata[b"tailcast.schema"] == b"tailcast.simulated_requests/5"
@@ -177,7 +186,9 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     assert "80 requests, b - a" in text
     assert "ttft_s.mean" in text
     assert main(["compare", *both, "--json", str(folder / "c.json"), "--report", str(folder / "c.html")]) == 0
-    content = json.loads((folder / "c.json").read_text())
+    comparison = json.loads((folder / "c.json").read_text())
+    assert (comparison["baseline"], list(comparison["runs"])) == ("fcfs", ["hpjf"])
+    content = comparison["runs"]["hpjf"]
     assert content["settings"] == {"policy": ["fcfs", "hpjf"]}
     means = [float(np.mean(pq.read_table(folder / f"{name}.parquet")["ttft_s"])) for name in ("fcfs", "hpjf")]
     mean = content["requests"]["latencies"]["ttft_s"]["statistics"]["mean"]
@@ -188,7 +199,49 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     metric = content["metrics"]["ttft_s.mean"]
     assert metric["difference"] == pytest.approx(sum(off) / 2)
     assert metric["high"] - metric["low"] == pytest.approx(12.706 * abs(off[0] - off[1]), rel=1e-3)
-    assert "Configured differently" in (folder / "c.html").read_text()
+    assert "hpjf: configured differently" in (folder / "c.html").read_text()
+
+
+def test_any_number_of_runs_by_name_with_a_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path
+    write_trace(random_trace(400), folder / "trace.jsonl")
+    for policy in ("fcfs", "sjf", "spf"):
+        words = [
+            "run",
+            "--trace",
+            str(folder / "trace.jsonl"),
+            "--load",
+            "2",
+            "--scheduler.max_num_seqs",
+            "4",
+        ]
+        words += ["--policy", policy, "--json", str(folder / f"{policy}.json")]
+        assert main([*words, "--requests", str(folder / f"{policy}.parquet")]) == 0
+    capsys.readouterr()
+    words = ["compare", str(folder / "fcfs.json"), f"bound={folder / 'sjf.json'}", str(folder / "spf.json")]
+    assert main([*words, "--json", str(folder / "c.json"), "--num_resamples", "200"]) == 0
+    comparison = json.loads((folder / "c.json").read_text())
+    assert list(comparison["runs"]) == ["bound", "spf"]
+    verdicts = comparison["runs"]["bound"]["verdict"]
+    assert verdicts["ttft_s"]["verdict"] == "better" and verdicts["ttft_s"]["high"] < 0  # noqa: PT018
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Verdict")
+    assert "bound: configured differently" in text and "spf: all metrics" in text  # noqa: PT018
+    assert main(["compare", str(folder / "fcfs.json")]) == 2
+    assert "two results or more" in capsys.readouterr().err
+    assert main(["compare", str(folder / "fcfs.json"), str(folder / "fcfs.json")]) == 2
+    assert "fcfs is there twice" in capsys.readouterr().err
+
+
+def test_a_hint_where_nobody_waited(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert run(trace, "--policy", "fcfs", "--load", "0.05") == 0
+    assert "nobody waited: load " in caplog.text and "of 64 slots" in caplog.text  # noqa: PT018
+    caplog.clear()
+    assert run(trace, "--policy", "fcfs", "--load", "1.5") == 0
+    assert "nobody waited" not in caplog.text
 
 
 def test_runs_of_other_requests_or_versions_are_not_compared(
@@ -212,10 +265,10 @@ def test_runs_of_other_requests_or_versions_are_not_compared(
     for name, text in bad.items():
         (folder / f"{name}.json").write_text(text)
     capsys.readouterr()
-    messages = dict.fromkeys(bad, "b: got") | {
-        "rate": "requests of b with seed 0: got '40 requests of workload, seed 0",
-        "seed": "seeds of b: got '1'; allowed: 0, the seeds of a",
-        "older": "schema of b: got 'tailcast.simulation/3'",
+    messages = {name: f"{name}: got" for name in bad} | {
+        "rate": "requests of rate with seed 0: got '40 requests of workload, seed 0",
+        "seed": "seeds of seed: got '1'; allowed: 0, the seeds of a",
+        "older": "schema of older: got 'tailcast.simulation/3'",
     }
     for name, message in messages.items():
         assert main(["compare", str(folder / "a.json"), str(folder / f"{name}.json")]) == 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +31,7 @@ from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
-from scheduler_core.simulator.trace import Trace
+from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import RunWatch
 from tests.scheduler_core.helpers import random_trace, trace_row
 
@@ -191,6 +193,21 @@ def test_every_head_of_a_live_predictor_reaches_the_policy(
     assert "".join(record.request_id for record in result.records) == order
 
 
+def test_the_model_of_a_row_is_the_served_model(tmp_path: Path) -> None:
+    class Names(Echo):
+        async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
+            names.extend(request.served_model for request in requests)
+            return await super().predict(requests)
+
+    rows = [trace_row(name, 0.0, 4, 3, prompt=name, model=f"model-{name}") for name in "ab"]
+    path = tmp_path / "trace.parquet"
+    write_trace(Trace(tuple(rows)), path)
+    for served_model, expected in (("", ["model-a", "model-b"]), ("all", ["all", "all"])):
+        names: list[str] = []
+        fetch_predictions(load_trace(path), Names(), served_model=served_model)
+        assert sorted(names) == expected
+
+
 def test_live_predictions_are_fetched_once_with_their_latency() -> None:
     predictor, done = Echo("3"), []
     trace = Trace(tuple(trace_row(f"r{i}", i * 0.1, 4, 5, prompt=f"a prompt {i}") for i in range(10)))
@@ -226,7 +243,6 @@ def test_a_predictor_that_always_fails_is_an_error() -> None:
     [
         ({"trace": None}, "trace, workload"),
         ({"policy": "lifo"}, "policy"),
-        ({"policy": "sjf", "predictor": "trace"}, "predictor"),
         ({"rate": 1.0, "load": 1.0}, "rate, load"),
         ({"rate": 0.0}, "rate"),
         ({"predictor_noise": -1.0, "predictor": "oracle"}, "predictor_noise"),
@@ -352,3 +368,42 @@ def test_histogram_quantiles_are_right_to_half_a_percent() -> None:
     both = GapHistogram.merged([histogram, histogram])
     assert both.counts.sum() == 40_000
     assert GapHistogram().summary() is None
+
+
+def shorter_than_predicted(num_requests: int) -> Trace:
+    """Every output has half the tokens of its predicted median."""
+    rng = np.random.default_rng(4)
+    rows = []
+    for number in range(num_requests):
+        tokens = int(rng.integers(10, 400))
+        row = trace_row(f"r{number}", 2.0 * number, 10, tokens)
+        prediction = LengthPrediction(math.log(2 * tokens) + 0.2 * float(rng.standard_t(3.5)), 0.2, 3.5)
+        rows.append(dataclasses.replace(row, prediction=prediction, max_tokens=10_000))
+    return Trace(tuple(rows))
+
+
+def test_online_calibration_corrects_by_the_requests_that_have_finished_before() -> None:
+    trace = shorter_than_predicted(400)
+    raw = simulate(trace, "ssjf")
+    corrected = simulate(trace, "ssjf", online_calibration=True)
+    by_id = {record.request_id: record for record in corrected.records}
+    mu = {row.request_id: row.prediction.mu for row in trace.requests if row.prediction}
+    first_end_s = min(record.finish_s for record in corrected.records)
+    before = [record for record in corrected.records if record.arrival_s < first_end_s]
+    assert before
+    assert all(record.predicted_mu == mu[record.request_id] for record in before)
+    assert by_id["r399"].predicted_mu == pytest.approx(mu["r399"] - math.log(2), abs=0.15)
+    quality = [result.metrics["prediction"] for result in (raw, corrected)]
+    assert quality[1]["mae_log"] < 0.5 * quality[0]["mae_log"]
+    metrics = corrected.predictor["online_calibration"][""]
+    assert metrics["num_outputs"] == 400
+    assert metrics["after"]["crps"] < 0.5 * metrics["before"]["crps"]
+    assert "online_calibration" not in raw.predictor
+    json.dumps(corrected.to_json(), allow_nan=False)
+
+
+def test_online_calibration_does_not_depend_on_steps_taken_at_once() -> None:
+    trace = shorter_than_predicted(60)
+    runs = [simulate(trace, "tie", online_calibration=True, exact_steps=exact) for exact in (0, 1)]
+    assert runs[0].records == runs[1].records
+    assert len({record.predicted_sigma for record in runs[0].records}) > 30

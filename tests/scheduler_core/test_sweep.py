@@ -30,10 +30,12 @@ from scheduler_core.simulator.sweep import (
     grid,
     point_of,
     run_cells,
+    simulate_cell,
     with_setting,
 )
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Tiers, Workload
+from tests.ray_warnings import RAY_WARNINGS
 
 WORKLOAD = Workload(
     num_requests=25, lengths=Lengths(prompt=TokenDistribution(high=60), output=TokenDistribution(high=30))
@@ -53,6 +55,14 @@ def test_a_grid_has_every_combination_with_every_seed() -> None:
     assert len({point_of(cell.settings) for cell in cells}) == 8
 
 
+def test_a_bound_stands_beside_policies_with_a_live_predictor() -> None:
+    base = replace(BASE, predictor="grpc://127.0.0.1:1")
+    cells = grid(base, {"policy": ["tie", "sjf"]}, range(1))
+    sources = {cell.config.policy: cell.config.prediction_source for cell in cells}
+    assert sources == {"tie": "grpc://127.0.0.1:1", "sjf": "oracle"}
+    assert simulate_cell(cells[1]).predictor["source"] == "oracle"
+
+
 @pytest.mark.parametrize(
     ("vary", "named"),
     [
@@ -69,8 +79,6 @@ def test_wrong_grids_are_named(vary: Mapping[str, Sequence[Any]], named: str) ->
     with pytest.raises(InputError) as caught:
         grid(BASE, vary, range(1))
     assert caught.value.field.startswith(named)
-    if "scheduler.batching" in vary:
-        assert len(grid(BASE, vary, range(1), skip_impossible=True)) == 3
 
 
 def test_the_number_of_tiers_is_of_the_workload_and_the_cluster() -> None:
@@ -131,24 +139,8 @@ def test_processes_give_what_one_process_gives(tmp_path: Path) -> None:
     assert alone == together
 
 
-@pytest.fixture
-def quiet_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cluster of tests writes no token into the home folder and reports to nobody."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
-RAY_WARNINGS = pytest.mark.filterwarnings(
-    "ignore:Tip. In future versions of Ray:FutureWarning",
-    "ignore:subprocess .* is still running:ResourceWarning",
-    "ignore:unclosed:ResourceWarning",
-)
-
-
 @pytest.mark.slow
 @RAY_WARNINGS
-@pytest.mark.usefixtures("quiet_ray")
 def test_a_ray_cluster_gives_what_one_process_gives_and_goes_on_after_a_kill(tmp_path: Path) -> None:
     """A process is killed in the middle of a sweep on Ray; the next one does the rest, and the tables are the same bytes."""
     ray = pytest.importorskip("ray")
@@ -188,7 +180,6 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @RAY_WARNINGS
-@pytest.mark.usefixtures("quiet_ray")
 def test_a_ray_cluster_that_is_there_is_used_and_left_as_it_is(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     (cell,) = grid(BASE, {"policy": ["fcfs"]}, range(1))

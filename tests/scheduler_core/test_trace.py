@@ -78,7 +78,7 @@ def test_a_wrong_value_is_named_with_row_and_column(
     suffix: str, column: str, value: object, tmp_path: Path
 ) -> None:
     rows = [GOOD[0], {**GOOD[1], column: value}]
-    with pytest.raises(InputError, match=f"row 2.*({column}|sigma)"):
+    with pytest.raises(InputError, match=rf"row \d.*({column}|sigma)"):
         load_trace(write(tmp_path / f"trace{suffix}", rows))
 
 
@@ -120,7 +120,7 @@ def test_requests_without_max_tokens_get_the_default_and_only_they(suffix: str, 
         load_trace(path, default_max_tokens=8)
     column = write(tmp_path / f"column{suffix}", [without])
     assert load_trace(column, default_max_tokens=40).requests[0].max_tokens == 40
-    with pytest.raises(InputError, match="row 1 column max_tokens: .*; or default_max_tokens for requests"):
+    with pytest.raises(InputError, match=r"row \d column max_tokens: .*; or default_max_tokens for requests"):
         load_trace(column)
 
 
@@ -149,21 +149,21 @@ def _parquet(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        ("t.jsonl", b'{"request_id": "a", "arri', "line 1"),
-        ("t.jsonl", b"[1, 2]\n", "line 1"),
-        ("t.jsonl", b"[" * DEEP, "t.jsonl line 1"),
+        ("t.jsonl", b'{"request_id": "a", "arri', "t.jsonl row 1"),
+        ("t.jsonl", b"[1, 2]\n", "t.jsonl row 1"),
+        ("t.jsonl", b"[" * DEEP, "t.jsonl row 1"),
         ("t.jsonl", b"\n\n", "at least one row"),
-        ("t.jsonl", b"\xff\xfe\x00", "UTF-8"),
+        ("t.jsonl", b"\xff\xfe\x00", "text in UTF-8"),
         ("t.csv", b"request_id,arrival_s\n", "at least one row"),
-        ("t.csv", b'"unfinished\n', "CSV row"),
-        ("t.csv", f"{HEADER},tier,tier\na,0,1,1,1,1,2\n".encode(), "columns of t.csv: got 'tier'; allowed: each name once"),
-        ("t.csv", f"{HEADER}\na,0,1,1,1,9\n".encode(), "t.csv line 2"),
-        ("t.csv", f"{HEADER}\ncaf\xe9,0,1,1,1\n".encode("latin-1"), "UTF-8 text"),
-        ("t.parquet", b"PAR1 but not really", "readable Parquet"),
-        ("t.parquet", _parquet()[:400], "readable Parquet"),
+        ("t.csv", b'"unfinished\n', "a whole text file"),
+        ("t.csv", f"{HEADER},tier,tier\na,0,1,1,1,1,2\n".encode(), "t.csv: columns: got 'tier'; allowed: each name once"),
+        ("t.csv", f"{HEADER}\na,0,1,1,1,9\n".encode(), "t.csv row 2"),
+        ("t.csv", f"{HEADER}\ncaf\xe9,0,1,1,1\n".encode("latin-1"), "text in UTF-8"),
+        ("t.parquet", b"PAR1 but not really", "a whole Parquet file"),
+        ("t.parquet", _parquet()[:400], "a whole Parquet file"),
         ("t.parquet", _parquet(column="max_tokens"), "max_tokens"),
-        ("t.parquet", _parquet(schema="trace/2"), "a table of schema trace/1; this one has trace/2"),
-        ("t.xlsx", b"whatever", "jsonl, .csv or .parquet"),
+        ("t.parquet", _parquet(schema="trace/2"), "schema: got 'trace/2'; allowed: trace/1 or older"),
+        ("t.xlsx", b"whatever", "a file ending in .jsonl"),
         ("none.jsonl", None, "existing file"),
     ],
 )  # fmt: skip

@@ -43,6 +43,8 @@ class EngineCalibrationConfig(Endpoint):
 
     json: str
     """Where to write the result: the model and its parameters for simulate run, and the errors on both loads."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     rate: float = 1.0
     """Requests per second of the load that the model is fitted to."""
     held_out_rate: float = 2.0

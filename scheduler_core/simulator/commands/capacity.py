@@ -35,6 +35,8 @@ class CapacityConfig(BaseConfig):
 
     json: str
     """Where to write the result."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     at_most: dict[str, float] = field(default_factory=dict)
     """Targets: metrics by dotted name and their upper bounds, such as {ttft_s.p50: 0.5}."""
     at_least: dict[str, float] = field(default_factory=dict)

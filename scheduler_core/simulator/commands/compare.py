@@ -1,4 +1,4 @@
-"""`simulate compare`: two runs of the same requests, every metric seed against seed, and request by request."""
+"""`simulate compare`: runs of the same requests, each with the first: every metric seed against seed, and request by request."""
 
 from __future__ import annotations
 
@@ -33,21 +33,25 @@ _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 _COLUMNS = ("seed", "request_id", "arrival_s", "prompt_tokens", "output_tokens", *LATENCIES)
 
 
+#: Metrics of the verdict; lower is better.
+_VERDICT = ("ttft_s", "ttlt_s")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareConfig:
-    """Compare two results of `simulate run` on the same requests: every metric over seeds, request by request with
-    bootstrap confidence intervals, and how the configurations differ.
+    """Compare results of `simulate run` on the same requests, each with the first: a verdict, every metric over seeds,
+    request by request with bootstrap confidence intervals, and how the configurations differ.
 
-    Both runs need a table of requests (--requests, Parquet) for the comparison by request.
+    Runs need a table of requests (--requests, Parquet) for the comparison by request.
     """
 
-    INPUTS = ("a", "b")
+    INPUTS = ("runs",)
     OUTPUTS = ("json", "report")
 
-    a: str
-    """JSON result of the first run."""
-    b: str
-    """JSON result of the second run; differences are b - a."""
+    runs: list[str]
+    """JSON results of two runs or more, each FILE or NAME=FILE; differences are to the first."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     json: str | None = None
     """Where to write the comparison as JSON."""
     report: str | None = None
@@ -57,6 +61,20 @@ class CompareConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, num_resamples=(1, 1_000_000))
+        if len(self.paths) < 2:
+            raise InputError("runs", self.runs, "two results or more")
+
+    @property
+    def paths(self) -> dict[str, Path]:
+        """Name -> file; without a name the file's, without its ending."""
+        paths: dict[str, Path] = {}
+        for entry in self.runs:
+            name, _, file = entry.rpartition("=") if not Path(entry).exists() else ("", "", entry)
+            name = name or Path(file).stem
+            if name in paths:
+                raise InputError("runs", entry, f"names of their own, as in NAME=FILE; {name} is there twice")
+            paths[name] = Path(file)
+        return paths
 
 
 def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> dict[str, Any]:
@@ -144,58 +162,89 @@ def latency_differences(a: Columns, b: Columns, num_resamples: int) -> dict[str,
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Reads and compares two results.
+    """Reads all results and compares each with the first.
 
-    - `metrics`: by dotted name: every metric that both have with every seed; means over seeds, the interval is Student's t
-      of each seed against itself.
-    - `settings`: by dotted name: the two values of settings that differ.
-    - `requests`: see `latency_differences`; None without tables.
+    Returns:
+        schema; baseline, the name of the first; num_seeds; and runs, by the names of the others:
+
+        - `verdict`: mean ttft_s and ttlt_s, each with better, worse, no clear difference, or one run: no interval.
+        - `metrics`: by dotted name: every metric that both have with every seed; means over seeds, the interval is
+          Student's t of each seed against itself.
+        - `settings`: by dotted name: the two values of settings that differ.
+        - `requests`: see `latency_differences`; None without tables.
 
     Raises:
         InputError: One of them cannot be read, or they are not of the same requests.
     """
-    paths = {"a": Path(config.a), "b": Path(config.b)}
+    paths = config.paths
     results = {name: _read_result(path, name) for name, path in paths.items()}
     tables = {
-        name: path.parent / results[name]["requests"]
-        for name, path in paths.items()
-        if results[name]["requests"]
+        name: paths[name].parent / result["requests"]
+        for name, result in results.items()
+        if result["requests"]
     }
-    inputs = {f"requests of {name}": [path] for name, path in tables.items()}
+    inputs = {name: [path] for name, path in paths.items()}
+    inputs |= {f"requests of {name}": [path] for name, path in tables.items()}
     check_outputs(inputs, {"json": config.json, "report": config.report})
-    a, b = results.values()
-    _check_seeds(a, b)
-    first, second = dict(leaves(a["config"])), dict(leaves(b["config"]))
-    comparison = {
-        "schema": "tailcast.comparison/4",
-        "num_seeds": len(a["runs"]),
-        "metrics": _metric_differences(a["runs"], b["runs"]),
-        "settings": {
-            name: (first.get(name), second.get(name))
-            for name in first | second
-            if first.get(name) != second.get(name)
-        },
-        "requests": None,
-    }
-    if len(tables) < 2:
-        without = " and ".join(str(path) for name, path in paths.items() if name not in tables)
+    first, *others = results
+    for name in others:
+        _check_seeds(results[first], results[name], first, name)
+    if len(tables) < len(paths):
+        without = ", ".join(str(path) for name, path in paths.items() if name not in tables)
         logger.warning(
-            "not compared by request: %s without a table (simulate run --requests FILE.parquet)", without
+            "not compared by request: without a table (simulate run --requests FILE.parquet): %s", without
         )
-        return comparison
-    columns = [
-        read_columns(path, _COLUMNS, REQUESTS_SCHEMA, f"requests of {name}") for name, path in tables.items()
-    ]
-    own, other = paired(*columns)
-    num_pairs = len(own["seed"])
-    return comparison | {
-        "requests": {
-            "num_pairs": num_pairs,
-            "num_only_a": len(columns[0]["seed"]) - num_pairs,
-            "num_only_b": len(columns[1]["seed"]) - num_pairs,
-            "latencies": latency_differences(own, other, config.num_resamples),
-        }
+    columns = {
+        name: read_columns(path, _COLUMNS, REQUESTS_SCHEMA, f"requests of {name}")
+        for name, path in tables.items()
     }
+    comparisons = {}
+    for name in others:
+        a, b = results[first], results[name]
+        metrics = _metric_differences(a["runs"], b["runs"])
+        requests = None
+        if first in columns and name in columns:
+            requests = _by_request(columns[first], columns[name], config.num_resamples)
+        settings, changed = dict(leaves(a["config"])), dict(leaves(b["config"]))
+        comparisons[name] = {
+            "verdict": _verdict(metrics, requests),
+            "metrics": metrics,
+            "settings": {
+                key: (settings.get(key), changed.get(key))
+                for key in settings | changed
+                if settings.get(key) != changed.get(key)
+            },
+            "requests": requests,
+        }
+    num_seeds = len(results[first]["runs"])
+    return {
+        "schema": "tailcast.comparison/5", "baseline": first, "num_seeds": num_seeds, "runs": comparisons
+    }  # fmt: skip
+
+
+def _by_request(a: Columns, b: Columns, num_resamples: int) -> dict[str, Any]:
+    own, other = paired(a, b)
+    num_pairs = len(own["seed"])
+    return {
+        "num_pairs": num_pairs,
+        "num_only_a": len(a["seed"]) - num_pairs,
+        "num_only_b": len(b["seed"]) - num_pairs,
+        "latencies": latency_differences(own, other, num_resamples),
+    }
+
+
+def _verdict(metrics: Mapping[str, Any], requests: Mapping[str, Any] | None) -> dict[str, Any]:
+    """By latency: the difference of means, request by request where that is known, and what it says."""
+    verdict = {}
+    for name in _VERDICT:
+        one = metrics[f"{name}.mean"]
+        if requests is not None and name in requests["latencies"]:
+            one = requests["latencies"][name]["statistics"]["mean"]
+        text = "one run: no interval" if one["clear"] is None else "no clear difference"
+        if one["clear"]:
+            text = "better" if one["difference"] < 0 else "worse"
+        verdict[name] = {**one, "verdict": text}
+    return verdict
 
 
 def _read_result(path: Path, field: str) -> dict[str, Any]:
@@ -217,18 +266,18 @@ def _read_result(path: Path, field: str) -> dict[str, Any]:
     return dict(result)
 
 
-def _check_seeds(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+def _check_seeds(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b: str) -> None:
     """Raises `InputError` if two results were run with other seeds, or with other requests."""
     first, second = ({one["seed"]: one["trace"] for one in result["runs"]} for result in (a, b))
     if list(first) != list(second):
         seeds_a, seeds_b = (", ".join(map(str, one)) for one in (first, second))
-        raise InputError("seeds of b", seeds_b, f"{seeds_a}, the seeds of a")
+        raise InputError(f"seeds of {name_b}", seeds_b, f"{seeds_a}, the seeds of {name_a}")
     for seed, trace in first.items():
         if second[seed] != trace:
             raise InputError(
-                f"requests of b with seed {seed}",
+                f"requests of {name_b} with seed {seed}",
                 f"{b['trace']['num_requests']} requests of {b['trace']['source']}",
-                f"those of a, {a['trace']['num_requests']} requests of {a['trace']['source']}, at the same rate",
+                f"those of {name_a}, {a['trace']['num_requests']} requests of {a['trace']['source']}, at the same rate",
             )
 
 
@@ -257,11 +306,11 @@ def run(config: CompareConfig) -> None:
         if getattr(config, name) is not None:
             writable_target(getattr(config, name), name)
     comparison = compare(config)
-    tables = _tables(config, comparison)
+    tables = _tables(comparison)
     if config.json is not None:
         write_json(config.json, comparison | {"config": asdict(config)})
     if config.report is not None:
-        page = Page(f"{Path(config.b).stem} compared with {Path(config.a).stem}")
+        page = Page(f"{', '.join(comparison['runs'])} compared with {comparison['baseline']}")
         for heading, note, header, rows in tables:
             page.heading(heading)
             page.note(note)
@@ -275,12 +324,35 @@ def run(config: CompareConfig) -> None:
             sys.stdout.write("\n".join([heading, note, *lines, "", ""]))
 
 
-def _tables(config: CompareConfig, comparison: Mapping[str, Any]) -> list[_Table]:
-    requests = comparison["requests"]
-    settings = [[name, str(a), str(b)] for name, (a, b) in comparison["settings"].items()]
-    num_seeds = comparison["num_seeds"]
-    note = f"a is {Path(config.a).stem}, b is {Path(config.b).stem}; both ran the same requests with {num_seeds} seed(s)."
-    tables: list[_Table] = [("Configured differently", note, ["setting", "a", "b"], settings)]
+def _tables(comparison: Mapping[str, Any]) -> list[_Table]:
+    baseline, num_seeds = comparison["baseline"], comparison["num_seeds"]
+    note = (
+        f"Mean latencies in seconds against {baseline}, with the 95 % interval of the difference; all ran the same requests "
+        f"with {num_seeds} seed(s)."
+    )
+    rows = [
+        [
+            name,
+            latency,
+            *_cells(one),
+            "-" if one["ratio"] is None else f"{one['ratio'] - 1:+.1%}",
+            one["verdict"],
+        ]
+        for name, run in comparison["runs"].items()
+        for latency, one in run["verdict"].items()
+    ]
+    header = ["run", "latency", baseline, "run's", "difference", "low", "high", "change", "verdict"]
+    tables: list[_Table] = [("Verdict", note, header, rows)]
+    for name, one in comparison["runs"].items():
+        tables += _run_tables(baseline, name, num_seeds, one)
+    return tables
+
+
+def _run_tables(baseline: str, name: str, num_seeds: int, run: Mapping[str, Any]) -> list[_Table]:
+    requests = run["requests"]
+    settings = [[key, str(a), str(b)] for key, (a, b) in run["settings"].items()]
+    note = f"a is {baseline}, b is {name}."
+    tables: list[_Table] = [(f"{name}: configured differently", note, ["setting", "a", "b"], settings)]
     columns = ["a", "b", "b - a", "low", "high"]
     if requests is not None:
         note = (
@@ -289,11 +361,11 @@ def _tables(config: CompareConfig, comparison: Mapping[str, Any]) -> list[_Table
             f"a finished {requests['num_only_a']} others, only b {requests['num_only_b']}."
         )
         rows = [
-            [f"{name}, {key}", *_cells(one), f"{latency['lower_fraction']:.1%}" if key == "mean" else ""]
-            for name, latency in requests["latencies"].items()
-            for key, one in latency["statistics"].items()
+            [f"{latency}, {key}", *_cells(one), f"{values['lower_fraction']:.1%}" if key == "mean" else ""]
+            for latency, values in requests["latencies"].items()
+            for key, one in values["statistics"].items()
         ]
-        tables.append(("Request by request, seconds", note, ["", *columns, "b lower"], rows))
+        tables.append((f"{name}: request by request, seconds", note, ["", *columns, "b lower"], rows))
     note = ""
     if num_seeds > 1:
         note = (
@@ -302,10 +374,10 @@ def _tables(config: CompareConfig, comparison: Mapping[str, Any]) -> list[_Table
         )
     marks = {None: "", True: "*", False: "?"}
     rows = [
-        [name, *_cells(one), "-" if one["ratio"] is None else f"{one['ratio']:.3f}{marks[one['clear']]}"]
-        for name, one in comparison["metrics"].items()
+        [key, *_cells(one), "-" if one["ratio"] is None else f"{one['ratio']:.3f}{marks[one['clear']]}"]
+        for key, one in run["metrics"].items()
     ]
-    return [*tables, ("All metrics", note, ["metric", *columns, "b / a"], rows)]
+    return [*tables, (f"{name}: all metrics", note, ["metric", *columns, "b / a"], rows)]
 
 
 def _cells(one: Mapping[str, Any]) -> list[Any]:

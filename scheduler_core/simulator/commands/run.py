@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,37 +17,36 @@ from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
-from scheduler_core.simulator.metrics import flat
 from scheduler_core.simulator.records import SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
-from scheduler_core.simulator.tables import Columns, check_table_path, columns_of, write_table
+from scheduler_core.simulator.tables import Columns, check_table_path, write_table
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
 from scheduler_core.statistics import over_seeds
 
 logger = logging.getLogger(__name__)
-
-METRICS_SCHEMA = "tailcast.simulated_metrics/1"
+#: Mean number of waiting requests below which a policy has nothing to order.
+HARDLY_ANY = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(SimulationConfig):
     """Simulate one scheduling policy on a request trace or a drawn workload and write its latencies as JSON."""
 
-    OUTPUTS = ("json", "requests", "steps", "metrics", "decisions", "report")
+    OUTPUTS = ("json", "requests", "steps", "decisions", "report")
 
     json: str
     """Where to write the result: configuration, versions, metrics, statistics of the predictor; with batch former rad
     also T_R, T_max and n of its theorems."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     requests: str | None = None
     """Where to write a table with one row per request and seed (.parquet, .csv or .jsonl); `simulate compare` pairs the
     requests of two runs by it, if it is Parquet."""
     steps: str | None = None
     """Where to write a table with one row per step (.parquet, .csv or .jsonl): batch size, tokens, KV blocks in use,
     duration, queue. Steps that were taken at once are one row; with exact_steps every step has its own."""
-    metrics: str | None = None
-    """Where to write a table with one row per metric (.parquet, .csv or .jsonl): mean, low, high over seeds."""
     decisions: str | None = None
     """Where to write the decision log (JSON lines): every call to the scheduler and every plan, for exact replay."""
     report: str | None = None
@@ -71,7 +70,7 @@ def run(config: RunConfig) -> None:
     for name in config.OUTPUTS:
         path = getattr(config, name)
         if path is not None:
-            (check_table_path if name in ("requests", "steps", "metrics") else writable_target)(path, name)
+            (check_table_path if name in ("requests", "steps") else writable_target)(path, name)
     first: SimulationResult | None = None
     runs: list[dict[str, Any]] = []
     requests: list[Columns] = []
@@ -88,18 +87,15 @@ def run(config: RunConfig) -> None:
         if first is None:
             first, first_trace = result, trace
     assert first is not None
-    intervals = over_seeds([one["metrics"] for one in runs])
     if config.requests is not None:
         write_table(_joined(requests), config.requests, SCHEMA, "requests")
     if config.steps is not None:
         write_table(_joined(steps), config.steps, STEPS_SCHEMA, "steps")
-    if config.metrics is not None:
-        write_table(columns_of(metric_rows(intervals)), config.metrics, METRICS_SCHEMA, "metrics")
     content = first.to_json() | {"num_seeds": config.num_seeds, "runs": runs, "requests": None}
     if config.requests is not None:  # from the folder of the result, so that both can be moved together
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
     if config.num_seeds > 1:
-        content["intervals"] = intervals
+        content["intervals"] = over_seeds([one["metrics"] for one in runs])
     if config.scheduler.batching == "rad":
         bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
         content["rad_bounds"] = asdict(bounds)
@@ -117,6 +113,14 @@ def run(config: RunConfig) -> None:
     ttft = first.metrics["ttft_s"]
     summary = (config.policy, first.metrics["num_finished"], ttft["mean"], ttft["p99"])
     logger.info("%s: %d requests, ttft mean %.3f s p99 %.3f s", *summary)
+    if first.metrics["mean_requests_waiting"] < HARDLY_ANY:
+        slots = config.scheduler.max_num_seqs * first.metrics["mean_replicas"]
+        logger.warning(
+            "nobody waited: load %.2f of %g slots, so every policy gives the same latencies; a higher --load or --rate, or "
+            "fewer --scheduler.max_num_seqs, makes them differ",
+            first.metrics["mean_requests_in_system"],
+            slots,
+        )
 
 
 def _joined(parts: Sequence[Columns]) -> Columns:
@@ -143,16 +147,3 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
     if log is not None and config.decisions is not None:
         log.write(config.decisions)
     return result
-
-
-def metric_rows(intervals: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """One row per metric of a tree made by `over_seeds`: metric, mean, low, high, num_seeds."""
-    rows: dict[str, dict[str, Any]] = {}
-    for name, value in flat(intervals):
-        metric, _, statistic = name.rpartition(".")
-        rows.setdefault(metric, {"metric": metric, "mean": None, "low": None, "high": None})[statistic] = (
-            value
-        )
-    return [
-        {("num_seeds" if key == "num" else key): value for key, value in row.items()} for row in rows.values()
-    ]

@@ -83,8 +83,6 @@ class SweepConfig(BaseConfig):
     and cluster together."""
     num_seeds: int = 3
     """Seeds seed, seed + 1, ... of each combination."""
-    skip_impossible: bool = False
-    """Leave out combinations of policy and batch former that make no sense, instead of refusing the sweep."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +95,7 @@ class SweepConfig(BaseConfig):
         lists: dict[str, Sequence[Any]] = {"policy": self.policies, "load": self.loads, "rate": self.rates}
         vary = {name: values for name, values in lists.items() if values} | self.vary
         seeds = range(self.seed, self.seed + self.num_seeds)
-        return grid(self.simulation(), vary, seeds, skip_impossible=self.skip_impossible)
+        return grid(self.simulation(), vary, seeds)
 
 
 def run(config: SweepConfig) -> None:

@@ -18,6 +18,8 @@ class WorkloadConfig(Workload):
 
     out: str
     """Where to write the trace (.parquet, .csv or .jsonl)."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     seed: int = 0
     """Seed of everything that is drawn."""
 

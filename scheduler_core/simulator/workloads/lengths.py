@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.simulator.tables import file_rows
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
+from scheduler_core.table_files import file_rows
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -187,7 +187,7 @@ def read_lengths(path: str) -> LengthRows:
 @lru_cache(maxsize=8)
 def _read(file: Path, _modified_ns: int) -> LengthRows:
     source = str(file)
-    rows = [*file_rows(file, "lengths.file", _COLUMNS)]
+    rows = [row for _, row in file_rows(file, "lengths.file", _COLUMNS)]
     table: dict[str, FloatArray] = {}
     try:
         for name in _COLUMNS:

@@ -12,12 +12,6 @@ from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import POLICIES
-from scheduler_core.predictions import (
-    BucketPrediction,
-    Prediction,
-    RankPrediction,
-    UrgencyPrediction,
-)
 from scheduler_core.request import Phase, Request
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
@@ -26,7 +20,7 @@ from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import (
     SMALL_PARAMETERS,
     compatible_pairs,
-    prediction,
+    full_prediction,
     random_trace,
     request,
     scheduler,
@@ -66,16 +60,6 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     return made
 
 
-def bundle(length: int) -> Prediction:
-    """What a good predictor says of a request of this length."""
-    return Prediction(
-        length=prediction(length),
-        urgency=UrgencyPrediction((0.2, 0.2, 0.2, 0.2, 0.2)),
-        bucket=BucketPrediction((0.9, 0.1) if length < 8 else (0.1, 0.9), (8.0,)),
-        rank=RankPrediction(float(length)),
-    )
-
-
 def drive(
     pair: tuple[str, str], given: list[tuple[Request, int]], log: DecisionLog | None = None, **more: Any
 ) -> Drive:
@@ -84,7 +68,9 @@ def drive(
     core = scheduler(
         policy, log=log, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **limits
     )
-    return Drive(core, given, predictions={item.request_id: bundle(length) for item, length in given})
+    return Drive(
+        core, given, predictions={item.request_id: full_prediction(length) for item, length in given}
+    )
 
 
 def name_of(pair: tuple[str, str]) -> str:

@@ -1,0 +1,418 @@
+"""Correction of predicted output lengths from finished requests, for each served model.
+
+The prediction ln X = mu + sigma T of a request becomes ln X = mu' + sigma' T with
+
+    mu' = mu + f.a,    ln sigma' = ln sigma + f.b,    f = (1, mu - 6, ln sigma + 1, ln prompt_tokens - 5),
+
+f within +-4. Zero coefficients leave a prediction as it is. They are the MAP estimate under normal priors of mean 0, by one
+scoring step for each request: with r = (ln x - mu') / sigma' and w = (nu + 1) / (nu + r^2),
+
+    score of mu'        g = w r / sigma'          information  i = w / sigma'^2
+    score of ln sigma'  g = h (w r^2 - 1)         information  i = 2 nu / (nu + 3)
+
+(Lange, Little and Taylor 1989), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision of the prior:
+recursive least squares whose weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and
+2 - `RIGHT` for r < 0, keeps the mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit
+both sides, schedulers need the longer one.
+
+An output known to be longer than x (truncated at max_tokens, or aborted) has the expected score given that: hazard(r) in
+place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, (nu + 1) / (nu + 3) in place of w, the part
+F(r) that x excludes.
+
+Two safeguards for each served model: corrections are in use while they have made the outputs of the window more likely
+(the coefficients are learned in any case); and where the corrected predictions fail the test of `drift_detector`, what has
+been learned is forgotten but for `KEPT_AT_ALARM`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from scheduler_core.drift_detector import DriftDetector
+from scheduler_core.errors import InputError
+from scheduler_core.lengths.standard import FloatArray
+from scheduler_core.lengths.student_t import (
+    student_t_cdf,
+    student_t_hazard,
+    student_t_quantile,
+)
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.ranges import FINITE, check_ranges
+
+COVERAGE_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+#: P: standard deviations of the coefficients of f, for mu' and for ln sigma'.
+_PRECISION = np.stack(
+    [np.diag(np.array(deviations) ** -2.0) for deviations in ((0.4, 0.25, 0.25, 0.1), (0.25, 0.1, 0.1, 0.05))]
+)
+MAX_FEATURE = 4.0
+#: A smaller sigma' counts as this one in the scores.
+MIN_SIGMA = 0.01
+RIGHT = 1.5
+#: Outputs since the start or the last alarm before the test begins.
+MIN_OUTPUTS = 50
+MAX_WINDOW = 100_000
+#: Fraction of the information that stays at an alarm.
+KEPT_AT_ALARM = 0.2
+#: CRPS is twice the mean loss of the quantiles of the first levels; the others are those of coverage.
+NUM_LEVELS = 32
+_LEVELS = np.array([*((np.arange(NUM_LEVELS) + 0.5) / NUM_LEVELS), *COVERAGE_LEVELS.values()])
+STATE_FORMAT = "tailcast-online-calibration/1"
+_COUNTS = ("num_outputs", "num_censored", "num_alarms")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineCalibrationConfig:
+    """Parameters of `OnlineCalibration`.
+
+    Attributes:
+        memory: Outputs after which an old one has lost most of its weight.
+        window: Outputs that metrics, and the comparison with the predictions as they came, are computed over.
+        arl: Mean number of outputs to a false drift alarm, at least.
+        max_models: Served models with a correction of their own; the least recently observed one is dropped.
+    """
+
+    memory: int = 5000
+    window: int = 500
+    arl: float = 100_000.0
+    max_models: int = 64
+
+    def __post_init__(self) -> None:
+        integers = {
+            "memory": (10, 1_000_000),
+            "window": (MIN_OUTPUTS, MAX_WINDOW),
+            "max_models": (1, 100_000),
+        }
+        check_ranges(self, arl=(10.0, FINITE), **integers)
+
+
+@dataclass(frozen=True, slots=True)
+class DriftAlarm:
+    """The outputs of a served model no longer follow its corrected predictions.
+
+    Attributes:
+        statistic: Of `DriftDetector`, at least `arl`.
+        reason: One of `drift_detector.KINDS`.
+        num_outputs: Outputs since the test began.
+    """
+
+    statistic: float
+    reason: str
+    num_outputs: int
+
+
+class _ServedModel:
+    """What is known of one served model."""
+
+    def __init__(self, config: OnlineCalibrationConfig) -> None:
+        #: A [2, 4, 4], c [2, 4] and the coefficients, of mu' and of ln sigma'.
+        self.information, self.response = np.zeros((2, 4, 4)), np.zeros((2, 4))
+        self.coefficients = [[0.0] * 4] * 2
+        self.num_outputs = self.num_censored = self.num_alarms = self.num_since_alarm = 0
+        self.detector = DriftDetector(config.arl)
+        self.kept = 1.0 - 1.0 / config.memory
+        #: ln likelihood after less before, of the outputs of the window.
+        self.gains: deque[float] = deque()
+        self.gain_sum = 0.0
+        #: mu, sigma, mu', sigma', nu, ln x, ln max_tokens, finished [window, 8].
+        self.rows = np.zeros((config.window, 8))
+        self.num_rows = 0
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the corrected predictions have been more likely than the others."""
+        return self.gain_sum > 0.0
+
+    def corrected(self, prediction: LengthPrediction, features: tuple[float, ...]) -> LengthPrediction:
+        """mu' and sigma', within what a `LengthPrediction` may be."""
+        _, x, y, z = features
+        a, b = self.coefficients
+        mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
+        log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
+        return LengthPrediction(
+            min(max(mu, -50.0), 50.0),
+            math.exp(min(max(log_sigma, -20.0), 3.9)),
+            prediction.nu,
+            prediction.artifact_id,
+            prediction.artifact_version,
+        )
+
+    def score(
+        self,
+        raw: LengthPrediction,
+        corrected: LengthPrediction,
+        log_length: float,
+        finished: bool,
+        log_limit: float | None,
+    ) -> None:
+        """Compares the likelihoods before and after; adds an output to the rows of the metrics unless log_limit is None."""
+        gain = _log_likelihood(corrected, log_length, finished) - _log_likelihood(raw, log_length, finished)
+        self.gains.append(gain)
+        self.gain_sum += gain - (self.gains.popleft() if len(self.gains) > len(self.rows) else 0.0)
+        if log_limit is not None:
+            row = self.rows[self.num_rows % len(self.rows)]
+            row[:4] = raw.mu, raw.sigma, corrected.mu, corrected.sigma
+            row[4:] = raw.nu, log_length, log_limit, finished
+            self.num_rows += 1
+
+    def test(self, corrected: LengthPrediction, output_tokens: int, finished: bool) -> DriftAlarm | None:
+        """Tests the corrected prediction of an output; forgets most of what has been learned where it fails."""
+        self.num_since_alarm += 1
+        if self.num_since_alarm <= MIN_OUTPUTS:
+            return None
+        low, high = (
+            student_t_cdf((math.log(output_tokens + half) - corrected.mu) / corrected.sigma, corrected.nu)
+            for half in (-0.5, 0.5)
+        )
+        if not self.detector.update(low, high if finished else 1.0):
+            return None
+        alarm = DriftAlarm(self.detector.value, self.detector.reason, self.detector.num_steps)
+        self.num_alarms += 1
+        self.num_since_alarm = 0
+        self.detector.reset()
+        self.information *= KEPT_AT_ALARM
+        self.response *= KEPT_AT_ALARM
+        return alarm
+
+    def learn(
+        self,
+        raw: LengthPrediction,
+        corrected: LengthPrediction,
+        features: FloatArray,
+        log_length: float,
+        finished: bool,
+    ) -> None:
+        """One scoring step of both parameters."""
+        self.num_outputs += 1
+        self.num_censored += not finished
+        nu, sigma = corrected.nu, max(corrected.sigma, MIN_SIGMA)
+        residual = (log_length - corrected.mu) / sigma
+        if finished:
+            fraction, weight = 1.0, (nu + 1) / (nu + residual * residual)
+            weighted = weight * residual
+            growth = weighted * residual - 1.0
+        else:
+            fraction, weighted = student_t_cdf(residual, nu), student_t_hazard(residual, nu)
+            weight = (nu + 1) / (nu + 3)
+            growth = weighted * residual
+        growth *= RIGHT if residual > 0 else 2.0 - RIGHT
+        information = fraction * np.array([weight / (sigma * sigma), 2 * nu / (nu + 3)])
+        steps = corrected.mu - raw.mu, math.log(corrected.sigma / raw.sigma)
+        response = information * steps + (weighted / sigma, growth)
+        self.information *= self.kept
+        self.information += information[:, None, None] * (features[:, None] * features)
+        self.response *= self.kept
+        self.response += response[:, None] * features
+        self.solve()
+
+    def solve(self) -> None:
+        """Brings the coefficients up to date."""
+        solution = np.linalg.solve(self.information + _PRECISION, self.response[:, :, None])
+        self.coefficients = solution[:, :, 0].tolist()
+
+    def state(self) -> dict[str, Any]:
+        """See `OnlineCalibration.state`."""
+        arrays = {"information": self.information.tolist(), "response": self.response.tolist()}
+        return {name: getattr(self, name) for name in (*_COUNTS, "gain_sum")} | arrays
+
+    def restore(self, content: Mapping[str, Any]) -> None:
+        """Raises an error where the content is not a state."""
+        for name in _COUNTS:
+            setattr(self, name, int(content[name]))
+        self.gain_sum = float(content["gain_sum"])
+        self.gains = deque([self.gain_sum])
+        self.information = np.array(content["information"], float)
+        self.response = np.array(content["response"], float)
+        shapes = self.information.shape, self.response.shape
+        if shapes != ((2, 4, 4), (2, 4)) or not np.isfinite([self.gain_sum, *self.response.flat]).all():
+            raise ValueError("response, gain_sum")
+        if not (np.isfinite(self.information).all() and np.linalg.eigvalsh(self.information).min() > -1e-6):
+            raise ValueError("information")
+        self.solve()
+
+
+class OnlineCalibration:
+    """Corrected predictions for each served model; constant memory, no I/O. Not for several threads at once.
+
+    Args:
+        config: Parameters.
+    """
+
+    def __init__(self, config: OnlineCalibrationConfig | None = None) -> None:
+        self._config = config or OnlineCalibrationConfig()
+        self._models: OrderedDict[str, _ServedModel] = OrderedDict()
+
+    @property
+    def served_models(self) -> tuple[str, ...]:
+        """Served models with a correction, the least recently observed one first."""
+        return tuple(self._models)
+
+    def correct(
+        self, served_model: str, prediction: LengthPrediction, prompt_tokens: int | None = None
+    ) -> LengthPrediction:
+        """The corrected prediction; that itself without finished requests of the served model.
+
+        Args:
+            served_model: Its name.
+            prediction: As the predictor made it.
+            prompt_tokens: Length of the prompt; None where it is not known.
+        """
+        model = self._models.get(served_model)
+        if model is None or not model.is_used:
+            return prediction
+        return model.corrected(prediction, _features(prediction, prompt_tokens))
+
+    def observe(
+        self,
+        served_model: str,
+        prediction: LengthPrediction,
+        prompt_tokens: int | None,
+        output_tokens: int,
+        *,
+        finished: bool,
+        max_tokens: int | None = None,
+    ) -> DriftAlarm | None:
+        """Learns from a request that has ended.
+
+        Args:
+            served_model: Its name; models beyond `max_models` replace the least recently observed one.
+            prediction: As the predictor made it, not the corrected one.
+            prompt_tokens: Length of the prompt; None where it is not known.
+            output_tokens: Length of the output, > 0.
+            finished: False where the output was truncated at max_tokens or aborted.
+            max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not part of the metrics.
+
+        Returns:
+            The alarm, if there is one.
+
+        Raises:
+            InputError: A number is not allowed.
+        """
+        _check_tokens("output_tokens", output_tokens, 1)
+        if prompt_tokens is not None:
+            _check_tokens("prompt_tokens", prompt_tokens, 0)
+        if max_tokens is not None:
+            _check_tokens("max_tokens", max_tokens, output_tokens)
+        model = self._models.get(served_model)
+        if model is None:
+            model = self._models[served_model] = _ServedModel(self._config)
+            if len(self._models) > self._config.max_models:
+                self._models.popitem(last=False)
+        self._models.move_to_end(served_model)
+        features, log_length = _features(prediction, prompt_tokens), math.log(output_tokens)
+        corrected = model.corrected(prediction, features)
+        log_limit = math.inf if max_tokens is None else math.log(max_tokens)
+        is_complete = finished or output_tokens == max_tokens
+        model.score(prediction, corrected, log_length, finished, log_limit if is_complete else None)
+        alarm = model.test(corrected, output_tokens, finished)
+        model.learn(prediction, corrected, np.array(features), log_length, finished)
+        return alarm
+
+    def metrics(self, served_model: str) -> dict[str, Any]:
+        """Quality of the predictions of a served model over the window, as they came and corrected.
+
+        An output counts under the correction before it was learned from, whether corrections are in use or not.
+
+        Returns:
+            num_outputs, num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and
+            after, each with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at
+            most as long), tau (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown.
+
+        Raises:
+            InputError: There is no output of this served model.
+        """
+        model = self._models.get(served_model)
+        if model is None:
+            raise InputError("served_model", served_model, ", ".join(self._models) or "none yet")
+        rows = model.rows[: model.num_rows]
+        return {name: getattr(model, name) for name in (*_COUNTS, "is_used")} | {
+            "num_window": len(rows),
+            "before": _scores(rows, 0),
+            "after": _scores(rows, 1),
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What has been learned, as JSON content: all but the window of the metrics and the running drift tests."""
+        return {
+            "format": STATE_FORMAT,
+            "served_models": {name: model.state() for name, model in self._models.items()},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues from what `state` gave; nothing is changed if that cannot be used.
+
+        Raises:
+            InputError: It is not a state.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
+        models: OrderedDict[str, _ServedModel] = OrderedDict()
+        try:
+            for name, content in [*state["served_models"].items()][-self._config.max_models :]:
+                models[str(name)] = _ServedModel(self._config)
+                models[str(name)].restore(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"state cannot be used: {error!r}") from error
+        self._models = models
+
+
+def _check_tokens(name: str, value: int, low: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**53:
+        raise InputError(name, value, f"integers from {low} to 2^53")
+
+
+def _features(prediction: LengthPrediction, prompt_tokens: int | None) -> tuple[float, float, float, float]:
+    """f."""
+    log_prompt = 5.0 if prompt_tokens is None else math.log(max(prompt_tokens, 1))
+    values = (prediction.mu - 6.0, math.log(prediction.sigma) + 1.0, log_prompt - 5.0)
+    x, y, z = (min(max(value, -MAX_FEATURE), MAX_FEATURE) for value in values)
+    return 1.0, x, y, z
+
+
+def _log_likelihood(prediction: LengthPrediction, log_length: float, finished: bool) -> float:
+    """ln density at ln x up to a constant of nu, or ln P(X > x) of an output that is longer."""
+    z, nu = (log_length - prediction.mu) / prediction.sigma, prediction.nu
+    if finished:
+        return -0.5 * (nu + 1) * math.log1p(z * z / nu) - math.log(prediction.sigma)
+    return math.log(max(student_t_cdf(-z, nu), 1e-300))
+
+
+@lru_cache(maxsize=1024)
+def _quantiles(nu: float) -> FloatArray:
+    """Quantiles of Student's t at `_LEVELS`."""
+    quantiles = np.array([student_t_quantile(level, nu) for level in _LEVELS.tolist()])
+    quantiles.setflags(write=False)
+    return quantiles
+
+
+def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
+    """`OnlineCalibration.metrics` of the predictions as they came (0) or corrected (1)."""
+    if not len(rows):
+        return {"coverage": dict.fromkeys(COVERAGE_LEVELS), "tau": None, "crps": None}
+    mu, sigma = rows[:, 2 * corrected : 2 * corrected + 2].T
+    nu, log_length, log_limit, finished = rows[:, 4:].T
+    standard = np.array([_quantiles(float(f"{one:.2g}")) for one in nu.tolist()])
+    quantiles = mu[:, None] + sigma[:, None] * standard
+    gaps = log_length[:, None] - np.minimum(quantiles[:, :NUM_LEVELS], log_limit[:, None])
+    coverage: dict[str, float | None] = {}
+    for name, quantile in zip(COVERAGE_LEVELS, quantiles[:, NUM_LEVELS:].T, strict=True):
+        is_observed = quantile < log_limit
+        covered = (finished > 0) & (log_length <= quantile)
+        coverage[name] = float(covered[is_observed].mean()) if is_observed.any() else None
+    losses = _LEVELS[:NUM_LEVELS] * gaps - np.minimum(gaps, 0.0)
+    return {"coverage": coverage, "tau": _kendall_tau(mu, log_length), "crps": 2.0 * float(losses.mean())}
+
+
+def _kendall_tau(one: FloatArray, other: FloatArray) -> float | None:
+    """Kendall's tau-b; None if one of them ranks nothing."""
+    first, second = (
+        (values[:, None] > values).astype(np.int8) - (values[:, None] < values) for values in (one, other)
+    )
+    pairs = math.sqrt(float(np.count_nonzero(first)) * float(np.count_nonzero(second)))
+    return float((first * second).sum(dtype=np.int64)) / pairs if pairs else None

@@ -1,0 +1,40 @@
+"""Processes that share the work of a command."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+from scheduler_core.errors import TailcastError
+
+
+@contextmanager
+def worker_processes(
+    num: int, dead: str, initializer: Callable[[], None] | None = None
+) -> Iterator[ProcessPoolExecutor]:
+    """Processes that write nothing themselves; after an error their unfinished work is dropped at once.
+
+    Args:
+        num: Number of processes.
+        dead: Message of the error if one dies, killed or out of memory.
+        initializer: Called in each process at its start.
+
+    Raises:
+        TailcastError: A process died.
+    """
+    before = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=initializer)
+    finished = False
+    try:
+        yield pool
+        finished = True
+    except BrokenProcessPool as error:
+        raise TailcastError(dead) from error
+    finally:
+        if not finished:
+            for child in set(multiprocessing.active_children()) - before:
+                child.terminate()
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,314 @@
+"""Tables that users bring: Parquet, CSV, JSON lines, a JSON array or text; a bad file is always the same clear error.
+
+`file_rows` never holds all of a file in memory. Parquet needs pyarrow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.files import existing_file
+from scheduler_core.json_text import parse_json, replace_lone_surrogates
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+#: Number of a row in its file, as an editor counts, and its values by column.
+Row = tuple[int, Mapping[str, Any]]
+_MaybeRow = tuple[int, Mapping[str, Any] | InputError]
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
+_BATCH_ROWS = 1024
+_CHUNK_CHARACTERS = 1 << 20
+_SPACE = re.compile(r"\s*")
+
+# Read-ahead of a streamed column, in bytes: without it a whole column of a row group is held.
+BUFFER_BYTES = 1 << 20
+#: Newest version of each schema `NAME/VERSION`, the metadata `tailcast.schema` of a file, that is read.
+SCHEMA_VERSIONS: Mapping[str, int] = {"samples": 2, "fits": 2, "trace": 1}
+
+
+def import_pyarrow() -> tuple[Any, Any]:
+    """(pyarrow, pyarrow.parquet).
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("pyarrow", "sim") from error
+    return pyarrow, pyarrow.parquet
+
+
+@contextlib.contextmanager
+def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
+    """Turns what Arrow, gzip and csv raise while they read `path` into an `InputError` that names `field` and the `kind` of file."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if not (_is_arrows(error) or isinstance(error, _READ_ERRORS)):
+            raise
+        raise InputError(field, str(path), f"a whole {kind} file ({_detail(error)})") from error
+
+
+@contextlib.contextmanager
+def convertible(where: str) -> Iterator[None]:
+    """Turns what Arrow raises while it converts columns into an `InputError` that names `where`."""
+    try:
+        yield
+    except Exception as error:
+        if not (_is_arrows(error) or isinstance(error, UnicodeError | OverflowError)):
+            raise
+        raise InputError(f"{where}: columns", _detail(error), "values of the documented types") from error
+
+
+_READ_ERRORS = (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError)
+
+
+def _is_arrows(error: Exception) -> bool:
+    """Whether Arrow raised it, which is not imported for text; Ctrl-C while Arrow works is raised as such."""
+    if type(error).__name__ == "ArrowCancelled":
+        raise KeyboardInterrupt from error
+    return type(error).__module__.startswith("pyarrow")
+
+
+def _detail(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def read_parquet(path: str | Path, field: str) -> pa.Table:
+    """A whole Parquet file.
+
+    Args:
+        path: The file.
+        field: Name of the option that gave the path, for messages.
+
+    Raises:
+        InputError: As `open_parquet`.
+    """
+    with open_parquet(path, field) as file, readable(path, field, "Parquet"):
+        return file.read()
+
+
+def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
+    """A Parquet file to be read in parts; only its footer is read now.
+
+    Args:
+        path: The file.
+        field: Name of the option that gave the path, for messages.
+
+    Raises:
+        InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
+            schema than this version of tailcast reads; the message names `field`.
+    """
+    file = existing_file(path, field)
+    _, pq = import_pyarrow()
+    with readable(path, field, "Parquet"):
+        parquet = pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False)
+        schema = parquet.schema_arrow
+    require_unique(schema.names, file.name)
+    require_known_schema(schema, file.name)
+    return parquet
+
+
+def require_known_schema(schema: pa.Schema, where: str) -> None:
+    """Raises `InputError`, naming `where`, if the metadata name a newer version of one of our schemas."""
+    label = (schema.metadata or {}).get(b"tailcast.schema", b"").decode(errors="replace")
+    name, _, version = label.partition("/")
+    newest = SCHEMA_VERSIONS.get(name)
+    if newest is not None and not (version.isdecimal() and 1 <= int(version[:9]) <= newest):
+        raise InputError(f"{where}: schema", label, f"{name}/{newest} or older; a newer tailcast wrote it")
+
+
+def require_unique(names: Iterable[str], where: str) -> None:
+    """Raises `InputError`, naming `where`, if two columns have one name."""
+    repeated = [name for name, count in Counter(names).items() if count > 1]
+    if repeated:
+        raise InputError(f"{where}: columns", repeated[0], "each name once")
+
+
+def require_columns(table: pa.Table, names: list[str], where: str) -> None:
+    """Raises `InputError`, naming `where`, unless the table has all columns `names`."""
+    missing = [name for name in names if name not in table.column_names]
+    if missing:
+        raise InputError(where, table.column_names, f"also {', '.join(missing)}")
+
+
+def file_suffix(path: Path) -> str:
+    """Suffix that tells the format; that of `name.csv.gz` is `.csv`."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def file_rows(
+    path: str | Path,
+    field: str,
+    columns: Sequence[str] | None = None,
+    *,
+    on_bad_row: Callable[[int, InputError], None] | None = None,
+) -> Iterator[Row]:
+    """(number of the row in the file, columns) of each row; text lines become the column `prompt`.
+
+    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet.
+    Text formats may be gzipped (`.gz`).
+
+    Args:
+        path: The file.
+        field: Name of the option that gave the path, for messages.
+        columns: Columns of a Parquet file that are enough; None: all.
+        on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
+
+    Raises:
+        InputError: The file cannot be read, or a row is not one; names it.
+    """
+    file = existing_file(path, field)
+    suffix = file_suffix(file)
+    if suffix not in SUFFIXES:
+        raise InputError(field, str(path), "a file ending in " + ", ".join(SUFFIXES))
+    if suffix == ".parquet":
+        yield from _parquet_rows(file, field, columns)
+        return
+    readers: dict[str, Callable[[TextIO, str], Iterator[_MaybeRow]]] = {
+        ".csv": _csv_rows,
+        ".json": _array_rows,
+        ".txt": _text_rows,
+    }
+    kind = "gzip" if file.suffix == ".gz" else "text"
+    with readable(path, field, kind), _text(file) as stream:
+        try:
+            for number, row in readers.get(suffix, _json_lines)(stream, file.name):
+                if not isinstance(row, InputError):
+                    yield number, row
+                elif on_bad_row is None:
+                    raise row
+                else:
+                    on_bad_row(number, row)
+        except UnicodeDecodeError as error:
+            raise InputError(field, f"{path} (byte {error.start})", "text in UTF-8") from error
+
+
+def _text(file: Path) -> TextIO:
+    if file.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(file), encoding="utf-8-sig", newline="")
+    return open(file, encoding="utf-8-sig", newline="")
+
+
+def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            try:
+                row = parse_json(line)
+                problem = "" if isinstance(row, dict) else "one JSON object"
+            except ValueError as error:
+                problem = f"one JSON object ({_reason(error)})"
+            yield number, InputError(f"{name} row {number}", line.strip(), problem) if problem else row
+
+
+def _object(row: object, name: str, number: int) -> Mapping[str, Any]:
+    if not isinstance(row, dict):
+        raise InputError(f"{name} row {number}", row, "one JSON object")
+    return row
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+
+
+def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
+    """Elements of one JSON array, decoded as the text comes in."""
+    decoder = json.JSONDecoder()
+    text, position, number = "", 0, 0
+
+    def peek() -> str:
+        """The next character that is no white space; "" at the end."""
+        nonlocal text, position
+        while True:
+            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+            if position < len(text):
+                return text[position]
+            text, position = stream.read(_CHUNK_CHARACTERS), 0
+            if not text:
+                return ""
+
+    if peek() != "[":
+        allowed = "a JSON array of objects, or JSON lines in a .jsonl file"
+        raise InputError(f"{name} row 1", peek(), allowed)
+    position += 1
+    while peek() != "]":
+        if number and peek() == ",":
+            position += 1
+            peek()
+        elif number and peek():
+            raise InputError(f"{name} after row {number}", peek(), "a comma, or ] at the end of the array")
+        if not peek():
+            raise InputError(name, "the end of the file", "a complete JSON array")
+        number += 1
+        while True:  # an object is complete only with its last brace
+            try:
+                value, end = decoder.raw_decode(text, position)
+                break
+            except (ValueError, RecursionError) as error:
+                rest = text[position:]
+                is_deep = isinstance(error, RecursionError)
+                more = "" if is_deep else stream.read(max(_CHUNK_CHARACTERS, len(rest)))
+                if not more:
+                    allowed = f"one JSON object ({_reason(error)})"
+                    raise InputError(f"{name} row {number}", rest[:120], allowed) from error
+                text, position = rest + more, 0
+        value = replace_lone_surrogates(value, text[position:end])
+        position = end
+        yield number, _object(value, name, number)
+    position += 1
+    if peek():
+        raise InputError(f"{name} after row {number}", peek(), "nothing after the JSON array")
+
+
+def _csv_rows(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
+    reader = csv.DictReader(stream, strict=True)
+    require_unique(reader.fieldnames or (), name)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise InputError(f"{name} row {reader.line_num}", str(error), "a CSV row") from error
+        if row is None:
+            return
+        number = reader.line_num
+        if None in row or None in row.values():
+            yield number, InputError(f"{name} row {number}", row, "as many values as headings")
+        else:
+            yield number, row
+
+
+def _text_rows(stream: TextIO, name: str) -> Iterator[Row]:
+    for number, line in enumerate(stream, start=1):
+        if line.strip():
+            yield number, {"prompt": line.rstrip("\r\n")}
+
+
+def _parquet_rows(file: Path, field: str, columns: Sequence[str] | None) -> Iterator[Row]:
+    number = 0
+    with readable(file, field, "Parquet"):
+        parquet = open_parquet(file, field)
+        names = parquet.schema_arrow.names
+        names = [name for name in names if columns is None or name in columns]
+        for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=names):
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row

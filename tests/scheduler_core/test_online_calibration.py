@@ -1,0 +1,307 @@
+"""Online calibration: identity at the start, convergence, censoring, forgetting, safeguards, bounded memory, state."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from scheduler_core.errors import InputError
+from scheduler_core.lengths.student_t import student_t_cdf
+from scheduler_core.online_calibration import DriftAlarm, OnlineCalibration, OnlineCalibrationConfig
+from scheduler_core.predictions import LengthPrediction
+
+NU = 3.5
+Lengths = Callable[[LengthPrediction, int, np.random.Generator], float]
+
+
+def as_predicted(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
+    return prediction.mu + prediction.sigma * float(rng.standard_t(NU))
+
+
+def longer_and_wider(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
+    return prediction.mu + 0.5 + 1.8 * prediction.sigma * float(rng.standard_t(NU))
+
+
+def steeper(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
+    """As of a model whose lengths vary more with the prompt."""
+    center = prediction.mu + 0.6 * (prediction.mu - 6) - 0.3 * (math.log(prompt_tokens) - 5)
+    return center + prediction.sigma * float(rng.standard_t(NU))
+
+
+def feed(
+    calibration: OnlineCalibration,
+    count: int,
+    lengths: Lengths,
+    *,
+    cap: int | None = None,
+    model: str = "m",
+    seed: int = 0,
+) -> list[DriftAlarm]:
+    rng = np.random.default_rng(seed)
+    alarms = []
+    for _ in range(count):
+        prediction = LengthPrediction(float(rng.normal(6, 1)), float(rng.uniform(0.2, 0.6)), NU)
+        prompt_tokens = int(np.exp(rng.normal(5, 1))) + 1
+        tokens = max(1, round(math.exp(min(lengths(prediction, prompt_tokens, rng), 25.0))))
+        cut = tokens if cap is None else min(tokens, cap)
+        alarm = calibration.observe(
+            model, prediction, prompt_tokens, cut, finished=cap is None or tokens < cap, max_tokens=cap
+        )
+        alarms += [] if alarm is None else [alarm]
+    return alarms
+
+
+def test_without_outputs_a_prediction_stays_as_it_is() -> None:
+    prediction = LengthPrediction(5.0, 0.5, NU, "artifact", "3")
+    assert OnlineCalibration().correct("m", prediction, 100) is prediction
+    calibration = OnlineCalibration()
+    feed(calibration, 200, longer_and_wider)
+    assert calibration.correct("another", prediction, 100) is prediction
+    corrected = calibration.correct("m", prediction, 100)
+    assert corrected != prediction
+    assert (corrected.nu, corrected.artifact_id, corrected.artifact_version) == (NU, "artifact", "3")
+
+
+@pytest.mark.parametrize("cap", [None, 500], ids=["complete", "a third truncated"])
+def test_shift_and_scale_are_found_also_from_truncated_outputs(cap: int | None) -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=100_000))
+    feed(calibration, 6000, longer_and_wider, cap=cap)
+    for mu, sigma in ((5.0, 0.3), (7.0, 0.5)):
+        corrected = calibration.correct("m", LengthPrediction(mu, sigma, NU), 150)
+        assert corrected.mu == pytest.approx(mu + 0.5, abs=0.12)
+        assert corrected.sigma == pytest.approx(1.8 * sigma, rel=0.15)
+    metrics = calibration.metrics("m")
+    assert metrics["num_outputs"] == 6000
+    assert (metrics["num_censored"] > 1500) == (cap is not None)
+    for name, level in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+        error = 4 * math.sqrt(level * (1 - level) / 150)
+        if metrics["after"]["coverage"][name] is not None:
+            assert metrics["after"]["coverage"][name] == pytest.approx(level, abs=error)
+    assert metrics["before"]["coverage"]["p50"] < 0.4
+    assert metrics["after"]["crps"] < metrics["before"]["crps"]
+
+
+def test_outputs_that_depend_on_prediction_and_prompt_in_another_way_are_learned() -> None:
+    calibration = OnlineCalibration()
+    feed(calibration, 1500, steeper)
+    corrected = calibration.correct("m", LengthPrediction(7.0, 0.4, NU), 1000)
+    assert corrected.mu == pytest.approx(7.6 - 0.3 * (math.log(1000) - 5), abs=0.12)
+    metrics = calibration.metrics("m")
+    assert metrics["after"]["tau"] > metrics["before"]["tau"]
+    assert metrics["after"]["crps"] < 0.9 * metrics["before"]["crps"]
+
+
+def test_50_outputs_of_right_predictions_do_little_harm() -> None:
+    rng = np.random.default_rng(9)
+    for seed in range(10):
+        calibration = OnlineCalibration()
+        feed(calibration, 50, as_predicted, seed=seed)
+        for _ in range(20):
+            prediction = LengthPrediction(float(rng.normal(6, 1)), float(rng.uniform(0.2, 0.6)), NU)
+            corrected = calibration.correct("m", prediction, 150)
+            assert abs(corrected.mu - prediction.mu) < prediction.sigma
+            assert 0.5 < corrected.sigma / prediction.sigma < 2.0
+
+
+def test_aborted_outputs_are_lower_bounds() -> None:
+    """Aborted at a random time: shorter than they would have been, and no part of the coverage."""
+    rng = np.random.default_rng(3)
+    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=100_000))
+    for _ in range(4000):
+        prediction = LengthPrediction(float(rng.normal(6, 1)), 0.4, NU)
+        tokens = max(1, round(math.exp(longer_and_wider(prediction, 1, rng))))
+        cut = max(1, round(math.exp(prediction.mu + 0.5 + float(rng.normal()))))
+        finished = tokens <= cut
+        calibration.observe("m", prediction, None, min(tokens, cut), finished=finished)
+    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU))
+    assert corrected.mu == pytest.approx(6.5, abs=0.12)
+    assert corrected.sigma == pytest.approx(0.72, rel=0.15)
+    metrics = calibration.metrics("m")
+    assert metrics["num_censored"] > 1000
+    calibration = OnlineCalibration()
+    calibration.observe("m", LengthPrediction(6.0, 0.4, NU), 10, 20, finished=False, max_tokens=50)
+    assert calibration.metrics("m")["num_window"] == 0
+
+
+def test_a_replaced_model_raises_an_alarm_and_is_learned() -> None:
+    calibration = OnlineCalibration()
+    assert not feed(calibration, 2000, longer_and_wider)
+    alarms = feed(
+        calibration,
+        1500,
+        lambda one, _, rng: one.mu - 1.0 + 0.6 * one.sigma * float(rng.standard_t(NU)),
+        seed=1,
+    )
+    assert alarms
+    assert alarms[0].num_outputs > 1500
+    assert alarms[0].reason in ("shorter", "wider")
+    assert alarms[0].statistic >= 100_000
+    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU), 150)
+    assert corrected.mu == pytest.approx(5.0, abs=0.1)
+    assert corrected.sigma == pytest.approx(0.24, rel=0.25)
+    assert calibration.metrics("m")["num_alarms"] == len(alarms)
+
+
+def test_old_outputs_are_forgotten_without_an_alarm_too() -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(memory=200, arl=1e300))
+    feed(calibration, 1000, longer_and_wider)
+    assert not feed(calibration, 1500, as_predicted, seed=1)
+    corrected = calibration.correct("m", LengthPrediction(6.0, 0.4, NU), 150)
+    assert corrected.mu == pytest.approx(6.0, abs=0.15)
+    assert corrected.sigma == pytest.approx(0.4, rel=0.25)
+
+
+def test_a_correction_that_is_worse_than_none_is_not_used() -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(window=100, arl=1e300))
+    feed(calibration, 3000, longer_and_wider)
+    feed(calibration, 100, as_predicted, seed=1)
+    metrics = calibration.metrics("m")
+    assert metrics["after"]["crps"] > metrics["before"]["crps"]
+    assert metrics["is_used"] is False
+    prediction = LengthPrediction(6.0, 0.4, NU)
+    assert calibration.correct("m", prediction, 150) is prediction
+
+
+def test_the_number_of_served_models_and_the_window_are_bounded() -> None:
+    calibration = OnlineCalibration(OnlineCalibrationConfig(max_models=3, window=60))
+    for model in ("a", "b", "c", "a", "d"):
+        feed(calibration, 70, as_predicted, model=model)
+    assert calibration.served_models == ("c", "a", "d")
+    assert calibration.metrics("a")["num_outputs"] == 140
+    assert calibration.metrics("a")["num_window"] == 60
+    with pytest.raises(InputError, match="served_model"):
+        calibration.metrics("b")
+
+
+def test_a_state_goes_through_json_and_gives_the_same_corrections() -> None:
+    calibration = OnlineCalibration()
+    feed(calibration, 300, steeper, model="a")
+    feed(calibration, 30, longer_and_wider, model="b")
+    state = json.loads(json.dumps(calibration.state(), allow_nan=False))
+    restored = OnlineCalibration()
+    restored.restore(state)
+    assert restored.state() == state
+    prediction = LengthPrediction(5.0, 0.4, NU)
+    for model in ("a", "b"):
+        assert restored.correct(model, prediction, 70) == calibration.correct(model, prediction, 70)
+        assert restored.metrics(model)["num_window"] == 0
+    small = OnlineCalibration(OnlineCalibrationConfig(max_models=1))
+    small.restore(state)
+    assert small.served_models == ("b",)
+
+
+def broken(**changes: object) -> dict[str, object]:
+    calibration = OnlineCalibration()
+    feed(calibration, 30, steeper)
+    state = calibration.state()
+    state["served_models"]["m"] |= changes
+    return state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        [],
+        {},
+        {"format": "tailcast-online-calibration/1"},
+        broken() | {"format": "tailcast-online-calibration/9"},
+        broken(information=[[1.0]]),
+        broken(information=(-np.eye(4)[None].repeat(2, 0)).tolist()),
+        broken(response=[[math.nan] * 4] * 2),
+        broken(response="x"),
+        broken(num_outputs=None),
+    ],
+)
+def test_a_state_that_cannot_be_used_changes_nothing(state: object) -> None:
+    calibration = OnlineCalibration()
+    feed(calibration, 30, longer_and_wider, model="own")
+    before = calibration.state()
+    with pytest.raises(InputError):
+        calibration.restore(state)  # type: ignore[arg-type]
+    assert calibration.state() == before
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"output_tokens": 0}, "output_tokens"),
+        ({"output_tokens": 2.5}, "output_tokens"),
+        ({"output_tokens": math.nan}, "output_tokens"),
+        ({"output_tokens": True}, "output_tokens"),
+        ({"prompt_tokens": -1}, "prompt_tokens"),
+        ({"max_tokens": 9}, "max_tokens"),
+    ],
+)
+def test_impossible_observations_are_refused(values: dict[str, object], field: str) -> None:
+    calibration = OnlineCalibration()
+    arguments = {"prompt_tokens": 5, "output_tokens": 10, "max_tokens": 10, **values}
+    with pytest.raises(InputError, match=field):
+        calibration.observe("m", LengthPrediction(5.0, 0.4, NU), finished=True, **arguments)  # type: ignore[arg-type]
+    assert calibration.served_models == ()
+
+
+@pytest.mark.parametrize(
+    "values", [{"memory": 1}, {"window": 10}, {"arl": 1.0}, {"arl": math.nan}, {"max_models": 0}]
+)
+def test_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        OnlineCalibrationConfig(**values)  # type: ignore[arg-type]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(-50, 50),
+            st.floats(1e-9, 50),
+            st.floats(0.1, 1e9),
+            st.integers(0, 2**53 - 1),
+            st.integers(1, 2**53 - 1),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=80,
+    )
+)
+def test_any_stream_leaves_predictions_in_their_range(
+    stream: list[tuple[float, float, float, int, int, bool]],
+) -> None:
+    """`LengthPrediction` raises outside of it."""
+    calibration = OnlineCalibration()
+    for mu, sigma, nu, prompt_tokens, output_tokens, finished in stream:
+        prediction = LengthPrediction(mu, sigma, nu)
+        calibration.observe("m", prediction, prompt_tokens, output_tokens, finished=finished)
+        corrected = calibration.correct("m", prediction, prompt_tokens)
+        assert math.isfinite(corrected.mu)
+    json.dumps([calibration.metrics("m"), calibration.state()], allow_nan=False)
+
+
+def test_crps_and_tau_are_those_of_their_definitions() -> None:
+    calibration = OnlineCalibration()
+    rng = np.random.default_rng(5)
+    rows = []
+    for _ in range(60):
+        prediction = LengthPrediction(float(rng.normal(5, 1)), 0.5, NU)
+        tokens = max(1, round(math.exp(as_predicted(prediction, 1, rng))))
+        calibration.observe("m", prediction, 9, min(tokens, 400), finished=tokens < 400, max_tokens=400)
+        rows.append((prediction.mu, math.log(min(tokens, 400))))
+    mu, log_length = np.array(rows).T
+
+    def crps(center: float, y: float) -> float:
+        def below(at: float) -> float:
+            return student_t_cdf((at - center) / 0.5, NU)
+
+        left = integrate.quad(lambda at: below(at) ** 2, center - 60, y, points=[center], limit=200)[0]
+        return left + integrate.quad(lambda at: (1 - below(at)) ** 2, y, math.log(400))[0]
+
+    before = calibration.metrics("m")["before"]
+    expected = np.mean([crps(center, y) for center, y in zip(mu, log_length, strict=True)])
+    assert before["crps"] == pytest.approx(expected, rel=0.03)
+    assert before["tau"] == pytest.approx(stats.kendalltau(mu, log_length).statistic, abs=1e-12)
