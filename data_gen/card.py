@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from data_gen.samples import read_samples
-from data_gen.tables import open_parquet
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, sha256_file, shared_folder, write_json
 from scheduler_core.report import plotting
 from scheduler_core.statistics import coefficients_of_variation, top_decile_fractions
+from scheduler_core.table_files import open_parquet
 
 FILES = ("card.json", "card.md", "survival.png")
 #: Fewest outputs of a prompt whose dispersion is worth a number.

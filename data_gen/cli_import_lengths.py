@@ -24,6 +24,8 @@ class ImportLengthsConfig:
     """The file to import, as its publisher ships it."""
     out: str
     """Parquet file to write."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     schema: Literal["samples", "trace"] | None = None
     """Write samples/2 or trace/1; unset: what suits the kind."""
     model: str = ""
@@ -34,6 +36,8 @@ class ImportLengthsConfig:
     """Maximum number of output tokens of all requests, where the file does not have it; an output of that length counts as truncated."""
     unknown: Literal["keep", "stop", "length", "drop"] = "keep"
     """Outputs whose finish reason is unknown: keep them as "unknown", take them as stop (finished) or length (truncated), or drop them."""
+    on_error: Literal["skip", "stop"] = "skip"
+    """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
     columns: str = ""
     """Of kind log: columns of the values, NAME=COLUMN separated by commas, e.g. output_tokens=usage.completion_tokens,prompt=question,finish_reason=end; empty: the columns that have our names."""
     tokens: str = ""

@@ -21,6 +21,8 @@ class ImportUrgencyConfig:
 
     out: str
     """Parquet file to write."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     sources: str = "llm,quiet"
     """What to take, separated by commas: llm, quiet and triage (built in), labels=FILE (Parquet with columns text and level, or text and label with --levels). Of a text in several sources the first one's label counts."""
     splits: str = "train,validation,test"

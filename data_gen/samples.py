@@ -33,13 +33,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data_gen.prompts import Prompt
-from data_gen.tables import open_parquet, readable, require_columns
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
+from scheduler_core.table_files import open_parquet, readable, require_columns
 
 SCHEMA_NAME = "samples/2"
 SCHEMA_KEY = b"tailcast.schema"
@@ -109,16 +108,3 @@ def read_samples(path: str | Path, columns: Sequence[str] = tuple(SCHEMA.names))
         return table.cast(pa.schema([SCHEMA.field(name) for name in columns], metadata=SCHEMA.metadata))
     except (pa.ArrowException, ValueError) as error:
         raise InputError(f"{location}: columns", str(error), "columns of the documented types") from error
-
-
-def join_samples(paths: Sequence[str | Path]) -> pa.Table:
-    """All rows of several sample files, in order.
-
-    Raises:
-        InputError: If two rows share (prompt_id, model, sample_index): the same sample must not count twice.
-    """
-    table = pa.concat_tables([read_samples(path) for path in paths])
-    keys = table.group_by(["prompt_id", "model", "sample_index"]).aggregate([([], "count_all")])
-    for repeated in keys.filter(pc.greater(keys.column("count_all"), 1)).slice(0, 1).to_pylist():
-        raise InputError("samples", repeated, "each (prompt_id, model, sample_index) once over all files")
-    return table

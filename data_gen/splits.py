@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from scheduler_core.errors import InputError
@@ -56,6 +57,21 @@ def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = 
 def unit_hash(text: str) -> float:
     """A number from 0 to 1 that depends on the text alone, uniform over texts."""
     return digest64(text) / 2**64
+
+
+def smallest_hashes(texts: Iterable[str], count: int = 200) -> list[int]:
+    """The smallest different hashes of some texts, at most `count`: what `overlap` needs of them."""
+    return sorted({digest64(text) for text in texts})[:count]
+
+
+def overlap(texts: Iterable[str], hashes: Sequence[int]) -> float:
+    """Estimated fraction of different texts that were among those of `smallest_hashes`.
+
+    Below the largest of the smallest hashes every text that was among them is found; of a few texts there may be no
+    other ones (bottom-k sketch: Broder 1997).
+    """
+    below = {digest for text in texts if (digest := digest64(text)) <= max(hashes, default=-1)}
+    return len(below & set(hashes)) / len(below) if below else 0.0
 
 
 def digest64(text: str) -> int:

@@ -20,12 +20,12 @@ from data_gen import samples, trace
 from data_gen.importers.feedback import feedback_rows, segments_of
 from data_gen.importers.logs import openai_rows, parse_mapping
 from data_gen.importers.public_sets import castillo_rows, sharegpt_rows, trace_rows
-from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, table_rows
+from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows, table_rows
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import digest64
-from data_gen.tables import convertible
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
+from scheduler_core.table_files import convertible
 
 if TYPE_CHECKING:
     from data_gen.cli_import_lengths import ImportLengthsConfig
@@ -36,19 +36,22 @@ BATCH_ROWS = 8192
 
 #: Kind -> reader of its rows, and the schemas it can fill, the usual one first. Readers get the configuration, and a
 #: counter of the parts of the source that they skip.
-Reader = Callable[[Path, "ImportLengthsConfig", Counter[str]], Iterator[Row]]
+Reader = Callable[[Path, "ImportLengthsConfig", SkippedRows], Iterator[Row]]
 IMPORTERS: Mapping[str, tuple[Reader, tuple[str, ...]]] = {
     "log": (
-        lambda path, config, skipped: table_rows(path, parse_mapping(config.columns)),
+        lambda path, config, skipped: table_rows(path, parse_mapping(config.columns), skipped),
         ("samples", "trace"),
     ),
-    "openai-log": (lambda path, config, skipped: openai_rows(path), ("samples", "trace")),
-    "feedback": (lambda path, config, skipped: feedback_rows(path, skipped), ("samples", "trace")),
-    "azure": (lambda path, config, skipped: trace_rows(path, "azure"), ("trace",)),
-    "burstgpt": (lambda path, config, skipped: trace_rows(path, "burstgpt"), ("trace",)),
-    "mooncake": (lambda path, config, skipped: trace_rows(path, "mooncake"), ("trace",)),
-    "sharegpt": (lambda path, config, skipped: sharegpt_rows(path, config.tokenizer, skipped), ("trace",)),
-    "castillo": (lambda path, config, skipped: castillo_rows(path), ("samples",)),
+    "openai-log": (lambda path, config, skipped: openai_rows(path, skipped), ("samples", "trace")),
+    "feedback": (lambda path, config, skipped: feedback_rows(path, skipped.counts), ("samples", "trace")),
+    "azure": (lambda path, config, skipped: trace_rows(path, "azure", skipped), ("trace",)),
+    "burstgpt": (lambda path, config, skipped: trace_rows(path, "burstgpt", skipped), ("trace",)),
+    "mooncake": (lambda path, config, skipped: trace_rows(path, "mooncake", skipped), ("trace",)),
+    "sharegpt": (
+        lambda path, config, skipped: sharegpt_rows(path, config.tokenizer, skipped.counts),
+        ("trace",),
+    ),
+    "castillo": (lambda path, config, skipped: castillo_rows(path, skipped), ("samples",)),
 }
 
 
@@ -82,8 +85,8 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
     digest = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     target = writable_target(config.out, "out")
     unit = config.tokens or config.tokenizer or "the model's own"
-    rows = _SampleRows(config, digest[:12]) if name == "samples" else _TraceRows(config)
-    skipped = Counter[str]()
+    skipped = SkippedRows(stop=config.on_error == "stop")
+    rows = _SampleRows(config, skipped, digest[:12]) if name == "samples" else _TraceRows(config, skipped)
     metadata = {"tailcast.tokens": unit, "tailcast.source": f"{config.kind}: {file.name}"}
     schema = rows.schema.with_metadata({**rows.schema.metadata, **metadata})
     with atomic_file(target) as temporary, convertible(file.name):
@@ -91,9 +94,8 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
         with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
             while batch := list(itertools.islice(converted, BATCH_ROWS)):
                 writer.write_table(pa.Table.from_pylist(batch, schema))
-        rows.skipped.update(skipped)
-        if not sum(rows.finish_reasons.values()):
-            allowed = f"at least one usable row (skipped: {dict(rows.skipped)})"
+        if not rows.finish_reasons:
+            allowed = f"at least one usable row (skipped: {dict(skipped.counts)})"
             raise InputError("file", file.name, allowed)
         if isinstance(rows, _TraceRows):
             rows.place_arrivals(temporary)
@@ -104,10 +106,11 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
         "tokens": unit,
         "options": asdict(config),
         "source": {"name": file.name, "sha256": digest},
-        "num_rows": rows.num_rows + skipped.total(),
+        "num_rows": rows.finish_reasons.total() + skipped.counts.total(),
         "num_written": rows.finish_reasons.total(),
         "finish_reasons": dict(rows.finish_reasons),
-        "skipped": dict(rows.skipped),
+        "skipped": dict(skipped.counts),
+        "bad_rows": skipped.bad,
         **rows.counts,
     }
     write_json(target.with_name(target.name + ".run.json"), content)
@@ -124,36 +127,40 @@ class _Rows:
     _skip_reason: Callable[[dict[str, Any]], str | None]
     _row: Callable[[int, dict[str, Any]], dict[str, Any]]
 
-    def __init__(self, config: ImportLengthsConfig) -> None:
+    def __init__(self, config: ImportLengthsConfig, skipped: SkippedRows) -> None:
         self._config = config
+        self._skipped = skipped
         self._name = Path(config.file).name
         self._digests: set[int] = set()
-        self.num_rows = 0
         self.finish_reasons = Counter[str]()
-        self.skipped = Counter[str]()
         self.counts: dict[str, int] = {}
 
     def converted(self, rows: Iterator[Row]) -> Iterator[dict[str, Any]]:
-        """Rows of the schema.
-
-        Raises:
-            InputError: A row is there twice or lacks what the schema needs.
-        """
+        """Rows of the schema; those that are there twice or lack what the schema needs are bad."""
         last = 0
         for number, row in rows:
-            self.num_rows += 1
-            identifier = row.get("request_id")
-            if identifier is not None and number != last and not self._is_new(identifier):
-                raise self._error(number, "request_id", identifier, "an id not used before")
+            try:
+                converted = self._converted(number, row, is_repeated=number == last)
+            except InputError as error:
+                self._skipped.add_bad(number, error)
+                converted = None
             last = number
-            reason = self._skip_reason(row)
-            if reason is None and not self._resolve_ending(number, row):
-                reason = "end unknown"
-            if reason is None:
-                yield self._row(number, row)
-                self.finish_reasons[row["finish_reason"]] += 1
-            else:
-                self.skipped[reason] += 1
+            if converted is not None:
+                self.finish_reasons[converted["finish_reason"]] += 1
+                yield converted
+
+    def _converted(self, number: int, row: dict[str, Any], *, is_repeated: bool) -> dict[str, Any] | None:
+        """The row of the schema; None, and counted, for one that is left out."""
+        identifier = row.get("request_id")
+        if identifier is not None and not is_repeated and not self._is_new(identifier):
+            raise self._error(number, "request_id", identifier, "an id not used before")
+        reason = self._skip_reason(row)
+        if reason is None and not self._resolve_ending(number, row):
+            reason = "end unknown"
+        if reason is not None:
+            self._skipped.counts[reason] += 1
+            return None
+        return self._row(number, row)
 
     def _error(self, number: int, column: str, value: object, allowed: str) -> InputError:
         return InputError(f"{self._name} row {number} column {column}", value, allowed)
@@ -193,8 +200,8 @@ class _SampleRows(_Rows):
 
     schema = samples.SCHEMA
 
-    def __init__(self, config: ImportLengthsConfig, run_id: str) -> None:
-        super().__init__(config)
+    def __init__(self, config: ImportLengthsConfig, skipped: SkippedRows, run_id: str) -> None:
+        super().__init__(config, skipped)
         self._defaults = {"model": config.model, "category": "", "dataset": config.dataset, "run_id": run_id}
         self._next_index = Counter[int]()
 
@@ -233,8 +240,8 @@ class _TraceRows(_Rows):
 
     schema = trace.TRACE_SCHEMA
 
-    def __init__(self, config: ImportLengthsConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ImportLengthsConfig, skipped: SkippedRows) -> None:
+        super().__init__(config, skipped)
         self._start: Any = None
         self._earliest = 0.0
         self._last_time = float("-inf")

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_gen.importers.values import ERROR, MAPPED, Row, checked_columns
-from data_gen.sources.rows import file_rows
+from data_gen.importers.values import ERROR, MAPPED, Row, SkippedRows, checked_columns
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import file_rows
 
 _OF_REQUEST = {"temperature": "temperature", "top_p": "top_p", "tenant": "user", "model": "model"}
 _OF_RESPONSE = {
@@ -43,28 +43,31 @@ def parse_mapping(text: str) -> dict[str, str]:
     return mapping
 
 
-def openai_rows(path: Path) -> Iterator[Row]:
+def openai_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
     """OpenAI-style responses; one with several choices is an error row, since they share one count.
 
-    Raises:
-        InputError: Names row, column and value that cannot be used.
+    Args:
+        path: The file.
+        skipped: Takes rows that cannot be used.
     """
-    for number, raw in file_rows(path, "file"):
-        location = f"{path.name} row {number}"
-        response = raw.get("response", raw)
-        if isinstance(response, Mapping) and "body" in response:
-            response = response["body"]
-        request = raw.get("request", raw if "messages" in raw or "prompt" in raw else {})
-        if isinstance(request, Mapping) and "body" in request:
-            request = request["body"]
-        if not isinstance(request or {}, Mapping):
-            raise InputError(f"{location} column request", request, "an object")
-        yield number, _openai_row(raw, request or {}, response, location)
+    for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
+        try:
+            row = _openai_row(raw, f"{path.name} row {number}")
+        except InputError as error:
+            skipped.add_bad(number, error)
+            continue
+        yield number, row
 
 
-def _openai_row(
-    raw: Mapping[str, Any], request: Mapping[str, Any], response: Any, location: str
-) -> dict[str, Any]:
+def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
+    response = raw.get("response", raw)
+    if isinstance(response, Mapping) and "body" in response:
+        response = response["body"]
+    request = raw.get("request", raw if "messages" in raw or "prompt" in raw else {})
+    if isinstance(request, Mapping) and "body" in request:
+        request = request["body"]
+    if not isinstance(request := request or {}, Mapping):
+        raise InputError(f"{location} column request", request, "an object")
     limit = "max_completion_tokens" if request.get("max_completion_tokens") else "max_tokens"
     mapping = {**_OF_REQUEST, "max_tokens": limit}
     if request.get("messages") is not None:

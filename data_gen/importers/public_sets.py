@@ -18,11 +18,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from data_gen.filters import load_tokenizer
-from data_gen.importers.values import LENGTH, STOP, Row, table_rows
+from data_gen.importers.values import LENGTH, STOP, Row, SkippedRows, table_rows
 from data_gen.sources.layouts import check_order, layout_of
-from data_gen.sources.rows import file_rows, file_suffix
 from data_gen.splits import digest64, turn_id
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import file_rows, file_suffix
 
 #: Kind -> canonical column -> column of the source.
 TRACES: Mapping[str, Mapping[str, str]] = {
@@ -48,19 +48,19 @@ _CASTILLO_JSON = {
 }
 
 
-def trace_rows(path: Path, kind: str) -> Iterator[Row]:
+def trace_rows(path: Path, kind: str, skipped: SkippedRows) -> Iterator[Row]:
     """Requests of a serving trace.
 
     Raises:
         InputError: Names row, column and value that cannot be used.
     """
-    for number, row in table_rows(path, TRACES[kind], ("model", "category", "tenant")):
+    for number, row in table_rows(path, TRACES[kind], skipped, ("model", "category", "tenant")):
         if kind == "mooncake" and row["arrival_s"] is not None:
             row["arrival_s"] /= 1000
         yield number, row
 
 
-def castillo_rows(path: Path) -> Iterator[Row]:
+def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
     """One row for each length of CASTILLO, in the model's own tokens.
 
     Raises:
@@ -69,7 +69,7 @@ def castillo_rows(path: Path) -> Iterator[Row]:
     names = _CASTILLO_JSON if file_suffix(path) == ".json" else {}
     mapping = {name: names.get(name, name) for name in _CASTILLO}
     numbers = Counter[int]()
-    for number, row in table_rows(path, mapping, ("category",)):
+    for number, row in table_rows(path, mapping, skipped, ("category",)):
         length = row["output_tokens"]
         row["model"] = (row["model"] or "").replace("--", "/", 1)
         row |= {"sample_index": numbers[number], "max_tokens": CASTILLO_MAX_TOKENS}

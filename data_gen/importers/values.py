@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -12,14 +15,18 @@ from typing import Any
 
 from data_gen.prompts import Message, conversation_id_of, prompt_id_of
 from data_gen.sources.layouts import messages_of
-from data_gen.sources.rows import file_rows
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import file_rows
+
+log = logging.getLogger(__name__)
 
 #: Number of the source's row, as an editor or `file_rows` counts, and its canonical columns.
 Row = tuple[int, dict[str, Any]]
 
 STOP, LENGTH, UNKNOWN, ERROR = "stop", "length", "unknown", "error"
 MAX_TOKENS = 2**31 - 1
+#: Bad rows that are reported with their numbers.
+MAX_BAD_ROWS = 100
 #: Times further from zero are no seconds: 3,000 years.
 MAX_TIME_S = 1e11
 #: Finish reasons of servers.
@@ -37,24 +44,61 @@ MAPPED = (*_TEXTS, *_INTEGERS, *_NUMBERS, "arrival_s", "messages", "finish_reaso
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
-def table_rows(path: Path, mapping: Mapping[str, str], optional: Collection[str] = ()) -> Iterator[Row]:
+class SkippedRows:
+    """Rows that are left out, counted by reason; bad ones are errors with `stop`.
+
+    Attributes:
+        counts: Reason -> rows.
+        bad: Number and reason of the first bad rows.
+    """
+
+    def __init__(self, *, stop: bool = True) -> None:
+        self._stop = stop
+        self.counts = Counter[str]()
+        self.bad: list[dict[str, Any]] = []
+
+    def add_bad(self, number: int, error: InputError) -> None:
+        """Counts a row that cannot be used; raises its error with `stop`."""
+        if self._stop:
+            raise error
+        column = re.sub(r"^.* row \d+:? ?|(?<= message) \d+", "", error.field)
+        reason = f"bad {column or 'row'} (allowed: {error.allowed})"
+        if reason not in self.counts:
+            log.warning("row %d is left out: %s", number, error)
+        self.counts[reason] += 1
+        if len(self.bad) < MAX_BAD_ROWS:
+            self.bad.append({"row": number, "reason": str(error)})
+
+
+def table_rows(
+    path: Path, mapping: Mapping[str, str], skipped: SkippedRows, optional: Collection[str] = ()
+) -> Iterator[Row]:
     """Rows of a table; one for each element where output_tokens is a list.
 
     Args:
         path: The file.
         mapping: Canonical column -> column of the table, or a path with dots into objects; empty takes the columns that
             have canonical names.
+        skipped: Takes rows that cannot be used.
         optional: Canonical columns that the table may lack.
 
     Raises:
         InputError: Names row, column and value that cannot be used.
     """
-    for number, raw in file_rows(path, "file"):
+    for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
         location = f"{path.name} row {number}"
         if not mapping:
             mapping = {name: name for name in MAPPED if name in raw or name == "output_tokens"}
-        for element in _elements(raw, mapping, location):
-            yield number, checked_columns(element, mapping, location, optional)
+        try:
+            rows = [
+                checked_columns(each, mapping, location, optional)
+                for each in _elements(raw, mapping, location)
+            ]
+        except InputError as error:
+            skipped.add_bad(number, error)
+            continue
+        for row in rows:
+            yield number, row
 
 
 def _elements(

@@ -303,7 +303,6 @@ class _Dispatcher:
         self._stopped = False
         self._servers = [_Server(url, options.concurrency, options.concurrency) for url in options.base_urls]
         for server in self._servers:
-            self._spawn(self._watch(server))
             if server.url in absent:
                 self._set_down(server, "it did not respond at first")
 
@@ -521,15 +520,3 @@ class _Dispatcher:
                 f"it is {identity.name} {identity.version} now and was {expected.name} {expected.version}"
             )
             raise ResponseError("replaced", reason, retry=True)
-
-    async def _watch(self, server: _Server) -> None:
-        """Checks a server's identity now and then: one that is replaced in an orderly way breaks no request."""
-        while True:
-            await asyncio.sleep(self._options.identity_check_s)
-            if server.down_since is None:
-                try:
-                    await self._check_identity(server)
-                except (ResponseError, InputError) as error:
-                    # Where it is busy or away, the requests find out.
-                    if isinstance(error, InputError) or error.kind == "replaced":
-                        self._set_down(server, str(error))

@@ -65,8 +65,6 @@ class OpenAIOptions:
     """How long to wait at the start until a server responds."""
     server_wait_s: float = 900.0
     """How long to wait for a server to come back before the run stops; it can then be resumed."""
-    identity_check_s: float = 10.0
-    """How often to check that a server is still the same engine, version and model; outputs of one that was replaced in between count until then."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the API key; none is sent if it is not set."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -91,7 +89,7 @@ class OpenAIOptions:
             if getattr(self, name) < 1:
                 raise InputError(name, getattr(self, name), "integers > 0")
         waits = ("start_wait_s", "server_wait_s")
-        for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "identity_check_s", "backoff_s", "max_backoff_s", *waits):  # fmt: skip
+        for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s", *waits):  # fmt: skip
             value = getattr(self, name)
             if not 0 <= value < math.inf or (value == 0 and name not in waits):
                 raise InputError(name, value, "a number of seconds" + ("" if name in waits else " above 0"))

@@ -168,13 +168,23 @@ def messages_of(value: object, location: str) -> tuple[Message, ...]:
         if not isinstance(item, Mapping):
             raise InputError(where, item, "an object with role and content")
         role, content = ("role" if "role" in item else "from"), ("content" if "content" in item else "value")
-        name, text = _ROLE_NAMES.get(str(item.get(role)).lower()), item.get(content)
+        name, text = _ROLE_NAMES.get(str(item.get(role)).lower()), _text(item.get(content))
         if name is None:
             raise InputError(f"{where}: {role}", item.get(role), ", ".join(ROLES))
         if not isinstance(text, str) or (name != "assistant" and not text.strip()):
             raise InputError(f"{where}: {content}", text, "a text that is not empty")
         messages.append(Message(name, _valid(text, f"{where}: {content}")))
     return tuple(messages)
+
+
+def _text(content: object) -> object:
+    """The joined texts of a list of OpenAI's content parts, if all are texts; anything else as it is."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" for part in content
+    ):
+        texts = [part.get("text") for part in content]
+        return "".join(texts) if all(isinstance(text, str) for text in texts) else content
+    return content
 
 
 def check_order(messages: Sequence[Message], location: str) -> None:

@@ -13,9 +13,9 @@ from urllib.parse import parse_qs
 from data_gen import templates
 from data_gen.prompts import Prompt, prompt_id_of
 from data_gen.sources.layouts import LAYOUTS, Layout, SourceOptions, layout_of, prompts_of
-from data_gen.sources.rows import SUFFIXES, Row, file_rows, file_suffix
 from data_gen.splits import digest64
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import SUFFIXES, Row, file_rows, file_suffix
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_gen.splits import SPLITS, Split, split_of
-from data_gen.tables import read_parquet, require_columns
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, writable_target
+from scheduler_core.table_files import file_rows
 from scheduler_core.urgency import LEVELS
 
 SCHEMA_NAME = "urgency/1"
@@ -93,54 +93,66 @@ def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
 
 
 def read_labels(
-    path: str | Path, field: str = "data", levels: Mapping[str, str] | None = None
+    path: str | Path,
+    field: str = "data",
+    mapping: Mapping[str, str] | None = None,
+    levels: Sequence[str] = LEVELS,
 ) -> list[LabeledText]:
-    """Reads a Parquet file with columns text and level, and of the others of urgency/1 those it has.
+    """Reads a table with columns text and level, and of the others of urgency/1 those it has.
 
     A row without a split gets the one of its text, a row without a source the file's name.
 
     Args:
-        path: The file.
+        path: Parquet, CSV, JSON lines or a JSON array.
         field: Name of the option that gave the path, for messages.
-        levels: Value of a column label -> level, for a file without a column level.
+        mapping: Value of a column label -> level, for a file without a column level.
+        levels: Names of the levels, the most urgent first.
 
     Raises:
         InputError: The file, a column or a value cannot be used; names the row.
     """
-    table = read_parquet(path, field)
     name = Path(path).name
-    has_label = bool(levels) and "level" not in table.column_names
-    require_columns(table, ["text", "label" if has_label else "level"], f"{name}, columns")
-    if table.num_rows == 0:
-        raise InputError(f"{name}, rows", 0, "at least one labeled text")
-    texts = []
-    for number, row in enumerate(table.to_pylist()):
+    texts: list[LabeledText] = []
+    for number, row in file_rows(path, field):
+        if not texts:
+            has_label = bool(mapping) and "level" not in row
+            names = {"text", "label" if has_label else "level"}
+            if missing := names - set(row):
+                raise InputError(f"{name}, columns", list(row), f"also {', '.join(sorted(missing))}")
         location = f"{name}, row {number}, column"
+        values = {column: value for column, value in row.items() if value not in (None, "")}
         if has_label:
-            assert levels is not None
-            if row["label"] not in levels:
-                raise InputError(f"{location} label", row["label"], ", ".join(levels))
-            row["level"] = levels[row["label"]]
-        texts.append(_labeled_text(row, location, name))
+            assert mapping is not None
+            if values.get("label") not in mapping:
+                raise InputError(f"{location} label", values.get("label"), ", ".join(mapping))
+            values["level"] = mapping[values["label"]]
+        texts.append(_labeled_text(values, location, name, levels))
+    if not texts:
+        raise InputError(f"{name}, rows", 0, "at least one labeled text")
     return texts
 
 
-def _labeled_text(row: dict[str, Any], location: str, file_name: str) -> LabeledText:
-    values = {name: value for name, value in row.items() if value is not None}
+def _labeled_text(
+    values: Mapping[str, Any], location: str, file_name: str, levels: Sequence[str]
+) -> LabeledText:
     text, weight = values.get("text"), values.get("weight", 1.0)
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{location} text", text, "text that is not empty")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+    try:
+        number = math.nan if isinstance(weight, bool) else float(weight)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number < math.inf:
         raise InputError(f"{location} weight", weight, "a finite number above 0")
     split = values.get("split", text_split(text))
     if split not in SPLITS:
         raise InputError(f"{location} split", split, ", ".join(SPLITS))
     return LabeledText(
         text=text,
-        level=level_number(values.get("level"), f"{location} level"),
+        level=level_number(values.get("level"), f"{location} level", levels),
         source=str(values.get("source", file_name)),
         split=split,
-        weight=float(weight),
+        weight=number,
         language=values.get("language"),
         claimed=bool(values.get("claimed", False)),
     )

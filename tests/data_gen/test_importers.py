@@ -20,7 +20,8 @@ from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 
 def run(kind: str, path: Path, out: Path, **options: Any) -> dict[str, Any]:
-    return import_lengths(ImportLengthsConfig(kind=kind, file=str(path), out=str(out), **options))
+    fields = {"on_error": "stop"} | options
+    return import_lengths(ImportLengthsConfig(kind=kind, file=str(path), out=str(out), **fields))
 
 
 def imported(kind: str, path: Path, **options: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -311,7 +312,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["source"]["name"] == "a.csv"
     metadata = pq.read_schema(out).metadata
     assert (metadata[b"tailcast.schema"], metadata[b"tailcast.source"]) == (b"trace/1", b"azure: a.csv")
-    assert main(["azure", str(source), "--out", str(out), "--schema", "samples"]) == 2
+    assert main(["azure", str(source), "--out", str(tmp_path / "s.parquet"), "--schema", "samples"]) == 2
     assert "schema: got 'samples'" in capsys.readouterr().err
 
 
@@ -416,3 +417,25 @@ def test_lone_surrogates_of_a_log_are_replaced(tmp_path: Path) -> None:
     path = write(tmp_path / "c.jsonl", json.dumps({"q": "a\ud800", "n": 3, "m": "m"}))
     _, rows = imported("log", path, columns="prompt=q,output_tokens=n,model=m")
     assert rows[0]["prompt"] == "a\ufffd"
+
+
+def test_bad_rows_are_left_out_with_their_numbers_and_reasons(tmp_path: Path) -> None:
+    """Some of a gateway's requests are damaged; others have content parts, as OpenAI's clients write them."""
+
+    def chat(content: Any) -> str:
+        request = {"messages": [{"role": "user", "content": content}], "max_tokens": 9}
+        return json.dumps({"request": request, "response": response(None, 4, "stop", 1000)})
+
+    parts = [{"type": "text", "text": "name "}, {"type": "text", "text": "rivers"}]
+    image = [{"type": "image_url", "image_url": {"url": "http://x"}}]
+    lines = [chat("sea"), chat(parts), "{torn", chat(image), chat(image), chat("sea").replace(": 4", ": 40")]
+    report, rows = imported(
+        "openai-log", write(tmp_path / "o.jsonl", "\n".join(lines) + "\n"), on_error="skip"
+    )
+    assert [row["prompt"] for row in rows] == ["sea", "name rivers"]
+    assert (report["num_written"], report["num_rows"]) == (2, 6)
+    assert sorted(report["skipped"].values()) == [1, 1, 2]
+    assert [bad["row"] for bad in report["bad_rows"]] == [3, 4, 5, 6]
+    assert "row 4 column messages message 1: content" in report["bad_rows"][1]["reason"]
+    with pytest.raises(InputError, match="at least one usable row .skipped: .'bad column messages message"):
+        imported("openai-log", write(tmp_path / "o.jsonl", chat(image) + "\n"), on_error="skip")

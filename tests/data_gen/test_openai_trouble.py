@@ -166,26 +166,18 @@ def test_a_server_that_stays_away_ends_the_run() -> None:
             list(results)
 
 
-@pytest.mark.parametrize("is_abrupt", [True, False])
 # A connection that is just being made when the fake engine goes away is nobody's to close.
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_server_that_is_replaced_by_another_one_is_not_used(is_abrupt: bool) -> None:
-    """Whether its connections break or not."""
-    options: dict[str, Any] = {"server_wait_s": 0.3, "identity_check_s": 0.05, "concurrency": 8}
+def test_a_server_that_is_replaced_by_another_one_is_not_used() -> None:
     script = Completions(delay_s=0.02)
-    with running(script) as (engine,), backend(engine, **options) as client:
+    with running(script) as (engine,), backend(engine, server_wait_s=0.3) as client:
         results = client.sample(LONG_WORK, SETTINGS)
         next(results)
-        if is_abrupt:
-            engine.halt()
+        engine.halt()
         script.version = "10.0"
-        before = len(engine.bodies)
-        if is_abrupt:
-            engine.resume()
+        engine.resume()
         with pytest.raises(EngineError, match="vllm 10.0 now and was vllm 9.9"):
             list(results)
-        # It is asked every 0.05 s and serves at most 400 requests a second; 4000 were to come.
-        assert len(engine.bodies) - before <= 1000
 
 
 def test_servers_share_the_requests_and_stand_in_for_each_other() -> None:

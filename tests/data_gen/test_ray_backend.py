@@ -11,12 +11,9 @@ from data_gen.backend import WorkResult
 from data_gen.cli_gen_samples import main
 from data_gen.ray_backend import RayBackend
 from data_gen.samples import read_samples
+from tests.ray_warnings import RAY_WARNINGS
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Tip. In future versions of Ray:FutureWarning",
-    "ignore:subprocess .* is still running:ResourceWarning",
-    "ignore:unclosed:ResourceWarning",
-)
+pytestmark = RAY_WARNINGS
 ARGUMENTS = ["templates:30", "--backend", "synthetic", "--num-samples", "8", "--progress", "false", "--out"]
 
 
@@ -39,12 +36,9 @@ def test_bad_options_are_named(
 @pytest.fixture(scope="module")
 def cluster() -> Any:
     ray = pytest.importorskip("ray")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-        yield ray
-        ray.shutdown()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
 
 
 @pytest.mark.slow

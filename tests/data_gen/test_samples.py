@@ -10,12 +10,12 @@ import pytest
 from data_gen.prompts import Message, Prompt
 from data_gen.samples import (
     SCHEMA,
-    join_samples,
     prompt_sha256,
     read_samples,
     write_samples,
 )
 from examples.quickstart.steps import SHIPPED_SAMPLES
+from examples.quickstart.tables import join_samples
 from scheduler_core.errors import InputError
 from tests.data_gen.sample_rows import SampleRow, to_table
 

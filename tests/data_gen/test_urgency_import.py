@@ -117,7 +117,7 @@ def test_splits_and_limit_leave_texts_out(tmp_path: Path, tickets: Path) -> None
     out = tmp_path / "some.parquet"
     assert main([str(out), "--sources", f"labels={tickets}", "--levels", LEVELS, "--limit", "2"]) == 0
     assert len(read_labels(out)) == 2
-    assert main([str(out), "--splits", "validation"]) == 0
+    assert main([str(out), "--splits", "validation", "--overwrite", "true"]) == 0
     assert {text.split for text in read_labels(out)} == {"validation"}
 
 
@@ -139,7 +139,7 @@ def test_bad_options_are_named(
     out = tmp_path / "out.parquet"
     if message is None:
         options = [*options, "--sources", f"labels={tickets}"]
-        message = "row 0, column label: got 'critical'"
+        message = "row 1, column label: got 'critical'"
     assert message in refused(capsys, str(out), *options)
     assert not out.exists()
 
@@ -148,10 +148,10 @@ def test_bad_options_are_named(
     ("columns", "message"),
     [
         ({"text": ["a"]}, "also level"),
-        ({"text": ["a"], "level": ["soon"]}, "row 0, column level: got 'soon'"),
-        ({"text": ["a", " "], "level": [1, 2]}, "row 1, column text"),
-        ({"text": ["a"], "level": [1], "weight": [-1.0]}, "row 0, column weight: got -1.0"),
-        ({"text": ["a"], "level": [1], "split": ["dev"]}, "row 0, column split: got 'dev'"),
+        ({"text": ["a"], "level": ["soon"]}, "row 1, column level: got 'soon'"),
+        ({"text": ["a", " "], "level": [1, 2]}, "row 2, column text"),
+        ({"text": ["a"], "level": [1], "weight": [-1.0]}, "row 1, column weight: got -1.0"),
+        ({"text": ["a"], "level": [1], "split": ["dev"]}, "row 1, column split: got 'dev'"),
         ({"text": [], "level": []}, "rows: got 0"),
     ],
 )
