@@ -26,6 +26,8 @@ class FitDistConfig:
     """Output lengths: a Parquet, .jsonl or .csv file, a folder saved by datasets, or a folder of Parquet files; one row for each sample (samples/2), or lists in output_tokens with one row for each group."""
     out: str
     """Parquet file to write, one row for each group (schema fits/2)."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     family: Literal["log-t", "log-normal", "gamma", "weibull", "exponential"] = "log-t"
     """Family of the distributions."""
     nu: float | Literal["free"] = 3.5

@@ -1,4 +1,4 @@
-"""The command `read-feedback`: the proxy's log as pairs for `evaluate-stream`, or two predictors compared on it."""
+"""The command `read-feedback`: a summary of the proxy's log, with its two predictors compared, or pairs for `evaluate-stream`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scheduler_core.files import atomic_file, writable_target, write_json
 
 @dataclass(frozen=True, kw_only=True)
 class FeedbackConfig:
-    """Read the log of finished requests that tailcast-proxy writes: compare its two predictors, or write pairs of prediction and outcome."""
+    """Summarize the log of finished requests that tailcast-proxy writes, and compare its two predictors, or write pairs of prediction and outcome."""
 
     INPUTS = ("log",)
     OUTPUTS = ("pairs", "records", "json")
@@ -23,13 +23,15 @@ class FeedbackConfig:
     log: str
     """Folder of the log, or one of its segments."""
     pairs: str | None = None
-    """Write pairs for `evaluate-stream` to this file instead of comparing; - for standard output."""
+    """Write pairs for `evaluate-stream` to this file instead of a summary; - for standard output."""
     records: str | None = None
-    """Write all valid records to this file, one a line, instead of comparing: what `import-lengths feedback` reads."""
+    """Write all valid records to this file, one a line, instead of a summary: what `import-lengths feedback` reads."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     side: Literal["main", "shadow"] = "main"
     """Predictor of the pairs: main, or the shadow predictor."""
     json: str | None = None
-    """Write the comparison to this file too."""
+    """Write the summary to this file too."""
 
     def __post_init__(self) -> None:
         if self.pairs is not None and self.records is not None:
@@ -40,10 +42,10 @@ def read(config: FeedbackConfig) -> None:
     """Runs the command.
 
     Raises:
-        InputError: The log cannot be read, or has nothing to compare.
+        InputError: The log cannot be read, or holds no record.
     """
     from data_gen.importers.feedback import feedback_records
-    from training.feedback import compare, pair
+    from training.feedback import pair, summarize
 
     records = feedback_records(config.log)
     if config.records is not None:
@@ -53,10 +55,10 @@ def read(config: FeedbackConfig) -> None:
         pairs = (pair(record, config.side) for _, record in records)
         _write(config.pairs, "pairs", (values for values in pairs if values is not None))
     else:
-        comparison = compare(records)
+        summary = summarize(records)
         if config.json is not None:
-            write_json(writable_target(config.json, "json"), comparison)
-        sys.stdout.write(json.dumps(comparison, indent=2) + "\n")
+            write_json(writable_target(config.json, "json"), summary)
+        sys.stdout.write(json.dumps(summary, indent=2) + "\n")
 
 
 def _write(out: str, field: str, rows: Iterable[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 from predictors.manifest import Head
@@ -182,6 +183,7 @@ class TrainConfig:
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
     OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
+    RECIPES = Path(__file__).parent / "configs"
 
     out: str
     """Checkpoint folder to write. The state of an unfinished run is kept in OUT.partial."""
@@ -202,7 +204,7 @@ class TrainConfig:
     init: str | None = None
     """Checkpoint to start from; encoder, layers and normalization are then its own, and served models are added to it."""
     only_conditioning: bool = False
-    """With init: train the embeddings of served models that are new to it and nothing else (stage 2 alone)."""
+    """With init: train the embeddings of served models that are new to it and nothing else (stage 2 alone). Architecture and conditions are then the checkpoint's, and stage2, unless it is given, has 60 epochs, learning rate 0.03 and patience 10."""
     max_length: int = 512
     """Maximum number of tokens of a prompt, special tokens included; the rest is truncated."""
     truncation_side: Literal["left", "right", "middle"] = "right"
@@ -318,8 +320,8 @@ class TrainConfig:
             len(weights) != len(self.files["data"]) or not all(0 < w < float("inf") for w in weights)
         ):
             raise InputError("data_weights", weights, f"{len(self.files['data'])} finite numbers > 0")
-        if self.only_conditioning and (self.init is None or self.conditioning is None):
-            raise InputError("only_conditioning", True, "a run with init and conditioning")
+        if self.only_conditioning and self.init is None:
+            raise InputError("only_conditioning", True, "a run with init")
         if self.oversampling and not self.needs_fits:
             raise InputError("oversampling", self.oversampling, "nothing, where no parameters are fitted")
 

@@ -29,6 +29,10 @@ class OutOfMemoryError(TailcastError):
     """A batch does not fit into memory."""
 
 
+class NoProgressError(TailcastError):
+    """The loss did not move."""
+
+
 def _first_prompts(batch: TrainingBatch, data: SplitData) -> str:
     names = [data.name(number) for number in batch.prompt[:3].tolist()]
     return ", ".join(names) + (", ..." if len(batch.prompt) > 3 else "")

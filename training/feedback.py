@@ -1,15 +1,15 @@
-"""The proxy's log of finished requests: pairs of prediction and output, and two predictors compared on them."""
+"""The proxy's log of finished requests: pairs of prediction and output, and a summary of it."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 
 from data_gen.feedback_record import FeedbackRecord
-from scheduler_core.errors import InputError
 from training.evaluating.scores import OutputLengths, OutputScores, finite, score_outputs
 
 Side = Literal["main", "shadow"]
@@ -41,48 +41,69 @@ def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
         "finished": max_tokens is None or tokens < max_tokens if finished is None else finished,
         "served_model": record.served_model or None,
         "max_tokens": record.max_output_tokens,
+        "prompt_tokens": record.prompt_tokens,
         "time": record.time,
     }
 
 
-def compare(records: Iterable[tuple[int, FeedbackRecord]]) -> dict[str, Any]:
-    """Scores of both predictors on the records that have both predictions.
+def summarize(records: Iterable[tuple[int, FeedbackRecord]]) -> dict[str, Any]:
+    """What a log holds, scores of the predictions in it, and both predictors compared where it has two.
 
-    Assumes independent records: repeated prompts make the interval too narrow.
+    The interval of the difference assumes independent records: repeated prompts make it too narrow.
 
     Returns:
-        num_records, num_compared; main and shadow with artifacts, crps_tokens, coverage, nll; and
-        crps_difference_tokens: mean of main minus shadow, standard_error, low and high of its 95 % interval.
-
-    Raises:
-        InputError: No record has both predictions.
+        num_records; counted_by and finish_reasons: value -> records; served_models: name -> num_records, and median and P90
+        of the output tokens; main and shadow: null, or num_records, artifacts, crps_tokens, coverage, nll of all records
+        with that prediction and a length; num_compared and, of the records with both, crps_difference_tokens: mean of main
+        minus shadow, standard_error, low and high of its 95 % interval (null without any).
     """
-    rows: list[dict[Side, Any]] = []
+    counted_by, finish_reasons = Counter[str](), Counter[str]()
+    lengths: dict[str, list[int]] = {}
+    rows: dict[Side, list[dict[str, Any]]] = {"main": [], "shadow": []}
     names: dict[Side, set[str]] = {"main": set(), "shadow": set()}
-    count = 0
+    both: list[tuple[int, int]] = []
     for _, record in records:
-        count += 1
-        sides = {side: pair(record, side) for side in names}
-        if None not in sides.values():
-            rows.append(sides)
-            for side, side_names in names.items():
-                source = record.main if side == "main" else record.shadow
-                side_names.add(f"{source.artifact_id} {source.artifact_version}")  # type: ignore[union-attr]
-    if not rows:
-        raise InputError(
-            "feedback log", f"{count} records", "at least one with both predictions and a length"
+        counted_by[record.counted_by] += 1
+        finish_reasons[record.finish_reason] += 1
+        lengths.setdefault(record.served_model or "", []).append(record.output_tokens)
+        is_scored = 0
+        for side in rows:
+            prediction = record.main if side == "main" else record.shadow
+            if prediction is not None and (row := pair(record, side)) is not None:
+                rows[side].append(row)
+                names[side].add(f"{prediction.artifact_id} {prediction.artifact_version}")
+                is_scored += 1
+        if is_scored == len(rows):
+            both.append((len(rows["main"]) - 1, len(rows["shadow"]) - 1))
+    scores = {side: _scores(part) for side, part in rows.items() if part}
+    report: dict[str, Any] = {
+        "num_records": counted_by.total(),
+        "counted_by": dict(counted_by),
+        "finish_reasons": dict(finish_reasons),
+        "served_models": {
+            name: {
+                "num_records": len(part),
+                "median_tokens": float(np.median(part)),
+                "p90_tokens": float(np.quantile(part, 0.9)),
+            }
+            for name, part in sorted(lengths.items())
+        },
+        "num_compared": len(both),
+        "crps_difference_tokens": None,
+    }
+    for side in rows:
+        summary = scores[side].summary() if side in scores else {}
+        numbers = {name: summary[name] for name in ("crps_tokens", "coverage", "nll") if summary}
+        report[side] = (
+            {"num_records": len(rows[side]), "artifacts": sorted(names[side]), **numbers} if numbers else None
         )
-    scores = {side: _scores([row[side] for row in rows]) for side in names}
-    report: dict[str, Any] = {"num_records": count, "num_compared": len(rows)}
-    for side, score in scores.items():
-        summary = score.summary()
-        numbers = {name: summary[name] for name in ("crps_tokens", "coverage", "nll")}
-        report[side] = {"artifacts": sorted(names[side]), **numbers}
-    difference = scores["main"].crps_tokens - scores["shadow"].crps_tokens
-    mean = float(difference.mean())
-    error = float(difference.std(ddof=1) / math.sqrt(len(rows))) if len(rows) > 1 else math.nan
-    interval = {"mean": mean, "standard_error": error, "low": mean - Z * error, "high": mean + Z * error}
-    report["crps_difference_tokens"] = {name: finite(value) for name, value in interval.items()}
+    if both:
+        main, shadow = np.array(both).T
+        difference = scores["main"].crps_tokens[main] - scores["shadow"].crps_tokens[shadow]
+        mean = float(difference.mean())
+        error = float(difference.std(ddof=1) / math.sqrt(len(both))) if len(both) > 1 else math.nan
+        interval = {"mean": mean, "standard_error": error, "low": mean - Z * error, "high": mean + Z * error}
+        report["crps_difference_tokens"] = {name: finite(value) for name, value in interval.items()}
     return report
 
 

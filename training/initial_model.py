@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
-from training.config import TrainConfig
+from training.config import ConditioningOptions, StageConfig, TrainConfig
 from training.labels import UrgencyLabels
 from training.rows import Rows
 
@@ -40,6 +40,7 @@ SIGMA_LOG_STD, MIN_SIGMA_LOG_STD = 0.2, 0.1
 MIN_SAMPLES = 3
 # Below this standard deviation of log lengths there is nothing to learn.
 MIN_LOG_STD = 1e-6
+_ARCHITECTURE = ("max_length", "truncation_side", "pooling", "prompt_length", "conversations")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,38 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialMode
         log.info("served models added: %s", ", ".join(new))
         model = with_served_models(model, new)
     return InitialModel(model, checkpoint.tokenizer, first_new if config.only_conditioning else None)
+
+
+#: Stage 2 of a run that trains embeddings alone: few numbers, which start far from where they end.
+EMBEDDING_STAGE = StageConfig(epochs=60, learning_rate=3e-2, patience=10)
+
+
+def with_architecture_of_init(config: TrainConfig) -> TrainConfig:
+    """The options of a run with `only_conditioning`: the architecture is the checkpoint's, and stage 2, unless given, learns.
+
+    Raises:
+        InputError: The checkpoint is broken, or it is not conditioned on the served model.
+    """
+    predictor = load_checkpoint(config.init or "").config
+    conditioning, length = predictor.conditioning, predictor.heads.length
+    if conditioning is None:
+        raise InputError("init", config.init, "a checkpoint that is conditioned on the served model")
+    task = config.length
+    if task is not None and length is not None:
+        is_likelihood = task.objective == "nll"
+        task = replace(task, nu=length.nu, learn_nu=length.learn_nu, within=length.within and is_likelihood)
+    default = next(each.default for each in fields(TrainConfig) if each.name == "stage2")
+    return replace(
+        config,
+        length=task,
+        conditioning=ConditioningOptions(
+            width=conditioning.width,
+            temperature=conditioning.temperature,
+            served_model_dropout=0.1 if conditioning.unknown else 0.0,
+        ),
+        stage2=EMBEDDING_STAGE if config.stage2 == default else config.stage2,
+        **{name: getattr(predictor, name) for name in _ARCHITECTURE},
+    )
 
 
 def _check_heads(config: TrainConfig, heads: Heads, path: str) -> None:

@@ -121,8 +121,9 @@ class StageModule(L.LightningModule):
         return loss
 
     def on_validation_epoch_start(self) -> None:
-        """Logs the training losses of the epoch, over all its examples."""
-        self._log_losses("train")
+        """Logs the training losses of the epoch, over all its examples; before the first one there are none."""
+        if self._sums:
+            self._log_losses("train")
         self._sums = {}
 
     def validation_step(self, batch: TrainingBatch, batch_idx: int) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from data_gen.splits import SPLITS, split_of
-from data_gen.tables import convertible, read_parquet
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import convertible, read_parquet
 from training.config import TrainConfig
 from training.fitting.fits import NOT_FITTED, FitOptions, filtered, fit_groups, read_fits_or_fit
 from training.fitting.samples import GroupedLengths, group_table, with_conversations
@@ -166,15 +167,12 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     table = filtered(read_parquet(path, field), Path(path), where)
     keys = _keys(table, config)
     if not config.needs_fits:
-        if config.conversations:
-            table = with_conversations(table, Path(path))
-        is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
-        groups = group_table(
-            table, Path(path), keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1
-        )
-        groups = groups.take(np.flatnonzero(groups.counts))
-        sigma = _sigma_within(groups, config)
-        return rows_of(groups, None, sigma, weight=weight, censoring=config.censoring), 0
+        if "model" in table.column_names and (num_unknown := table.column("model").null_count):
+            unknown = table.column("model").is_null()
+            parts = [table.filter(pc.invert(unknown))] if num_unknown < len(table) else []
+            parts.append(table.filter(unknown).drop_columns("model"))
+            return join([_rows(part, path, weight, config) for part in parts]), 0
+        return _rows(table, path, weight, config), 0
     assert config.length is not None
     fits = read_fits_or_fit(
         path,
@@ -192,6 +190,20 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     fits = fits.take(usable)
     rows = rows_of(fits.groups, fits.mu, fits.sigma, weight=weight, censoring=config.censoring)
     return rows, num_excluded
+
+
+def _rows(table: pa.Table, path: str, weight: float, config: TrainConfig) -> Rows:
+    """Rows of a table without fits; without a column `model` those of an unknown served model."""
+    if config.conversations:
+        table = with_conversations(table, Path(path))
+    keys = tuple(key for key in _keys(table, config) if key != "model" or "model" in table.column_names)
+    is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
+    groups = group_table(
+        table, Path(path), keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1
+    )
+    groups = groups.take(np.flatnonzero(groups.counts))
+    sigma = _sigma_within(groups, config)
+    return rows_of(groups, None, sigma, weight=weight, censoring=config.censoring)
 
 
 def _sigma_within(groups: GroupedLengths, config: TrainConfig) -> FloatArray | None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from data_gen.splits import smallest_hashes
 from predictors.modules.checkpoint import CONFIG, KIND, WEIGHTS, save_checkpoint
 from predictors.modules.encoder import resolve_encoder
 from predictors.modules.predictor import PromptPredictor
@@ -29,7 +30,8 @@ from training.config import FILE_OPTIONS, TrainConfig
 from training.data import SplitData
 from training.distributed import node_rank
 from training.evaluating.baselines import Baselines
-from training.initial_model import InitialModel, initial_model
+from training.failures import NoProgressError
+from training.initial_model import InitialModel, initial_model, with_architecture_of_init
 from training.labels import UrgencyLabels, read_split_labels
 from training.prediction import pick_device
 from training.rows import Rows, SplitRows, read_split_rows
@@ -63,6 +65,8 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
     files = {name: [existing_file(path, name) for path in paths] for name, paths in config.files.items()}
     if config.init is None:
         resolve_encoder(config.encoder)
+    if config.only_conditioning:
+        config = with_architecture_of_init(config)
     page = None if config.report is None else writable_target(config.report, "report")
     device = pick_device(config.accelerator)
     if config.threads is not None:
@@ -84,6 +88,10 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
             write_json(work / IDENTITY, identity)
         try:
             history = train_stages(config, initial, splits, work, device)
+        except NoProgressError:
+            if is_first:
+                _clear(work)
+            raise
         except OSError:
             if is_first and not any(work.rglob(LAST)):
                 _clear(work)  # there is nothing to resume
@@ -209,6 +217,7 @@ def _training_info(
             "num_rows": {"train": len(rows.train), "validation": len(rows.validation)},
             "num_samples": {"train": len(rows.train.lengths), "validation": len(rows.validation.lengths)},
             "num_labels": {"train": len(labels[0]), "validation": len(labels[1])},
+            "smallest_hashes": smallest_hashes(rows.train.prompts),
             "num_test_prompts": rows.num_test_prompts,
             "num_excluded": rows.num_excluded,
             "num_shared_prompts": rows.num_shared,

@@ -37,7 +37,7 @@ from training.batches import Batching, EpochPlans
 from training.config import StageConfig, TrainConfig
 from training.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
 from training.distributed import is_first_process, launch, node_rank, wait_for_others
-from training.failures import memory_errors
+from training.failures import NoProgressError, memory_errors
 from training.initial_model import InitialModel
 from training.module import MONITOR, StageModule
 from training.prediction import pooled_features
@@ -49,6 +49,10 @@ BEST, LAST = "best.ckpt", "last.ckpt"
 FEATURES = "features.safetensors"
 # Steps between two points of the curves in TensorBoard.
 STEPS_PER_POINT = 20
+# Between two lines on the progress of an epoch.
+PROGRESS_S = 60.0
+# Fall of the validation loss below which a new served model has learned nothing.
+MIN_GAIN = 1e-3
 COUNTS = ("num_prompts", "num_rows", "num_tokens", "num_padded_tokens")
 
 History = list[dict[str, Any]]
@@ -189,12 +193,22 @@ def _fit(
     with _contained(), memory_errors(lambda: module.current):
         trainer = _trainer(config, number, folder, device)
         with _interruptible(trainer):
+            start: Any = None
+            if initial.first_new_model is not None:
+                [start] = trainer.validate(module, validation, verbose=False)
             trainer.fit(
                 module,
                 training,
                 validation,
                 ckpt_path=str(last) if history else None,
                 weights_only=True,
+            )
+    if start is not None:
+        best = best_row(read_history(last))
+        if start[MONITOR] - best[MONITOR] < MIN_GAIN:
+            raise NoProgressError(
+                f"the embeddings of the new served models learned nothing: validation loss {start[MONITOR]:.4f} at the start, "
+                f"{best[MONITOR]:.4f} at best; give more of their outputs, or another --stage2.learning_rate"
             )
 
 
@@ -225,11 +239,13 @@ class EpochHistory(Callback):
         self._log_every = log_every
         self._rows: History = []
         self._start = self._train_seconds = 0.0
+        self._next_progress_s = PROGRESS_S
         self._counts = [0, 0, 0, 0]
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Starts the clock of an epoch."""
         self._start = time.monotonic()
+        self._next_progress_s = PROGRESS_S
         self._counts = [0, 0, 0, 0]
 
     def on_train_batch_end(
@@ -239,7 +255,17 @@ class EpochHistory(Callback):
         mask = batch.inputs[1] if len(batch.inputs) > 1 else torch.empty(0)
         counts = (len(batch.prompt), len(batch.row), int(mask.sum()), mask.numel())
         self._counts = [total + count for total, count in zip(self._counts, counts, strict=True)]
-        self._train_seconds = time.monotonic() - self._start
+        self._train_seconds = seconds = time.monotonic() - self._start
+        done, total = batch_idx + 1, int(trainer.num_training_batches)
+        if seconds >= self._next_progress_s and done < total:
+            self._next_progress_s = seconds + PROGRESS_S
+            epoch, left_s = (
+                f"{trainer.current_epoch + 1}/{trainer.max_epochs}",
+                seconds / done * (total - done),
+            )
+            rate = f"{self._counts[2] / seconds:,.0f} tokens/s, " if self._counts[2] else ""
+            text = "stage %d epoch %s: %.0f %%, %s%.0f min left of this epoch"
+            log.info(text, self._stage, epoch, 100 * done / total, rate, left_s / 60)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Adds the row; the checkpoint callbacks run after this one."""

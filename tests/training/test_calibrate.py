@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from data_gen.splits import overlap, smallest_hashes
 from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.heads import Heads, RankHead
-from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
+from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from training.calibrating.cli import main
 from training.calibrating.estimation import (
     METHODS,
@@ -211,6 +212,36 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
     info = json.loads((tmp_path / "out" / "training.json").read_text())
     assert (info["calibration"]["method"], info["calibration"]["pooling"]) == ("quantiles", 1.0)
     assert "<td>unknown</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_calibration_that_makes_coverage_worse_says_so_and_exits_with_3(folder, tmp_path, caplog):
+    checkpoint = folder / "checkpoint"
+    right = write_drawn_answers(tmp_path / "right.parquet", checkpoint, num_prompts=40, num_answers=4)
+    args = [str(checkpoint), "--data", str(right), "--out", str(tmp_path / "out"), "--progress", "false"]
+    assert main([*args, "--method", "coverage"]) == 3
+    assert "COVERAGE IS WORSE THAN BEFORE" in caplog.text
+    summary = json.loads((tmp_path / "out/training.json").read_text())["calibration"]
+    sides = summary["coverage_of_conformal_rows"]
+    assert sides["after"]["mean_largest_shift"] > sides["before"]["mean_largest_shift"]
+
+
+def test_training_prompts_are_noticed(tmp_path, caplog):
+    texts = prompts(60)
+    data = {"smallest_hashes": smallest_hashes(texts), "split": {"seed": 0, "fractions": [0.6, 0.2, 0.2]}}
+    checkpoint = random_checkpoint(tmp_path, info={"data": data})
+    answers = write_drawn_answers(tmp_path / "answers.parquet", checkpoint, num_prompts=60)
+    args = [str(checkpoint), "--data", str(answers), "--progress", "false"]
+    assert main([*args, "--out", str(tmp_path / "out")]) in (0, 3)
+    assert "about 100 % of the prompts were trained on" in caplog.text
+    assert "--split test" in caplog.text
+    caplog.clear()
+    assert evaluate([*args, "--split", "train", "--ceiling", "false"]) == 0
+    assert "trained on" not in caplog.text
+    many = [f"prompt {number}" for number in range(5000)]
+    assert overlap([*many[:500], *(f"new {number}" for number in range(500))], smallest_hashes(many)) == (
+        pytest.approx(0.5, abs=0.2)
+    )
+    assert overlap(["new"], smallest_hashes(many)) == overlap(many, []) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`evaluate-stream`: the test for drift, running recalibration, sliding coverage, bad lines."""
+"""`evaluate-stream`: the test for drift, running calibration, sliding coverage, bad lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from scheduler_core.drift_detector import DriftDetector
 from training.drift.cli import OTHERS, DriftStream, StreamConfig, main, parse_output
-from training.drift.monitor import DriftDetector, RunningCalibration
 
 
 def run_length(rng, arl, limit, interval):
@@ -71,22 +71,6 @@ def test_a_change_is_detected_soon_and_named(change, reasons):
     assert (detector.value, detector.num_steps) == (0.0, 0)
 
 
-@pytest.mark.parametrize("cap", [math.inf, 1.5])
-def test_recalibration_follows_shift_and_scale(cap):
-    rng = np.random.default_rng(2)
-    running = RunningCalibration(1000)
-    for _ in range(6000):
-        z = 0.5 + 1.8 * rng.standard_t(3.5)
-        running.update(min(z, cap), 3.5, z <= cap)
-    assert running.shift == pytest.approx(0.5, abs=0.25)
-    assert running.scale == pytest.approx(1.8, abs=0.3)
-    for _ in range(6000):
-        z = -0.5 + 0.6 * rng.standard_t(3.5)
-        running.update(min(z, cap), 3.5, z <= cap)
-    assert running.shift == pytest.approx(-0.5, abs=0.12)
-    assert running.scale == pytest.approx(0.6, abs=0.1)
-
-
 def stream_of(**options):
     return DriftStream(StreamConfig(stream="-", **options))
 
@@ -107,22 +91,19 @@ def test_a_calibrated_stream_is_quiet_and_a_changed_one_is_not():
     stream = stream_of()
     quiet = list(stream.feed(outcomes(3000, cap=400)))
     assert [event["event"] for event in quiet] == ["state"] * 3
-    coverage = quiet[-1]["coverage"]
-    for level in ("p50", "p90"):
-        count = coverage[level]["num_outcomes"]
-        assert count <= 1000  # the window, of 3000
-        error = 4 * math.sqrt(coverage[level]["level"] * (1 - coverage[level]["level"]) / count)
-        assert coverage[level]["estimate"] == pytest.approx(coverage[level]["level"], abs=error)
+    calibration = quiet[-1]["calibration"]
+    assert (calibration["num_outputs"], calibration["num_window"]) == (3000, 1000)
+    for name, level in (("p50", 0.5), ("p90", 0.9)):
+        error = 4 * math.sqrt(level * (1 - level) / 600)  # as many have that quantile below max_tokens
+        assert calibration["before"]["coverage"][name] == pytest.approx(level, abs=error)
     changed = list(stream.feed(outcomes(3000, shift=1.0, cap=400, seed=1)))
     alarms = [event for event in changed if event["event"] == "alarm"]
     assert 3000 < alarms[0]["line"] < 3300
-    # the recalibration is put in use and moves towards the change until the detector is content
-    last = changed[-1]
-    assert last["recalibration"]["mu_shift"] == pytest.approx(1.0, abs=0.25)
-    assert last["recalibration_in_use"]["mu_shift"] > 0.5
+    # the calibration is put in use and moves towards the change until the detector is content
+    last = changed[-1]["calibration"]
     assert len(alarms) < 12
-    # coverage stays that of the predictions as they came
-    assert last["coverage"]["p50"]["estimate"] < 0.35
+    assert last["before"]["coverage"]["p50"] < 0.35
+    assert last["after"]["coverage"]["p50"] == pytest.approx(0.5, abs=0.1)
     *states, end = stream.finish()
     assert states[0]["num_outcomes"] == end["num_outcomes"] == 6000
     assert end["num_alarms"] == len(alarms)
@@ -131,7 +112,7 @@ def test_a_calibrated_stream_is_quiet_and_a_changed_one_is_not():
 
 
 def test_served_models_are_watched_apart_and_their_number_is_bounded():
-    stream = stream_of(window=100, arl=1000, every=10_000, max_models=3)
+    stream = stream_of(window=60, arl=1000, every=10_000, max_models=3)
     for number in range(8):
         list(stream.feed(outcomes(20, model=f"m{number}")))
     states = [event for event in stream.finish() if event["event"] == "state"]
@@ -177,7 +158,7 @@ def test_defaults_of_a_line():
 def test_the_command_reads_files_and_standard_input(tmp_path, capsys, monkeypatch):
     lines = "\n".join(outcomes(50)) + "\n" + "x" * 3_000_000 + "\n"
     (tmp_path / "in.jsonl").write_text(lines)
-    args = ["--window", "20", "--every", "25"]
+    args = ["--window", "60", "--every", "25"]
     assert main([str(tmp_path / "in.jsonl"), "--out", str(tmp_path / "o.jsonl"), *args]) == 0
     written = (tmp_path / "o.jsonl").read_text()
     events = [json.loads(line) for line in written.splitlines()]

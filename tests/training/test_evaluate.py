@@ -18,6 +18,7 @@ from tests.training.data import write_rows
 from training.cli_fit_dist import main as fit_dist
 from training.evaluating.baselines import baselines_of
 from training.evaluating.cli import main
+from training.evaluating.report import COLUMNS
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
@@ -49,6 +50,7 @@ def folder(tmp_path_factory):
 
 def evaluate(predictor, data, out, *options):
     args = [str(predictor), "--data", str(data), "--json", str(out), "--threads", "1", "--progress", "false"]
+    args += ["--overwrite", "true"]
     assert main([*args, *map(str, options)]) == 0
     text = out.read_text()
     assert "NaN" not in text
@@ -135,10 +137,11 @@ def test_all_heads_compared_in_every_report(folder, tmp_path):
     for label in ("regression", "per-model median", "true parameters (simulated)"):
         assert f"<td>{label}</td>" in page
     text = paths["markdown"].read_text()
-    for row in ("| predictor |", "| rank | - |", "| per-model median |", "| half of the outputs |"):
+    assert re.search(r"\| rank \| \d+ \| - \|", text)
+    for row in ("| predictor |", "| per-model median |", "| half of the outputs |"):
         assert row in text
     for line in re.findall(r"(?m)^\| rank .*$", text):
-        assert line.count("|") == 15
+        assert line.count("|") == 2 + len(COLUMNS)
     predictions = pq.read_table(paths["predictions"])
     assert predictions.num_rows == 120
     assert {"prompt_id", "model", "prompt", "mu", "sigma", "nu", "fitted_mu"} <= set(predictions.column_names)
@@ -183,6 +186,11 @@ def test_a_single_output_per_prompt_is_enough_for_the_distribution(folder, tmp_p
     assert found["model"]["kendall_tau"]["median_vs_one_output"] > 0.3
     assert found["model"]["coverage"]["p50"]["estimate"] == pytest.approx(0.5, abs=0.15)
     assert found["ceiling"] == {"reliability": None, "seed": 0}
+    header, _, first = re.findall(r"(?m)^\|.*$", (tmp_path / "e.md").read_text())[:3]
+    cells = dict(zip(header.split(" | "), first.split(" | "), strict=True))
+    assert (cells["fits"], cells["tau"], cells["outputs"]) == ("0", "-", "120")
+    assert float(cells["tau, one output"]) > 0.3
+    assert "<th>tau, one output</th>" in page.read_text()
 
 
 @pytest.mark.parametrize(

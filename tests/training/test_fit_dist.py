@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.tables import read_parquet
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import read_parquet
 from tests.training.data import finished_of, lengths_of, write_lists, write_sample_file
 from training.cli_fit_dist import main
 from training.evaluating.rows import EvaluationRows

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from scheduler_core.errors import InputError, TailcastError
+from tests.ray_warnings import RAY_WARNINGS
 from tests.training.stand_in_fit import die_once, mean_lengths
 from training.fitting import queries, sample_files
 from training.fitting.fit_job import fit_file
@@ -90,6 +91,12 @@ def test_the_file_holds_every_group_once_in_order_of_first_appearance(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out.parquet", path]
 
 
+def test_lists_of_different_groups_need_no_database(tmp_path, monkeypatch):
+    monkeypatch.setattr(queries, "connect", lambda: pytest.fail("DuckDB is started"))
+    path = write(lists(200), tmp_path / "samples.parquet")
+    assert fit(path, tmp_path / "out.parquet").num_rows == 200
+
+
 def test_scattered_rows_that_do_not_fit_into_memory_are_grouped_on_disk(tmp_path, monkeypatch):
     path = write(samples(60_000, longest=12), tmp_path / "samples.parquet")
     fit(path, tmp_path / "one.parquet", block_groups=10_000)
@@ -124,22 +131,7 @@ def test_what_is_wrong_is_named_by_its_row_in_the_file(form, column, value, mess
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def no_token(monkeypatch):
-    """A cluster of tests writes no token into the home folder."""
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-
-
-RAY_WARNINGS = pytest.mark.filterwarnings(
-    "ignore:Tip. In future versions of Ray:FutureWarning",
-    "ignore:subprocess .* is still running:ResourceWarning",
-    "ignore:unclosed:ResourceWarning",
-)
-
-
 @RAY_WARNINGS
-@pytest.mark.usefixtures("no_token")
 @pytest.mark.parametrize("workers", [{"processes": 2}, {"ray": "local"}])
 def test_several_workers_write_the_same_bytes(workers, tmp_path):
     path = write(samples(400), tmp_path / "samples.parquet")
@@ -151,7 +143,6 @@ def test_several_workers_write_the_same_bytes(workers, tmp_path):
 
 @pytest.mark.slow
 @RAY_WARNINGS
-@pytest.mark.usefixtures("no_token")
 def test_an_existing_ray_cluster_is_used_and_left_as_it_is(tmp_path):
     ray = pytest.importorskip("ray")
     path, out = write(lists(100), tmp_path / "samples.parquet"), tmp_path / "out.parquet"

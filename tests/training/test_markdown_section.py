@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.pages import put_section
 from scheduler_core.errors import InputError
-from scheduler_core.report.markdown import markdown_table, put_section
+from scheduler_core.report.page import markdown_table
 
 
 def test_only_the_section_is_replaced(tmp_path):

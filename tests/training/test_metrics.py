@@ -19,7 +19,7 @@ from training.evaluating.ceiling import ceilings
 from training.evaluating.evaluation import Candidate, ScoredPredictor, compare
 from training.evaluating.predictors import PredictedRows
 from training.evaluating.report import report_lines, table_rows
-from training.evaluating.rows import EvaluationRows, implied_max_tokens
+from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
     OutputLengths,
     kendall_tau,
@@ -231,20 +231,18 @@ def test_heads_without_a_distribution_get_what_makes_sense(tmp_path):
 
 
 def test_groups_that_were_truncated_throughout_count_for_distributions_only(tmp_path):
-    finished = [[False] * 3, [True] * 3, [True] * 3]
-    path = write_lists(tmp_path / "x.parquet", [[100] * 3, [10, 20, 30], [40, 20, 60]], finished=finished)
+    finished = [[False] * 3] + [[True] * 3] * 20
+    path = write_lists(
+        tmp_path / "x.parquet", [[100] * 3] + [[10, 20, 30], [40, 20, 60]] * 10, finished=finished
+    )
     rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
     mu, sigma = np.array([9.0, *rows.fits.mu[1:]]), np.array([0.5, *rows.fits.sigma[1:]])
     content = metrics(rows, mu=mu, sigma=sigma)
-    assert content["num_fits_compared"] == 2
+    assert content["num_fits_compared"] == 20
     assert content["mu"]["mae"] == 0.0
-    assert (content["num_prompts"], content["num_samples"], content["num_censored"]) == (3, 9, 3)
-    assert content["coverage"]["p50"]["observed_fraction"] == pytest.approx(6 / 9)
-    assert rows.outputs.max_tokens.tolist() == [100.0, np.inf, np.inf]
-
-
-def test_castillos_max_tokens_is_known_by_its_columns(tmp_path):
-    columns = {"prompt_tokens": [1], "temperature": [1.0], "top_p": [1.0], "top_k": [50], "category": ["x"]}
-    path = write_lists(tmp_path / "c.parquet", [[1, 2, 3]], dataset=["A"], **columns)
-    assert implied_max_tokens(path) == 15_000
-    assert implied_max_tokens(write_lists(tmp_path / "d.parquet", [[1, 2, 3]], dataset=["A"])) is None
+    few = ScoredPredictor.of(rows, PredictedRows(mu, sigma)).metrics(np.arange(20))
+    assert (few["num_fits_compared"], few["mu"]["r2"]) == (19, None)
+    assert set(few["kendall_tau"].values()) - {None}
+    assert (content["num_prompts"], content["num_samples"], content["num_censored"]) == (21, 63, 3)
+    assert content["coverage"]["p50"]["observed_fraction"] == pytest.approx(60 / 63)
+    assert rows.outputs.max_tokens.tolist() == [100.0] + [np.inf] * 20

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from data_gen.tables import read_parquet
+from scheduler_core.table_files import read_parquet
 from tests.training.data import write_lists
 from training.fitting.fits import FitOptions, fit_groups, fits_table
 from training.fitting.report import summarize_file, write_figure, write_report

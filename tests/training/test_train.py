@@ -430,6 +430,24 @@ def test_a_new_served_model_changes_its_own_embedding_and_nothing_else(condition
         assert one == other
 
 
+def test_a_new_served_model_needs_no_options_but_data_and_checkpoint(conditioned, several, tmp_path, capsys):
+    rows = write_rows(tmp_path / "new.parquet", models=("new",), num_samples=1, num_prompts=90, seed=5)
+    args = ["--init", conditioned, "--only_conditioning", "true", "--data", rows, "--progress", "false"]
+    args = [str(word) for word in args]
+    assert main([*args, "--out", str(tmp_path / "out"), "--threads", "1"]) == 0
+    info = json.loads((tmp_path / "out/training.json").read_text())
+    assert (info["config"]["max_length"], info["config"]["pooling"]) == (24, ["cls", "mean", "max"])
+    assert (info["config"]["stage2"]["learning_rate"], info["config"]["stage2"]["epochs"]) == (0.03, 60)
+    with open(tmp_path / "out/metrics.csv", newline="") as file:
+        history = [float(row["validation_loss"]) for row in csv.DictReader(file)]
+    assert min(history) < history[0] - 1e-3
+    # A loss that does not move is an error, and leaves nothing to resume.
+    still = ["--stage2", '{"epochs": 2, "learning_rate": 1e-9}', "--out", str(tmp_path / "still")]
+    assert main([*args, *still]) == 2
+    assert "learned nothing: validation loss" in capsys.readouterr().err
+    assert not (tmp_path / "still").exists() and not (tmp_path / "still.partial").exists()  # noqa: PT018
+
+
 def test_a_checkpoint_can_be_trained_further(conditioned, bert, several, tmp_path):
     options = {"init": str(conditioned), "conditioning": ConditioningOptions(), "stage2": NO_STAGE}
     info = train(tiny(bert, several, tmp_path / "out", **options))

@@ -32,6 +32,7 @@ HEADS = {
     "semantic": ("urgency", "bucket"),
     "minilm-cpu": ("length",),
     "minilm-quickstart": ("length",),
+    "minilm-logs": ("length",),
     "multitask": ("length", "urgency", "bucket", "regression", "rank"),
 }
 

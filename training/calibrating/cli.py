@@ -10,14 +10,14 @@ from scheduler_core.threads import wait_without_spinning
 from training.calibrating.config import CalibrateConfig
 
 
-def _command(config: CalibrateConfig) -> None:
+def _command(config: CalibrateConfig) -> int:
     wait_without_spinning()
     import transformers
 
     from training.calibrating.run import calibrate
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    calibrate(config)
+    return 3 if calibrate(config)["is_worse"] else 0
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from scheduler_core.report.page import Page
 from training.calibrating.config import CalibrateConfig
 from training.calibrating.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
-from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split
+from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
 from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.prediction import pick_device
@@ -53,6 +53,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     names = () if conditioning is None else conditioning.served_models
     report = None if config.report is None else writable_target(config.report, "report")
     rows = _rows(config, checkpoint)
+    warn_of_training_prompts(checkpoint.training_info.get("data", {}), rows.prompts, config.split)
     options = InferenceOptions(config.batch_size, config.threads, config.progress)
     residuals = _residuals(checkpoint, rows, names, options)
     for_conformal, fitting = _parts(
@@ -70,8 +71,10 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
         "pooling": selected.pooling,
         **selected.calibration.to_json(),
         "served_models": list(names),
+        "selected_by": "mean_largest_shift",
         "held_out_trials": selected.trials,
         "coverage_of_conformal_rows": coverage,
+        "is_worse": coverage["after"]["mean_largest_shift"] > coverage["before"]["mean_largest_shift"],
         "data": {
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
@@ -97,13 +100,23 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     if report is not None:
         write_report(report, summary)
     log.info(
-        "method %s, pooling %g; largest shift of coverage over served models and levels, on prompts it was not fitted to: "
-        "%.1f points before, %.1f after",
+        "method %s, pooling %g: smallest shift of coverage at P50, P90 and P99 (the largest of each served model, mean over "
+        "served models) in cross-validation, %.1f points; without a change %s",
         selected.method,
         selected.pooling,
-        100 * coverage["before"]["largest_shift"],
-        100 * coverage["after"]["largest_shift"],
+        100 * selected.trials[f"{selected.method}, {selected.pooling:g}"]["mean_largest_shift"],
+        f"{100 * selected.trials['identity, 1']['mean_largest_shift']:.1f}"
+        if config.method == "auto"
+        else "not tried",
     )
+    shifts = {side: 100 * coverage[side]["mean_largest_shift"] for side in coverage}
+    message = "the same figure on prompts that nothing was fitted to: %.1f points before, %.1f after"
+    log.info(message, shifts["before"], shifts["after"])
+    if summary["is_worse"]:
+        log.warning(
+            "COVERAGE IS WORSE THAN BEFORE on those prompts: use %s, or calibrate on more prompts",
+            config.predictor,
+        )
     return summary
 
 
@@ -113,7 +126,7 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     options = FitOptions(
         nu=DEFAULT_NU if length.learn_nu else length.nu,
         keys=config.keys,
-        max_tokens=config.max_tokens or implied_max_tokens(config.data),
+        max_tokens=config.max_tokens,
     )
     conversations = checkpoint.config.conversations
     fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=conversations)

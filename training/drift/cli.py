@@ -4,7 +4,7 @@ JSON lines in, JSON lines out:
 
 | event | when | content beside event, line, served_model, time |
 |---|---|---|
-| alarm | the detector of a served model fires | statistic, threshold, reason, coverage, recalibration |
+| alarm | the detector of a served model fires | statistic, threshold, reason, outcomes_since_restart, calibration |
 | state | every `every` outcomes of a served model, and at the end | see `ModelMonitor.state` |
 | bad_line | a line cannot be used | field, value, allowed |
 | end | the stream ends | num_lines, num_outcomes, num_bad_lines, bad_lines by field, num_alarms |
@@ -25,6 +25,7 @@ from data_gen.feedback_record import FORMAT, FeedbackRecord, parse_object, valid
 from scheduler_core.command import run_command
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target
+from scheduler_core.online_calibration import MAX_WINDOW, MIN_OUTPUTS
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 from training.drift.monitor import ModelMonitor, ObservedOutput
 from training.feedback import pair
@@ -38,17 +39,19 @@ UNNAMED = "(unnamed)"
 
 @dataclass(frozen=True, kw_only=True)
 class StreamConfig:
-    """Watch predictions and their outputs: coverage over a sliding window, a test for drift, running recalibration, for each served model."""
+    """Watch predictions and their outputs: coverage over a sliding window, a test for drift, running calibration, for each served model."""
 
     INPUTS = ("stream",)
     OUTPUTS = ("out",)
 
     stream: str
-    """File of JSON lines, or - for standard input. Keys: mu, sigma, output_tokens; optional nu, finished, served_model, max_tokens, time."""
+    """File of JSON lines, or - for standard input. Keys: mu, sigma, output_tokens; optional nu, finished, served_model, prompt_tokens, max_tokens, time."""
     out: str = "-"
     """File of JSON lines to write, or - for standard output."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     window: int = 1000
-    """Outputs that coverage is computed over, and memory of the recalibration."""
+    """Outputs that coverage is computed over, and memory of the calibration."""
     arl: float = 100_000
     """Lower bound of the mean number of outputs of a served model to a false alarm."""
     every: int = 1000
@@ -57,7 +60,7 @@ class StreamConfig:
     """Maximum number of served models with a monitor of their own; the others share one."""
 
     def __post_init__(self) -> None:
-        integers = {"window": (10, INTEGERS), "every": (1, INTEGERS), "max_models": (1, INTEGERS)}
+        integers = {"window": (MIN_OUTPUTS, MAX_WINDOW), "every": (1, INTEGERS), "max_models": (1, INTEGERS)}
         check_ranges(self, arl=(10.0, FINITE), **integers)
 
 

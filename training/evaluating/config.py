@@ -19,7 +19,9 @@ class EvaluateConfig:
     predictor: str
     """Artifact folder of export-onnx, or checkpoint folder of train."""
     data: str
-    """Parquet file of fits (fits/2) or of output lengths (samples/2 or lists, CASTILLO's files too), which are fitted first; with prompts."""
+    """Parquet file of fits (fits/2) or of output lengths (samples/2 or lists; CASTILLO's own files with --max_tokens 15000), which are fitted first; with prompts."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     json: str | None = None
     """JSON file to write."""
     html: str | None = None
@@ -47,7 +49,7 @@ class EvaluateConfig:
     group_by: str = "prompt_id,model"
     """Columns that name a group, separated by commas."""
     max_tokens: int | None = None
-    """Limit of all outputs, when the data are output lengths; see fit-dist. Unset: 15000 for a file with CASTILLO's columns."""
+    """Limit of all outputs, when the data are output lengths; see fit-dist."""
     batch_size: int = 16
     """Prompts per call of the model."""
     threads: int | None = None

@@ -27,6 +27,8 @@ SCHEMA = "evaluation/4"
 #: Columns of the breakdowns, and the largest number of values of one.
 BREAKDOWNS = ("model", "dataset", "category")
 MAX_BREAKDOWN = 40
+#: R2 and rankings over fewer rows say nothing.
+MIN_COMPARED = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,8 @@ class ScoredPredictor:
             "num_censored": int((~rows.outputs.finished[of_output]).sum()),
             "num_fits_compared": len(compared),
             "ordered_by": ordered_by,
-            **self._parameters(compared),
-            **_rankings(rows, score, at, compared),
+            **self._parameters(_enough(compared)),
+            **_rankings(rows, score, _enough(at), _enough(compared)),
             "point": self._point_errors(at, of_output),
         } | summary
 
@@ -121,6 +123,11 @@ class ScoredPredictor:
         if not 1 < len(names) <= MAX_BREAKDOWN:
             return None
         return {str(name): self.metrics(np.flatnonzero(values == name)) for name in names}
+
+
+def _enough(rows: NDArray[np.intp]) -> NDArray[np.intp]:
+    """The rows, or none of fewer than MIN_COMPARED."""
+    return rows if len(rows) >= MIN_COMPARED else rows[:0]
 
 
 def _rankings(

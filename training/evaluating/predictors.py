@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictors.manifest import MANIFEST
+from predictors.pretrained import predictor_folder
 from scheduler_core.errors import InputError
 from training.progress import tracked
 
@@ -128,19 +129,21 @@ def open_predictor(
     """Opens an artifact (it has a manifest) or a checkpoint.
 
     Args:
-        folder: The folder.
+        folder: The folder; "pretrained" is the artifact that comes with tailcast.
         options: Of inference.
         field: Option that names the folder, for messages.
 
     Raises:
         InputError: It is neither, or it is broken.
     """
-    path = Path(folder)
+    path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
     if (path / CONFIG).is_file():
         return _open_checkpoint(path, options)
-    raise InputError(field, str(path), "an artifact folder of export-onnx or a checkpoint folder of train")
+    raise InputError(
+        field, str(path), "pretrained, an artifact folder of export-onnx or a checkpoint folder of train"
+    )
 
 
 def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:

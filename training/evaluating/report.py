@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.files import atomic_file
-from scheduler_core.report.markdown import markdown_table
-from scheduler_core.report.page import Page
+from scheduler_core.report.page import Page, markdown_table
 from scheduler_core.report.plotting import COLORS, GRAY, new_figure, svg
-from training.evaluating.evaluation import ScoredPredictor
+from training.evaluating.evaluation import MIN_COMPARED, ScoredPredictor
 
 #: Names of the rows of a table, where the key is not clear enough.
 LABELS = {
@@ -23,6 +22,7 @@ LABELS = {
 }
 #: Heading -> path of the number in the metrics, and its format.
 COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "fits": (("num_fits_compared",), "d"),
     "R2 mu": (("mu", "r2"), ".3f"),
     "MAE mu": (("mu", "mae"), ".3f"),
     "RMSE mu": (("mu", "rmse"), ".3f"),
@@ -30,6 +30,9 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "MAE sigma": (("sigma", "mae"), ".3f"),
     "tau": (("kendall_tau", "median_vs_fitted_mu"), ".3f"),
     "pairs right": (("pair_accuracy", "fitted_mu"), ".3f"),
+    "outputs": (("num_samples",), "d"),
+    "tau, one output": (("kendall_tau", "median_vs_one_output"), ".3f"),
+    "MAE tokens": (("point", "mae_tokens"), ".1f"),
     "P50": (("coverage", "p50", "estimate"), ".3f"),
     "P90": (("coverage", "p90", "estimate"), ".3f"),
     "P99": (("coverage", "p99", "estimate"), ".3f"),
@@ -38,6 +41,10 @@ COLUMNS: dict[str, tuple[tuple[str, ...], str]] = {
     "nll": (("nll",), ".3f"),
 }
 MEANINGS = {
+    "fits": f"prompts with a fit of their own, which takes 3 outputs: what the columns up to the next count are made from; - below {MIN_COMPARED}.",
+    "outputs": "what the other columns are made from.",
+    "tau, one output": f"Kendall's tau-b of predicted order and one output of each prompt; - below {MIN_COMPARED} prompts.",
+    "MAE tokens": "mean absolute error of the predicted median against the mean length of a prompt's outputs.",
     "R2, MAE, RMSE": "predicted parameters against log-t fits to each prompt's own outputs (mu: log tokens; sigma as log(1 + sigma)).",
     "tau, pairs right": "Kendall's tau-b of predicted order and fitted mu; fraction of pairs in the right order (ties: half).",
     "P50, P90, P99": "fraction of outputs at most as long as the predicted quantile, over prompts whose quantile is below max_tokens.",
@@ -67,10 +74,22 @@ def format_metric(metrics: Mapping[str, Any], column: str) -> str:
 
 def report_lines(content: Mapping[str, Any]) -> list[str]:
     """The main numbers as lines of a table."""
-    columns = ("R2 mu", "R2 log1p sigma", "tau", "P50", "P90", "P99", "CRPS", "CRPS log", "nll")
-    lines = [f"{'predictor':<28}" + "".join(f"{name:>15}" for name in columns)]
+    columns = (
+        "fits",
+        "R2 mu",
+        "tau",
+        "outputs",
+        "tau, one output",
+        "MAE tokens",
+        "P50",
+        "P90",
+        "P99",
+        "CRPS",
+        "CRPS log",
+    )
+    lines = [f"{'predictor':<28}" + "".join(f"{name:>16}" for name in columns)]
     for name, metrics in table_rows(content):
-        lines.append(f"{name:<28}" + "".join(f"{format_metric(metrics, column):>15}" for column in columns))
+        lines.append(f"{name:<28}" + "".join(f"{format_metric(metrics, column):>16}" for column in columns))
     return lines
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.splits import split_of
+from data_gen.splits import overlap, split_of
 from scheduler_core.errors import InputError
 from training.evaluating.scores import OutputLengths
 from training.fitting.fits import NOT_FITTED, FittedGroups
@@ -21,10 +20,6 @@ from training.rows import shortest_limits, texts
 log = logging.getLogger(__name__)
 
 FloatArray = NDArray[np.float64]
-#: Limit of new tokens of CASTILLO's outputs, which its files do not state.
-CASTILLO_MAX_TOKENS = 15_000
-_CASTILLO_COLUMNS = {"dataset", "model", "prompt_id", "prompt", "prompt_tokens", "output_tokens"}
-_CASTILLO_COLUMNS |= {"temperature", "top_p", "top_k", "category"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,24 +85,6 @@ def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def implied_max_tokens(path: str | Path) -> int | None:
-    """Limit of a published data set whose files do not state it, recognized by its columns; None for any other file."""
-    import pyarrow.parquet as pq
-
-    try:
-        names = set(pq.read_schema(path).names)
-    except (OSError, ValueError):
-        return None
-    if names >= _CASTILLO_COLUMNS and not names & {"finished", "finish_reason", "max_tokens"}:
-        log.info(
-            "%s has CASTILLO's columns: outputs of %d tokens or more count as truncated",
-            path,
-            CASTILLO_MAX_TOKENS,
-        )
-        return CASTILLO_MAX_TOKENS
-    return None
-
-
 def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: str) -> NDArray[np.intp]:
     """Groups whose prompt id falls into a split as training made it.
 
@@ -122,3 +99,22 @@ def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: s
     if len(chosen) == 0:
         raise InputError("split", split, f"a split with prompts; none of {len(fits)} groups is in it")
     return chosen
+
+
+def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:
+    """Warns where prompts were trained on, as far as can be told.
+
+    Args:
+        data: What the predictor says about its training data.
+        prompts: The texts that it predicts now.
+        split: How they were chosen; nothing is said about the train split.
+    """
+    fraction = overlap(prompts, data.get("smallest_hashes") or ())
+    if fraction == 0 or split == "train":
+        return
+    advice = "--split test takes those that were kept for it" if data.get("split") else "use other prompts"
+    log.warning(
+        "about %.0f %% of the prompts were trained on, so that the figures are too good; %s",
+        100 * fraction,
+        advice,
+    )

@@ -19,7 +19,7 @@ from training.evaluating.conformal import conformal_coverage
 from training.evaluating.evaluation import Candidate, compare
 from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
 from training.evaluating.report import report_lines, write_html, write_markdown
-from training.evaluating.rows import EvaluationRows, implied_max_tokens, of_split
+from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
 from training.fitting.fits import FitOptions, FittedGroups, read_fits_or_fit
 from training.versions import versions_of
 
@@ -48,16 +48,15 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
         if other.conversations != predictor.conversations:
             allowed = "predictors that all tokenize whole conversations, or all the last user message"
             raise InputError("compare", name, allowed)
-    max_tokens = config.max_tokens or implied_max_tokens(config.data)
-    rows = _select(_read(config.data, config, predictor, max_tokens), predictor, config)
+    rows = _select(_read(config.data, config, predictor), predictor, config)
+    warn_of_training_prompts(predictor.data, rows.prompts, config.split)
     candidates = [_candidate(name, other, rows) for name, other in others.items()]
     training_fits = None
     if (path := config.baselines_from) is not None:
         from training.evaluating.trees import boosted_trees
 
         existing_file(path, "baselines_from")
-        limit = config.max_tokens or implied_max_tokens(path) or max_tokens
-        training_fits = _read(path, config, predictor, limit, "baselines_from")
+        training_fits = _read(path, config, predictor, "baselines_from")
         trees = boosted_trees(EvaluationRows.of(training_fits), rows, seed=config.seed)
         candidates.append(Candidate("boosted trees", {"kind": "baseline"}, trees))
     content, scored = compare(
@@ -73,7 +72,7 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
             "name": Path(config.data).name,
             "sha256": sha256_file(config.data),
             "split": config.split,
-            "max_tokens": max_tokens,
+            "max_tokens": config.max_tokens,
         },
         "conformal": conformal_coverage(predictor, rows, scored.prediction),
         "config": asdict(config),
@@ -101,11 +100,9 @@ def _candidate(name: str, predictor: OpenedPredictor, rows: EvaluationRows) -> C
     return Candidate(name, predictor.description, prediction, predictor.bucket_edges)
 
 
-def _read(
-    path: str, config: EvaluateConfig, predictor: OpenedPredictor, max_tokens: int | None, field: str = "data"
-) -> FittedGroups:
+def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: str = "data") -> FittedGroups:
     options = FitOptions(
-        nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=max_tokens
+        nu=predictor.fit_nu, censoring=config.censoring, keys=config.keys, max_tokens=config.max_tokens
     )
     where = {} if config.served_model is None else {"model": config.served_model}
     fits = read_fits_or_fit(

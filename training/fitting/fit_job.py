@@ -24,8 +24,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -39,6 +38,7 @@ from tqdm import tqdm
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file, locked_folder, write_json
 from scheduler_core.json_text import parse_json
+from scheduler_core.processes import worker_processes
 from scheduler_core.ray_cluster import fetch_result, ray_cluster
 from training.fitting.fits import NUM_ERRORS, FitOptions, fit_groups, fits_table
 from training.fitting.sample_files import SampleFile, open_samples
@@ -275,11 +275,11 @@ def _run_processes(
         for number, groups in tasks:
             yield number, _fit_shard(fit, options, groups)
         return
-    before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(len(first), mp_context=context, initializer=_start_worker)
-    finished = False
-    try:
+    dead = (
+        "a process that fitted a block died, killed or out of memory; finished blocks are kept: the same command "
+        "resumes; fewer --processes or a smaller --block-groups need less memory"
+    )
+    with worker_processes(len(first), dead, _start_worker) as pool:
         yield from _in_flight(
             tasks,
             lambda groups: pool.submit(_fit_shard, fit, options, groups),
@@ -287,17 +287,6 @@ def _run_processes(
             lambda future: future.result(),
             lambda: len(first) * _TASKS_PER_PROCESS,
         )
-        finished = True
-    except BrokenProcessPool as error:
-        raise TailcastError(
-            "a process that fitted a block died, killed or out of memory; finished blocks are kept: the same command "
-            "resumes; fewer --processes or a smaller --block-groups need less memory"
-        ) from error
-    finally:
-        if not finished:
-            for child in set(multiprocessing.active_children()) - before:
-                child.terminate()
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _run_ray(

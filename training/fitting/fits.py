@@ -36,8 +36,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from data_gen.tables import convertible, read_parquet
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import convertible, read_parquet
 from training.fitting.estimate import (
     MIN_SAMPLES,
     Estimates,

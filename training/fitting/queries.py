@@ -1,4 +1,4 @@
-"""Grouping by DuckDB: of files too large for memory, and of text (CSV and JSON lines)."""
+"""Rows of a file by group: as they are where each row is a group, else by DuckDB, which needs no memory for them all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import duckdb
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_gen.tables import readable, require_unique
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.json_text import parse_json
+from scheduler_core.table_files import open_parquet, readable, require_unique
 from training.fitting.samples import GROUP, ROW, candidate_columns, check_columns, used_columns
 
 MEMORY_LIMIT, THREADS = "1GB", 2
@@ -123,8 +123,52 @@ class GroupingQuery:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class ParquetLists:
+    """Parquet files with a list of lengths in each row; attributes as of `GroupingQuery`."""
+
+    path: Path
+    files: tuple[Path, ...]
+    keys: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
+        """As `GroupingQuery.tables`; DuckDB, whose start costs a tenth of a small file's fits, only if keys may repeat."""
+        if not self._keys_differ():
+            query = query_stored(self.path, self.files, self.keys, self.columns, lists=True)
+            yield from query.tables(work, locate)
+            return
+        first = 0
+        for batch in self._batches(self.columns):
+            rows = pa.array(np.arange(first, first + batch.num_rows))
+            yield pa.Table.from_batches([batch]).append_column(ROW, rows).append_column(GROUP, rows)
+            first += batch.num_rows
+
+    def _batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+        for file in self.files:
+            with readable(file, "samples", "Parquet"):
+                yield from open_parquet(file, "samples").iter_batches(BATCH_ROWS, columns=list(columns))
+
+    def _keys_differ(self) -> bool:
+        """Whether the hashes of the rows' keys differ, so the keys do."""
+        try:
+            hashes = np.fromiter(
+                (
+                    hash(row)
+                    for batch in self._batches(self.keys)
+                    for row in zip(*batch.to_pydict().values(), strict=True)
+                ),
+                np.int64,
+            )
+        except UnicodeDecodeError:
+            return False
+        return len(np.unique(hashes)) == len(hashes)
+
+
 def connect() -> Any:
     """A connection to an empty database in memory."""
+    import duckdb
+
     return duckdb.connect(
         config={"memory_limit": MEMORY_LIMIT, "threads": THREADS, "autoinstall_known_extensions": False}
     )
@@ -210,6 +254,8 @@ def first_row(path: Path, connection: Any, query: str) -> tuple[Any, ...] | None
 @contextmanager
 def database_errors(path: Path) -> Iterator[None]:
     """Turns what DuckDB raises, itself or through Arrow, into errors that name the file and what is wrong in it."""
+    import duckdb
+
     try:
         yield
     except InputError:

@@ -8,7 +8,7 @@
 | folder saved by `datasets` | state.json | as stored |
 | folder of Parquet files | suffix .parquet | as stored; files in order of name |
 
-DuckDB groups the rows (`queries`), on disk where they do not fit into memory. A file of one row for each group is
+DuckDB groups the rows (`queries`), on disk where they do not fit into memory. Parquet of one row for each group is
 streamed as it is.
 """
 
@@ -25,16 +25,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_gen.tables import open_parquet
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
-from training.fitting.queries import GroupingQuery, query_stored, query_text
-from training.fitting.samples import (
-    GROUP,
-    check_columns,
-    is_list,
-    used_columns,
-)
+from scheduler_core.table_files import open_parquet
+from training.fitting.queries import GroupingQuery, ParquetLists, query_stored, query_text
+from training.fitting.samples import GROUP, check_columns, is_list, used_columns
 
 ALLOWED = (
     "a Parquet, .jsonl or .csv file, a folder saved by datasets' save_to_disk, or a folder of .parquet files"
@@ -61,7 +56,7 @@ class SampleFile:
     path: Path
     files: tuple[Path, ...]
     num_rows: int
-    query: GroupingQuery
+    query: GroupingQuery | ParquetLists
     starts: tuple[int, ...] = ()
 
     def locate(self, row: int) -> str:
@@ -221,6 +216,10 @@ def _stored(
     check_columns(schema.names, path, keys, weights)
     columns = used_columns(schema.names, keys, weights)
     lists = pa.types.is_nested(schema.field("output_tokens").type)
-
-    query = query_stored(path, rows, tuple(keys), columns, lists=lists)
+    has_plain_keys = not any(pa.types.is_nested(schema.field(key).type) for key in keys)
+    query = (
+        ParquetLists(path, files, tuple(keys), tuple(columns))
+        if lists and has_plain_keys and not isinstance(rows, pa.Table)
+        else query_stored(path, rows, tuple(keys), columns, lists=lists)
+    )
     return SampleFile(path, files, num_rows, query, starts)

@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from data_gen.tables import convertible
 from predictors.tokenizer import conversation_text
 from scheduler_core.errors import InputError
+from scheduler_core.table_files import convertible
 from training.fitting.estimate import MIN_SAMPLES
 
 #: Columns of a block beside those of the file: the row's number in the input, and that of its group's first row.

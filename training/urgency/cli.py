@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FROZEN = "frozen:"
-SECTION = "urgency results"
 
 
 def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
@@ -31,15 +30,11 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     from data_gen.urgency.labels import level_number, read_labels
     from data_gen.urgency.seed_set import read_pairs
     from scheduler_core.files import sha256_file, writable_target, write_json
-    from scheduler_core.report.markdown import put_section
-    from training.urgency.evaluation import COLUMNS, cell_of, evaluate_urgency, urgency_markdown
-    from training.urgency.metrics import write_reliability_figure
+    from training.urgency.evaluation import COLUMNS, cell_of, evaluate_urgency
     from training.urgency.predictors import save_threshold
 
     level_number(config.declared_tier, "declared_tier")
-    targets = {
-        name: writable_target(path, name) for name in ("json", "figure") if (path := getattr(config, name))
-    }
+    target = writable_target(config.json, "json")
     texts = read_labels(config.data)
     measured = _split(texts, config.split, config.data)
     if config.validation is None:
@@ -60,14 +55,12 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     if config.baselines and not train:
         raise InputError("data, texts of split train", 0, "at least one, or --baselines false")
     baselines = {name: evaluate(name) for name in BASELINES if config.baselines}
-    reports: dict[str, list[dict[str, Any]]] = {}
     for name, entry in [(config.name, report), *compared, *baselines.items()]:
-        numbers = (f"{column} {cell_of(column, [entry])}" for column in COLUMNS)
+        numbers = (f"{column} {cell_of(column, entry)}" for column in COLUMNS)
         log.info("%s: %s", name, ", ".join(numbers))
-        reports.setdefault(name.replace("_", " "), []).append(entry)
     passed = report["adversarial"]["passed"]
     write_json(
-        targets["json"],
+        target,
         {
             "schema": "urgency-evaluation/2",
             "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
@@ -82,16 +75,12 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
             "baselines": baselines,
         },
     )
-    if "figure" in targets:
-        write_reliability_figure(targets["figure"], report["reliability"])
     if config.save_threshold:
         save_threshold(config.predictor, report["abstention"])
-    if config.markdown is not None:
-        put_section(config.markdown, SECTION, urgency_markdown(reports))
     if not passed:
         log.error(
             "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
-            cell_of("jumps, scheduled", [report]),
+            cell_of("jumps, scheduled", report),
             100 * config.jump_rate,
         )
     return 0 if passed else 3

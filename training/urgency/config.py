@@ -15,7 +15,7 @@ class EvaluateUrgencyConfig:
     """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 3 if claims of urgency raise scheduled levels more often than allowed."""
 
     INPUTS = ("predictor", "data", "validation", "compare")
-    OUTPUTS = ("json", "figure", "markdown")
+    OUTPUTS = ("json",)
 
     predictor: str
     """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
@@ -23,6 +23,8 @@ class EvaluateUrgencyConfig:
     """Labelled texts as import-urgency writes them (Parquet with columns text, level; optional weight, source, language, split): split train trains the baselines, validation chooses the threshold, test is evaluated."""
     json: str
     """JSON file to write."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
     validation: str | None = None
     """Another file for the threshold: all of its texts."""
     split: Literal["test", "validation"] = "test"
@@ -43,14 +45,10 @@ class EvaluateUrgencyConfig:
     """Maximum number of levels by which a text lowers its own request."""
     declared_tier: str = "standard"
     """Level that all texts declare, for the metrics of scheduled levels."""
-    figure: str | None = None
-    """PNG file to write: reliability diagrams."""
-    markdown: str | None = None
-    """Page whose section "urgency results" is replaced by tables of all predictors; a page without one gets it at its end."""
     name: str = "predictor"
-    """Name of the predictor in the tables."""
+    """Name of the predictor in the log and in the JSON."""
     compare: list[str] | None = None
-    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe, whose mean and standard deviation the tables show."""
+    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe."""
     save_threshold: bool = False
     """Also write the abstain threshold into the checkpoint's training.json, from where export-onnx takes it."""
     baselines: bool = True

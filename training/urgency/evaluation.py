@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
@@ -14,14 +13,13 @@ from numpy.typing import NDArray
 
 from data_gen.urgency.labels import LabeledText, level_number
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts
-from scheduler_core.report.markdown import markdown_table
 from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
 from training.urgency.config import EvaluateUrgencyConfig
 from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
 
 IntArray = NDArray[np.int64]
-#: Column of the table -> path of a number in the report. Rates are in percent; of kappa and macro F1, three digits.
+#: Number of the summary -> path of a number in the report. Rates are in percent; of kappa and macro F1, three digits.
 COLUMNS = {
     "accuracy": ("predicted", "accuracy", "value"),
     "kappa": ("predicted", "kappa"),
@@ -40,13 +38,6 @@ COLUMNS = {
     "answered": ("abstention", "answered", "value"),
 }
 SCORES = ("kappa", "macro F1")
-NOTES = """\
-- All of the most likely level but "jumps, decided" and "neutral words", which are of the level of least expected cost, and "jumps, scheduled": after abstention and limited promotion.
-- recall 0, 1: fraction of the emergencies and of the interactive texts that are predicted as such.
-- under-triage, over-triage: decided less or more urgent than true; critical: of levels 0 and 1, and 0 or 1 for another.
-- jumps: pairs whose level a mere claim of urgency raises; neutral words: the same for words that claim nothing.
-- ECE: expected calibration error. answered: fraction of the texts at or above the abstain threshold; 0: it always abstains.
-- Several seeds of a recipe: mean, and in brackets the standard deviation between seeds."""
 
 
 def evaluate_urgency(
@@ -196,45 +187,9 @@ def _levels(texts: Sequence[LabeledText]) -> IntArray:
     return np.array([text.level for text in texts], dtype=np.int64)
 
 
-def urgency_markdown(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Both tables: a line for each predictor, and the reliability of the first.
-
-    Args:
-        reports: Name of a predictor -> its reports, one for each seed of its recipe.
-    """
-    rows = [(name, *(cell_of(column, runs) for column in COLUMNS)) for name, runs in reports.items()]
-    first = next(iter(reports))
-    return "\n\n".join(
-        [
-            markdown_table(("predictor", *COLUMNS), rows),
-            NOTES,
-            f"Reliability of {first}:",
-            _reliability(reports[first]),
-        ]
-    )
-
-
-def cell_of(column: str, reports: Sequence[Mapping[str, Any]]) -> str:
-    """A number of the table as text: its mean over the reports and their standard deviation; - where it is unknown."""
-    numbers: list[Any] = [reduce(getitem, COLUMNS[column], report) for report in reports]
-    scale, digits, unit = (1, 3, "") if column in SCORES else (100, 1, " %")
-    values = [scale * number for number in numbers if number is not None]
-    if not values:
+def cell_of(column: str, report: Mapping[str, Any]) -> str:
+    """A number of the summary as text; - where it is unknown."""
+    number: Any = reduce(getitem, COLUMNS[column], report)
+    if number is None:
         return "-"
-    deviation = f" ({statistics.stdev(values):.{digits}f})" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.{digits}f}{deviation}{unit}"
-
-
-def _reliability(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Bins of the predicted probability of the most likely level, over all seeds together."""
-    rows = []
-    diagrams = [report["reliability"]["most likely level"]["bins"] for report in reports]
-    for bins in zip(*diagrams, strict=True):
-        if count := sum(cell["count"] for cell in bins):
-            means = (
-                sum(cell["count"] * (cell[name] or 0.0) for cell in bins) / count
-                for name in ("mean_probability", "frequency")
-            )
-            label = f"{bins[0]['low']:.1f} to {bins[0]['high']:.1f}"
-            rows.append((label, str(count), *(f"{100 * mean:.1f} %" for mean in means)))
-    return markdown_table(("predicted probability", "texts", "mean", "right"), rows)
+    return f"{number:.3f}" if column in SCORES else f"{100 * number:.1f} %"

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import beta
 from sklearn.metrics import cohen_kappa_score, confusion_matrix, f1_score
 
-from scheduler_core.report.plotting import COLORS, GRAY, new_figure, write_png
 from scheduler_core.urgency import LEVELS
 
 CONFIDENCE = 0.95
@@ -114,19 +111,3 @@ def reliability_of_levels(
         "most likely level": reliability(probabilities.max(axis=1), likeliest),
         "critical (level 0 or 1)": reliability(critical, true <= LAST_CRITICAL),
     }
-
-
-def write_reliability_figure(path: str | Path, diagrams: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes a PNG with one panel for each diagram: frequency against probability."""
-    figure, axes = new_figure(4.6 * len(diagrams), 4.4, columns=len(diagrams))
-    for axis, (title, diagram) in zip(axes, diagrams.items(), strict=True):
-        bins = [entry for entry in diagram["bins"] if entry["count"]]
-        axis.plot([0, 1], [0, 1], color=GRAY, linewidth=1, linestyle="--", label="ideal")
-        probabilities, frequencies = (
-            [entry[name] for entry in bins] for name in ("mean_probability", "frequency")
-        )
-        axis.plot(probabilities, frequencies, color=COLORS[0], marker="o", label="predictor")
-        axis.set(xlim=(0, 1), ylim=(0, 1.02), xlabel="predicted probability", ylabel="observed frequency")
-        axis.set_title(f"{title}, ECE {diagram['ece']:.3f}", fontsize=10)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    write_png(figure, path)

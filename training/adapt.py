@@ -1,0 +1,462 @@
+"""`adapt`: an artifact, corrected for each served model by the lengths in a log, compared with the old one, and written if better."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from data_gen.splits import family_of, unit_hash
+from predictors.artifact import KIND, Artifact, write_manifest
+from predictors.manifest import CONFORMAL, MODEL, Manifest
+from predictors.pretrained import PRETRAINED, artifact_folder
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import atomic_directory, folder_target, writable_target, write_json
+from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.report.page import Page
+from scheduler_core.threads import check_threads
+from training.evaluating.scores import COVERAGE_LEVELS, OutputScores, kendall_tau
+from training.versions import versions_of
+
+if TYPE_CHECKING:
+    from predictors.runtime import ArtifactRuntime
+    from training.corrected_graph import FeatureRuntime
+    from training.corrections import Correction, Requests
+
+log = logging.getLogger(__name__)
+FloatArray = NDArray[np.float64]
+#: A served model with requests of fewer prompts to fit to keeps its predictions.
+MIN_PROMPTS = 20
+#: Requests that decide which known served model a new one is based on: the artifact predicts them once for each.
+_BASE_REQUESTS = 100
+_RESAMPLES = 400
+_COLUMNS = (
+    "prompt_id",
+    "prompt",
+    "messages",
+    "model",
+    "temperature",
+    "max_tokens",
+    "output_tokens",
+    "finish_reason",
+)
+#: Largest difference between the graph's predictions and the fitted ones, in log tokens.
+_TOLERANCE = 1e-3
+#: Of a comparison; the first one decides.
+DECIDING = "CRPS, ln tokens"
+METRICS = (DECIDING, "CRPS, tokens", "tau", "P50", "P90", "P99")
+#: Exit code of a command whose check did not pass.
+NOT_BETTER = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptConfig:
+    """Correct an artifact's predicted lengths for each served model of a log, compare it with the old one on held-back requests, and write it if it is better."""
+
+    INPUTS = ("log",)
+    OUTPUTS = ("out", "report")
+
+    log: str
+    """Log of finished requests with their prompts: a file of OpenAI-style requests and responses, a feedback folder of tailcast-proxy (with --feedback_prompts stored), or any table; see docs/importing.md."""
+    out: str
+    """Artifact folder to write, with the same artifact id. With --overwrite true it may be the old one's: a running service then loads it."""
+    artifact: str = PRETRAINED
+    """Artifact folder to start from, or pretrained."""
+    overwrite: bool = False
+    """Replace an earlier artifact at `out`, if it holds nothing else; anything else there is never replaced."""
+    report: str | None = None
+    """HTML page to write, with the comparison; unset: OUT.html."""
+    kind: Literal["auto", "openai-log", "feedback", "log", "samples"] = "auto"
+    """Kind of the log, as of import-lengths; samples: a file that it has written. auto: by the content."""
+    columns: str = ""
+    """Of kind log: columns of the values, as of import-lengths."""
+    model: str = ""
+    """Name of the served model where the log has none."""
+    on_error: Literal["skip", "stop"] = "skip"
+    """Rows that cannot be used: skip them and report their number and reasons, or stop at the first."""
+    max_tokens: int | None = None
+    """Maximum number of output tokens of all requests, where the log does not have it."""
+    held_back: float = 0.3
+    """Fraction of the prompts that nothing is fitted to: old and new artifact are compared on their requests."""
+    max_requests: int = 5000
+    """Use only so many requests, the last of the log."""
+    seed: int = 0
+    """Seed of the split and of the intervals."""
+    threads: int = 2
+    """Threads of the model."""
+    progress: bool = True
+    """Show progress bars on a terminal, a line now and then elsewhere."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self, max_tokens=(1, INTEGERS), max_requests=(50, INTEGERS), seed=(0, INTEGERS))
+        check_threads("threads", self.threads)
+        if not 0.1 <= self.held_back <= 0.9:
+            raise InputError("held_back", self.held_back, "numbers from 0.1 to 0.9")
+
+
+def adapt(config: AdaptConfig) -> int:
+    """Runs the command.
+
+    Returns:
+        0, or 3 where the corrected artifact is not better on the requests held back: then nothing is written.
+
+    Raises:
+        InputError: Log, artifact or options cannot be used together.
+    """
+    from predictors.runtime import open_runtime
+    from training.corrected_graph import FeatureRuntime
+
+    out = folder_target(config.out, KIND, overwrite=config.overwrite)
+    report = writable_target(config.report or f"{config.out.rstrip('/')}.html", "report")
+    old = open_runtime(artifact_folder(config.artifact), provider="cpu", threads_per_run=config.threads)
+    manifest = old.artifact.manifest
+    if "length" not in manifest.heads:
+        raise InputError("artifact", config.artifact, "an artifact with a length head")
+    requests = _read_log(config, conversations=manifest.conversations)
+    artifact = FeatureRuntime(old, config.threads)
+    requests = artifact.predict(
+        requests, _default_bases(manifest, requests.served_models), progress=config.progress
+    )
+    is_held_back = _held_back(requests, config)
+    corrections, fits = _corrections(artifact, manifest, requests.take(~is_held_back), config)
+    before = requests.take(is_held_back)
+    with tempfile.TemporaryDirectory() as temporary:
+        new = _write(Path(temporary), old.artifact, corrections, artifact.tensor, config)
+        after = _predicted(new, before)
+        _check_graph(before, after, corrections, manifest)
+        comparison = compare(before, after, config.seed)
+        for line in _lines(comparison):
+            log.info("%s", line)
+        if comparison[DECIDING].difference.estimate >= 0:
+            log.error("not better than the old artifact on %d requests held back: not written", len(before))
+            return NOT_BETTER
+        with atomic_directory(out, KIND, overwrite=config.overwrite) as folder:
+            shutil.copytree(temporary, folder, dirs_exist_ok=True)
+    _page(config, comparison, fits, before, after, num_fitted=len(requests) - len(before)).write(report)
+    log.info("wrote %s and %s", out, report)
+    return 0
+
+
+def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
+    """The last requests of the log that have a prompt's text and an output; predictions are left empty."""
+    from data_gen.cli_import_lengths import ImportLengthsConfig
+    from data_gen.importers.import_lengths import import_lengths
+    from data_gen.samples import read_samples
+    from training.corrections import Requests
+    from training.fitting.samples import with_conversations
+
+    path = Path(config.log)
+    kind = _kind_of(path) if config.kind == "auto" else config.kind
+    with tempfile.TemporaryDirectory() as temporary:
+        if kind != "samples":
+            path = Path(temporary) / "samples.parquet"
+            options = ImportLengthsConfig(
+                kind=kind,
+                file=config.log,
+                out=str(path),
+                columns=config.columns,
+                model=config.model,
+                max_tokens=config.max_tokens,
+                unknown="stop",
+                on_error=config.on_error,
+            )
+            import_lengths(options)
+        table = read_samples(path, _COLUMNS)
+    if conversations:
+        table = with_conversations(table, path)
+    is_output = pc.and_(pc.is_valid(table["prompt"]), pc.not_equal(table["finish_reason"], "error"))
+    table = table.filter(is_output)
+    table = table.slice(max(0, len(table) - config.max_requests))
+    if not len(table):
+        allowed = (
+            "requests with outputs and the text of their prompts (tailcast-proxy: --feedback_prompts stored)"
+        )
+        raise InputError("log", config.log, allowed)
+    columns = {
+        name: np.array(table[name].to_pylist(), dtype=object) for name in ("prompt", "prompt_id", "model")
+    }
+    lengths, limits, temperatures = (
+        np.array(table[name].cast(pa.float64()).to_pylist(), dtype=np.float64)
+        for name in ("output_tokens", "max_tokens", "temperature")
+    )
+    finished = np.array(table["finish_reason"].to_pylist()) != "length"
+    missing = np.full(len(table), np.nan)
+    return Requests(
+        prompts=columns["prompt"],
+        prompt_ids=columns["prompt_id"],
+        served_models=columns["model"],
+        temperatures=temperatures,
+        lengths=lengths,
+        finished=finished,
+        max_tokens=np.where(finished, np.where(np.isnan(limits), np.inf, limits), lengths),
+        num_tokens=missing,
+        mu=missing,
+        sigma=missing,
+        nu=missing,
+        features=np.zeros((len(table), 0)),
+    )
+
+
+def _kind_of(path: Path) -> str:
+    """Kind of a log by its content: feedback of the proxy, OpenAI-style requests and responses, samples, or any table."""
+    from data_gen.importers.feedback import SEGMENTS
+    from scheduler_core.table_files import file_rows
+
+    if path.is_dir():
+        return "feedback" if next(path.glob(SEGMENTS), None) else "openai-log"
+    first = dict(next(file_rows(path, "log"), (0, {}))[1])
+    if str(first.get("format", "")).startswith("tailcast-feedback/"):
+        return "feedback"
+    if {"prompt_id", "sample_index", "finish_reason", "run_id"} <= set(first):
+        return "samples"
+    return "openai-log" if {"response", "choices", "custom_id"} & set(first) else "log"
+
+
+def _default_bases(manifest: Manifest, served_models: NDArray[np.object_]) -> NDArray[np.object_]:
+    """Served models as the artifact knows them: others are unknown ones, or the first of an artifact without those."""
+    other = "" if manifest.accepts_unknown_models else manifest.served_models[0]
+    return np.array(
+        [name if name in manifest.served_models else other for name in served_models], dtype=object
+    )
+
+
+def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
+    """The requests with the artifact's predictions."""
+    temperatures = [None if np.isnan(value) else value for value in requests.temperatures]
+    parts = runtime.predict(list(requests.prompts), list(requests.served_models), temperatures, batch_size=8)
+    assert parts.mu is not None and parts.sigma is not None and parts.nu is not None  # noqa: PT018
+    return replace(requests, mu=parts.mu, sigma=parts.sigma, nu=parts.nu)
+
+
+def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
+    """Requests that nothing is fitted to, by a hash of the prompt; equal texts and turns of one conversation stay together.
+
+    Raises:
+        InputError: There are too few prompts for either part.
+    """
+    hashes = [unit_hash(f"held back\x00{config.seed}\x00{family_of(name)}") for name in requests.prompt_ids]
+    texts = set(requests.prompts[np.array(hashes) < config.held_back])
+    is_held_back = np.array([text in texts for text in requests.prompts])
+    counts = [len(set(requests.prompts[rows])) for rows in (~is_held_back, is_held_back)]
+    if min(counts) < MIN_PROMPTS:
+        allowed = f"at least {MIN_PROMPTS} to fit to, and {MIN_PROMPTS} others to compare on"
+        raise InputError("log, prompts with outputs", f"{counts[0]} and {counts[1]}", allowed)
+    return is_held_back
+
+
+def _corrections(
+    artifact: FeatureRuntime, manifest: Manifest, requests: Requests, config: AdaptConfig
+) -> tuple[dict[str, Correction], dict[str, Any]]:
+    """The corrections of all served models with enough requests, and how each was selected."""
+    from training.corrections import select_correction
+
+    corrections, fits = {}, {}
+    for name in sorted(set(requests.served_models)):
+        part = requests.take(requests.served_models == name)
+        if (count := len(set(part.prompts))) < MIN_PROMPTS:
+            log.warning("%s: only %d prompts to fit to; it keeps its predictions", name, count)
+            continue
+        [default] = set(_default_bases(manifest, part.served_models))
+        bases = {default: part}
+        if name not in manifest.served_models and manifest.conditioning is not None:
+            few = part.take(np.arange(len(part)) >= len(part) - _BASE_REQUESTS)
+            candidates = artifact.predict_as(few, list(dict.fromkeys((default, *manifest.served_models))))
+            base = select_correction(candidates, config.seed, ["shift and scale"])[0].base
+            if base != default:
+                bases[base] = artifact.predict(
+                    part, np.full(len(part), base, dtype=object), progress=config.progress
+                )
+        correction, trials = select_correction(bases, config.seed)
+        corrections[name] = correction
+        fits[name] = {
+            "num_requests": len(part),
+            **correction.to_json(),
+            "crps_log_held_out": trials,
+        }
+    return corrections, fits
+
+
+def _write(
+    folder: Path,
+    old: Artifact,
+    corrections: Mapping[str, Correction],
+    features: str | None,
+    config: AdaptConfig,
+) -> ArtifactRuntime:
+    """The corrected artifact, opened as any consumer opens it."""
+    import onnx
+
+    from predictors.runtime import open_runtime
+    from training.corrected_graph import with_corrections
+
+    # Conformal quantiles were made for the old predictions.
+    for name in old.manifest.files.keys() - {MODEL, CONFORMAL, "run.json"}:
+        shutil.copyfile(old.path / name, folder / name)
+    model = onnx.load(old.path / MODEL, load_external_data=False)
+    manifest = with_corrections(model, old.manifest, corrections, features)
+    onnx.save(model, folder / MODEL)
+    run = {"command": "adapt", "config": asdict(config), "versions": versions_of(("numpy", "scipy", "onnx"))}
+    write_json(folder / "run.json", run)
+    adaptations = [
+        *old.manifest.metrics.get("adaptations", ()),
+        {
+            "artifact_version": old.manifest.artifact_version,
+            "corrections": {name: each.to_json() for name, each in corrections.items()},
+        },
+    ]
+    changes = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "metrics": {**old.manifest.metrics, "adaptations": adaptations},
+    }
+    prefix = old.manifest.artifact_version.rpartition("+")[0] or None
+    write_manifest(folder, manifest.model_copy(update=changes), version_prefix=prefix)
+    runtime = open_runtime(folder, provider="cpu", threads_per_run=config.threads)
+    runtime.warm_up()
+    return runtime
+
+
+def _check_graph(
+    before: Requests, after: Requests, corrections: Mapping[str, Correction], manifest: Manifest
+) -> None:
+    """Raises TailcastError where the new graph does not predict what was fitted."""
+    for name, correction in corrections.items():
+        rows = before.served_models == name
+        if set(_default_bases(manifest, before.served_models[rows])) == {correction.base}:
+            fitted, part = before.take(rows).corrected(correction), after.take(rows)
+            gap = np.abs([fitted.mu - part.mu, np.log(fitted.sigma / part.sigma)]).max(initial=0.0)
+            if gap > _TOLERANCE:
+                raise TailcastError(f"{name}: the new graph is {gap:g} log tokens off what was fitted")
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalEstimate:
+    """An estimate and its 95 % interval; NaN where there is none."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricComparison:
+    """A metric of the old and the new artifact on the same requests, and the difference new - old."""
+
+    old: IntervalEstimate
+    new: IntervalEstimate
+    difference: IntervalEstimate
+
+
+def compare(before: Requests, after: Requests, seed: int) -> dict[str, MetricComparison]:
+    """Compares two predictions of the same requests.
+
+    Args:
+        before, after: With the predictions of the old and of the new artifact.
+        seed: Of the bootstrap over prompts that gives the intervals.
+    """
+    sides = [(requests, requests.scores()) for requests in (before, after)]
+    _, prompt = np.unique(before.prompts.astype(str), return_inverse=True)
+    order = np.argsort(prompt, kind="stable")
+    rows_of_prompt = np.split(order, np.cumsum(np.bincount(prompt))[:-1])
+    rng = np.random.default_rng(seed)
+    samples = [np.arange(len(before))] + [
+        np.concatenate(
+            [rows_of_prompt[number] for number in rng.integers(0, len(rows_of_prompt), len(rows_of_prompt))]
+        )
+        for _ in range(_RESAMPLES)
+    ]
+    # [1 + resamples, old and new, metrics]
+    values = np.array([[_metrics(*side, rows) for side in sides] for rows in samples])
+    old, new = values[:, 0], values[:, 1]
+    return {
+        name: MetricComparison(*(_interval(part[:, column]) for part in (old, new, new - old)))
+        for column, name in enumerate(METRICS)
+    }
+
+
+def _metrics(requests: Requests, scores: OutputScores, rows: NDArray[np.intp]) -> list[float]:
+    """Values of METRICS on some rows."""
+    tau = kendall_tau(requests.mu[rows], requests.lengths[rows])
+    coverage = [scores.coverage(level, rows)["estimate"] for level in COVERAGE_LEVELS]
+    numbers = [scores.crps_log[rows].mean(), scores.crps_tokens[rows].mean(), tau, *coverage]
+    return [np.nan if number is None else float(number) for number in numbers]
+
+
+def _interval(values: FloatArray) -> IntervalEstimate:
+    """Of the estimate and its resamples."""
+    resamples = values[1:][~np.isnan(values[1:])]
+    low, high = np.quantile(resamples, (0.025, 0.975)) if len(resamples) else (np.nan, np.nan)
+    return IntervalEstimate(float(values[0]), float(low), float(high))
+
+
+def _lines(comparison: Mapping[str, MetricComparison]) -> Iterator[str]:
+    yield f"{'metric':<18}{'old':>28}{'new':>28}{'new - old':>28}"
+    for name, each in comparison.items():
+        yield f"{name:<18}{each.old!s:>28}{each.new!s:>28}{each.difference!s:>28}"
+
+
+def _page(
+    config: AdaptConfig,
+    comparison: Mapping[str, MetricComparison],
+    fits: Mapping[str, Any],
+    before: Requests,
+    after: Requests,
+    *,
+    num_fitted: int,
+) -> Page:
+    """The page of a better artifact."""
+    page = Page(
+        "Adapted artifact",
+        f"{Path(config.artifact).name} corrected by {num_fitted} requests of {Path(config.log).name}, and compared with "
+        f"it on {len(before)} requests whose prompts nothing was fitted to.",
+    )
+    page.heading("Old and new artifact on the requests held back")
+    rows = [(name, str(each.old), str(each.new), str(each.difference)) for name, each in comparison.items()]
+    page.table(("metric", "old", "new", "new - old"), rows)
+    page.note(
+        "In brackets the 95 % interval of a bootstrap over prompts. CRPS: smaller is better; tau: Kendall's tau-b of "
+        "predicted median and length; P50, P90, P99: fraction of outputs at most as long as that predicted quantile."
+    )
+    page.heading("By served model")
+    table = []
+    for name in sorted(set(before.served_models)):
+        sides = (part.take(before.served_models == name) for part in (before, after))
+        metrics = [_metrics(side, side.scores(), np.arange(len(side))) for side in sides]
+        cells = [f"{old:.3f} -> {new:.3f}" for old, new in zip(*metrics, strict=True)]
+        table.append((name, int((before.served_models == name).sum()), *cells))
+    page.table(("served model", "requests", *METRICS), table)
+    page.heading("Corrections")
+    page.table(
+        (
+            "served model",
+            "requests",
+            "kind",
+            "based on",
+            "shift",
+            "by mu",
+            "by sigma",
+            "by ln tokens",
+            "scale of sigma",
+        ),
+        [
+            (name, fit["num_requests"], fit["kind"], fit["base"] or "unknown", *fit["terms"], fit["scale"])
+            for name, fit in fits.items()
+        ],
+        text_columns=(0, 2, 3),
+    )
+    page.note(
+        "mu' = mu + shift + by mu x mu + by sigma x sigma + by ln tokens x ln(tokens of the prompt) (+ weights x features of the encoder), sigma' = scale x sigma ^ power."
+    )
+    return page

@@ -1,0 +1,301 @@
+"""The graph of an artifact with corrections in it, and the features that its heads get of the encoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from predictors.manifest import MODEL, Conditions, Manifest
+from predictors.runtime import ArtifactRuntime
+from training.corrections import Correction, Requests
+from training.progress import tracked
+
+#: Operators that multiply by weights, or quantize what an int8 product gets.
+_PRODUCTS = frozenset(
+    {"Gemm", "MatMul", "FusedGemm", "FusedMatMul", "DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+)
+_BATCH = 8
+
+
+class FeatureRuntime:
+    """An artifact whose predictions come with the features of its heads.
+
+    Attributes:
+        tensor: Name of the features in the graph; None: there is none of shape [batch, F].
+    """
+
+    def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
+        self._runtime, self._threads = runtime, threads
+        self._folder = runtime.artifact.path
+        self.tensor = self._features()
+        self._session = self._open([] if self.tensor is None else [self.tensor])
+
+    def predict(
+        self, requests: Requests, served_models: NDArray[np.object_], *, progress: bool = True
+    ) -> Requests:
+        """The requests with predictions and features, as if the models of these names had served them."""
+        tokenized = self._runtime.tokenizer(list(requests.prompts))
+        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
+        names = ["mu", "sigma"]
+        names += ["nu"] if self._runtime.artifact.manifest.nu is None else []
+        names += [] if self.tensor is None else [self.tensor]
+        order = np.argsort(num_tokens, kind="stable")
+        parts = []
+        for start in tracked(range(0, len(order), _BATCH), "predict", progress):
+            rows = order[start : start + _BATCH]
+            temperatures = [None if np.isnan(value) else value for value in requests.temperatures[rows]]
+            feed = self._runtime.feed(
+                [tokenized[row].ids for row in rows], list(served_models[rows]), temperatures
+            )
+            parts.append(self._session.run(names, feed))
+        position = np.argsort(order)
+        outputs = {
+            name: np.concatenate(values)[position].astype(np.float64)
+            for name, values in zip(names, zip(*parts, strict=True), strict=True)
+        }
+        nu = outputs.get("nu", np.full(len(requests), self._runtime.artifact.manifest.nu))
+        features = np.zeros((len(requests), 0)) if self.tensor is None else outputs[self.tensor]
+        return replace(
+            requests,
+            mu=outputs["mu"],
+            sigma=outputs["sigma"],
+            nu=nu,
+            features=features,
+            num_tokens=num_tokens,
+        )
+
+    def predict_as(self, requests: Requests, names: Sequence[str]) -> dict[str, Requests]:
+        """The requests as if each of these models had served them all; the encoder runs once for each request.
+
+        The artifact sees the served model. Features are left out.
+        """
+        graph = onnx.load(self._folder / MODEL, load_external_data=False).graph
+        dependent, head = {"served_model"}, []
+        for node in graph.node:
+            # A shape does not depend on values; the encoder may take the size of the batch from this input.
+            if node.op_type != "Shape" and dependent.intersection(_inputs(node)):
+                dependent.update(node.output)
+                head.append(node)
+        constants = {tensor.name: tensor for tensor in graph.initializer}
+        used = dict.fromkeys(name for node in head for name in _inputs(node) if name)
+        outer = [name for name in used if name not in dependent and name not in constants]
+        inputs = {each.name for each in graph.input}
+        outputs = [each.name for each in graph.output if each.name in ("mu", "sigma", "nu")]
+        shared = [name for name in outputs if name not in dependent]  # the same for every served model
+        outputs = [name for name in outputs if name in dependent]
+        encoder = self._open([name for name in outer if name not in inputs and name not in shared])
+        heads: ort.InferenceSession | None = None
+        tokenized = self._runtime.tokenizer(list(requests.prompts))
+        parts: dict[str, list[list[NDArray[Any]]]] = {name: [] for name in names}
+        for start in range(0, len(requests), _BATCH):
+            rows = range(start, min(start + _BATCH, len(requests)))
+            temperatures = [
+                None if np.isnan(requests.temperatures[row]) else requests.temperatures[row] for row in rows
+            ]
+            ids = [tokenized[row].ids for row in rows]
+            feed = self._runtime.feed(ids, [names[0]] * len(rows), temperatures)
+            inner = dict.fromkeys([*(name for name in outer if name not in inputs), *shared])
+            values = dict(zip(inner, encoder.run(list(inner), feed), strict=True)) if inner else {}
+            rest = {name: values[name] if name in outer else values.pop(name) for name in shared}
+            values |= {name: feed[name] for name in outer if name in inputs}
+            if heads is None:
+                model = onnx.load(self._folder / MODEL, load_external_data=False)
+                model.graph.CopyFrom(
+                    onnx.helper.make_graph(
+                        head,
+                        "heads",
+                        [
+                            _value_info(name, value)
+                            for name, value in {**values, "served_model": feed["served_model"]}.items()
+                        ],
+                        [each for each in graph.output if each.name in outputs],
+                        [constants[name] for name in used if name in constants],
+                    )
+                )
+                heads = self._session_of(model)
+            for name in names:
+                number = self._runtime.artifact.manifest.served_model_number(name)
+                values["served_model"] = np.full(len(rows), number, dtype=np.int64)
+                parts[name].append([*heads.run(outputs, values), *rest.values()])
+        num_tokens = np.array([each.num_tokens for each in tokenized], dtype=np.float64)
+        fixed = {"nu": np.full(len(requests), self._runtime.artifact.manifest.nu or 0.0)}
+        return {
+            name: replace(
+                requests,
+                num_tokens=num_tokens,
+                features=np.zeros((len(requests), 0)),
+                **fixed
+                | {
+                    output: np.concatenate(values).astype(np.float64)
+                    for output, values in zip([*outputs, *shared], zip(*part, strict=True), strict=True)
+                },
+            )
+            for name, part in parts.items()
+        }
+
+    def _features(self) -> str | None:
+        """The first value of shape [batch, F] that differs by prompt and is multiplied by weights."""
+        graph = onnx.load(self._folder / MODEL, load_external_data=False).graph
+        outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
+        names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
+        names = [name for name in dict.fromkeys(names) if name not in outer]
+        if not names:
+            return None
+        model: list[str | None] = [*self._runtime.artifact.manifest.served_models, None][:1]
+        prompts = [np.array([token, token, 1]) for token in (2, 3, 5)]
+        feed = self._runtime.feed(prompts, model * 3)
+        for name, value in zip(names, self._open(names).run(names, feed), strict=True):
+            is_table = value.ndim == 2 and len(value) == len(prompts) and value.dtype == np.float32
+            if is_table and np.ptp(value, axis=0).any():
+                return str(name)
+        return None
+
+    def _open(self, tensors: list[str]) -> ort.InferenceSession:
+        """A session that also gives these inner tensors."""
+        model = onnx.load(self._folder / MODEL, load_external_data=False)
+        model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
+        return self._session_of(model)
+
+    def _session_of(self, model: onnx.ModelProto) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = self._threads
+        options.log_severity_level = 3
+        options.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(self._folder)
+        )
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def _inputs(node: onnx.NodeProto) -> list[str]:
+    """Names that a node reads, those of graphs inside of it too."""
+    inner = [graph for attribute in node.attribute for graph in (attribute.g, *attribute.graphs)]
+    return [*node.input, *(name for graph in inner for each in graph.node for name in _inputs(each))]
+
+
+def _value_info(name: str, value: NDArray[Any]) -> onnx.ValueInfoProto:
+    kind = onnx.helper.np_dtype_to_tensor_dtype(value.dtype)
+    return onnx.helper.make_tensor_value_info(name, kind, [None] * value.ndim)
+
+
+_NODES = """
+mask = Cast <to = 1> (attention_mask)
+num_tokens = ReduceSum <keepdims = 0> (mask, last_axis)
+log_tokens = Log (num_tokens)
+shift = Gather (shifts, served_model)
+mu_slope = Gather (mu_slopes, served_model)
+sigma_slope = Gather (sigma_slopes, served_model)
+tokens_slope = Gather (tokens_slopes, served_model)
+scale = Gather (scales, served_model)
+by_mu = Mul (mu_slope, base_mu)
+by_sigma = Mul (sigma_slope, base_sigma)
+by_tokens = Mul (tokens_slope, log_tokens)
+change = Sum (shift, by_mu, by_sigma, by_tokens)
+power = Gather (powers, served_model)
+to_power = Pow (base_sigma, power)
+sigma = Mul (scale, to_power)
+"""
+_WITHOUT_FEATURES = "mu = Add (base_mu, change)"
+_WITH_FEATURES = """
+row_weights = Gather (weights, served_model)
+weighted = Mul (row_weights, features)
+by_features = ReduceSum <keepdims = 0> (weighted, last_axis)
+mu = Sum (base_mu, change, by_features)
+"""
+
+
+def with_corrections(
+    model: onnx.ModelProto, manifest: Manifest, corrections: Mapping[str, Correction], features: str | None
+) -> Manifest:
+    """Puts corrections into a graph, in place; the predictions of all other served models stay the same to the bit.
+
+    Args:
+        model: Graph of the artifact, with a length head.
+        manifest: Its manifest.
+        corrections: By name of the served model, new ones too.
+        features: Name of the tensor that their weights are for.
+
+    Returns:
+        The manifest of the new graph; its files and version are still the old ones.
+    """
+    old = manifest.conditioning
+    names = tuple(dict.fromkeys((*manifest.served_models, *corrections)))
+    accepts_unknown = manifest.accepts_unknown_models or (old is None and len(names) > 1)
+    rows = ["", *names]
+    # Of a graph without served models: its number of every model is 0.
+    base = {name: 0 if old is None else number for number, name in enumerate(("", *manifest.served_models))}
+    table = [corrections.get(name, Correction(name)) for name in rows]
+    base_rows = [base[each.base] for each in table]
+    graph = model.graph
+    prefix = f"corrected_{sum(node.name.startswith('corrected_') for node in graph.node)}_"
+    if old is None:
+        shape = onnx.helper.make_tensor_value_info("served_model", onnx.TensorProto.INT64, ["batch"])
+        graph.input.insert(2, shape)
+    else:
+        _rename(graph, {"served_model": f"{prefix}base_model"}, inputs_only=True)
+        lookup = onnx.helper.make_node(
+            "Gather", [f"{prefix}base_rows", "served_model"], [f"{prefix}base_model"], f"{prefix}base_model"
+        )
+        graph.node.insert(0, lookup)
+        graph.initializer.append(
+            numpy_helper.from_array(np.array(base_rows, dtype=np.int64), f"{prefix}base_rows")
+        )
+    _rename(graph, {"mu": f"{prefix}base_mu", "sigma": f"{prefix}base_sigma"})
+    terms = np.array([each.terms for each in table], dtype=np.float32)
+    tensors: dict[str, NDArray[Any]] = {
+        "last_axis": np.array([1], dtype=np.int64),
+        "shifts": terms[:, 0],
+        "mu_slopes": terms[:, 1],
+        "sigma_slopes": terms[:, 2],
+        "tokens_slopes": terms[:, 3],
+        "powers": np.array([each.power for each in table], dtype=np.float32),
+        "scales": np.array([each.scale for each in table], dtype=np.float32),
+    }
+    nodes = _NODES + _WITHOUT_FEATURES
+    if width := max(len(each.weights) for each in table):
+        nodes = _NODES + _WITH_FEATURES
+        rows_of_weights = [each.weights if len(each.weights) else np.zeros(width) for each in table]
+        tensors["weights"] = np.array(rows_of_weights, dtype=np.float32)
+    graph.initializer.extend(
+        numpy_helper.from_array(np.ascontiguousarray(values), prefix + name)
+        for name, values in tensors.items()
+    )
+    names_in_graph = {name: name for name in ("attention_mask", "served_model", "mu", "sigma")}
+    names_in_graph |= {"features": features or ""}
+    added = onnx.parser.parse_graph(f"corrections () => () {{{nodes}}}").node
+    for node in added:
+        node.input[:] = [names_in_graph.get(name, prefix + name) for name in node.input]
+        node.output[:] = [names_in_graph.get(name, prefix + name) for name in node.output]
+        node.name = prefix + node.output[0]
+    graph.node.extend(added)
+    onnx.checker.check_model(model)
+    calibration = {
+        name: tuple(values[number] for number in base_rows) for name, values in manifest.calibration.items()
+    }
+    return manifest.model_copy(
+        update={
+            "served_models": names,
+            "conditioning": Conditions(
+                unknown_models=accepts_unknown, temperature=old is not None and old.temperature
+            ),
+            "calibration": calibration,
+        }
+    )
+
+
+def _rename(graph: onnx.GraphProto, names: Mapping[str, str], *, inputs_only: bool = False) -> None:
+    """Renames values wherever nodes use them, in inner graphs too; inputs and outputs of the graph keep their names."""
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        if not inputs_only:
+            node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+                _rename(inner, names, inputs_only=inputs_only)

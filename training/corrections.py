@@ -1,0 +1,241 @@
+"""Corrections of predicted length distributions for one served model, fitted to the lengths of finished requests.
+
+With x = (1, mu, sigma, ln n), n the number of tokens that the artifact reads of the prompt, and h the features that the
+heads get of its encoder,
+
+    mu' = mu + terms . x + weights . h,    sigma' = scale sigma^power.
+
+Encoder and heads stay as they are, so that neither torch nor a checkpoint is needed and an int8 graph will do. A served
+model that the artifact has not seen gets the corrected predictions of its `base`: of an unknown model, or of the known
+one whose corrected predictions suit it best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize, stats
+from sklearn.decomposition import PCA
+
+from data_gen.splits import unit_hash
+from training.evaluating.scores import OutputLengths, OutputScores, score_outputs
+
+FloatArray = NDArray[np.float64]
+#: Kind of correction -> number of terms that are fitted, and whether weights are.
+KINDS: Mapping[str, tuple[int, bool]] = {
+    "shift and scale": (1, False),
+    "linear": (4, False),
+    "features": (4, True),
+}
+FOLDS = 5
+NUM_COMPONENTS = 64
+#: Standard deviations of the normal priors: of the shift in log tokens; of the effect of one standard deviation of a
+#: column of x; of that of the standardized features together; of ln scale; of the power. They keep a correction that is fitted to a few
+#: dozen requests from following their noise.
+_PRIOR_SHIFT, _PRIOR_SLOPE, _PRIOR_FEATURES, _PRIOR_LOG_SCALE, _PRIOR_POWER = 2.0, 0.3, 1.0, 0.5, 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """N finished requests and the lengths predicted for them.
+
+    Attributes:
+        prompts, prompt_ids: Text and id [N].
+        served_models: Names, empty where the log has none [N].
+        temperatures: Of sampling, NaN where unknown [N].
+        lengths: Output tokens; of a truncated output those it was truncated at [N].
+        finished: False where the output was truncated [N].
+        max_tokens: Limit of the output, infinite if there is none [N].
+        num_tokens: Tokens that the artifact reads of the prompt [N].
+        mu, sigma, nu: Predicted [N].
+        features: h of each prompt [N, F]; F is 0 where they cannot be had.
+    """
+
+    prompts: NDArray[np.object_]
+    prompt_ids: NDArray[np.object_]
+    served_models: NDArray[np.object_]
+    temperatures: FloatArray
+    lengths: FloatArray
+    finished: NDArray[np.bool_]
+    max_tokens: FloatArray
+    num_tokens: FloatArray
+    mu: FloatArray
+    sigma: FloatArray
+    nu: FloatArray
+    features: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, rows: NDArray[np.intp] | NDArray[np.bool_]) -> Requests:
+        """Some of the requests."""
+        return Requests(*(getattr(self, each.name)[rows] for each in fields(self)))
+
+    @property
+    def x(self) -> FloatArray:
+        """1, mu, sigma and ln n of each request [N, 4]."""
+        return np.stack([np.ones(len(self)), self.mu, self.sigma, np.log(self.num_tokens)], axis=1)
+
+    def corrected(self, correction: Correction) -> Requests:
+        """The requests with corrected predictions."""
+        mu = self.mu + self.x @ np.array(correction.terms)
+        if len(correction.weights):
+            mu = mu + self.features @ correction.weights
+        return replace(self, mu=mu, sigma=correction.scale * self.sigma**correction.power)
+
+    def scores(self) -> OutputScores:
+        """Scores of the predictions."""
+        outputs = OutputLengths(np.arange(len(self)), self.lengths, self.finished, self.max_tokens)
+        return score_outputs(self.mu, self.sigma, self.nu, outputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Correction:
+    """A correction of one served model; by default none.
+
+    Attributes:
+        base: Served model whose predictions are corrected; empty: those for an unknown one.
+        kind: How it was fitted: one of KINDS, or identity.
+        terms: Coefficients of x [4].
+        scale, power: Of sigma; scale is above 0.
+        weights: Coefficients of the features [F], or none of them [0].
+    """
+
+    base: str
+    kind: str = "identity"
+    terms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    scale: float = 1.0
+    power: float = 1.0
+    weights: FloatArray = field(default_factory=lambda: np.zeros(0))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON, without the weights."""
+        return {name: getattr(self, name) for name in ("base", "kind", "terms", "scale", "power")}
+
+
+def select_correction(
+    bases: Mapping[str, Requests], seed: int, kinds: Collection[str] = tuple(KINDS)
+) -> tuple[Correction, dict[str, float]]:
+    """The correction with the smallest cross-validated CRPS of ln tokens, fitted to all requests.
+
+    Shift and scale are then calibrated on the predictions for the folds, none of which was fitted to its own prompts.
+
+    Args:
+        bases: Base -> the requests with the predictions for that served model, the first the artifact's own choice.
+        seed: Of the folds, which are drawn by prompt.
+        kinds: Kinds of correction to try beside none.
+
+    Returns:
+        The correction, and the cross-validated CRPS of each "base, kind".
+    """
+    held_out: dict[tuple[str, str], Requests] = {}
+    for base, requests in bases.items():
+        fold = np.array([int(FOLDS * unit_hash(f"fold\x00{seed}\x00{text}")) for text in requests.prompts])
+        held_out[base, "identity"] = requests
+        for kind, (_, has_weights) in KINDS.items():
+            if kind not in kinds or (has_weights and not requests.features.shape[1]):
+                continue
+            mu, sigma = requests.mu.copy(), requests.sigma.copy()
+            for number in np.unique(fold):
+                rows = fold == number
+                corrected = requests.take(rows).corrected(_fit(requests.take(~rows), base, kind))
+                mu[rows], sigma[rows] = corrected.mu, corrected.sigma
+            predicted = replace(requests, mu=mu, sigma=sigma)
+            if has_weights:
+                predicted = predicted.corrected(_fit(predicted, base, "shift and scale"))
+            held_out[base, kind] = predicted
+    trials = {candidate: float(part.scores().crps_log.mean()) for candidate, part in held_out.items()}
+    base, kind = min(trials, key=trials.__getitem__)
+    names = {f"{base or 'unknown'}, {kind}": value for (base, kind), value in trials.items()}
+    if kind == "identity":
+        return Correction(base), names
+    fitted = _fit(bases[base], base, kind)
+    calibrated = _fit(held_out[base, kind], base, "shift and scale")
+    shift, *slopes = fitted.terms
+    terms = (shift + calibrated.terms[0], *slopes)
+    return replace(fitted, terms=terms, scale=fitted.scale * calibrated.scale), names
+
+
+def _fit(requests: Requests, base: str, kind: str) -> Correction:
+    """Maximum a posteriori of terms, weights and ln scale under right-censored log-t lengths."""
+    num_terms, has_weights = KINDS[kind]
+    x = requests.x[:, :num_terms]
+    center, width = np.append(0.0, x[:, 1:].mean(axis=0)), np.append(1.0, x[:, 1:].std(axis=0))
+    width[width < 1e-6] = np.inf  # a constant column has no effect
+    columns = (x - center) / width
+    deviations = np.array([_PRIOR_SHIFT, *[_PRIOR_SLOPE] * (num_terms - 1)])
+    if not has_weights:
+        effects, scale = _posterior_mode(requests, columns, deviations, fits_power=num_terms > 1)
+        weights = np.zeros(0)
+    else:
+        # With as many weights as requests their scale would be fitted away: it is that of the residuals without them.
+        _, scale = _posterior_mode(requests, columns, deviations, fits_power=True)
+        middle, size = requests.features.mean(axis=0), requests.features.std(axis=0)
+        size = np.where(size < 1e-6, np.inf, size * np.sqrt(requests.features.shape[1]))
+        standardized = (requests.features - middle) / size
+        num_components = min(NUM_COMPONENTS, *standardized.shape)
+        axes = PCA(num_components, svd_solver="randomized", random_state=0).fit(standardized).components_
+        columns = np.hstack([columns, standardized @ axes.T])
+        deviations = np.append(deviations, np.full(num_components, _PRIOR_FEATURES))
+        effects, _ = _posterior_mode(requests, columns, deviations, scale=scale)
+        weights = effects[num_terms:] @ axes / size
+    terms = np.zeros(4)
+    terms[:num_terms] = effects[:num_terms] / width
+    terms[0] -= terms[:num_terms] @ center
+    if has_weights:
+        terms[0] -= weights @ middle
+    return Correction(base, kind, tuple(terms.tolist()), *scale, weights)
+
+
+def _posterior_mode(
+    requests: Requests,
+    columns: FloatArray,
+    deviations: FloatArray,
+    *,
+    fits_power: bool = False,
+    scale: tuple[float, float] | None = None,
+) -> tuple[FloatArray, tuple[float, float]]:
+    """Maximum a posteriori of effects [C], and of scale and power of sigma, under right-censored log-t lengths.
+
+    Args:
+        requests: Whose mu changes by columns @ effects.
+        columns: [N, C].
+        deviations: Standard deviations of the effects' priors [C].
+        fits_power: Otherwise it is 1.
+        scale: Scale and power, if they are fixed.
+    """
+    gap, nu, finished = np.log(requests.lengths) - requests.mu, requests.nu, requests.finished
+    logs = np.log(requests.sigma)
+    center = logs.mean()
+    deviations = np.append(deviations, (_PRIOR_LOG_SCALE, _PRIOR_POWER))
+    # The scale at the center, so that it hardly depends on the power.
+    fixed = None if scale is None else (np.log(scale[0]) + (scale[1] - 1) * center, scale[1])
+    start = np.append(np.zeros(columns.shape[1]), (0.0, 1.0) if fixed is None else fixed)
+    means = np.append(np.zeros(columns.shape[1] + 1), 1.0)
+
+    def loss(parameters: FloatArray) -> tuple[float, FloatArray]:
+        """Negative log posterior and its gradient."""
+        *effects, log_scale, power = parameters
+        log_sigma = log_scale + center + power * (logs - center)
+        sigma = np.exp(log_sigma)
+        z = (gap - columns @ np.array(effects)) / sigma
+        log_pdf, log_sf = stats.t.logpdf(z, nu), stats.t.logsf(z, nu)
+        value = np.where(finished, log_sigma - log_pdf, -log_sf).sum()
+        slope = np.where(finished, (nu + 1) * z / (nu + z * z), np.exp(log_pdf - log_sf))
+        by_sigma = finished - slope * z
+        gradient = np.concatenate([-(slope / sigma) @ columns, [by_sigma.sum(), by_sigma @ (logs - center)]])
+        penalty = (parameters - means) / deviations
+        return float(value + 0.5 * penalty @ penalty), gradient + penalty / deviations
+
+    bounds: list[tuple[float | None, float | None]] = [(None, None)] * columns.shape[1]
+    if fixed is not None:
+        bounds += [(value, value) for value in fixed]
+    else:
+        bounds += [(-5.0, 15.0), (0.0, 2.0) if fits_power else (1.0, 1.0)]
+    best = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", bounds=bounds).x
+    power = float(best[-1])
+    return best[:-2], (float(np.exp(best[-2] + (1 - power) * center)), power)
