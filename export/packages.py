@@ -1,7 +1,7 @@
 """An artifact as a Triton model repository, or as KServe's layout around it.
 
     triton   NAME/config.pbtxt, NAME/1/: text [, served_model, temperature] in, predictions out
-    kserve   models/ (that repository), inference-service.yaml, metadata/NAME.json (as `GET v2/models/NAME` gives it)
+    kserve   models/ (that repository), inference-service.yaml
 
 Triton batches requests; tokenizer and graph run in its Python backend (`triton_model.py`).
 """
@@ -12,7 +12,6 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -21,13 +20,14 @@ from predictors.artifact import Artifact, open_artifact
 from predictors.manifest import MODEL, TOKENIZER, TensorSpec
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
-from scheduler_core.files import atomic_directory, folder_target, write_json
+from scheduler_core.files import atomic_directory, folder_target
 from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
+from scheduler_core.threads import check_threads
 
 logger = logging.getLogger(__name__)
 
-#: Of the manifest -> of Triton, of the Open Inference Protocol.
-_TYPES = {"float32": ("FP32", "FP32"), "int64": ("INT64", "INT64"), "string": ("STRING", "BYTES")}
+#: Of the manifest -> of Triton.
+_TYPES = {"float32": "TYPE_FP32", "int64": "TYPE_INT64", "string": "TYPE_STRING"}
 _RESOURCE = """apiVersion: serving.kserve.io/v1beta1
 kind: InferenceService
 metadata:
@@ -94,9 +94,8 @@ class PackageConfig:
         if not re.fullmatch(pattern, self.name):
             raise InputError("name", self.name, allowed)
         positive, queue = (1, INTEGERS), (0, INTEGERS)
-        check_ranges(
-            self, max_batch_size=positive, instances=positive, threads=positive, max_queue_delay_us=queue
-        )
+        check_ranges(self, max_batch_size=positive, instances=positive, max_queue_delay_us=queue)
+        check_threads("threads", self.threads)
 
 
 def package(config: PackageConfig) -> None:
@@ -119,8 +118,6 @@ def package(config: PackageConfig) -> None:
             values = {name: json.dumps(value) for name, value in text.items()}
             resource = _RESOURCE.format(name=config.name, **values)
             (folder / "inference-service.yaml").write_text(resource, encoding="utf-8")
-            (folder / "metadata").mkdir()
-            write_json(folder / "metadata" / f"{config.name}.json", metadata(artifact, config.name))
     logger.info("%s of artifact %s in %s", config.target, artifact.manifest.artifact_id, out)
 
 
@@ -135,24 +132,6 @@ def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")
 
 
-def metadata(artifact: Artifact, name: str) -> dict[str, object]:
-    """The model's tensors as the Open Inference Protocol's `GET v2/models/NAME` describes them."""
-    inputs, outputs = (
-        [
-            {"name": tensor.name, "datatype": _TYPES[tensor.dtype][1], "shape": [-1, *_dims(tensor)]}
-            for tensor in tensors
-        ]
-        for tensors in _tensors(artifact)
-    )
-    return {"name": name, "inputs": inputs, "outputs": outputs}
-
-
-def _tensors(artifact: Artifact) -> tuple[list[TensorSpec], Sequence[TensorSpec]]:
-    """Inputs and outputs of the packaged model: text in place of the graph's two tensors of token ids."""
-    text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
-    return [text, *artifact.manifest.inputs[2:]], artifact.manifest.outputs
-
-
 def _model_config(artifact: Artifact, config: PackageConfig) -> str:
     """`config.pbtxt`, in protobuf's text format."""
     manifest = artifact.manifest
@@ -164,11 +143,13 @@ def _model_config(artifact: Artifact, config: PackageConfig) -> str:
         "max_chars": MAX_CHARS_PER_TOKEN * manifest.max_length,
     }
     lines = [f'name: "{config.name}"', 'backend: "python"', f"max_batch_size: {config.max_batch_size}"]
-    for kind, tensors in zip(("input", "output"), _tensors(artifact), strict=True):
+    # Text in place of the graph's two tensors of token ids.
+    text = TensorSpec(name="text", dtype="string", shape=("batch",), unit="UTF-8")
+    for kind, tensors in (("input", (text, *manifest.inputs[2:])), ("output", manifest.outputs)):
         for tensor in tensors:
             dims = ", ".join(str(size) for size in _dims(tensor))
             lines.append(
-                f'{kind} {{ name: "{tensor.name}" data_type: TYPE_{_TYPES[tensor.dtype][0]} dims: [ {dims} ] }}'
+                f'{kind} {{ name: "{tensor.name}" data_type: {_TYPES[tensor.dtype]} dims: [ {dims} ] }}'
             )
     lines.append(f"dynamic_batching {{ max_queue_delay_microseconds: {config.max_queue_delay_us} }}")
     lines.append(f"instance_group {{ count: {config.instances} kind: KIND_{config.device.upper()} }}")

@@ -72,30 +72,14 @@ class TritonPythonModel:
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def token_ids(self, texts):
-        """Token ids of each text, truncated; long texts are shortened before they are tokenized."""
-        if self.truncation_side != "middle":
-            short = [self.shortened(text, self.max_chars, self.truncation_side) for text in texts]
-            return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(short)]
+        """Token ids of each text, truncated; of long texts no more than `max_chars` of each kept end is tokenized."""
+        limit = self.max_chars
+        if self.truncation_side == "right":
+            texts = [text[:limit] for text in texts]
+        elif self.truncation_side == "left":
+            texts = [text[-limit:] for text in texts]
+        else:
+            texts = [text if len(text) <= 2 * limit else text[:limit] + text[-limit:] for text in texts]
+        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts)]
         first, last = self.max_length - self.max_length // 2, self.max_length // 2
-        limit = self.max_chars * first // self.max_length
-        short = [
-            text
-            if len(text) <= 2 * limit
-            else self.shortened(text, limit, "right") + self.shortened(text, limit, "left")
-            for text in texts
-        ]
-        ids = [encoding.ids for encoding in self.tokenizer.encode_batch_fast(short)]
         return [row if len(row) <= self.max_length else row[:first] + row[-last:] for row in ids]
-
-    @staticmethod
-    def shortened(text, limit, side):
-        """At most `limit` characters, dropped at `side`; between words where there is a gap in the kept half."""
-        if len(text) <= limit:
-            return text
-        if side == "right":
-            text = text[:limit]
-            gap = max(text.rfind(" "), text.rfind("\n"))
-            return text[:gap] if gap > limit // 2 else text
-        text = text[-limit:]
-        gaps = [gap for gap in (text.find(" "), text.find("\n")) if gap >= 0]
-        return text[min(gaps) :] if gaps and min(gaps) < limit // 2 else text

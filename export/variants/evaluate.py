@@ -1,9 +1,11 @@
-"""Prompts that calibrate and those that evaluate, and differences of outputs between variants."""
+"""Prompts that calibrate and those that evaluate, differences between variants, acceptance and choice of the fastest."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,10 +13,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from export.variants.config import AcceptanceLimits
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 
+#: Name of the artifact itself among its variants.
+PLAIN = "fp32"
+#: Limit of `batch_mates` for variants in single precision.
+EXACT = 1e-5
+LEVELS = ("p50", "p90", "p99")
+
+Metrics = Mapping[str, float | None]
 #: Outputs of the graph that are probabilities.
 PROBABILITIES = ("urgency", "bucket")
 #: Upper limit of the fraction of the prompts that calibrates.
@@ -107,3 +117,49 @@ def _outputs(
     parts = [runtime.run(tokens[b], served_models[b], temperatures[b]).arrays() for b in batches]
     names = [tensor.name for tensor in runtime.artifact.manifest.outputs]
     return {name: np.concatenate([part[name] for part in parts]) for name in names}
+
+
+def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
+    """r2, tau, p50, p90, p99 and crps_tokens of a predictor's metrics; None where unknown."""
+    coverage = metrics["coverage"]
+    return {
+        "r2": metrics["mu"]["r2"],
+        "tau": metrics["kendall_tau"]["median_vs_fitted_mu"],
+        **{level: coverage.get(level, {}).get("estimate") for level in LEVELS},
+        "crps_tokens": metrics["crps_tokens"],
+    }
+
+
+def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
+    """Limits that a variant exceeds.
+
+    Args:
+        plain: Metrics of the artifact.
+        result: precision, metrics (on the same rows), probability_shift and batch_mates of the variant.
+        limits: Maximum losses; batch mates may change next to nothing in single precision.
+    """
+    checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
+    checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]
+    for name, label, limit in checks:
+        value, reference = result["metrics"].get(name), plain.get(name)
+        if reference is None:
+            continue
+        if value is None:
+            yield f"{label} is unknown"
+            continue
+        loss = abs(value - reference) if name in LEVELS else reference - value
+        if not loss <= limit:
+            yield f"{label} changes by {value - reference:+.4f}, allowed {limit:g}"
+    for name, value in result["probability_shift"].items():
+        if not value <= (limit := limits.probability_shift):
+            yield f"probabilities of {name} shift by {value:.4f} on average, allowed {limit:g}"
+    limit = min(EXACT, limits.batch_mates) if result["precision"] == "fp32" else limits.batch_mates
+    for name, value in result["batch_mates"].items():
+        if not value <= limit:
+            yield f"batch mates change {name} by {value:.2g} of its standard deviation, allowed {limit:g}"
+
+
+def fastest(variants: Mapping[str, Mapping[str, Any]], latency_ms: Mapping[str, Mapping[str, float]]) -> str:
+    """The accepted variant with the smallest geometric mean of times over all shapes."""
+    accepted = [name for name, variant in variants.items() if variant["accepted"]]
+    return min(accepted, key=lambda name: math.prod(times[name] for times in latency_ms.values()))

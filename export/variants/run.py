@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,16 @@ from numpy.typing import NDArray
 from export.exporter import signing_key, toolchain_versions
 from export.variants.build import PRECISION, build_variant, write_variant
 from export.variants.config import VariantsConfig
-from export.variants.evaluate import PromptRow, compare_outputs, split_prompts
-from export.variants.report import PLAIN, fastest, rejection_reasons, report_markdown, select_metrics
+from export.variants.evaluate import (
+    EXACT,
+    PLAIN,
+    PromptRow,
+    compare_outputs,
+    fastest,
+    rejection_reasons,
+    select_metrics,
+    split_prompts,
+)
 from predictors.artifact import open_artifact, write_manifest
 from predictors.manifest import MANIFEST, MODEL
 from predictors.runtime import ArtifactRuntime, ProviderChoice, open_runtime
@@ -108,10 +117,18 @@ def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any
             "versions": toolchain_versions(),
         }
         write_json(folder / "report.json", content)
-        (folder / "report.md").write_text(report_markdown(content), encoding="utf-8")
+        (folder / "report.md").write_text(_page(content), encoding="utf-8")
     for provider, name in content["best"].items():
         logger.info("best on %s: %s", provider, name)
     return content
+
+
+def _page(content: Mapping[str, Any]) -> str:
+    import jinja2
+
+    template = resources.files("export.variants").joinpath("report.md.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(template).render(content, exact=EXACT)
 
 
 def _open(config: VariantsConfig, folder: Path, provider: ProviderChoice = "cpu") -> ArtifactRuntime:

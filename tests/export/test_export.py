@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -12,20 +14,23 @@ import pytest
 import torch
 
 from export.cli import main
-from export.parity import check_tokenizer
+from export.exporter import ExportConfig, export_onnx
+from export.parity import check_tokenizer, measure_padding, measure_parity
 from predictors.artifact import open_artifact
 from predictors.manifest import Conditions
-from predictors.modules.checkpoint import load_checkpoint
+from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Conditioning
+from predictors.modules.encoder import build_encoder, load_tokenizer
 from predictors.modules.heads import URGENCY_LEVELS, BucketHead, Heads, RegressionHead, UrgencyHead
 from predictors.runtime import open_runtime
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
-from tests.predictors.predictors import TOWER
+from tests.predictors.predictors import ENCODERS, TOWER, predictor
 from tests.predictors.test_manifest_schema import errors as schema_errors
 from tests.predictors.test_manifest_schema import read as read_manifest
+from tests.training.tiny import tiny_bert
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
 
@@ -215,8 +220,8 @@ def test_broken_checkpoint_is_one_line_and_nothing_is_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["x"], "required: out"),
-        (["--out", "y"], "CHECKPOINT: missing"),
+        (["x"], "missing: --out"),
+        (["--out", "y"], "missing: CHECKPOINT"),
         (["x", "--out", "y", "--tolerance", "0"], "tolerance"),
         (["x", "--out", "y", "--abstain_threshold", "1.5"], "abstain_threshold"),
         (["x", "--out", ""], "out"),
@@ -269,3 +274,102 @@ def test_tokenizer_that_differs_from_training_is_caught(
     other = PromptTokenizer(artifacts["deberta"] / "tokenizer.json", max_length=48, truncation_side="right")
     with pytest.raises(TailcastError, match="tokenizer differ on"):
         check_tokenizer(checkpoint, other)
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_every_shape_gives_torchs_numbers_and_padding_changes_none(
+    artifacts: dict[str, Path], checkpoints: dict[str, Path], kind: str
+) -> None:
+    parity = measure_parity(
+        load_checkpoint(checkpoints[kind]).model,
+        open_runtime(artifacts[f"{kind}-legacy"]),
+        tolerance=2e-5,
+        rng=np.random.default_rng(7),
+        max_tokens=64 * 48,
+        num_random=12,
+    )
+    assert "64x48" in {shape.split()[0] for shape in parity["max_abs_diff"]}
+    assert len(parity["max_abs_diff"]) > 20
+    assert parity["padding"] <= 2e-5
+
+
+def test_numbers_that_depend_on_batch_mates_or_are_none_are_caught(
+    artifacts: dict[str, Path], checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_checkpoint(checkpoints["bert"]).model
+    runtime = open_runtime(artifacts["bert"])
+    run = runtime._session.run
+
+    class Session:
+        @staticmethod
+        def run(names: list[str], feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+            return [values + 0.001 * feed["input_ids"].shape[1] for values in run(names, feed)]
+
+    rng = np.random.default_rng(0)
+    limits = {"tolerance": 1e-4, "rng": rng, "max_tokens": 64, "num_random": 0}
+    broken = load_checkpoint(checkpoints["bert"]).model
+    with torch.no_grad():
+        broken.heads["length"].mu.rest[-1].bias.fill_(float("nan"))
+    with pytest.raises(TailcastError, match="mu differs by nan"):
+        measure_parity(broken, runtime, **limits)
+    monkeypatch.setattr(runtime, "_session", Session())
+    assert min(measure_padding(model, runtime, rng=rng).values()) > 1e-3
+    with pytest.raises(TailcastError, match="differs by"):
+        measure_parity(model, runtime, **limits)
+
+
+# Published configurations, built with random weights one at a time: DeBERTa-v3-base takes about 5 GB. What is left out is the architecture's default.
+TRUE: dict[str, tuple[int, dict[str, Any]]] = {
+    "microsoft/deberta-v3-base": (
+        183_831_552,
+        {
+            "model_type": "deberta-v2",
+            "vocab_size": 128100,
+            "max_position_embeddings": 512,
+            "max_relative_positions": -1,
+            "position_buckets": 256,
+            "relative_attention": True,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "share_att_key": True,
+            "norm_rel_ebd": "layer_norm",
+            "type_vocab_size": 0,
+            "hidden_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "intermediate_size": 3072,
+            "layer_norm_eps": 1e-7,
+        },
+    ),
+    "distilbert/distilbert-base-uncased": (66_362_880, {"model_type": "distilbert"}),
+    "google-bert/bert-base-uncased": (108_891_648, {"model_type": "bert"}),
+    "facebook/opt-125m": (125_239_296, {"model_type": "opt", "dropout": 0.1, "word_embed_proj_dim": 768}),
+    "answerdotai/ModernBERT-base": (149_014_272, {"model_type": "modernbert"}),
+    "sentence-transformers/all-MiniLM-L6-v2": (
+        22_565_376,
+        {"model_type": "bert", "hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRUE)
+def test_true_architecture_exports_and_gives_torchs_numbers(tmp_path: Path, name: str) -> None:
+    size, config = TRUE[name]
+    torch.manual_seed(0)
+    poolings = ("mean", "last") if config["model_type"] == "opt" else ("cls", "mean", "max")
+    options = {"max_length": 512, "pooling": poolings, "prompt_length": True}
+    model = predictor(build_encoder(config), **options)
+    model.set_calibration(CALIBRATION)
+    tokenizer = load_tokenizer(tiny_bert(tmp_path / "tokenizer"))
+    save_checkpoint(tmp_path / "checkpoint", model, tokenizer, TRAINING_INFO)
+    del model
+    gc.collect()
+    out = tmp_path / "artifact"
+    export_onnx(ExportConfig(checkpoint=str(tmp_path / "checkpoint"), out=str(out), parity_shapes=4))
+    manifest = open_artifact(out).manifest
+    assert manifest.encoder.num_parameters == size
+    assert max(manifest.parity["max_abs_diff"].values()) <= 1e-4
+    assert manifest.parity["padding"] <= 1e-4
+    assert {shape.split()[0] for shape in manifest.parity["max_abs_diff"]} >= {"1x512", "4x512", "64x32"}
+    shutil.rmtree(tmp_path)

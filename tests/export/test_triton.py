@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import socket
-import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +20,8 @@ from google.protobuf import json_format, text_format
 from numpy.typing import NDArray
 from tritonclient.grpc import model_config_pb2
 
+from benchmarks.serving.processes import free_port, running
 from export.cli_package import main
-from export.packages import metadata
 from predictors.artifact import open_artifact
 from predictors.runtime import open_runtime
 from scheduler_core.files import RECORD
@@ -125,8 +122,6 @@ def test_kserve_layout(folder: Path, tmp_path: Path) -> None:
     manifest = open_artifact(folder).manifest
     assert resource["metadata"]["annotations"]["tailcast/artifact-version"] == manifest.artifact_version
     assert [path.name for path in (out / "models").iterdir()] == ["lengths"]
-    description = json.loads((out / "metadata" / "lengths.json").read_text())
-    assert description["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1, 1]}
 
 
 @pytest.mark.parametrize(
@@ -166,33 +161,18 @@ def server_folder() -> Path:
     return folder
 
 
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
-def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+def server(repository: Path) -> Iterator[tuple[int, int]]:
     """HTTP and gRPC port of a real Triton with the repository."""
-    environment = server_folder()
-    triton = environment / "pytriton" / "tritonserver"
-    http, grpc = free_ports()
+    folder = server_folder()
+    triton, http, grpc = folder / "pytriton" / "tritonserver", free_port(), free_port()
     command = [str(triton / "bin" / "tritonserver"), "--model-repository", str(repository)]
     command += ["--backend-directory", str(triton / "backends"), "--allow-metrics", "false"]
     command += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
     command += ["--http-port", str(http), "--grpc-port", str(grpc), "--exit-timeout-secs", "5"]
-    libraries = os.environ | {"LD_LIBRARY_PATH": str(environment / "nvidia_pytriton.libs")}
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, env=libraries, stdout=stream, stderr=subprocess.STDOUT)
-        try:
-            wait_for(lambda: is_ready(http), process, log)
-            yield http, grpc
-        finally:
-            process.terminate()
-            process.wait(timeout=60)
+    libraries = {"LD_LIBRARY_PATH": str(folder / "nvidia_pytriton.libs")}
+    with running(command, lambda: is_ready(http), environment=libraries, timeout_s=300):
+        yield http, grpc
 
 
 def is_ready(port: int) -> bool:
@@ -201,14 +181,6 @@ def is_ready(port: int) -> bool:
             return bool(response.status == 200)
     except OSError:
         return False
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, log.read_text()[-4000:]
-        assert time.monotonic() < end, log.read_text()[-4000:]
-        time.sleep(0.2)
 
 
 @pytest.mark.slow
@@ -227,12 +199,11 @@ def test_real_triton_answers_tritonclient(server: tuple[int, int], folder: Path)
 
 @pytest.mark.slow
 def test_real_triton_speaks_the_open_inference_protocol(server: tuple[int, int], folder: Path) -> None:
-    """As KServe does, over HTTP; the metadata are those that are written."""
+    """As KServe does, over HTTP."""
     url = f"http://127.0.0.1:{server[0]}/v2/models/tailcast"
     with urllib.request.urlopen(url, timeout=60) as response:
         description = json.load(response)
-    expected = metadata(open_artifact(folder), "tailcast")
-    assert {name: description[name] for name in expected} == expected
+    assert description["inputs"][0] == {"name": "text", "datatype": "BYTES", "shape": [-1, 1]}
     feed = FEED | {"temperature": np.array([1, 0, 0.5, 0], dtype=np.float32)}
     types = {"text": "BYTES", "served_model": "INT64", "temperature": "FP32"}
     inputs = [

@@ -9,8 +9,7 @@ import pytest
 
 from export.exporter import ExportConfig, export_onnx
 from export.variants.config import AcceptanceLimits, VariantsConfig
-from export.variants.evaluate import split_prompts
-from export.variants.report import rejection_reasons
+from export.variants.evaluate import rejection_reasons, split_prompts
 from predictors.artifact import open_artifact
 from predictors.modules.checkpoint import save_checkpoint
 from predictors.modules.encoder import load_tokenizer

@@ -12,8 +12,7 @@ from export.graph import export_graph
 from export.passes.graph import random_feed, session
 from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
-from tests.predictors.predictors import predictor
-from tests.predictors.tiny_encoders import ENCODERS
+from tests.predictors.predictors import ENCODERS, predictor
 from tests.training.tiny import tiny_bert
 
 LONGEST = 48

@@ -19,7 +19,7 @@ from export.passes.int8 import (
     quantize_weight,
     smooth,
 )
-from export.passes.simplify import keep_residuals_apart, simplified
+from export.variants.build import keep_residuals_apart, simplified
 from tests.export.passes.conftest import LONGEST, VOCABULARY, largest_difference
 
 
