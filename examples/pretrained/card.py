@@ -1,0 +1,105 @@
+"""The model card of the shipped predictor, from the figures of its evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples.pretrained.prepare import SET_ASIDE, SOURCES
+from examples.pretrained.unseen import SourceScores, markdown
+
+_INTRO = """# tailcast-minilm
+
+Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. MiniLM-L6 (22 million parameters), fine-tuned; int8 for ONNX Runtime on a CPU; prompts up to {max_length} tokens, the middle of longer ones is dropped.
+
+Made by `make pretrained DATA=FOLDER` (examples/pretrained). Licence: Apache-2.0.
+
+## Data
+
+| data | licence | use |
+|---|---|---|
+| CASTILLO, train part, and 60 % of the prompts of its validation part | CC BY 4.0, Daniel F. Perez-Ramirez et al. | train |
+| CASTILLO, 15 % and 25 % of the validation prompts | CC BY 4.0 | stop and calibrate; report |
+| ZeroEval, OASST sampling reports | Apache-2.0 | train |
+| Tree of Thoughts | MIT | train |
+| {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
+| {set_aside} | MIT or Apache-2.0 | set aside: reported on only |
+
+Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own; all others, and in training one row in five of those, are the unknown served model. Encoder: all-MiniLM-L6-v2 (Apache-2.0).
+
+## What it predicts well, and what not
+
+In distribution it is about as good as its report says below. Of sources and served models that it never saw it knows the order of lengths only in part: compare "tau, unknown" with "other model's length", which is what another model's answer to the same prompt would tell. A system prompt, an earlier conversation or a reasoning budget that it does not see decides much of the length; online calibration (docs/online-calibration.md) corrects location and scale for the traffic at hand. Limits: reasoning models are in the data with thinking and answer tokens together; languages other than English mostly Japanese, Chinese, French, Spanish; no images, no tools.
+
+## In distribution
+
+CASTILLO, prompts that were used neither for training nor for calibration:
+
+"""
+
+
+def card(
+    evaluation: Mapping[str, Any], withheld: SourceScores, scores: Sequence[SourceScores], artifact: Path
+) -> str:
+    """Markdown of the card.
+
+    Args:
+        evaluation: JSON of `evaluate` on the report prompts, with float32 compared.
+        withheld: Of the report prompts.
+        scores: Of the sources set aside.
+        artifact: The int8 artifact.
+    """
+    manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
+    text = _INTRO.format(
+        max_length=manifest["max_length"],
+        sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
+        set_aside=", ".join(SET_ASIDE),
+        named=len(manifest["served_models"]),
+    )
+    rows = {"tailcast-minilm (int8)": evaluation["model"]}
+    rows |= evaluation["compared"]
+    rows |= {"one distribution for all": evaluation["baselines"]["marginal"]}
+    rows |= {"prompt length": evaluation["baselines"]["prompt_length"]}
+    text += _scores("predictor", rows) + "\nBy data set:\n\n" + _scores("data set", evaluation["by_dataset"])
+    text += (
+        "\n## Without the served model's name\n\nThe same prompts, means over the served models: with the name withheld "
+        "(unknown), as the mean of mu over the other known names, and by name. Training saw these served models.\n\n"
+    )
+    text += markdown([withheld])
+    text += (
+        "\n## Sources that it never saw\n\nMeans over the served models of a source with at least 20 prompts; columns as "
+        "above.\n\n"
+    )
+    text += markdown(scores)
+    ratios = [one.unknown / one.ceiling for one in scores if one.ceiling and one.unknown is not None]
+    text += f"\nTau as an unknown served model over that of another model's length: {np.mean(ratios):.2f} on average.\n"
+    return text
+
+
+def _scores(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = [
+        f"| {heading} | prompts | R2 of mu | tau | P50 / P90 / P99 | CRPS, tokens | CRPS, log | nll |",
+        "|---|" + "---:|" * 7,
+    ]
+    for name, one in rows.items():
+        coverage = " / ".join(
+            _number(one["coverage"][level]["estimate"], "{:.1%}") for level in ("p50", "p90", "p99")
+        )
+        numbers = [
+            _number(one["mu"]["r2"], "{:.3f}"),
+            _number(one["kendall_tau"]["median_vs_fitted_mu"], "{:.3f}"),
+            coverage,
+            _number(one["crps_tokens"], "{:.1f}"),
+            _number(one["crps_log_tokens"], "{:.4f}"),
+            _number(one["nll"], "{:.3f}"),
+        ]
+        lines.append(f"| {name} | {one['num_prompts']:,} | {' | '.join(numbers)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _number(value: float | None, pattern: str) -> str:
+    return "-" if value is None else pattern.format(value)

@@ -1,0 +1,249 @@
+"""From public output lengths to the files that the shipped predictor is trained, calibrated and evaluated on.
+
+Only permissively licensed sets: CASTILLO, ZeroEval, the OASST reports, Tree of Thoughts and 24 smaller sources. CASTILLO's
+validation prompts are split by prompt as in examples/castillo: 60 % to train on, 15 % to stop and calibrate, 25 % to report.
+Of the others, whole sources are set aside (`SET_ASIDE`): what is reported of them is of sources that training never saw.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from data_gen.splits import split_of
+from scheduler_core.files import atomic_file
+
+SPLIT_SEED = 0
+FRACTIONS = (0.6, 0.15, 0.25)
+SPLIT_FILES = {"train": "castillo_tune", "validation": "calibration", "test": "report"}
+#: Limit of CASTILLO's samples; those at the limit were cut there.
+CASTILLO_LIMIT = 15_000
+#: Most lengths kept of a prompt's answers by unknown served models, or by one served model.
+MAX_SAMPLES = 16
+COLUMNS = ("dataset", "prompt_id", "prompt", "model", "temperature", "output_tokens", "finished")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file under the data folder.
+
+    Attributes:
+        file: Without .parquet.
+        num_prompts: At most so many are used, chosen by a hash of the prompt; None: all. Templates repeat themselves.
+        weight: Of its rows in the loss; 1 for CASTILLO.
+    """
+
+    file: str
+    num_prompts: int | None = None
+    weight: float = 0.5
+
+
+SOURCES = (
+    Source("multi_model/zeroeval", 500, 0.3),
+    Source("repeated_samples/oasst_sampling_reports"),
+    Source("repeated_samples/tot_gpt4", weight=0.3),
+    Source("more/aiw", weight=0.3),
+    Source("more/atlas", 1_000),
+    Source("more/commongen", 200, 0.3),
+    Source("more/complexbench"),
+    Source("more/farel_bench", 150, 0.3),
+    Source("more/fasteval", 700, 0.3),
+    Source("more/gpteacher", 1_200),
+    Source("more/ja_vicuna_qa"),
+    Source("more/llm_dreams"),
+    Source("more/longform_writing", 120),
+    Source("more/misguided_attention"),
+    Source("more/mt_bench_multilingual"),
+    Source("more/planbench", 250, 0.3),
+    Source("more/rakuda_ranking"),
+    Source("more/ruozhiba", 500),
+    Source("more/shaberi"),
+    Source("more/speechmap", 350),
+    Source("more/tau_bench_airline", 250),
+)
+#: Sources that training never sees: general instructions in four languages, chat questions, interpretation of texts, process
+#: mining, persona chat, reasoning.
+SET_ASIDE = ("m_ifeval", "llmzoo", "d_bench", "hallucin_pm", "ai_independence_bench", "lrm_token_economy")
+
+#: Served models by a name that users have, and the names that sources give them; all others are "unknown".
+MODELS = {
+    "gpt-4o": r"gpt-4o(-\d{4}-\d\d-\d\d|_chat)?",
+    "gpt-4o-mini": r"gpt-4o-mini(-2024-07-18)?",
+    "gpt-4-turbo": r"gpt-4-turbo(-2024-04-09|_chat)?|gpt-4-1106-preview|gpt4_1106",
+    "gpt-4": r"gpt-4(-0613|-0314|_chat)?|gpt4",
+    "gpt-3.5-turbo": r"gpt-3\.5-turbo(-0125|-0613|-0301|-1106)?|gpt3\.5(_turbo_1106)?",
+    "claude-3-opus": r"claude-3-opus(-20240229)?|claude3_opus",
+    "claude-3-haiku": r"claude-3-haiku(-20240307)?",
+    "claude-3-5-sonnet": r"claude-3[.-]5-sonnet(-20240620|-20241022|_aws)?",
+    "claude-3-5-haiku": r"claude-3[.-]5-haiku(-20241022)?",
+    "gemini-1.5-pro": r"gemini-1\.5-pro(-exp-\d+|-00\d)?",
+    "gemini-1.5-flash": r"gemini-1\.5-flash(-exp-\d+|-00\d)?",
+    "google/gemma-2-2b-it": r"gemma-2-2b-it",
+    "google/gemma-2-9b-it": r"gemma-2-9b-it",
+    "google/gemma-2-27b-it": r"gemma-2-27b-it(@together)?",
+    "meta-llama/Llama-2-7b-chat-hf": r"llama-2-7b-chat(-hf)?",
+    "meta-llama/Llama-2-13b-chat-hf": r"llama-2-13b-chat(-hf)?",
+    "meta-llama/Llama-2-70b-chat-hf": r"llama-2-70b-chat(-hf)?",
+    "meta-llama/Meta-Llama-3-8B-Instruct": r"(meta-)?llama-3-8b-instruct|llama3_8b",
+    "meta-llama/Meta-Llama-3-70B-Instruct": r"(meta-)?llama-3-70b-instruct|llama3_70b|llama3-70b-8192_groq",
+    "meta-llama/Llama-3.1-8B-Instruct": r"(meta-)?llama-3\.1-8b-instruct",
+    "meta-llama/Llama-3.1-70B-Instruct": r"(meta-)?llama-3\.1-70b-instruct",
+    "meta-llama/Llama-3.1-405B-Instruct": r"(meta-)?llama-3\.1-405b(-inst|-instruct|-instruct-turbo|_aws)?(@\w+)?",
+    "meta-llama/Llama-3.3-70B-Instruct": r"llama-3\.3-70b-instruct",
+    "mistralai/Mistral-7B-Instruct-v0.3": r"mistral-7b-instruct-v0\.3",
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": r"mixtral-8x7b-instruct-v0\.1",
+    "Qwen/Qwen2-7B-Instruct": r"qwen2-7b-instruct",
+    "Qwen/Qwen2-72B-Instruct": r"qwen2-72b-instruct",
+    "Qwen/Qwen2.5-3B-Instruct": r"qwen2\.5-3b-instruct(-gptq-int4)?",
+    "Qwen/Qwen2.5-7B-Instruct": r"qwen2\.5-7b-instruct(-gptq-int4)?",
+    "Qwen/Qwen2.5-14B-Instruct": r"qwen2\.5-14b-instruct(-gptq-int4)?",
+    "Qwen/Qwen2.5-32B-Instruct": r"qwen2\.5-32b-instruct(-gptq-int4)?",
+    "Qwen/Qwen2.5-72B-Instruct": r"qwen-?2\.5-72b-instruct",
+    "deepseek-chat": r"deepseek-chat|deepseek-v3(-0324)?",
+    "grok-2": r"grok-2(-1212)?",
+}
+_PATTERNS = [(re.compile(pattern, re.IGNORECASE), name) for name, pattern in MODELS.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Files that `prepare` wrote.
+
+    Attributes:
+        training: To train on, with their weights.
+        calibration, report: Prompts of CASTILLO to stop and calibrate with, and to report on.
+        set_aside: Sources to report on, by name.
+    """
+
+    training: dict[Path, float]
+    calibration: Path
+    report: Path
+    set_aside: dict[str, Path]
+
+
+def prepare(data: Path, out: Path) -> Prepared:
+    """Writes one Parquet file of lists (prompt, served model, lengths) for each part; files that are there are kept.
+
+    Args:
+        data: Folder of the public sets.
+        out: Folder to write into.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    castillo = _castillo(data / "castillo_validation.parquet")
+    split = castillo.prompt_id.map(lambda prompt_id: split_of(prompt_id, SPLIT_SEED, FRACTIONS))
+    parts = {SPLIT_FILES[name]: castillo[split == name] for name in SPLIT_FILES}
+    set_aside = {name: _source(data / f"more/{name}.parquet", None, fold=False) for name in SET_ASIDE}
+    held_out = [parts["calibration"], parts["report"], *set_aside.values()]
+    words = {_words(text) for part in held_out for text in part.prompt.unique()}
+    parts["castillo_train"] = _castillo(data / "castillo_train.parquet")
+    weights = {"castillo_tune": 1.0, "castillo_train": 1.0}
+    for source in SOURCES:
+        name = Path(source.file).name
+        parts[name] = _source(data / f"{source.file}.parquet", source.num_prompts)
+        weights[name] = source.weight
+    for name in weights:
+        shared = parts[name].prompt.map(lambda text: _words(text) in words)
+        parts[name] = parts[name][~shared]
+    for name, part in (parts | set_aside).items():
+        with atomic_file(out / f"{name}.parquet") as temporary:
+            part[list(COLUMNS)].to_parquet(temporary, compression="zstd", index=False)
+    return Prepared(
+        training={out / f"{name}.parquet": weight for name, weight in weights.items()},
+        calibration=out / "calibration.parquet",
+        report=out / "report.parquet",
+        set_aside={name: out / f"{name}.parquet" for name in SET_ASIDE},
+    )
+
+
+def _castillo(file: Path) -> pd.DataFrame:
+    table = pd.read_parquet(file)
+    lengths = table.output_tokens.map(lambda values: np.clip(values, 1, CASTILLO_LIMIT))
+    return pd.DataFrame(
+        {
+            "dataset": table.dataset,
+            "prompt_id": table.prompt.map(_hash),
+            "prompt": table.prompt,
+            "model": table.model,
+            "temperature": table.temperature.astype(float),
+            "output_tokens": lengths.map(lambda values: values.astype(np.int64)),
+            "finished": lengths.map(lambda values: values < CASTILLO_LIMIT),
+        }
+    ).drop_duplicates(["prompt_id", "model"])
+
+
+def _source(file: Path, num_prompts: int | None, *, fold: bool = True) -> pd.DataFrame:
+    """Rows (prompt, served model) of a source with one answer, or a list of answers, to a row; `fold` leaves the names of
+    served models that are not in `MODELS` out.
+    """
+    table = pd.read_parquet(file)
+    name = file.stem
+    if "tokens" in table.columns:  # lists of answers, sampled at several settings
+        table = table.rename(columns={"tokens": "tokens_of_answers"})
+        table["finished"] = [_ends(row) for row in zip(table.tokens_of_answers, table.finished, strict=True)]
+        table = table.explode(["tokens_of_answers", "finished"], ignore_index=True)
+        tokens = table.tokens_of_answers
+    else:
+        tokens = table.n_tokens
+        if "api_tokens" in table.columns:
+            table = table[~table.hidden_reasoning.fillna(False).astype(bool)]
+            table = table[table.dataset != "speechmap/us_hard"]
+            tokens = table.api_tokens.fillna(table.n_tokens + table.n_tokens_reasoning.fillna(0))
+    rows = pd.DataFrame(
+        {
+            "prompt": table.prompt,
+            "model": table.model.map(served_model) if fold else table.model,
+            "tokens": pd.to_numeric(tokens, errors="coerce"),
+            "finished": True
+            if "finished" not in table.columns
+            else table.finished.map(lambda end: end is not False),
+        }
+    )
+    rows = rows[rows.tokens.ge(1) & rows.prompt.str.strip().ne("")]
+    rows["prompt_id"] = rows.prompt.map(_hash)
+    if num_prompts is not None:
+        rows = rows[rows.prompt_id.isin(sorted(rows.prompt_id.unique())[:num_prompts])]
+    return pd.DataFrame(_groups(rows, name), columns=list(COLUMNS))
+
+
+def _groups(rows: pd.DataFrame, dataset: str) -> Iterator[tuple[object, ...]]:
+    """A row for each prompt and served model, with the answers of all unknown ones in one."""
+    rng = np.random.default_rng(0)
+    for (prompt_id, model), group in rows.groupby(["prompt_id", "model"], dropna=False, sort=True):
+        chosen = rng.permutation(len(group))[:MAX_SAMPLES]
+        part = group.iloc[np.sort(chosen)]
+        yield (
+            dataset,
+            prompt_id,
+            part.prompt.iloc[0],
+            None if pd.isna(model) else model,
+            np.nan,
+            part.tokens.to_numpy(np.int64),
+            part.finished.to_numpy(bool),
+        )
+
+
+def _ends(row: tuple[object, object]) -> list[bool]:
+    """Whether each answer of a list ended by itself; all did where a report has no end marks."""
+    tokens, finished = list(row[0]), None if row[1] is None else list(row[1])  # type: ignore[call-overload]
+    return [True] * len(tokens) if finished is None or True not in finished else finished
+
+
+def served_model(name: str) -> str | None:
+    """The name in `MODELS` of a served model that a source names; None: unknown."""
+    short = name.rsplit("/", 1)[-1]
+    return next((canonical for pattern, canonical in _PATTERNS if pattern.fullmatch(short)), None)
+
+
+def _hash(prompt: str) -> str:
+    return hashlib.sha1(prompt.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:12]
+
+
+def _words(text: str) -> str:
+    """The words of a prompt without case and punctuation."""
+    return " ".join(word for word in re.findall(r"\w+", text.lower()) if word != "input")

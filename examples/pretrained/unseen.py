@@ -1,0 +1,170 @@
+"""Predictions for sources that training never saw: as an unknown served model, as the mean over all known ones, and by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from examples.pretrained.prepare import served_model
+from scheduler_core.errors import InputError
+from scheduler_core.lengths.distribution import LogT
+from training.evaluating.predictors import InferenceOptions, OpenedPredictor, open_predictor
+from training.evaluating.scores import kendall_tau
+
+#: Fewer prompts of a served model rank nothing.
+MIN_PROMPTS = 20
+LEVELS = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceScores:
+    """Means over the served models of one source.
+
+    Attributes:
+        source: Its name.
+        num_prompts, num_models: Prompts, and served models with at least `MIN_PROMPTS` of them.
+        ceiling: Kendall's tau between the lengths of two served models on the same prompts, over all pairs; None: one model.
+        unknown, mean, named: Kendall's tau of predicted and true length: as an unknown served model; as the mean of mu over
+            all known ones but itself; by its name, over the served models that have one. None: there is none.
+        coverage: Fraction of outputs at most as long as the predicted P50, P90 and P99, as an unknown served model.
+        crps_log: CRPS in log tokens, as an unknown served model, and of the mean of the known ones' mu with the unknown's
+            sigma.
+    """
+
+    source: str
+    num_prompts: int
+    num_models: int
+    ceiling: float | None
+    unknown: float | None
+    mean: float | None
+    named: float | None
+    coverage: tuple[float, ...]
+    crps_log: tuple[float, float]
+
+
+def score_sources(
+    artifact: Path, files: Mapping[str, Path], *, threads: int | None = None
+) -> list[SourceScores]:
+    """Scores an artifact on whole sources."""
+    predictor = open_predictor(artifact, InferenceOptions(threads=threads, progress=False))
+    return [score_source(predictor, name, pd.read_parquet(file)) for name, file in files.items()]
+
+
+def score_source(predictor: OpenedPredictor, name: str, table: pd.DataFrame) -> SourceScores:
+    """Scores one table of (prompt, served model, lengths); the served models have the names of the source."""
+    prompts = table.drop_duplicates("prompt_id").set_index("prompt_id").prompt
+    row_of = pd.Series(np.arange(len(prompts)), index=prompts.index)
+    unknown = _predict(predictor, prompts.tolist(), None)
+    by_model = {model: _predict(predictor, prompts.tolist(), model)[0] for model in predictor.served_models}
+
+    def by_name(model: str) -> str | None:
+        return (
+            model if model in by_model else served_model(model) if served_model(model) in by_model else None
+        )
+
+    @cache
+    def mean_of_others(model: str) -> np.ndarray:
+        own = by_name(model)
+        return np.asarray(np.mean([mu for other, mu in by_model.items() if other != own], axis=0))
+
+    log_lengths = table.assign(log=[np.log(values).mean() for values in table.output_tokens])
+    wide = log_lengths.pivot_table(index="prompt_id", columns="model", values="log")
+    wide = wide.loc[:, wide.notna().sum() >= MIN_PROMPTS]
+    taus: dict[str, list[float]] = {"unknown": [], "mean": [], "named": []}
+    for model in map(str, wide.columns):
+        true = wide[model].dropna()
+        scores = {"unknown": unknown[0], "mean": mean_of_others(model)}
+        if (own := by_name(model)) is not None:
+            scores["named"] = by_model[own]
+        for way, score in scores.items():
+            tau = kendall_tau(score[row_of[true.index].to_numpy()], true.to_numpy())
+            taus[way].append(tau or 0.0)
+    means = np.stack(
+        [
+            mean_of_others(str(model))[row_of[prompt]]
+            for prompt, model in zip(table.prompt_id, table.model, strict=True)
+        ]
+    )
+    coverage, crps = _distribution_scores(table, unknown[:, row_of[table.prompt_id].to_numpy()], means)
+    return SourceScores(
+        source=name,
+        num_prompts=len(prompts),
+        num_models=wide.shape[1],
+        ceiling=_ceiling(wide),
+        unknown=_mean(taus["unknown"]),
+        mean=_mean(taus["mean"]),
+        named=_mean(taus["named"]),
+        coverage=coverage,
+        crps_log=crps,
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _predict(predictor: OpenedPredictor, prompts: Sequence[str], model: str | None) -> np.ndarray:
+    """mu, sigma, nu of each prompt [3, N]."""
+    rows = predictor.predict(prompts, [model] * len(prompts), [None] * len(prompts))
+    if rows.mu is None or rows.sigma is None:
+        raise InputError("artifact", predictor.folder, "one with the length head")
+    return np.stack([rows.mu, rows.sigma, np.broadcast_to(np.asarray(rows.nu, float), len(prompts))])
+
+
+def _ceiling(wide: pd.DataFrame) -> float | None:
+    """Mean of tau over the pairs of served models with enough prompts in common; at most 400 pairs."""
+    pairs = list(combinations(wide.columns, 2))
+    chosen = np.random.default_rng(0).permutation(len(pairs))[:400]
+    taus = []
+    for first, second in (pairs[number] for number in chosen):
+        both = wide[[first, second]].dropna()
+        if len(both) >= MIN_PROMPTS:
+            taus.append(kendall_tau(both[first], both[second]) or 0.0)
+    return _mean(taus)
+
+
+def _distribution_scores(
+    table: pd.DataFrame, unknown: np.ndarray, known_mu: np.ndarray
+) -> tuple[tuple[float, ...], tuple[float, float]]:
+    """Coverage and CRPS over all outputs; each of the R rows of the table weighs the same.
+
+    Args:
+        unknown: mu, sigma, nu of each row as an unknown served model [3, R].
+        known_mu: Mean of mu over the known ones [R].
+    """
+    counts = table.output_tokens.map(len).to_numpy()
+    row = np.repeat(np.arange(len(table)), counts)
+    log = np.log(np.concatenate(table.output_tokens.to_numpy()).astype(float))
+    weight = 1.0 / counts[row] / len(table)
+    mu, sigma, nu = unknown[:, row]
+    cdf = LogT(mu, sigma, nu).cdf(np.exp(log))
+    levels = (np.arange(50) + 0.5) / 50
+    z = np.log(LogT(0.0, 1.0, float(nu[0])).ppf(levels))
+    crps = []
+    for center in (mu, known_mu[row]):
+        gap = log[:, None] - (center[:, None] + sigma[:, None] * z)
+        crps.append(float(weight @ (2 * np.maximum(levels * gap, (levels - 1) * gap).mean(axis=1))))
+    return tuple(float(weight @ (cdf <= level)) for level in LEVELS), (crps[0], crps[1])
+
+
+def markdown(scores: Sequence[SourceScores]) -> str:
+    """A table with a row for each source."""
+    lines = [
+        "| source | prompts | served models | tau, other model's length | tau, unknown | tau, mean of known | tau, by name | P50 / P90 / P99 | CRPS log, unknown | CRPS log, mean of known |",
+        "|---|" + "---:|" * 9,
+    ]
+    for one in scores:
+        numbers = [one.ceiling, one.unknown, one.mean, one.named]
+        texts = ["-" if number is None else f"{number:.3f}" for number in numbers]
+        coverage = " / ".join(f"{100 * value:.0f}" for value in one.coverage)
+        crps = " | ".join(f"{value:.3f}" for value in one.crps_log)
+        lines.append(
+            f"| {one.source} | {one.num_prompts:,} | {one.num_models} | {' | '.join(texts)} | {coverage} | {crps} |"
+        )
+    return "\n".join(lines) + "\n"
