@@ -19,6 +19,7 @@ from predictors.manifest import (
     content_version,
     parse_manifest,
 )
+from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
 from scheduler_core.json_text import read_json_object
@@ -41,7 +42,7 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
     """Reads and verifies an artifact folder.
 
     Args:
-        path: The folder.
+        path: The folder; or the text "pretrained", the artifact that comes with tailcast.
         public_key: PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
 
     Raises:
@@ -49,9 +50,10 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
             the artifact version is wrong, a file is not listed, lies elsewhere, or differs from the manifest in its
             SHA-256, or the signature is missing or wrong.
     """
-    folder = Path(path)
+    folder = artifact_folder(path)
     if not folder.is_dir():
-        raise InputError("artifact", str(path), "an existing artifact folder, as export-onnx writes it")
+        allowed = "pretrained, or an existing artifact folder, as export-onnx writes it"
+        raise InputError("artifact", str(path), allowed)
     manifest_path = existing_file(folder / MANIFEST, "artifact")
     if public_key is not None:
         from predictors.signing import read_public_key, verify_file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -13,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
@@ -47,14 +47,15 @@ class ServeConfig:
     )
     OUTPUTS = ("port_file",)
 
-    artifact: str
-    """Artifact folder, as export-onnx writes it; the default of requests that name no artifact."""
+    artifact: str = "pretrained"
+    """Artifact folder, as export-onnx writes it; the default of requests that name no artifact. Unset: pretrained, which comes
+    with tailcast."""
     more_artifacts: list[str] = field(default_factory=list)
     """Further artifact folders to serve beside it; requests name them by their artifact_id."""
     port: int = 50051
     """gRPC port to listen on; 0 takes a free one."""
     http_port: int | None = None
-    """HTTP port for JSON, OpenAPI, metrics and probes; 0 takes a free one; default: no HTTP."""
+    """HTTP port for JSON, metrics and probes; 0 takes a free one; default: no HTTP."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all IPv4 interfaces."""
     port_file: str | None = None
@@ -81,8 +82,6 @@ class ServeConfig:
     """Largest gRPC message or HTTP body in MiB; parsing takes up to 10 ms per MiB, in which nothing else runs."""
     max_prompt_chars: int | None = None
     """Longest prompt in characters; longer ones are refused; default: what fits into a message."""
-    max_streams: int = 256
-    """Maximum number of streams at the same time; further ones are refused with RESOURCE_EXHAUSTED."""
     cache_entries: int = 0
     """Size of each artifact's cache of predictions, by a hash of the prompt; 0: no cache."""
     workers: int = 1
@@ -119,7 +118,6 @@ class ServeConfig:
             http_port=(0, 65535),
             max_message_mib=(1, 1024),
             max_prompt_chars=(1, INTEGERS),
-            max_streams=(1, INTEGERS),
             cache_entries=(0, INTEGERS),
             workers=(1, 256),
             reload_poll_s=day_s,
@@ -279,25 +277,27 @@ async def _watch(server: PredictionServer, sources: dict[str, ArtifactSource], e
 
 
 async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
-    from predictors.service.metrics import WorkerMetricFiles
+    from predictors.service.metrics import DIRECTORY_VARIABLE, forget_worker
     from predictors.service.server import STREAM_GRACE_S
     from predictors.service.workers import Supervisor, reserved_port
 
     with ExitStack() as stack:
         port = reserved_port(stack, config.host, config.port, "port")
         http_port = config.http_port
-        metric_files: WorkerMetricFiles | None = None
+        environment: dict[str, str] = {}
+        on_end: Callable[[int], None] | None = None
         if http_port is not None:
             http_port = reserved_port(stack, config.host, http_port, "http_port")
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-")))
-            metric_files = WorkerMetricFiles(folder, config.workers, 1 + len(config.more_artifacts))
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tailcast-metrics-"))
+            environment = {DIRECTORY_VARIABLE: folder}
+            on_end = functools.partial(forget_worker, folder=folder)
         shared = dataclasses.replace(config, port=port, http_port=http_port, port_file=None)
         supervisor = Supervisor(
             [sys.executable, "-m", "predictors.service.workers", json.dumps(dataclasses.asdict(shared))],
             config.workers,
             stop_timeout_s=config.drain_delay_s + config.drain_timeout_s + STREAM_GRACE_S + STOP_GRACE_S,
-            environment={} if metric_files is None else metric_files.environment,
-            on_end=None if metric_files is None else metric_files.reset_live,
+            environment=environment,
+            on_end=on_end,
         )
 
         def stop() -> None:

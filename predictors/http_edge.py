@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from typing import Any
 
 from aiohttp import web
@@ -14,8 +13,6 @@ from scheduler_core.errors import InputError
 
 # A body of some MiB over a slow line takes seconds.
 REQUEST_TIMEOUT_S = 30.0
-# Decompressed in one go.
-CHUNK_BYTES = 2**18
 
 logger = logging.getLogger(__name__)
 logger.addFilter(RequestDataFilter())
@@ -77,49 +74,25 @@ class HttpRunner(web.AppRunner):
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-    """The body of a request, decompressed.
+    """The body of a request.
 
     Raises:
-        InputError: It is malformed: wrong chunks, or broken compressed data.
-        web.HTTPUnsupportedMediaType: Its compression is neither gzip nor deflate.
-        web.HTTPRequestEntityTooLarge: It is larger than the application's `client_max_size`, as sent or decompressed.
+        InputError: Its chunks are malformed.
+        web.HTTPUnsupportedMediaType: It is compressed: a MiB may unpack to a GiB.
+        web.HTTPRequestEntityTooLarge: It is larger than the application's `client_max_size`.
         web.HTTPRequestTimeout: It was not complete in time.
     """
-    encoding = request.headers.get("Content-Encoding", "").lower() or "identity"
-    if encoding not in ("identity", "gzip", "deflate"):
-        raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "gzip, deflate"})
+    if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
+        raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "identity"})
     try:
         async with asyncio.timeout(timeout_s):
-            body = await request.read()
+            return await request.read()
     except web.RequestPayloadError as error:
         raise InputError("body", "malformed data", "a body as its headers describe it") from error
     except TimeoutError as error:
         late = web.HTTPRequestTimeout(text=f"the body was not complete after {timeout_s:g} s\n")
         late.force_close()
         raise late from error
-    return body if encoding == "identity" else await _decompressed(body, request.client_max_size)
-
-
-async def _decompressed(body: bytes, max_bytes: int) -> bytes:
-    # Deflate comes with zlib's header, as the standard demands, or without, as some send it.
-    has_header = body[:2] == b"\x1f\x8b" or (body[:1] and body[0] & 15 == 8)
-    unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32 if has_header else -zlib.MAX_WBITS)
-    parts: list[bytes] = []
-    size = 0
-    try:
-        while not unpacker.eof and (body or not parts):
-            parts.append(unpacker.decompress(body, CHUNK_BYTES))
-            if not parts[-1]:
-                break
-            body, size = unpacker.unconsumed_tail, size + len(parts[-1])
-            if size > max_bytes:
-                raise web.HTTPRequestEntityTooLarge(max_size=max_bytes, actual_size=size)
-            await asyncio.sleep(0)
-    except zlib.error as error:
-        raise InputError("body", "malformed data", "a body as its headers describe it") from error
-    if not unpacker.eof or unpacker.unused_data:
-        raise InputError("body", "malformed data", "a body as its headers describe it")
-    return b"".join(parts)
 
 
 class _Server(web.Server):

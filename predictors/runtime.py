@@ -273,7 +273,7 @@ def open_runtime(
     """Verifies the artifact at `path` and loads it.
 
     Args:
-        path: Artifact folder.
+        path: As in `open_artifact`.
         provider: "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not work.
         threads_per_run: Threads of one model call on the CPU.
         public_key: As in `open_artifact`.

@@ -54,6 +54,21 @@ def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
     return "\n\n".join(f"{role}: {content}" for role, content in turns)
 
 
+def content_text(content: object) -> str:
+    """The text of a message's content: a text, or a list of OpenAI's text parts.
+
+    Raises:
+        InputError: It is neither, as with images.
+    """
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InputError("content", part, 'a text, or parts {"type": "text", "text": TEXT}')
+    return "".join(part["text"] for part in parts)
+
+
 def keep_ends(ids: NDArray[Any], max_length: int) -> NDArray[Any]:
     """Token ids [n] without their middle: at most `max_length`, the first half (rounded up) and the last half."""
     if len(ids) <= max_length:

@@ -8,7 +8,9 @@ artifact in this process instead; without an event loop that is `predictors.runt
 
 from __future__ import annotations
 
-from scheduler_core.errors import MissingExtraError
+from predictors.pretrained import artifact_folder
+from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.predictor import PREDICTORS
 
 try:
     import grpc
@@ -24,7 +26,7 @@ except ModuleNotFoundError as error:
 from predictors.client.channel import ClientSettings, TlsSettings
 from predictors.client.grpc_client import GrpcPredictor, SyncPredictor
 from predictors.client.in_process import InProcessPredictor
-from predictors.client.messages import PredictorError
+from predictors.client.messages import AsyncClient, PredictorError
 
 __all__ = [
     "ClientSettings",
@@ -35,6 +37,7 @@ __all__ = [
     "TlsSettings",
     "connect",
     "load",
+    "open_client",
 ]
 
 
@@ -43,6 +46,25 @@ def connect(address: str) -> GrpcPredictor:
     return GrpcPredictor(address)
 
 
-def load(path: str) -> InProcessPredictor:
-    """A client for an artifact folder, run in this process, as `open_predictor("local://PATH")` makes it."""
-    return InProcessPredictor(path)
+def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
+    """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it.
+
+    Args:
+        artifact: "pretrained", or an artifact folder.
+        field: Name of the option, for errors.
+
+    Raises:
+        InputError: There is no such folder.
+    """
+    folder = artifact_folder(artifact)
+    if not folder.is_dir():
+        raise InputError(field, artifact, PREDICTORS)
+    return InProcessPredictor(folder)
+
+
+def open_client(predictor: str, field: str = "predictor") -> AsyncClient:
+    """The client of a spelling: "pretrained", an artifact folder, or grpc://HOST:PORT; arguments and errors as of `load`."""
+    scheme, separator, address = predictor.partition("://")
+    if not separator or scheme not in ("grpc", "local"):
+        return load(predictor, field)
+    return connect(address) if scheme == "grpc" else load(address, field)

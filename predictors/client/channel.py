@@ -6,7 +6,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 
@@ -63,9 +63,6 @@ class ClientSettings:
         timeout_s: Deadline of `predict`, retries included; a call may name a shorter or longer one.
         max_batch_requests: Maximum number of requests in one call; more are sent in several calls at the same time.
         max_message_bytes: Largest message.
-        transport: "calls" makes one call of a request or a small batch, which ends early when its caller gives up;
-            "stream" sends all requests of a connection through one call: cheaper for both sides, but a request is
-            worked on even if its caller is gone. A stream is not retried: requests in flight on it fail.
         num_connections: Channels with a connection each, used in turn: several workers may listen on one address.
         wait_for_ready: Whether a call waits, up to its deadline, for a service that cannot be reached; otherwise it fails
             as soon as its attempts have.
@@ -77,7 +74,6 @@ class ClientSettings:
     timeout_s: float = 10.0
     max_batch_requests: int = 64
     max_message_bytes: int = 16 * 2**20
-    transport: Literal["calls", "stream"] = "calls"
     num_connections: int = 1
     wait_for_ready: bool = False
     max_attempts: int = 5
@@ -91,8 +87,6 @@ class ClientSettings:
                 raise InputError(name, getattr(self, name), "an integer >= 1")
         if not 1 <= self.max_attempts <= 5:
             raise InputError("max_attempts", self.max_attempts, "1 to 5")
-        if self.transport not in ("calls", "stream"):
-            raise InputError("transport", self.transport, "calls or stream")
         if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
             raise InputError("token", "...", "printable ASCII characters, at least one")
 
@@ -101,11 +95,13 @@ class ClientSettings:
         """Metadata of every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
-    def channel(self, package: Any, address: str) -> Any:
-        """A new channel of `grpc` or `grpc.aio`."""
+    def channels(self, package: Any, address: str) -> list[Any]:
+        """New channels of `grpc` or `grpc.aio`."""
+        options, count = self._channel_options(), range(self.num_connections)
         if self.tls is None:
-            return package.insecure_channel(address, options=self._channel_options())
-        return package.secure_channel(address, self.tls.credentials(), options=self._channel_options())
+            return [package.insecure_channel(address, options=options) for _ in count]
+        credentials = self.tls.credentials()
+        return [package.secure_channel(address, credentials, options=options) for _ in count]
 
     def _channel_options(self) -> list[tuple[str, Any]]:
         method: dict[str, Any] = {"name": [{}], "waitForReady": self.wait_for_ready}

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from predictors.client.channel import checked_timeout
-from predictors.client.messages import AsyncClient, PredictorError, gathered, request_message, response
+from predictors.client.messages import AsyncClient, PredictorError, gathered, response
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
-from scheduler_core.predictor import PredictionRequest
 
 if TYPE_CHECKING:
     from predictors.service.batcher import BatchingSettings
@@ -46,19 +45,11 @@ class InProcessPredictor(AsyncClient):
         self._batching = batching
         self._started: tuple[asyncio.AbstractEventLoop, asyncio.Task[PredictorCalls]] | None = None
 
-    async def responses(
-        self,
-        requests: Sequence[PredictionRequest],
-        *,
-        timeout_s: float | None = None,
-        truncated_length: bool = False,
-    ) -> list[pb.PredictResponse]:
-        seconds = self.timeout_s if timeout_s is None else checked_timeout(timeout_s)
-        messages = [request_message(request, truncated_length) for request in requests]
+    async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
         if not messages:
             return []
         calls = await self.calls()
-        return await gathered([self._one(calls, message, seconds) for message in messages])
+        return await gathered([self._one(calls, message, timeout_s) for message in messages])
 
     async def metadata(self) -> pb.GetMetadataResponse:
         return (await self.calls()).metadata(pb.GetMetadataRequest())

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
+from predictors.client.channel import checked_timeout
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import (
@@ -58,6 +59,8 @@ class AsyncClient(ABC):
     """What the asynchronous clients have in common; implements `scheduler_core.predictor.Predictor`."""
 
     address: str
+    #: Deadline of calls that name none.
+    timeout_s: float
 
     async def predict(
         self, requests: Sequence[PredictionRequest], *, timeout_s: float | None = None
@@ -66,7 +69,7 @@ class AsyncClient(ABC):
 
         Args:
             requests: Any number.
-            timeout_s: Deadline of this call; None: that of the settings.
+            timeout_s: Deadline of this call; None: that of the client.
 
         Raises:
             PredictorError: The service could not be reached in time, or refused or failed one of the requests.
@@ -74,7 +77,6 @@ class AsyncClient(ABC):
         """
         return predictions(await self.responses(requests, timeout_s=timeout_s), self.address)
 
-    @abstractmethod
     async def responses(
         self,
         requests: Sequence[PredictionRequest],
@@ -86,9 +88,15 @@ class AsyncClient(ABC):
 
         Args:
             requests: Any number.
-            timeout_s: Deadline of this call; None: that of the settings.
+            timeout_s: Deadline of this call; None: that of the client.
             truncated_length: Also request the statistics of the length truncated at each request's max_tokens.
         """
+        messages = [request_message(request, truncated_length) for request in requests]
+        return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
+
+    @abstractmethod
+    async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
+        """The service's responses to any number of messages, in their order; raises as `predict`."""
 
     @abstractmethod
     async def metadata(self) -> pb.GetMetadataResponse:

@@ -55,7 +55,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
-    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached", "bucket_edges")
+    __slots__ = ("request_id", "mu", "sigma", "nu", "artifact_id", "artifact_version", "truncated_length", "prompt_tokens", "truncated", "durations", "served_model_known", "urgency", "bucket_probabilities", "regression_tokens", "rank", "sigma_within", "bucket", "cached", "bucket_edges", "median_tokens", "p90_tokens", "expected_tokens")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MU_FIELD_NUMBER: _ClassVar[int]
     SIGMA_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,9 @@ class PredictResponse(_message.Message):
     BUCKET_FIELD_NUMBER: _ClassVar[int]
     CACHED_FIELD_NUMBER: _ClassVar[int]
     BUCKET_EDGES_FIELD_NUMBER: _ClassVar[int]
+    MEDIAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    P90_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     mu: float
     sigma: float
@@ -94,7 +97,10 @@ class PredictResponse(_message.Message):
     bucket: int
     cached: bool
     bucket_edges: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ...) -> None: ...
+    median_tokens: float
+    p90_tokens: float
+    expected_tokens: float
+    def __init__(self, request_id: _Optional[str] = ..., mu: _Optional[float] = ..., sigma: _Optional[float] = ..., nu: _Optional[float] = ..., artifact_id: _Optional[str] = ..., artifact_version: _Optional[str] = ..., truncated_length: _Optional[_Union[TruncatedLength, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., truncated: _Optional[bool] = ..., durations: _Optional[_Union[Durations, _Mapping]] = ..., served_model_known: _Optional[bool] = ..., urgency: _Optional[_Union[Urgency, _Mapping]] = ..., bucket_probabilities: _Optional[_Iterable[float]] = ..., regression_tokens: _Optional[float] = ..., rank: _Optional[float] = ..., sigma_within: _Optional[float] = ..., bucket: _Optional[int] = ..., cached: _Optional[bool] = ..., bucket_edges: _Optional[_Iterable[float]] = ..., median_tokens: _Optional[float] = ..., p90_tokens: _Optional[float] = ..., expected_tokens: _Optional[float] = ...) -> None: ...
 
 class Urgency(_message.Message):
     __slots__ = ("probabilities", "level", "abstain", "effective_level", "abstain_threshold")

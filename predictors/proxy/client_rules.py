@@ -9,22 +9,17 @@ from typing import Any
 from multidict import CIMultiDictProxy
 
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.engines import CLIENT_MEMBERS, CLIENT_PRIORITIES
+from predictors.proxy.engines import CLIENT_MEMBERS
 from scheduler_core.errors import InputError
 from scheduler_core.urgency import LEVELS
 
-#: Range of engines.
-MIN_PRIORITY, MAX_PRIORITY = -(2**63), 2**63 - 1
-
 
 class ClientRules:
-    """What clients may declare; `restricts` where hints are bounded or replaced, so that none may pass unread."""
+    """What clients may declare; `restricts` where their own hints are replaced, so that none may pass unread."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._config = config
-        self._has_bounds = config.lowest_priority is not None or config.highest_priority is not None
-        self._replaces = config.client_priority == "replace"
-        self.restricts = self._replaces or self._has_bounds or config.most_urgent_tier > 0
+        self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The tenant's name: the header's value, else a hash of the API key, else empty.
@@ -69,44 +64,11 @@ class ClientRules:
                 raise InputError(name, f"{len(values)} times", "once")
 
     def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A body's members without the hints that a client may not send; `content` itself where there are none.
-
-        Integer priorities stay where they are kept. Other hints, which have no bound, are removed.
-
-        Raises:
-            InputError: A priority is outside the bounds.
-        """
+        """A body's members without the client's hints; `content` itself where there are none."""
         allowed = content
         for path in CLIENT_MEMBERS:
             allowed = _without(allowed, path)
-        for path in CLIENT_PRIORITIES:
-            priority = _member(content, path)
-            if priority is None or (self._replaces and not self._has_bounds):
-                continue
-            self._check_priority(".".join(path), priority)
-            if not self._replaces:
-                allowed = _with(allowed, path, priority)
         return content if allowed == content else allowed
-
-    def _check_priority(self, field: str, priority: object) -> None:
-        low, high = self._config.lowest_priority, self._config.highest_priority
-        lowest, highest = MIN_PRIORITY if low is None else low, MAX_PRIORITY if high is None else high
-        if type(priority) is int and lowest <= priority <= highest:
-            return
-        bounds = [] if low is None else [f"at least {low}"]
-        bounds += [] if high is None else [f"at most {high}"]
-        raise InputError(field, priority, f"integers of {' and '.join(bounds) or '64 bits'}")
-
-
-def _member(node: object, path: tuple[str, ...]) -> object:
-    for name in path:
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
-
-
-def _with(node: Mapping[str, Any], path: tuple[str, ...], value: object) -> dict[str, Any]:
-    name, *rest = path
-    return {**node, name: _with(node.get(name, {}), tuple(rest), value) if rest else value}
 
 
 def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

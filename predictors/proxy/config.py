@@ -30,15 +30,15 @@ RANGES: dict[str, tuple[float, float]] = {
 class ProxyConfig:
     """Proxies the OpenAI API in front of an engine: predicts the output length of each request, and sends it to the engine as a priority, or holds the queue where the engine knows none. SIGTERM finishes the requests in flight."""
 
-    INPUTS = ("predictor", "shadow_predictor", "served_tokenizer")
-    OUTPUTS = ("port_file", "feedback")
+    INPUTS = ("predictor", "shadow_predictor")
+    OUTPUTS = ("port_file", "feedback", "calibration_file")
 
     engine_url: str
     """URL of the engine: http://HOST:PORT, maybe with a path in front of /v1."""
     engine: Literal["vllm", "sglang", "dynamo", "llm-d", "none"] = "none"
     """Kind of engine; none (Ollama, llama.cpp server, ...): the proxy holds the queue itself."""
-    predictor: str | None = None
-    """grpc://HOST:PORT of serve-predictor, or an artifact folder to run in this process; default: none."""
+    predictor: str = "pretrained"
+    """pretrained (it comes with tailcast), an artifact folder, or grpc://HOST:PORT of serve-predictor; none: no predictions."""
     policy: str = "tie"
     """Order of the requests: a policy of `simulate` that leaves memory and batches to the engine, or package.module:Class."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
@@ -90,19 +90,19 @@ class ProxyConfig:
     default_tier: int = 2
     """Urgency of requests that declare none."""
     most_urgent_tier: int = 0
-    """Most urgent tier that clients may declare; others get 400."""
+    """Most urgent tier that clients may declare; others get 400. Above 0 a client's own hints are replaced."""
     client_priority: Literal["keep", "replace"] = "keep"
     """A client's own hints to the engine, such as `priority`: kept, or replaced by the policy's."""
-    lowest_priority: int | None = None
-    """Least priority that a client may send; default: any."""
-    highest_priority: int | None = None
-    """Greatest priority that a client may send; default: any."""
     slo_ttft_ms: list[int] = field(default_factory=list)
     """For llm-d: target of the time to the first token for each of the five tiers, the most urgent first."""
     slo_tpot_ms: list[int] = field(default_factory=list)
     """For llm-d: target of the time per output token for each tier."""
     objectives: list[str] = field(default_factory=list)
     """For llm-d: name of the InferenceObjective of each tier."""
+    online_calibration: bool = True
+    """Correct the predicted lengths of each served model by the outputs that have ended, see docs/online-calibration.md. Streams without token counts do not count: see feedback_usage."""
+    calibration_file: str | None = None
+    """JSON file that keeps what online calibration has learned over restarts; default: none."""
     feedback: str | None = None
     """Folder for the log of finished requests; default: none."""
     feedback_prompts: Literal["stored", "hashed"] = "hashed"
@@ -110,9 +110,7 @@ class ProxyConfig:
     feedback_segment_mib: int = 64
     """Size at which a segment of the log ends."""
     feedback_usage: bool = False
-    """Requests token counts of streams from the engine, and removes them where the client has not requested them; with vLLM the last event then lacks its system_fingerprint. Default: streams pass unchanged."""
-    served_tokenizer: str | None = None
-    """tokenizer.json of the served model: counts streams that carry no counts; default: their events are counted, which neither training nor drift uses."""
+    """Requests token counts of streams from the engine, and removes the event with them where the client has not requested it; with vLLM the last event then lacks its system_fingerprint. Default: streams pass unchanged, and the events of those without counts are counted, which neither training nor drift uses."""
     shadow_predictor: str | None = None
     """A second predictor, as `predictor`, queried for the log only."""
     drain_delay_s: float = 0.0
@@ -132,9 +130,6 @@ class ProxyConfig:
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)
-        lowest, highest = self.lowest_priority, self.highest_priority
-        if lowest is not None and highest is not None and lowest > highest:
-            raise InputError("lowest_priority", lowest, f"at most highest_priority ({highest})")
         for name in ("slo_ttft_ms", "slo_tpot_ms", "objectives"):
             values = getattr(self, name)
             if len(values) not in (0, len(LEVELS)):

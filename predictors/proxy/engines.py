@@ -19,14 +19,12 @@ from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.request import RequestState
 
 #: Hints with which a client could set its own order, of all engines: behind a gateway of one kind there are engines of
-#: another. Members of the body by path, in lower case; those paths in or below them that are integer priorities;
-#: beginnings of header names, in lower case.
+#: another. Members of the body by path, and beginnings of header names, in lower case.
 CLIENT_MEMBERS: tuple[tuple[str, ...], ...] = (
     ("priority",),
     ("parameters", "priority"),
     ("nvext", "agent_hints"),
 )
-CLIENT_PRIORITIES = (*CLIENT_MEMBERS[:2], (*CLIENT_MEMBERS[2], "priority"))
 CLIENT_HEADERS = (
     *("x-smg-priority", "x-smg-tenant-id"),  # SGLang's gateway
     *("x-dynamo-request-priority", "x-dynamo-request-strict-priority"),

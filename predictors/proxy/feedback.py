@@ -13,7 +13,8 @@ from predictors.proxy.feedback_log import FeedbackLog
 from predictors.proxy.metrics import ProxyMetrics
 from predictors.proxy.parsing import ParsedRequest
 from predictors.proxy.prediction import Forecast, Forecaster
-from predictors.proxy.responses import OutputCounter, ResponseStats
+from predictors.proxy.responses import ResponseStats, output_length
+from scheduler_core.adapters.live_calibration import LiveCalibration
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 from scheduler_core.request import Request
@@ -34,6 +35,8 @@ class Exchange:
 
     Attributes:
         started_s: Time of its arrival, on `time.perf_counter`.
+        forecast: The prediction as the predictor made it.
+        prompt_tokens: Length of the prompt that was counted with it; None where it was not.
         waited_s: Time spent on the prediction, or in the proxy's own queue.
         end: complete, error, engine_lost or client_gone.
     """
@@ -44,20 +47,20 @@ class Exchange:
     started_s: float
     waited_s: float = 0.0
     forecast: Forecast | None = None
+    prompt_tokens: int | None = None
     shadow: asyncio.Task[Forecast] | None = None
     stats: ResponseStats | None = None
     end: str = ""
 
 
 class Recorder:
-    """Writes records of finished completions, if there is a folder for them; never waits, never fails a request.
+    """Learns from finished completions and writes records of them, if that is on; never waits, never fails a request.
 
     Raises:
-        InputError: The folder cannot be written to, or `served_tokenizer` is not a tokenizer.
+        InputError: The folder or the calibration's file cannot be used.
     """
 
     def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
-        self.counter = OutputCounter(config.served_tokenizer)
         self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
         self._has_shadow = config.shadow_predictor is not None
         self._requests_usage = config.feedback_usage
@@ -65,6 +68,9 @@ class Recorder:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
         self._shadows: set[asyncio.Task[Forecast]] = set()
+        self.calibration: LiveCalibration | None = None
+        if config.online_calibration and config.predictor is not None:
+            self.calibration = LiveCalibration(config.calibration_file, metrics.calibration)
         self._log: FeedbackLog | None = None
         if config.feedback is not None:
             self._log = FeedbackLog(
@@ -75,8 +81,8 @@ class Recorder:
 
     @property
     def is_on(self) -> bool:
-        """Whether records are written."""
-        return self._log is not None
+        """Whether lengths of outputs are used."""
+        return self._log is not None or self.calibration is not None
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
@@ -105,7 +111,11 @@ class Recorder:
         """A completion has ended; its record is written as soon as all of it is known."""
         is_output = exchange.end in ("complete", "client_gone") and exchange.parsed.num_choices == 1
         stats = exchange.stats
-        if self.is_on and is_output and stats is not None:
+        if not is_output or stats is None:
+            return
+        if self.calibration is not None:
+            self._calibrate(self.calibration, exchange, stats)
+        if self._log is not None:
             task = asyncio.create_task(self._write(exchange, stats, time.perf_counter()))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -117,15 +127,39 @@ class Recorder:
             task.cancel()
         if self._log is not None:
             await asyncio.to_thread(self._log.close)
+        if self.calibration is not None:
+            await asyncio.to_thread(self.calibration.close)
         await self.shadow.close()
+
+    def _calibrate(self, calibration: LiveCalibration, exchange: Exchange, stats: ResponseStats) -> None:
+        """Learns from the length of an output.
+
+        A stream that a client has left counts with what it had got, if its end would have brought a count: else only
+        the streams that end early would count.
+        """
+        parsed = exchange.parsed
+        length, reason = output_length(stats), stats.finish_reason
+        if exchange.end == "client_gone":
+            counts = parsed.stream and (parsed.include_usage or self.requests_usage(parsed))
+            reason = "abort" if counts else ""
+        elif stats.output_tokens is None:
+            return
+        if length is None or exchange.forecast is None or reason not in COMPLETE | CENSORED:
+            return
+        calibration.observe(
+            parsed.model,
+            exchange.forecast.prediction,
+            exchange.prompt_tokens,
+            length[0],
+            finished=reason in COMPLETE,
+            max_tokens=parsed.max_tokens,
+        )
 
     async def _write(self, exchange: Exchange, stats: ResponseStats, ended_s: float) -> None:
         shadow = None if exchange.shadow is None else await exchange.shadow
         if shadow is not None:
             self._metrics.shadows.labels(shadow.outcome).inc()
-        count = self.counter.count
-        is_slow = self.counter.needs_text and stats.output_tokens is None
-        length = await asyncio.to_thread(count, stats) if is_slow else count(stats)
+        length = output_length(stats)
         if length is None:
             return
         output_tokens, counted_by = length

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from predictors.service.metrics import SECONDS
+from scheduler_core.adapters.live_calibration import CalibrationGauges
 
 #: Up to responses of minutes.
 LONG_SECONDS = (*SECONDS, 25.0, 50.0, 100.0, 250.0, 500.0)
@@ -32,6 +33,7 @@ class ProxyMetrics:
         self.ends = counter("ends", "Responses, by how they ended.", "end")
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by what counted.", "by")
+        self.calibration = CalibrationGauges("tailcast_proxy_", registry)
         self.overhead = seconds(
             "overhead",
             "From a completion's arrival to the engine, without prediction and queue.",

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from predictors.client.messages import AsyncClient, predictions
 from scheduler_core.errors import InputError, TailcastError
@@ -38,25 +37,18 @@ class Forecaster:
     """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline in any case.
 
     Args:
-        address: grpc://HOST:PORT, or an artifact folder to run in this process; None: every forecast is absent.
-        field: The option with the address.
+        predictor: pretrained, an artifact folder, or grpc://HOST:PORT; None: every forecast is absent.
+        field: The option that names it.
         deadline_s: Time for a response, in seconds > 0.
 
     Raises:
-        InputError: The address is neither.
+        InputError: It is none of these.
     """
 
-    def __init__(self, address: str | None, field: str, deadline_s: float) -> None:
-        from predictors.client import connect, load
+    def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:
+        from predictors.client import open_client
 
-        self._predictor: AsyncClient | None = None
-        scheme, separator, target = (address or "").partition("://")
-        if separator and scheme == "grpc":
-            self._predictor = connect(target)
-        elif address is not None:
-            if separator or not Path(address).is_dir():
-                raise InputError(field, address, "grpc://HOST:PORT, or an artifact folder")
-            self._predictor = load(address)
+        self._predictor: AsyncClient | None = None if predictor is None else open_client(predictor, field)
         self._deadline_s = deadline_s
         self._is_down = False
 

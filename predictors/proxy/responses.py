@@ -8,10 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-
-from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
 from scheduler_core.json_text import parse_json
 
 #: A response or event beyond this is passed on without reading it.
@@ -20,7 +16,6 @@ _EVENT_END = re.compile(rb"\r\n\r\n|\n\r?\n|\r\r")
 _FINISH_REASON = re.compile(rb'"finish_reason"\s*:\s*"([^"]*)"')
 _DELTA = re.compile(rb'"(?:content|reasoning_content|text)"\s*:\s*"(?!")')
 _USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_NULL_USAGE = re.compile(rb',\s*"usage"\s*:\s*null|"usage"\s*:\s*null\s*,\s*')
 
 
 @dataclass(slots=True)
@@ -31,7 +26,6 @@ class ResponseStats:
         output_tokens, prompt_tokens: Of its `usage`; None where there is none.
         num_deltas: Events with a piece of the output that is not empty.
         finish_reason: Of its last choice; empty without one.
-        text: Pieces of the output, if they are kept.
         first_s: Time of the first of them, on `time.perf_counter`; None for a response that is not streamed.
     """
 
@@ -39,7 +33,6 @@ class ResponseStats:
     prompt_tokens: int | None = None
     num_deltas: int = 0
     finish_reason: str = ""
-    text: list[str] | None = None
     first_s: float | None = None
 
     def take_usage(self, usage: object) -> None:
@@ -86,20 +79,15 @@ class EventStreamReader:
 
     Args:
         hides_usage: The proxy requested the event with the counts and the client did not: that event (no choices, a usage
-            object) is left out, and `"usage":null`, which some servers then write into all other events, is removed from
-            them. Each event is passed on when it is complete; all other bytes stay. False: every byte passes at once.
-        keeps_text: Keep pieces of the output, for a tokenizer.
+            object) is left out. Each event is passed on when it is complete; all other bytes stay. False: every byte
+            passes at once.
         on_tokens: Called with 1 for each event with a piece of the output.
     """
 
     def __init__(
-        self,
-        *,
-        hides_usage: bool,
-        keeps_text: bool = False,
-        on_tokens: Callable[[int], None] = lambda num_tokens: None,
+        self, *, hides_usage: bool, on_tokens: Callable[[int], None] = lambda num_tokens: None
     ) -> None:
-        self.stats = ResponseStats(text=[] if keeps_text else None)
+        self.stats = ResponseStats()
         self._on_tokens = on_tokens
         self.shortens = hides_usage
         self._rest = b""
@@ -130,49 +118,19 @@ class EventStreamReader:
 
     def _read_event(self, event: bytes) -> bytes:
         """Reads a complete event; returns its bytes for the client."""
-        stats, has_usage = self.stats, _USAGE.search(event) is not None
+        stats = self.stats
         if reason := _FINISH_REASON.search(event):
             stats.finish_reason = reason[1].decode("utf-8", "replace")
         if _DELTA.search(event):
             stats.num_deltas += 1
             stats.first_s = stats.first_s or time.perf_counter()
             self._on_tokens(1)
-        if has_usage or stats.text is not None:
+        if _USAGE.search(event):
             content = _event_json(event)
-            if stats.text is not None:
-                stats.text += _texts(content)
-            if has_usage:
-                stats.take_usage(content.get("usage"))
-                if self.shortens and content.get("choices") == [] and "error" not in content:
-                    return b""
-        return _without_null_usage(event) if self.shortens and b'"usage"' in event else event
-
-
-def _texts(content: dict[str, Any]) -> list[str]:
-    """Pieces of the output in an event."""
-    choices = [choice for choice in content.get("choices") or () if isinstance(choice, dict)]
-    texts: list[object] = []
-    for choice in choices:
-        delta = choice.get("delta")
-        parts = delta if isinstance(delta, dict) else {}
-        texts += [parts.get("reasoning_content"), parts.get("content"), choice.get("text")]
-    return [text for text in texts if isinstance(text, str)]
-
-
-def _without_null_usage(event: bytes) -> bytes:
-    """The event without a `"usage":null` of its outermost object; unchanged where it is another object's.
-
-    Inside of strings quotation marks are escaped, so the pattern matches members only.
-    """
-    content = _event_json(event)
-    if "usage" not in content or content["usage"] is not None:
+            stats.take_usage(content.get("usage"))
+            if self.shortens and content.get("choices") == [] and "error" not in content:
+                return b""
         return event
-    expected = {name: content[name] for name in content if name != "usage"}
-    for match in _NULL_USAGE.finditer(event):
-        shorter = event[: match.start()] + event[match.end() :]
-        if _event_json(shorter) == expected:
-            return shorter
-    return event
 
 
 def _event_json(event: bytes) -> dict[str, Any]:
@@ -191,40 +149,11 @@ def _json(text: bytes) -> dict[str, Any]:
 Reader = JsonReader | EventStreamReader
 
 
-class OutputCounter:
-    """Counts output tokens from the best source there is.
+def output_length(stats: ResponseStats) -> tuple[int, Literal["usage", "deltas"]] | None:
+    """Length in tokens, and what counted it; None where nothing was generated, or nothing is known.
 
-    Args:
-        path: `tokenizer.json` of the served model; None: none.
-
-    Raises:
-        InputError: The file is not a tokenizer.
+    The number of events ("deltas") is a lower bound where an engine puts several tokens in one.
     """
-
-    def __init__(self, path: str | None = None) -> None:
-        self._tokenizer: Tokenizer | None = None
-        if path is None:
-            return
-        file = existing_file(path, "served_tokenizer")
-        try:
-            self._tokenizer = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises bare Exception
-            raise InputError("served_tokenizer", path, f"a tokenizer.json ({error})") from error
-
-    @property
-    def needs_text(self) -> bool:
-        """Whether the output's text has to be kept."""
-        return self._tokenizer is not None
-
-    def count(self, stats: ResponseStats) -> tuple[int, Literal["usage", "tokenizer", "deltas"]] | None:
-        """Length in tokens, and what counted it; None where nothing was generated, or nothing is known.
-
-        The number of events ("deltas") is a lower bound where an engine puts several tokens in one.
-        """
-        if stats.output_tokens is not None:
-            return (stats.output_tokens, "usage") if stats.output_tokens else None
-        if self._tokenizer is not None and stats.text:
-            encoding = self._tokenizer.encode("".join(stats.text), add_special_tokens=False)
-            has_end = stats.finish_reason in ("stop", "tool_calls")  # the end token has no text
-            return max(1, len(encoding.ids) + has_end), "tokenizer"
-        return (stats.num_deltas, "deltas") if stats.num_deltas else None
+    if stats.output_tokens is not None:
+        return (stats.output_tokens, "usage") if stats.output_tokens else None
+    return (stats.num_deltas, "deltas") if stats.num_deltas else None

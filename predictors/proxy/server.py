@@ -59,8 +59,6 @@ class ProxyServer:
         self._config = config
         self._metrics = metrics = ProxyMetrics()
         self._relay = Relay(config)
-        self._forecaster = Forecaster(config.predictor, "predictor", config.deadline_s)
-        self._recorder = Recorder(config, metrics)
         # The system's time at the start, and from there on monotonic.
         offset_s = time.time() - ORIGIN_S - time.monotonic()
         self._clock: Callable[[], float] = lambda: offset_s + time.monotonic()
@@ -74,6 +72,9 @@ class ProxyServer:
             if sent_once
             else HoldQueue(policy, config.release, clock, aging_per_s, max_waiting=config.max_waiting)
         )
+        predictor = None if config.predictor == "none" else config.predictor
+        self._forecaster = Forecaster(predictor, "predictor", config.deadline_s)
+        self._recorder = Recorder(config, metrics)
         self._runners: list[web.AppRunner] = []
         self.num_in_flight = 0
         self._is_ready = False
@@ -216,7 +217,7 @@ class ProxyServer:
 
         Raises:
             Refusal: A completion's body cannot be read, or another one that could hold hints.
-            InputError: It is compressed, or a hint in it is not allowed.
+            InputError: It is compressed.
         """
         is_completion = request.path in (CHAT, TEXT)
         try:
@@ -277,7 +278,11 @@ class ProxyServer:
         forecast = exchange.forecast = await self._forecaster.forecast(exchange.query)
         counted = forecast.prompt_tokens
         prompt_tokens = None if counted is None else exchange.parsed.prompt_tokens(counted)
-        self._order.update(exchange.request.request_id, forecast.prediction, prompt_tokens)
+        exchange.prompt_tokens, prediction = prompt_tokens, forecast.prediction
+        calibration = self._recorder.calibration
+        if calibration is not None:
+            prediction = calibration.correct(exchange.parsed.model, prediction, prompt_tokens)
+        self._order.update(exchange.request.request_id, prediction, prompt_tokens)
         self._metrics.predictions.labels(forecast.outcome).inc()
         if forecast.seconds:
             self._metrics.prediction.observe(forecast.seconds)
@@ -351,8 +356,7 @@ class ProxyServer:
             return None
         on_tokens = partial(self._order.on_output, exchange.request.request_id)
         if upstream.content_type == "text/event-stream":
-            keeps_text = self._recorder.counter.needs_text
-            return EventStreamReader(hides_usage=hides_usage, keeps_text=keeps_text, on_tokens=on_tokens)
+            return EventStreamReader(hides_usage=hides_usage, on_tokens=on_tokens)
         return JsonReader(on_tokens) if upstream.content_type == "application/json" else None
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
@@ -363,6 +367,8 @@ class ProxyServer:
         return await self._send(request, body)
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
+        if self._recorder.calibration is not None:
+            self._recorder.calibration.publish()
         text = generate_latest(self._metrics.registry)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

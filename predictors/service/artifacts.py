@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from predictors.manifest import MANIFEST, SIGNATURE, Manifest
+from predictors.pretrained import artifact_folder
 from predictors.runtime import ArtifactRuntime, open_runtime
 from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import ClosedError, ReloadError, UnknownArtifactError
@@ -64,7 +65,7 @@ def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[A
     sources: dict[str, ArtifactSource] = {}
     runtimes = []
     for path in (config.artifact, *config.more_artifacts):
-        source = ArtifactSource(path, config)
+        source = ArtifactSource(str(artifact_folder(path)), config)
         runtime = source.open()
         manifest = runtime.artifact.manifest
         logger.info("artifact %s version %s from %s", manifest.artifact_id, manifest.artifact_version, path)

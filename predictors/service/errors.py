@@ -27,8 +27,8 @@ logger.addFilter(RequestDataFilter())
 class QueueFullError(TailcastError):
     """The queue is full; the request was refused at once and may be tried again later."""
 
-    def __init__(self, limit: int, field: str = "queue", what: str = "requests are waiting") -> None:
-        super().__init__(f"{field}: {limit} {what}; allowed: fewer than {limit}; try again later")
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"queue: {limit} requests are waiting; allowed: fewer than {limit}; try again later")
 
 
 class ExpiredError(TailcastError):

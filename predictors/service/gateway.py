@@ -1,4 +1,4 @@
-"""The HTTP side: the messages as protobuf's JSON, OpenAPI, metrics, probes, and the Open Inference Protocol over REST."""
+"""The HTTP side: the messages as protobuf's JSON, metrics, probes, and the Open Inference Protocol over REST."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from predictors.service.calls import PredictorCalls, check_batch
 from predictors.service.errors import ErrorStatus, UnparsableError
 from predictors.service.messages import MAX_ELEMENTS, MAX_MESSAGES
 from predictors.service.metrics import CONTENT_TYPE, ServiceMetrics
-from predictors.service.openapi import openapi
 from predictors.service.security import BearerTokens, http_context
 from predictors.service.tracing import TRACE_KEYS
+from predictors.tokenizer import content_text
 
 if TYPE_CHECKING:
     from predictors.cli import ServeConfig
@@ -32,7 +32,6 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"})
 MAX_JSON_VALUES = 100_000
 """Maximum number of brackets, commas and colons of a JSON body: parsing as many takes some 20 ms, in which nothing else runs."""
-MAX_INTEGER_CHARS = 20
 # Counted in one go.
 CHUNK_BYTES = 2**17
 # Smaller bodies cannot have too many values.
@@ -97,10 +96,6 @@ async def start_gateway(
         message = pb.GetMetadataRequest(artifact_id=request.query.get("artifact_id", ""))
         return web.json_response(message_json(calls.metadata(message)))
 
-    @routes.get("/openapi.json")
-    async def describe(request: web.Request) -> web.Response:
-        return web.json_response(openapi())
-
     @routes.get("/metrics")
     async def expose_metrics(request: web.Request) -> web.Response:
         return web.Response(body=metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -161,7 +156,7 @@ async def json_object(body: bytes) -> dict[str, Any]:
         raise UnparsableError("JSON object", reason)
     try:  # not `parse_json`, whose second pass over escaped surrogates would hold the loop
         text = body.decode("utf-8-sig")
-        content = json.loads(text, parse_int=_json_integer, object_pairs_hook=_unique_members)
+        content = json.loads(text, object_pairs_hook=_unique_members)
     except (ValueError, RecursionError) as error:
         raise UnparsableError("JSON object", error) from error
     if not isinstance(content, dict):
@@ -197,12 +192,6 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) != len(pairs):
         raise ValueError("a name that comes twice in one object")
     return members
-
-
-def _json_integer(text: str) -> int:
-    if len(text) > MAX_INTEGER_CHARS:  # the time of conversion grows with the square of the digits
-        raise ValueError(f"an integer of {len(text)} characters")
-    return int(text)
 
 
 def request_message(content: Any) -> pb.PredictRequest:
@@ -254,18 +243,10 @@ def _chat_messages(messages: object) -> pb.ChatMessages | None:
     for message in messages:
         if not isinstance(message, dict) or not message.keys() <= {"role", "content"}:
             raise TypeError("a message is an object with role and content")
-        chat.messages.add(role=message.get("role"), content=_message_text(message.get("content")))
+        content = message.get("content")
+        text = content_text(content) if isinstance(content, list) else content  # others fail in protobuf
+        chat.messages.add(role=message.get("role"), content=text)
     return chat
-
-
-def _message_text(content: object) -> object:
-    """The text of a message's content; what is neither text nor a list of text parts is left to protobuf's check."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise TypeError('a part of a message\'s content is {"type": "text", "text": TEXT}')
-    return "".join(part["text"] for part in content)
 
 
 def message_json(message: Message) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.service.calls import PredictorCalls
-from predictors.service.errors import ClosedError, ErrorStatus, QueueFullError, trailing_metadata
+from predictors.service.errors import ClosedError, ErrorStatus, trailing_metadata
 from predictors.service.messages import parse
 from predictors.service.tracing import TRACE_KEYS
 
@@ -49,11 +49,10 @@ def unary(
 
 
 class PredictorMethods:
-    """The handlers; `max_streams` PredictStream calls may run at the same time."""
+    """The handlers."""
 
-    def __init__(self, calls: PredictorCalls, max_streams: int) -> None:
+    def __init__(self, calls: PredictorCalls) -> None:
         self._calls = calls
-        self._max_streams = max_streams
         self._readers: set[asyncio.Future[None]] = set()  # of the open streams
 
     def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
@@ -86,8 +85,6 @@ class PredictorMethods:
 
     async def _predict_stream(self, requests: object, context: Context) -> None:
         """Reads, predicts and writes at the same time, with bounded memory."""
-        if len(self._readers) >= self._max_streams:
-            await abort(context, QueueFullError(self._max_streams, "streams", "streams are open"))
         slots, writing = asyncio.Semaphore(MAX_STREAM_REQUESTS), asyncio.Lock()
         trace = self._trace(context)
 

@@ -18,7 +18,7 @@ from predictors.service.errors import UnparsableError
 from predictors.tokenizer import TokenizedPrompt, conversation_text
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT, expected_and_cvar
-from scheduler_core.predictions import UrgencyPrediction
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, UrgencyPrediction
 
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult
@@ -209,6 +209,7 @@ def predict_response(
 ) -> pb.PredictResponse:
     """The response to a valid request with a prediction that the runtime has checked."""
     prediction, bucket = result.prediction, result.prediction.bucket
+    truncated = _truncated_length(request, prediction)
     return pb.PredictResponse(
         request_id=request.request_id,
         mu=prediction.mu,
@@ -216,7 +217,8 @@ def predict_response(
         nu=prediction.nu,
         artifact_id=manifest.artifact_id,
         artifact_version=manifest.artifact_version,
-        truncated_length=_truncated_length(request, prediction),
+        truncated_length=truncated,
+        **_length_numbers(prediction, truncated),
         prompt_tokens=result.prompt_tokens,
         truncated=result.truncated,
         durations=pb.Durations(
@@ -241,6 +243,20 @@ def predict_response(
         sigma_within=prediction.sigma_within,
         cached=result.cached,
     )
+
+
+def _length_numbers(prediction: PredictedRow, truncated: pb.TruncatedLength | None) -> dict[str, float]:
+    """Median, P90 and mean of the length, truncated at the request's max_tokens or the default; by field of the response."""
+    if prediction.mu is None:
+        return {}
+    assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
+    mu, sigma, nu = prediction.mu, prediction.sigma, prediction.nu
+    max_tokens = DEFAULT_MAX_TOKENS if truncated is None else truncated.max_tokens
+    expected = (
+        expected_and_cvar(mu, sigma, nu, max_tokens)[0] if truncated is None else truncated.expected_tokens
+    )
+    median, p90 = (_truncated_quantile(mu, sigma, nu, level, max_tokens) for level in (0.5, 0.9))
+    return {"median_tokens": median, "p90_tokens": p90, "expected_tokens": expected}
 
 
 def _truncated_length(request: pb.PredictRequest, prediction: PredictedRow) -> pb.TruncatedLength | None:
@@ -308,12 +324,10 @@ def truncated_length(
     else:
         lengths = LogT(mu, sigma, nu)
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
-    log_max_tokens = math.log(max_tokens)
-    quantiles = []
-    for level in levels:
-        log_tokens = mu + sigma * _t_quantile(level, nu)
-        tokens = float(max_tokens) if log_tokens >= log_max_tokens else math.exp(log_tokens)
-        quantiles.append(pb.Quantile(level=level, tokens=tokens))
+    quantiles = [
+        pb.Quantile(level=level, tokens=_truncated_quantile(mu, sigma, nu, level, max_tokens))
+        for level in levels
+    ]
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
@@ -321,6 +335,11 @@ def truncated_length(
         cvar_tokens=cvar,
         quantiles=quantiles,
     )
+
+
+def _truncated_quantile(mu: float, sigma: float, nu: float, level: float, max_tokens: int) -> float:
+    log_tokens = mu + sigma * _t_quantile(level, nu)
+    return float(max_tokens) if log_tokens >= math.log(max_tokens) else math.exp(log_tokens)
 
 
 @functools.lru_cache(maxsize=4096)

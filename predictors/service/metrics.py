@@ -1,19 +1,17 @@
 """Metrics of the service in Prometheus' format; names and labels are in the README.
 
-One registry belongs to one server. With several worker processes (`WorkerMetricFiles`) every worker reports the sums over
-all of them.
+One registry belongs to one server. With several worker processes, which count in the files of one folder
+(`DIRECTORY_VARIABLE`), every worker reports the sums over all of them.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler_core.errors import MissingExtraError, TailcastError
+from scheduler_core.errors import MissingExtraError
 
 try:
     from prometheus_client import (
@@ -31,8 +29,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from predictors.service.pipeline import PipelineResult
 
-logger = logging.getLogger(__name__)
-
 M = TypeVar("M")
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,60 +37,18 @@ SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"  # prometheus_client's, evaluated when it is imported
-# Bytes for the metrics of one artifact, by the prefix of prometheus_client's file. A test counts what all methods and
-# statuses need.
-LIVE_FILES = {"gauge_livesum": 2**12, "gauge_livemax": 2**12}
-FILES = LIVE_FILES | {"counter": 2**16, "histogram": 2**17}
-
-
-class WorkerMetricFiles:
-    """Files that hold the metrics of one service's workers.
-
-    prometheus_client maps its files into memory and extends them without taking disk space, so that a full disk ends
-    the process at its next count (SIGBUS). Therefore the space is taken here, before any worker starts. A file belongs
-    to the number of a worker: the next process of that number counts on in it.
-
-    Args:
-        folder: An empty folder.
-        num_workers: Workers, numbered from 0.
-        num_artifacts: Artifacts of each of them.
-
-    Attributes:
-        environment: Environment variables of the workers.
-
-    Raises:
-        TailcastError: There is not enough space.
-    """
-
-    def __init__(self, folder: Path, num_workers: int, num_artifacts: int) -> None:
-        self._folder = folder
-        self.environment = {DIRECTORY_VARIABLE: str(folder)}
-        self._num_artifacts = num_artifacts
-        try:
-            for number in range(num_workers):
-                for prefix, size in FILES.items():
-                    (folder / f"{prefix}_{number}.db").write_bytes(bytes(size * num_artifacts))
-        except OSError as error:
-            kib = num_workers * num_artifacts * sum(FILES.values()) // 1024
-            raise TailcastError(
-                f"temporary folder {folder.parent}: the metrics of {num_workers} workers need {kib} KiB there "
-                f"({error.strerror}); free some space, set TMPDIR to another folder, or leave out http_port"
-            ) from error
-
-    def reset_live(self, number: int) -> None:
-        """Sets the gauges of a worker that has ended to 0; in place, which takes no space."""
-        try:
-            for prefix, size in LIVE_FILES.items():
-                with (self._folder / f"{prefix}_{number}.db").open("r+b") as file:
-                    file.write(bytes(size * self._num_artifacts))
-        except OSError as error:  # the folder has been deleted
-            logger.error("metrics of worker %d: %s", number, error)
 
 
 def count_as_worker(number: int) -> None:
-    """Makes this process count in the files of that worker; to be called before any metric is made."""
+    """Makes this process count on in the files of that worker; to be called before any metric is made."""
     untyped: Any = values
     untyped.ValueClass = untyped.MultiProcessValue(process_identifier=lambda: number)
+
+
+def forget_worker(number: int, folder: str) -> None:
+    """Removes the gauges of a worker that has ended; its counts stay for the next process of that number."""
+    untyped: Any = multiprocess
+    untyped.mark_process_dead(number, folder)
 
 
 class ServiceMetrics:

@@ -81,7 +81,7 @@ class PredictionServer:
         self._calls = PredictorCalls(
             self.artifacts, max_message_bytes=config.max_message_bytes, tracing=tracing
         )
-        self._methods = PredictorMethods(self._calls, config.max_streams)
+        self._methods = PredictorMethods(self._calls)
         self._tokens = None if config.token_file is None else BearerTokens(config.token_file)
         self._shares_ports = shares_ports
         self._num_listeners = num_listeners if hasattr(socket, "SO_REUSEPORT") else 1

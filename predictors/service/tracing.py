@@ -63,14 +63,11 @@ def set_up_exporting() -> None:
     package = packages[protocol]
     try:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
-    except ImportError as error:
-        raise MissingExtraError(f"opentelemetry-exporter-otlp-proto-{package}", "traces") from error
-    try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-    except ImportError as error:
-        raise MissingExtraError("opentelemetry-sdk", "traces") from error
+    except ImportError as error:  # the exporter needs the SDK
+        raise MissingExtraError(f"opentelemetry-exporter-otlp-proto-{package}", "traces") from error
     provider = TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(module.OTLPSpanExporter()))
     trace.set_tracer_provider(provider)

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import io
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from predictors.edge import set_up_logs
 from tests.predictors.fakes import write_artifact, write_rich_artifact
 
 
@@ -17,3 +21,18 @@ def artifact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rich_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An artifact with all heads, conditioned; tests must not write into it."""
     return write_rich_artifact(tmp_path_factory.mktemp("artifacts") / "rich")
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """What a handler of the root logger writes that is protected as those of servers are."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    root = logging.getLogger()
+    filters = {one: list(one.filters) for one in root.handlers}
+    root.addHandler(handler)
+    set_up_logs("text")
+    yield stream
+    root.removeHandler(handler)
+    for one, before in filters.items():
+        one.filters[:] = before

@@ -1,20 +1,114 @@
-"""`serve-predictor`: answers, drains, and refuses bad input in one line."""
+"""`serve-predictor` as a process: answers, drains, several workers, reload; bad input is refused in one line."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import grpc
+import psutil
 import pytest
 
 from predictors.cli import main
 from predictors.client import ClientSettings, SyncPredictor
+from predictors.proto import predictor_v1_pb2 as pb
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from scheduler_core.predictor import PredictionRequest
-from tests.predictors.fakes import expected, without_numbers, write_artifact
-from tests.predictors.test_workers import PATIENCE_S, running
+from tests.predictors.fakes import expected, version_prefix, without_numbers, write_artifact
+
+PATIENCE_S = 150.0
+
+
+class Process:
+    """A running command; its log goes to a file, so that it never has to be read to go on."""
+
+    def __init__(self, folder: Path, artifact: Path, *arguments: str) -> None:
+        self.port_file = folder / "port"
+        self._log = folder / "log"
+        command = [sys.executable, "-W", "error", "-m", "predictors.cli", str(artifact), "--port=0"]
+        with self._log.open("wb") as stream:
+            options = ["--http_port=0", f"--port_file={self.port_file}", *arguments]
+            self.process = subprocess.Popen([*command, *options], stderr=stream)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < end, self.log
+            assert self.process.poll() is None, self.log
+            time.sleep(0.02)
+
+    def ports(self) -> tuple[int, int]:
+        """gRPC and HTTP port, once it is ready."""
+        self.wait_for(self.port_file.exists)
+        self.wait_for(lambda: re.search(r"ready on \S+, http on \S+:\d+", self.log))
+        return int(self.port_file.read_text()), int(re.findall(r"http on \S+?:(\d+)", self.log)[-1])
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(timeout=PATIENCE_S)
+
+    def workers(self) -> list[int]:
+        """Pids of its child processes that run."""
+        children = psutil.Process(self.process.pid).children()
+        return [child.pid for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@contextlib.contextmanager
+def running(folder: Path, artifact: Path, *arguments: str) -> Iterator[Process]:
+    process = Process(folder, artifact, *arguments)
+    try:
+        yield process
+    finally:
+        process.process.kill()
+        process.process.wait()
+
+
+def version(port: int) -> str:
+    """What the artifact's version begins with, where it was given such a prefix, else all of it."""
+    # A pool of its own: else all channels to one address share a connection, and so a worker.
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
+        stub = PredictorStub(channel)  # type: ignore[no-untyped-call]
+        answer = stub.Predict(pb.PredictRequest(prompt="sea"), timeout=PATIENCE_S, wait_for_ready=True)
+        return version_prefix(answer.artifact_version) or answer.artifact_version
+
+
+def num_replaced(server: Process) -> int:
+    """How many workers have replaced the artifact of version one, by the log."""
+    return len(re.findall(r"version two\+\w+ replaces one\+", server.log))
+
+
+def get(port: int, path: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def replace_artifact(folder: Path, name: str) -> None:
+    """Moves the link `current` to a new version."""
+    target = write_artifact(folder / name, artifact_version=name)
+    (folder / "next").symlink_to(target)
+    (folder / "next").replace(folder / "current")
+
 
 REQUEST = PredictionRequest("r", "name three rivers", 100)
 
@@ -42,14 +136,15 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def test_port_in_use_is_one_line(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+@pytest.mark.parametrize("name", ["port", "http_port"])
+def test_port_in_use_is_one_line(
+    artifact_folder: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([str(artifact_folder), "--port", str(port)]) == 2
+        assert main([str(artifact_folder), "--port=0", f"--{name}={port}"]) == 2
     line = one_error_line(capsys)
-    assert f"port: got '127.0.0.1:{port}'" in line
+    assert f"error: {name}: got '127.0.0.1:{port}'" in line
     assert "in use" in line
 
 
@@ -79,7 +174,6 @@ def test_broken_artifact_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "ARTIFACT: missing"),
         (["a", "--port", "70000"], "port: got 70000"),
         (["{artifact}", "--max_batch", "0"], "max_batch"),
         (["{artifact}", "--max_padding", "0.5"], "max_padding"),
@@ -87,6 +181,12 @@ def test_broken_artifact_is_one_line(
         (["{artifact}", "--threads_per_worker", "0"], "threads_per_worker"),
         (["{artifact}", "--port_file", "{artifact}"], "port_file"),
         (["a", "--config", "{config}"], "port: got 70001"),
+        (["{artifact}", "--workers", "0"], "workers: got 0"),
+        (["{artifact}", "--tls_cert", "a.pem"], "tls_cert, tls_key"),
+        (["{artifact}", "--tls_client_ca", "a.pem"], "tls_client_ca"),
+        (["{artifact}", "--tls_cert", "a.pem", "--tls_key", "b.pem", "--port", "0"], "tls_cert"),
+        (["{artifact}", "--token_file", "nothing", "--port", "0"], "token_file"),
+        (["{artifact}", "--more_artifacts", "[nothing]", "--port", "0"], "existing artifact folder"),
     ],
 )
 def test_bad_option_is_one_line(
@@ -100,3 +200,56 @@ def test_bad_option_is_one_line(
     config.write_text(json.dumps({"port": 70001}))
     assert main([word.format(artifact=artifact_folder, config=config) for word in arguments]) == 2
     assert message in one_error_line(capsys)
+
+
+def test_workers_share_ports_come_back_reload_and_drain(tmp_path: Path) -> None:
+    replace_artifact(tmp_path, "one")
+    with running(tmp_path, tmp_path / "current", "--workers=2") as server:
+        port, http_port = server.ports()
+        assert version(port) == "one"
+        first = server.workers()
+        assert len(first) == 2
+        os.kill(first[0], signal.SIGKILL)
+        server.wait_for(lambda: len(set(server.workers()) - set(first)) == 1 and len(server.workers()) == 2)
+        for _ in range(10):
+            assert version(port) == "one"
+        # Two, their supervisor, the one that came later.
+        server.wait_for(lambda: server.log.count("ready on") >= 4)
+        text = get(http_port, "/metrics")[1]
+        answers = re.findall(r'tailcast_requests_total{.*code="OK".*} ([\d.]+)', text)
+        # The count of all workers together, the dead one's included.
+        assert sum(map(float, answers)) == 11
+        replace_artifact(tmp_path, "two")
+        server.process.send_signal(signal.SIGHUP)
+        server.wait_for(lambda: num_replaced(server) == 2)
+        assert {version(port) for _ in range(8)} == {"two"}
+        assert server.stop() == 0
+        assert "Traceback" not in server.log
+        assert not server.port_file.exists()
+
+
+def test_workers_end_with_their_supervisor(tmp_path: Path) -> None:
+    with running(tmp_path, write_artifact(tmp_path / "a"), "--workers=2") as server:
+        server.ports()
+        workers = [psutil.Process(pid) for pid in server.workers()]
+        server.process.kill()
+    assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
+
+
+def test_workers_that_cannot_start_end_the_command(tmp_path: Path) -> None:
+    with running(tmp_path, tmp_path / "nothing", "--workers=2") as server:
+        assert server.process.wait(timeout=PATIENCE_S) == 2
+        assert "existing artifact folder" in server.log
+
+
+def test_a_new_version_is_found_by_looking(tmp_path: Path) -> None:
+    replace_artifact(tmp_path, "one")
+    with running(tmp_path, tmp_path / "current", "--reload_poll_s=0.05", "--log_format=json") as server:
+        port, _ = server.ports()
+        assert version(port) == "one"
+        replace_artifact(tmp_path, "two")
+        server.wait_for(lambda: num_replaced(server) == 1)
+        assert version(port) == "two"
+        assert server.stop() == 0
+        lines = [json.loads(line) for line in server.log.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set(lines[0])

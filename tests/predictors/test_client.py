@@ -1,8 +1,9 @@
-"""Our clients: asynchronous by calls and by a stream, blocking, and in process; against the service and scripted servers."""
+"""Our clients: asynchronous, blocking, and in process; against the service and scripted servers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import socket
 import subprocess
@@ -43,10 +44,83 @@ from tests.predictors.fakes import (
     without_numbers,
     write_artifact,
 )
-from tests.predictors.scripted import NOBODY, Scripted, answer, serving
 
 PROMPTS = ["name three rivers", "sea", "write a long essay about the sea", "a a a"]
-KINDS = ("calls", "stream", "blocking")
+KINDS = ("calls", "blocking")
+
+
+NOBODY = "127.0.0.1:1"  # a reserved port on which nothing listens
+
+
+def answer(request: pb.PredictRequest) -> pb.PredictResponse:
+    """A prediction that tells which prompt it is for: mu is the prompt's length."""
+    return pb.PredictResponse(
+        request_id=request.request_id,
+        mu=float(len(request.prompt)),
+        sigma=0.5,
+        nu=3.5,
+        artifact_id="scripted",
+    )
+
+
+class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
+    """Fails the first calls with a status, then answers.
+
+    Args:
+        code: Status of the failures.
+        num_failures: How many calls fail.
+
+    Attributes:
+        calls: The prompts of each call so far.
+        gate: Answers wait until it is set.
+    """
+
+    def __init__(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0) -> None:
+        self.code = code
+        self.num_failures = num_failures
+        self.calls: list[list[str]] = []
+        self.metadata: list[dict[str, str]] = []
+        self.num_under_way = 0
+        self.num_calls_by_peer: dict[str, int] = {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def Predict(self, request: pb.PredictRequest, context: Any) -> pb.PredictResponse:
+        await self._begin([request], context)
+        return answer(request)
+
+    async def PredictBatch(self, request: pb.PredictBatchRequest, context: Any) -> pb.PredictBatchResponse:
+        await self._begin(list(request.requests), context)
+        return pb.PredictBatchResponse(
+            outcomes=[pb.Outcome(prediction=answer(one)) for one in request.requests]
+        )
+
+    async def _begin(self, requests: list[pb.PredictRequest], context: Any) -> None:
+        self.calls.append([request.prompt for request in requests])
+        self.metadata.append({str(key): str(value) for key, value in context.invocation_metadata()})
+        peer = context.peer()
+        self.num_calls_by_peer[peer] = self.num_calls_by_peer.get(peer, 0) + 1
+        number = len(self.calls)
+        if number <= self.num_failures:
+            await context.abort(self.code, "not now")
+        self.num_under_way += 1
+        try:
+            await self.gate.wait()
+        finally:
+            self.num_under_way -= 1
+
+
+@contextlib.asynccontextmanager
+async def serving(servicer: predictor_v1_pb2_grpc.PredictorServicer, port: int = 0) -> AsyncIterator[str]:
+    """A server on a loopback port, and its address."""
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    predictor_v1_pb2_grpc.add_PredictorServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    bound = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{bound}"
+    finally:
+        await server.stop(None)
 
 
 def requests(prompts: list[str] = PROMPTS, **options: Any) -> list[PredictionRequest]:
@@ -62,7 +136,7 @@ class Client:
         elif kind == "blocking":
             self.client = SyncPredictor(address, ClientSettings(**settings))
         else:
-            self.client = GrpcPredictor(address, ClientSettings(transport=kind, **settings))
+            self.client = GrpcPredictor(address, ClientSettings(**settings))
 
     async def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if isinstance(self.client, SyncPredictor):
@@ -145,7 +219,7 @@ async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: P
 
 
 async def test_scheduler_finds_the_clients_by_url(address: str, artifact_folder: Path) -> None:
-    for url in (f"grpc://{address}", f"local://{artifact_folder}"):
+    for url in (f"grpc://{address}", str(artifact_folder)):
         predictor = open_predictor(url)
         assert isinstance(predictor, Predictor)
         [prediction] = await predictor.predict(requests(["sea"]))
@@ -334,7 +408,6 @@ def test_bad_client_settings_are_named() -> None:
     settings = {
         "timeout_s": 0.0,
         "num_connections": 0,
-        "transport": "pigeon",
         "max_attempts": 6,
         "token": "\n",
     }
@@ -356,7 +429,9 @@ async def test_in_process_a_full_queue_and_a_passed_deadline_are_told(artifact_f
 
 
 async def test_missing_artifact_is_an_input_error_and_closing_it_is_harmless(tmp_path: Path) -> None:
-    async with load(str(tmp_path / "none")) as predictor:
+    with pytest.raises(InputError, match="pretrained, an artifact folder, or grpc://HOST:PORT"):
+        load(str(tmp_path / "none"))
+    async with InProcessPredictor(tmp_path / "none") as predictor:
         assert await predictor.predict([]) == []
         with pytest.raises(InputError, match="artifact"):
             await predictor.predict(requests())
@@ -381,65 +456,7 @@ def test_client_imports_without_what_only_the_service_needs() -> None:
     code = (
         "import sys; blocked = ('torch', 'pydantic', 'onnxruntime', 'tokenizers', 'grpc_health', 'jsonargparse')\n"
         "for name in blocked: sys.modules[name] = None\n"
-        "import predictors.client as c; c.connect('127.0.0.1:1'); c.SyncPredictor('127.0.0.1:1'); c.load('x')\n"
+        "import predictors.client as c; c.connect('127.0.0.1:1'); c.SyncPredictor('127.0.0.1:1'); c.load('.')\n"
         "assert not any(name.startswith(('predictors.service', 'predictors.runtime')) for name in sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-class Streaming(predictor_v1_pb2_grpc.PredictorServicer):
-    """Ends the first streams with a code, or just so, after `num_answers` answers each, or goes silent; then goes on."""
-
-    def __init__(
-        self,
-        num_broken: int,
-        num_answers: int = 0,
-        code: grpc.StatusCode | None = None,
-        *,
-        silent: bool = False,
-    ) -> None:
-        self.num_broken = num_broken
-        self.num_answers = num_answers
-        self.code = code
-        self.silent = silent
-        self.num_streams = 0
-
-    async def PredictStream(
-        self, requests: AsyncIterator[pb.PredictRequest], context: Any
-    ) -> AsyncIterator[pb.Outcome]:
-        self.num_streams += 1
-        is_broken = self.num_streams <= self.num_broken
-        num_answers = 0
-        async for request in requests:
-            if is_broken and num_answers == self.num_answers:
-                if self.silent:
-                    await asyncio.Event().wait()
-                if self.code is not None:
-                    await context.abort(self.code, "not now")
-                return
-            num_answers += 1
-            yield pb.Outcome(prediction=answer(request))
-
-
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, None])
-async def test_a_broken_stream_fails_what_was_in_flight_and_the_next_call_opens_another(
-    code: grpc.StatusCode | None,
-) -> None:
-    servicer = Streaming(1, 3, code)
-    async with serving(servicer) as address, Client("stream", address) as client:
-        assert (await client.error(requests(["x" * (i + 1) for i in range(20)]))).code == "UNAVAILABLE"
-        assert await client.mus(requests(["river"])) == [5.0]
-    assert servicer.num_streams == 2
-    refusing = Streaming(9, 0, grpc.StatusCode.UNAUTHENTICATED)
-    async with serving(refusing) as address, Client("stream", address) as client:
-        assert "UNAUTHENTICATED: not now" in str(await client.error(requests(["sea"])))
-
-
-async def test_close_ends_requests_on_their_way() -> None:
-    servicer = Streaming(1, silent=True)
-    async with serving(servicer) as address:
-        async with Client("stream", address) as client:
-            calls = [asyncio.ensure_future(client.error(requests([prompt]))) for prompt in ("sea", "river")]
-            await until(lambda: servicer.num_streams == 1)
-        for call in calls:
-            assert "the client was closed" in str(await call)

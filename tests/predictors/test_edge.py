@@ -6,30 +6,13 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
-from predictors.edge import _json_formatter, redacted_traceback, set_up_logs
+from predictors.edge import _json_formatter, redacted_traceback
 from scheduler_core.errors import TailcastError
 
 CANARY = "canary-4711"
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """What a protected handler of the root logger writes."""
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    root = logging.getLogger()
-    root.addHandler(handler)
-    own = [one for one in root.handlers if one is not handler]
-    filters = [list(one.filters) for one in own]
-    set_up_logs("text")
-    yield stream
-    root.removeHandler(handler)
-    for one, before in zip(own, filters, strict=True):
-        one.filters[:] = before
 
 
 def chained() -> Exception:

@@ -1,12 +1,10 @@
-"""The edge of an HTTP port: half-sent requests end, bodies are decompressed in bounds, error pages quote nothing."""
+"""The edge of an HTTP port: half-sent requests end, compressed bodies are refused, error pages quote nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
 import logging
-import zlib
 from collections.abc import AsyncIterator
 
 import pytest
@@ -113,30 +111,10 @@ async def test_an_idle_connection_stays_open() -> None:
         writer.close()
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, lambda data: zlib.compress(data)[2:-4]])
-@pytest.mark.parametrize("body", [b"", b"sea", b"sea " * (MAX_BYTES // 4)])
-async def test_compressed_bodies(port: int, pack: object, body: bytes) -> None:
-    assert callable(pack)
-    name = b"gzip" if pack is gzip.compress else b"deflate"
-    assert await status_and_body(port, whole(pack(body), b"Content-Encoding: " + name)) == (200, body)
-
-
-@pytest.mark.parametrize(
-    ("encoding", "body", "status"),
-    [
-        (b"gzip", gzip.compress(bytes(MAX_BYTES + 1)), 413),
-        (b"deflate", zlib.compress(bytes(64 * MAX_BYTES)), 413),
-        (b"gzip", gzip.compress(b"sea")[:-1], 400),
-        (b"gzip", gzip.compress(b"sea") + b"more", 400),
-        (b"gzip", CANARY, 400),
-        (b"br", CANARY, 415),
-        (b"\xff" + CANARY, CANARY, 415),
-    ],
-    ids=range(7),
-)
-async def test_bodies_that_cannot_be_read(port: int, encoding: bytes, body: bytes, status: int) -> None:
-    found, page = await status_and_body(port, whole(body, b"Content-Encoding: " + encoding))
-    assert found == status
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate", b"br", b"\xff" + CANARY])
+async def test_compressed_bodies_are_refused_unread(port: int, encoding: bytes) -> None:
+    status, page = await status_and_body(port, whole(CANARY, b"Content-Encoding: " + encoding))
+    assert status == 415
     assert CANARY not in page
 
 

@@ -40,6 +40,7 @@ ORDERS = {
     "tie-deberta": Order("length", "tie"),
     "minilm-cpu": Order("length", "tie"),
     "minilm-quickstart": Order("length", "tie"),
+    "minilm-logs": Order("length", "tie"),
     "ssjf-bert": Order("point", "ssjf"),
     "s3-distilbert-buckets": Order("bucket", "s3", {"reserve": 0}),
     "ltr-opt125m-listmle": Order("rank", "ltr"),
@@ -100,7 +101,7 @@ async def test_the_head_of_a_recipe_orders_requests(served: tuple[Order, Path]) 
     model = SERVED_MODEL if runtime.artifact.manifest.served_models else ""
     async with running_server(runtime) as (_, address):
         remote = await asyncio.to_thread(fetch_predictions, TRACE, f"grpc://{address}", served_model=model)
-    local = await asyncio.to_thread(fetch_predictions, TRACE, f"local://{folder}", served_model=model)
+    local = await asyncio.to_thread(fetch_predictions, TRACE, str(folder), served_model=model)
     for predictions in (remote, local):
         assert predictions.num_failed == 0, predictions.errors
         assert all(getattr(prediction, order.head) is not None for prediction in predictions.by_id.values())

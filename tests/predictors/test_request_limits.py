@@ -51,10 +51,9 @@ async def test_what_stands_in_a_text_is_no_value_and_reading_it_lets_others_in()
     assert num_turns > 20
 
 
-@pytest.mark.parametrize("number", ["7" * 21, "-" + "7" * 5000])
-async def test_integers_of_many_digits_are_not_converted(number: str) -> None:
-    with pytest.raises(UnparsableError, match=f"an integer of {len(number)} characters"):
-        await json_object(f'{{"max_tokens": {number}}}'.encode())
+async def test_integers_of_many_digits_are_not_converted() -> None:
+    with pytest.raises(UnparsableError, match="value has 5000 digits"):
+        await json_object(b'{"max_tokens": -%s}' % (b"7" * 5000))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_json_may_be_that_of_protobuf(content: dict[str, Any], expected: pb.Pred
         ({"messages": [{"role": "user"}] * 4097}, "4097 messages; at most 4096"),
         ({"messages": {}}, "messages is a list, not dict"),
         ({"messages": [{"role": "user", "name": "x"}]}, "an object with role and content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of a message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content: got "),
         ({"promt": "sea"}, 'has no field named "promt"'),
     ],
 )

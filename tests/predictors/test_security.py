@@ -55,9 +55,7 @@ def client_files(pki: Path, authority: str, name: str | None) -> TlsSettings:
 
 async def median_log(client: str, address: str, tls: TlsSettings | None) -> float:
     """The predicted mu of `REQUEST` by one of our clients."""
-    settings = ClientSettings(
-        tls=tls, transport="stream" if client == "stream" else "calls", max_attempts=1, timeout_s=60.0
-    )
+    settings = ClientSettings(tls=tls, max_attempts=1, timeout_s=60.0)
     if client == "blocking":
         with SyncPredictor(address, settings) as blocking:
             [response] = await asyncio.to_thread(blocking.responses, [REQUEST])
@@ -101,7 +99,7 @@ async def test_certificates_decide_who_is_let_in(artifact_folder: Path, pki: Pat
             (None, None, False),
         ):
             tls = None if authority is None else client_files(pki, authority, certificate)
-            for client in ("calls", "stream", "blocking"):
+            for client in ("calls", "blocking"):
                 if is_accepted:
                     mu = await median_log(client, address, tls)
                     assert mu == pytest.approx(expected(REQUEST.prompt)[0], rel=1e-6)

@@ -31,6 +31,7 @@ from predictors.service.server import OIP_SERVICE, SERVICE, PredictionServer
 from predictors.tokenizer import TokenizedPrompt
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS
 from tests.predictors.fakes import (
     NU,
     GatedRuntime,
@@ -68,6 +69,10 @@ async def test_predict_gives_the_artifacts_own_numbers(stub: Any, artifact_folde
     assert response.artifact_version == manifest.artifact_version
     assert (response.prompt_tokens, response.truncated) == (5, False)
     assert not response.HasField("truncated_length")
+    lengths = LogT(response.mu, response.sigma, response.nu)
+    assert response.median_tokens == pytest.approx(math.exp(response.mu))
+    assert response.p90_tokens == pytest.approx(float(lengths.ppf(0.9)))
+    assert response.expected_tokens == pytest.approx(float(lengths.expected(DEFAULT_MAX_TOKENS)))
     assert response.durations.inference_ns > 0
     assert response.durations.tokenize_ns > 0
     assert response.durations.batch_size == 1
@@ -79,6 +84,9 @@ async def test_max_tokens_adds_the_numbers_of_the_truncated_length(
 ) -> None:
     response = await stub.Predict(pb.PredictRequest(prompt="sea", max_tokens=300, **options))
     levels = options.get("quantile_levels", [0.5, 0.9, 0.99])
+    assert response.expected_tokens == response.truncated_length.expected_tokens
+    assert response.median_tokens == pytest.approx(math.exp(response.mu))
+    assert response.p90_tokens <= 300
     assert response.truncated_length == truncated_length(
         *(response.mu, response.sigma, response.nu),
         max_tokens=300,

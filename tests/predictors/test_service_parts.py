@@ -18,9 +18,8 @@ from predictors.service.artifacts import ArtifactTable
 from predictors.service.batcher import BatchingSettings
 from predictors.service.errors import BatchError, ClosedError
 from predictors.service.messages import CheckedRequest
-from predictors.service.metrics import WorkerMetricFiles
+from predictors.service.metrics import DIRECTORY_VARIABLE, forget_worker
 from predictors.service.pipeline import MAX_INLINE_CHARS, ServiceThreads, worker_cores
-from scheduler_core.errors import TailcastError
 from tests.predictors.fakes import GatedRuntime, failure, server_and_stub, until
 
 
@@ -124,49 +123,26 @@ async def test_metrics_tell_queue_batches_and_padding(artifact_folder: Path) -> 
 
 
 WORKER = """
-import sys, grpc
+import sys
 from predictors.service.metrics import ArtifactMetrics, ServiceMetrics, count_as_worker
-from predictors.service.pipeline import PipelineResult
 count_as_worker(int(sys.argv[1]))
 server = ServiceMetrics()
-for name in sys.argv[2:]:
-    metrics = ArtifactMetrics(server, name)
-    metrics.loaded("v1", "CPUExecutionProvider", None)
-    metrics.queue_length.inc()
-    for method in ("Predict", "PredictBatch", "PredictStream", "HTTP Predict", "ModelInfer"):
-        for code in grpc.StatusCode:
-            metrics.request(method, code.name, 0.1, PipelineResult(None, 1, False, 0.1, 0.1, 0.1, 1))
-    metrics.batch([3], 0.1)
-    metrics.failed_batches.inc()
-    metrics.cache(True), metrics.cache(False)
-    metrics.reload(True), metrics.reload(False)
+metrics = ArtifactMetrics(server, "tiny")
+metrics.queue_length.inc()
+metrics.failed_batches.inc()
 print(server.exposition().decode())
 """
 
 
-def test_metrics_of_workers_stay_within_the_space_that_was_taken_for_them(tmp_path: Path) -> None:
-    names = ["a" * 64, "b" * 64]
-    files = WorkerMetricFiles(tmp_path, num_workers=2, num_artifacts=2)
-    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
-    assert len(sizes) == 8
-    assert all(file.stat().st_blocks * 512 >= sizes[file.name] for file in tmp_path.iterdir())
-
+def test_counts_of_a_worker_that_has_ended_stay_and_its_gauges_go(tmp_path: Path) -> None:
     def exposition(worker: int) -> str:
-        command = [sys.executable, "-c", WORKER, str(worker), *names]
-        environment = os.environ | files.environment
+        environment = os.environ | {DIRECTORY_VARIABLE: str(tmp_path)}
+        command = [sys.executable, "-c", WORKER, str(worker)]
         return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     exposition(0)
-    files.reset_live(0)
+    forget_worker(0, str(tmp_path))
     exposition(0)  # the second process of the same worker
     text = exposition(1)
-    assert f'tailcast_failed_batches_total{{artifact="{names[0]}"}} 3.0' in text
-    assert f'tailcast_queue_length{{artifact="{names[1]}"}} 2.0' in text  # without the process that has ended
-    assert {file.name: file.stat().st_size for file in tmp_path.iterdir()} == sizes
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device without space")
-def test_no_space_for_the_metrics_of_workers_is_an_error_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "histogram_1.db").symlink_to("/dev/full")
-    with pytest.raises(TailcastError, match=r"metrics of 2 workers need 400 KiB.*No space left"):
-        WorkerMetricFiles(tmp_path, num_workers=2, num_artifacts=1)
+    assert 'tailcast_failed_batches_total{artifact="tiny"} 3.0' in text
+    assert 'tailcast_queue_length{artifact="tiny"} 2.0' in text

@@ -10,7 +10,6 @@ import grpc
 import pytest
 
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from predictors.service.grpc_methods import MAX_STREAM_REQUESTS
 from tests.predictors.fakes import GatedRuntime, failure, server_and_stub, settle, until
@@ -90,21 +89,6 @@ async def test_client_that_hangs_up_leaves_nothing_behind(runtime: GatedRuntime)
         runtime.gate.set()
         assert (await stub.Predict(request(0))).mu > 0
     assert len(runtime.batches) == 2  # the one that ran, and the last
-
-
-async def test_too_many_streams_are_refused(artifact_folder: Path) -> None:
-    async with server_and_stub(open_runtime(artifact_folder), max_streams=1) as (_, stub):
-        first = stub.PredictStream()
-        await first.write(request(0))
-        await first.read()
-        refusal = await failure(stub.PredictStream().read())
-        assert refusal.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        await first.done_writing()
-        assert await first.read() is EOF
-        third = stub.PredictStream()
-        await third.write(request(1))
-        assert (await third.read()).prediction.request_id == "1"
-        await third.done_writing()
 
 
 async def test_draining_answers_what_was_read_and_ends_the_stream(runtime: GatedRuntime) -> None:

@@ -18,7 +18,7 @@ from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
 from predictors.service import tracing
 from scheduler_core.errors import MissingExtraError
 from tests.predictors.fakes import write_artifact
-from tests.predictors.test_workers import PATIENCE_S, get, running
+from tests.predictors.test_cli import PATIENCE_S, get, running
 
 service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")

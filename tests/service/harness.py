@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import helper, numpy_helper
+import onnx.parser
+from onnx import numpy_helper
 
 from benchmarks.serving.processes import ROOT, Process, free_port, running
 from predictors.artifact import open_artifact, write_manifest
@@ -45,16 +46,14 @@ def write_costly_artifact(folder: Path, *, layers: int = 24, width: int = 512) -
     }
     [identity] = [node for node in model.graph.node if list(node.output) == ["mu"]]
     identity.output[0] = "cheap_mu"
-    nodes = [helper.make_node("MatMul", ["embedded", "widen"], ["layer_0"])]
+    nodes = ["layer_0 = MatMul (embedded, widen)"]
     for layer in range(layers):
-        nodes.append(helper.make_node("MatMul", [f"layer_{layer}", "square"], [f"product_{layer}"]))
-        nodes.append(helper.make_node("Tanh", [f"product_{layer}"], [f"layer_{layer + 1}"]))
-    nodes += [
-        helper.make_node("MatMul", [f"layer_{layers}", "nothing"], ["column"]),
-        helper.make_node("ReduceSum", ["column", "nothing_of"], ["zero"], keepdims=0),
-        helper.make_node("Add", ["cheap_mu", "zero"], ["mu"]),
-    ]
-    model.graph.node.extend(nodes)
+        nodes.append(f"product_{layer} = MatMul (layer_{layer}, square)")
+        nodes.append(f"layer_{layer + 1} = Tanh (product_{layer})")
+    nodes.append(f"column = MatMul (layer_{layers}, nothing)")
+    nodes.append("zero = ReduceSum <keepdims = 0> (column, nothing_of)")
+    nodes.append("mu = Add (cheap_mu, zero)")
+    model.graph.node.extend(map(onnx.parser.parse_node, nodes))
     model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in weights.items())
     onnx.save(model, folder / MODEL)
     write_manifest(folder, manifest)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import http.client
 import socket
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,16 +256,7 @@ HEADER_VALUES = st.binary(max_size=20).map(lambda value: value.translate(None, b
     ]
 )
 SEA = b'{"prompt": "sea"}'
-BODIES = [
-    SEA,
-    b"",
-    b"\xff",
-    b"\xef\xbb\xbf" + SEA,
-    SEA.decode().encode("utf-16"),
-    gzip.compress(SEA),
-    zlib.compress(SEA),
-]
-BODIES += [zlib.compress(SEA)[2:-4], gzip.compress(SEA)[:-3], gzip.compress(b"{}") + b"more"]
+BODIES = [SEA, b"", b"\xff", b"\xef\xbb\xbf" + SEA, SEA.decode().encode("utf-16"), gzip.compress(SEA)]
 
 
 @fuzzed

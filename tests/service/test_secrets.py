@@ -15,7 +15,7 @@ import pytest
 from predictors.edge import RequestDataFilter
 from predictors.proto import predictor_v1_pb2 as pb
 from tests.predictors.fakes import GatedRuntime, failure, running_server
-from tests.predictors.test_workers import PATIENCE_S, running
+from tests.predictors.test_cli import PATIENCE_S, running
 
 CANARY = "canary-4711"
 PREDICT = "/tailcast.predictor.v1.Predictor/Predict"

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 BAD_OPTIONS = {
-    "": "ENGINE_URL: missing",
+    "": "missing: ENGINE_URL",
     "ftp://x": "engine_url: got 'ftp://x'; allowed: http://HOST:PORT",
     "URL --policy best": "policy: got 'best'",
     "URL --policy no.such:Policy": "policy: got 'no.such:Policy'",
@@ -30,12 +30,12 @@ BAD_OPTIONS = {
     "URL --policy s3": "policy s3 reserves KV memory, which the engine allocates itself",
     "URL --policy slai": "policy slai forms batches, which the engine forms itself",
     "URL --policy_parameters '{gamma: 2}'": "gamma: got 2",
-    "URL --predictor http://x": "predictor: got 'http://x'; allowed: grpc://HOST:PORT, or an artifact folder",
+    "URL --predictor http://x": "predictor: got 'http://x'; allowed: pretrained, an artifact folder, or grpc://HOST:PORT",
     "URL --predictor no/such/folder": "predictor: got 'no/such/folder'",
     "URL --shadow_predictor x": "shadow_predictor: got 'x'; allowed: only together with feedback",
     "URL --slo_ttft_ms '[1, 2]'": "slo_ttft_ms: got [1, 2]",
     "URL --deadline_s 0": "deadline_s: got 0.0; allowed: seconds > 0, at most 60",
-    "URL --lowest_priority 3 --highest_priority 1": "lowest_priority: got 3",
+    "URL --client_priority drop": "client_priority",
 }
 
 

@@ -18,10 +18,10 @@ import pytest
 from aiohttp import web
 
 from data_gen.cli_import_lengths import ImportLengthsConfig
+from data_gen.cli_import_lengths import main as import_command
 from data_gen.importers.feedback import feedback_records
 from data_gen.importers.import_lengths import import_lengths
 from predictors.proxy.feedback_log import FeedbackLog
-from predictors.proxy.responses import OutputCounter
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import expected, write_artifact
 from tests.predictors.proxy.fake_engine import (
@@ -33,7 +33,6 @@ from tests.predictors.proxy.fake_engine import (
     running_engine,
     running_proxy,
     stream_events,
-    streamed,
     until,
 )
 from training import cli_read_feedback as cli
@@ -85,22 +84,12 @@ async def test_lengths_come_back_and_the_client_sees_no_difference(
     assert rows[2]["temperature"] == 0.5
 
 
-@pytest.mark.parametrize(("counted_by", "length"), [("deltas", 4), ("tokenizer", 5)])
-async def test_without_counts_events_or_a_tokenizer_count(
-    counted_by: str, length: int, artifact_folder: Path, tmp_path: Path
-) -> None:
-    async def script(request: web.Request, body: bytes) -> web.StreamResponse:
-        return await streamed(request, stream_events(["name ", "three ", "rivers ", "sea"], None))
-
-    tokenizer = str(artifact_folder / "tokenizer.json") if counted_by == "tokenizer" else None
-    options: dict[str, Any] = {"feedback": str(tmp_path), "served_tokenizer": tokenizer}
-    async with running_engine(script) as fake, running_proxy(fake.url, **options) as proxy:
+async def test_without_counts_events_are_counted(tmp_path: Path) -> None:
+    async with running_engine() as fake, running_proxy(fake.url, feedback=str(tmp_path)) as proxy:
         assert (await proxy.post(chat("x", stream=True)))[0] == 200
         assert "stream_options" not in fake.bodies[0]
     [row] = records(tmp_path)
-    assert (row["counted_by"], row["output_tokens"]) == (counted_by, length)
-    with pytest.raises(InputError, match="served_tokenizer"):
-        OutputCounter(str(artifact_folder / "manifest.json"))
+    assert (row["counted_by"], row["output_tokens"]) == ("deltas", 3)
 
 
 async def test_a_hang_up_censors_and_broken_responses_are_no_lengths(tmp_path: Path) -> None:
@@ -247,6 +236,31 @@ def test_bad_lines_are_skipped_and_counted_by_all_readers(
     last = evaluated(path)
     # The copy of a record is an outcome too: a stream is not searched for what came before.
     assert (last["num_outcomes"], last["num_bad_lines"]) == (3, len(bad))
+
+
+def test_any_log_is_summarized_and_its_folder_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No predictor, no shadow predictor; one stream was counted by its events."""
+    lines = [record(output_tokens=tokens, served_model="a") for tokens in (10, 20, 60)]
+    lines += [record(output_tokens=9, counted_by="deltas"), record(finish_reason="length", served_model="b")]
+    segment = tmp_path / "log" / "feedback-1.jsonl"
+    segment.parent.mkdir()
+    segment.write_text("".join(json.dumps(line | {"prompt": "p"}) + "\n" for line in lines))
+    assert cli.main([str(segment.parent)]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["num_records"], summary["num_compared"], summary["shadow"]) == (5, 0, None)
+    assert summary["counted_by"]["deltas"] == 1
+    assert summary["finish_reasons"]["length"] == 1
+    assert summary["served_models"]["a"]["median_tokens"] == 20
+    out = tmp_path / "samples.parquet"
+    words = ["feedback", str(segment.parent), "--out", str(out), "--model", "m"]
+    assert import_command(words) == 0
+    assert json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"] == {
+        "stop": 3,
+        "length": 1,
+        "error": 1,
+    }
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""Bytes, breaks, cancellation and drain: the proxy is not there."""
+"""Bytes, in whatever pieces they come, breaks, cancellation and drain: the proxy is not there."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import itertools
 import json
 import socket
 from io import BytesIO
@@ -13,14 +14,18 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from yarl import URL
 
+from predictors.proxy.responses import EventStreamReader, JsonReader
 from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import (
     CHAT,
     PATIENCE_S,
     break_off,
     chat,
+    event,
     paused,
     plain,
     running_engine,
@@ -255,3 +260,58 @@ async def test_stop_answers_what_is_inside() -> None:
         wanted = b"".join(stream_events(["a", "b"], None))
         assert await asyncio.gather(*posts) == [(200, wanted)] * 2
         await stopping
+
+
+WORDS = st.lists(
+    st.one_of(
+        st.text(max_size=8),
+        st.sampled_from(
+            ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
+        ),
+    ),
+    max_size=8,
+)
+SPACES = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"])
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    """The bytes in pieces."""
+    ends = sorted({place % (len(data) + 1) for place in places} | {0, len(data)})
+    return [data[one:two] for one, two in itertools.pairwise(ends)]
+
+
+def passed(reader: EventStreamReader, pieces: list[bytes]) -> bytes:
+    return b"".join([reader.feed(piece) for piece in pieces]) + reader.end()
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 300), max_size=12))
+def test_any_bytes_pass_in_any_pieces(data: bytes, places: list[int]) -> None:
+    assert passed(EventStreamReader(hides_usage=True), cut(data, places)) == data
+
+
+@settings(max_examples=30)
+@given(WORDS, st.lists(st.integers(0, 4000), max_size=12), st.booleans(), st.integers(1, 999), SPACES)
+def test_counts_that_the_client_has_not_asked_for_leave_no_trace(
+    words: list[str], places: list[int], null_usage: bool, usage: int, ends: bytes
+) -> None:
+    wanted = b"".join(stream_events(words, None, null_usage=null_usage)).replace(b"\n\n", ends)
+    told = b"".join(stream_events(words, usage, null_usage=null_usage)).replace(b"\n\n", ends)
+    reader = EventStreamReader(hides_usage=True)
+    assert passed(reader, cut(told, places)) == wanted
+    stats = reader.stats
+    assert (stats.output_tokens, stats.prompt_tokens, stats.finish_reason) == (usage, 3, "stop")
+    assert stats.num_deltas == sum(map(bool, words))
+    assert (stats.first_s is None) is (stats.num_deltas == 0)
+
+
+def test_an_error_with_counts_stays() -> None:
+    told = event({"choices": [], "usage": {"completion_tokens": 1}, "error": {"message": "x"}})
+    assert passed(EventStreamReader(hides_usage=True), [told]) == told
+
+
+def test_odd_completions_have_no_length() -> None:
+    for odd in (b"", b"[]", b'{"choices": 3}', b'{"choices":[{}],"usage":{"completion_tokens":true}}'):
+        reader = JsonReader()
+        reader.feed(odd)
+        assert reader.end() == b""
+        assert reader.stats.output_tokens is None
