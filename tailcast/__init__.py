@@ -1,1 +1,65 @@
-"""Commands that combine packages which do not import each other."""
+"""Output lengths of LLM requests before the first token, and scheduling with them.
+
+    import tailcast
+
+    length = tailcast.predict("Write a haiku about rivers.", max_tokens=512)
+    length.median, length.quantile(0.9), length.expected_tokens, length.probability_longer_than(100)
+
+Importing this package imports nothing else; every name is imported when it is first used. `LogT`, `Scheduler`, `simulate`
+and `read_trace` need numpy alone; `predict` and `load` the extra `predict`, `connect` the extra `client`, `fit` the extra
+`train`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from scheduler_core.lengths import LogT
+    from scheduler_core.scheduler import Scheduler
+    from scheduler_core.simulator.trace import load_trace as read_trace
+    from tailcast.fitting import fit
+    from tailcast.output_length import OutputLength
+    from tailcast.prediction import LengthPredictor, connect, load, predict
+    from tailcast.simulation import simulate
+
+#: Name -> module and attribute.
+_LOCATIONS = {
+    "LengthPredictor": "tailcast.prediction:LengthPredictor",
+    "LogT": "scheduler_core.lengths:LogT",
+    "OutputLength": "tailcast.output_length:OutputLength",
+    "Scheduler": "scheduler_core.scheduler:Scheduler",
+    "connect": "tailcast.prediction:connect",
+    "fit": "tailcast.fitting:fit",
+    "load": "tailcast.prediction:load",
+    "predict": "tailcast.prediction:predict",
+    "read_trace": "scheduler_core.simulator.trace:load_trace",
+    "simulate": "tailcast.simulation:simulate",
+}
+
+__all__ = [
+    "LengthPredictor",
+    "LogT",
+    "OutputLength",
+    "Scheduler",
+    "connect",
+    "fit",
+    "load",
+    "predict",
+    "read_trace",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LOCATIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _LOCATIONS[name].partition(":")
+    value = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""`python -m tailcast`: the command `tailcast`."""
+
+from tailcast.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,53 @@
+"""A log-t distribution fitted to output lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler_core.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from scheduler_core.lengths import LogT
+
+
+def fit(output_tokens: ArrayLike, *, finished: Sequence[bool] | None = None, nu: float | None = 3.5) -> LogT:
+    """The log-t distribution of maximum likelihood; needs the extra `train`. `fit-dist` does so for many prompts.
+
+    Args:
+        output_tokens: Lengths [N] of samples of one prompt (or of whatever has one distribution), integers >= 1.
+        finished: Whether each output ended by itself [N]; False: it was truncated at its max_tokens and counts as at
+            least as long. None: all.
+        nu: Degrees of freedom; None: estimated too, inf: the log-normal.
+
+    Raises:
+        InputError: A length is not an integer >= 1, there are fewer than 3 or all are truncated, or `nu` is not > 0.
+        MissingExtraError: The extra is not installed.
+    """
+    from scheduler_core.lengths import LogT
+
+    try:
+        from training.fitting.estimate import MIN_SAMPLES, SortedLengths, estimate, family_of
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "a package", "train") from error
+    lengths = np.asarray(output_tokens)
+    ended = (
+        np.ones(lengths.shape, dtype=np.bool_) if finished is None else np.asarray(finished, dtype=np.bool_)
+    )
+    if lengths.ndim != 1 or len(lengths) < MIN_SAMPLES:
+        raise InputError(
+            "output_tokens", f"shape {lengths.shape}", f"at least {MIN_SAMPLES} lengths, shape [N]"
+        )
+    if lengths.dtype.kind not in "iu" or lengths.min() < 1:
+        raise InputError("output_tokens", lengths.min().item(), "integers >= 1")
+    if ended.shape != lengths.shape:
+        raise InputError("finished", f"shape {ended.shape}", f"shape {lengths.shape}, that of output_tokens")
+    if not ended.any():
+        raise InputError("finished", "no output that ended by itself", "at least one")
+    sample = SortedLengths.of(lengths, ended, np.array([0, len(lengths)]))
+    solution = estimate(sample, family_of("log-t", nu)).solution
+    return LogT(float(solution.m[0]), float(np.exp(solution.s[0])), float(solution.nu[0]))

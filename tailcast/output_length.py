@@ -1,0 +1,118 @@
+"""The predicted output length of one prompt, for people: numbers, a chart, a figure."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from scheduler_core.errors import InputError
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+
+_NUM_BARS = 8
+_BAR_CHARS = 32
+#: Levels between which the chart has bars of their own; the rest is in the first and the last one.
+_CHART_LEVELS = (0.02, 0.98)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLength:
+    """Predicted distribution of min(X, max_tokens), the output length of a prompt in tokens.
+
+    Attributes:
+        prediction: Parameters of the log-t distribution of X, and the artifact they come from.
+        max_tokens: Limit of the output, >= 1. The expectation needs one: without a finite limit it is infinite.
+    """
+
+    prediction: LengthPrediction
+    max_tokens: int = DEFAULT_MAX_TOKENS
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_tokens < math.inf:
+            raise InputError("max_tokens", self.max_tokens, "an integer >= 1")
+
+    @property
+    def median(self) -> float:
+        """The length that is exceeded with probability 1/2, in tokens."""
+        return self.quantile(0.5)
+
+    @property
+    def expected_tokens(self) -> float:
+        """Mean length in tokens."""
+        return float(self.prediction.distribution().expected(self.max_tokens))
+
+    def quantile(self, level: float) -> float:
+        """The length that is exceeded with probability 1 - level, in tokens; InputError unless 0 <= level <= 1."""
+        return min(float(self.prediction.distribution().ppf(level)), float(self.max_tokens))
+
+    def probability_longer_than(self, tokens: float) -> float:
+        """Probability of more than so many tokens; 0 from max_tokens on."""
+        return float(self.prediction.distribution().sf(tokens)) if tokens < self.max_tokens else 0.0
+
+    def plot(self) -> Any:
+        """A figure of the density with median and 90 % quantile, as `matplotlib.figure.Figure`.
+
+        Raises:
+            MissingExtraError: matplotlib is not installed.
+        """
+        from scheduler_core.report.plotting import COLORS, new_figure
+
+        figure, [axis] = new_figure(6.0, 3.0)
+        distribution = self.prediction.distribution()
+        low, high = (float(distribution.ppf(level)) for level in (0.005, 0.995))
+        tokens = np.geomspace(max(low, 1e-3), max(min(high, self.max_tokens), 2 * low), 400)
+        axis.plot(tokens, distribution.pdf(tokens) * tokens, color=COLORS[0])
+        for level, name, dash in ((0.5, "median", "-"), (0.9, "90 %", "--")):
+            value = self.quantile(level)
+            axis.axvline(value, color=COLORS[1], linestyle=dash, label=f"{name}: {value:.0f}")
+        axis.set_xscale("log")
+        axis.set_xlabel("output tokens")
+        axis.set_ylabel("density of ln tokens")
+        axis.legend(frameon=False)
+        return figure
+
+    def bins(self) -> list[tuple[str, float]]:
+        """Ranges of lengths, ascending, as text with their probabilities; their sum is 1."""
+        low, high = (max(1.0, self.quantile(level)) for level in _CHART_LEVELS)
+        edges = sorted({_rounded(edge) for edge in np.geomspace(low, high, _NUM_BARS + 1)[1:-1]})
+        edges = [edge for edge in edges if edge < self.max_tokens] or [max(1, self.max_tokens // 2)]
+        survival = [1.0, *map(self.probability_longer_than, edges), 0.0]
+        names = [
+            f"1 - {edges[0]}",
+            *(f"{first + 1} - {last}" for first, last in pairwise(edges)),
+            f"> {edges[-1]}",
+        ]
+        return [(name, start - end) for name, (start, end) in zip(names, pairwise(survival), strict=True)]
+
+    def __str__(self) -> str:
+        largest = max(probability for _, probability in self.bins())
+        bars = [
+            f"{name:>15} {'█' * round(_BAR_CHARS * probability / largest):<{_BAR_CHARS}} {probability:4.0%}"
+            for name, probability in self.bins()
+        ]
+        return "\n".join([self._summary(), *bars])
+
+    def _repr_html_(self) -> str:
+        largest = max(probability for _, probability in self.bins())
+        rows = [
+            f'<tr><td style="text-align:right">{html.escape(name)}</td><td style="text-align:left"><div style="background:'
+            f'#0072B2;height:0.8em;width:{200 * probability / largest:.0f}px"></div></td><td>{probability:.0%}</td></tr>'
+            for name, probability in self.bins()
+        ]
+        return f"<div>{html.escape(self._summary())}<table>{''.join(rows)}</table></div>"
+
+    def _summary(self) -> str:
+        numbers = (
+            f"median {self.median:.0f}, P90 {self.quantile(0.9):.0f}, expected {self.expected_tokens:.0f}"
+        )
+        truncated = float(self.prediction.distribution().sf(self.max_tokens))
+        return f"output tokens: {numbers} of at most {self.max_tokens} (reached with probability {truncated:.1%})"
+
+
+def _rounded(value: float) -> int:
+    """A number >= 1 to two significant digits."""
+    return int(round(value, min(0, 1 - math.floor(math.log10(value)))))

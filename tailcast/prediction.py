@@ -1,0 +1,202 @@
+"""Output lengths of prompts from Python, without an event loop: an artifact in this process, or a running service."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
+from tailcast.output_length import OutputLength
+
+if TYPE_CHECKING:
+    from predictors.client import ClientSettings, SyncPredictor
+    from predictors.runtime import ArtifactRuntime
+
+#: A text, or OpenAI's messages: role and content of each, the last one the user's.
+Prompt = str | Sequence[Mapping[str, object]]
+
+
+class LengthPredictor(ABC):
+    """A predictor of output lengths; `load` and `connect` make one. May be used as a context manager."""
+
+    #: Of a conversation all messages are the prompt, not the last one alone.
+    conversations = False
+
+    def predict(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int | None = None,
+        model: str | None = None,
+        temperature: float | None = None,
+    ) -> OutputLength:
+        """The output length of a prompt.
+
+        Args:
+            prompt: The text sent to the LLM, or a list of OpenAI's messages.
+            max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
+            model: Name of the LLM; None: unknown.
+            temperature: Its sampling temperature, >= 0; None: unknown.
+
+        Raises:
+            InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
+            TailcastError: The predictor fails or cannot be reached.
+        """
+        [prediction] = self.predictions([self.text(prompt)], [model], [temperature])
+        return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
+
+    def text(self, prompt: Prompt) -> str:
+        """The part of a prompt that the prediction is made from; InputError if there is none."""
+        from predictors.tokenizer import content_text, conversation_text
+
+        if isinstance(prompt, str):
+            text = prompt
+        else:
+            messages = (
+                [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, Sequence) else []
+            )
+            if not isinstance(prompt, Sequence) or len(messages) < len(prompt):
+                raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
+            turns = [(str(message.get("role")), content_text(message.get("content"))) for message in messages]
+            if not turns or turns[-1][0] != "user":
+                raise InputError(
+                    "messages", turns[-1][0] if turns else None, "a last message of the role user"
+                )
+            text = conversation_text(turns) if self.conversations else turns[-1][1]
+        if not text.strip():
+            raise InputError("prompt", text[:20], "a text that is not empty")
+        return text
+
+    @abstractmethod
+    def predictions(
+        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
+    ) -> list[LengthPrediction]:
+        """Predictions of N texts, each with its model and temperature; errors as of `predict`."""
+
+    def close(self) -> None:  # noqa: B027  # an artifact has nothing to close
+        """Closes connections."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _ArtifactPredictor(LengthPredictor):
+    """The artifact runs in the calling thread."""
+
+    def __init__(self, runtime: ArtifactRuntime) -> None:
+        manifest = runtime.artifact.manifest
+        if "length" not in manifest.heads:
+            allowed = f"an artifact with a length head; it has {', '.join(manifest.heads)}"
+            raise InputError("predictor", manifest.artifact_id, allowed)
+        self.conversations = manifest.conversations
+        self._runtime = runtime
+        self._artifact = (manifest.artifact_id, manifest.artifact_version)
+
+    def predictions(
+        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
+    ) -> list[LengthPrediction]:
+        from predictors.runtime import check_range
+
+        rows = self._runtime.predict(texts, models, temperatures).rows()
+        check_range(rows)
+        return [LengthPrediction(row.mu, row.sigma, row.nu, *self._artifact) for row in rows]  # type: ignore[arg-type]
+
+
+class _ServicePredictor(LengthPredictor):
+    """A `SyncPredictor` behind it; of a conversation the last message is sent."""
+
+    def __init__(self, client: SyncPredictor) -> None:
+        self._client = client
+
+    def predictions(
+        self, texts: Sequence[str], models: Sequence[str | None], temperatures: Sequence[float | None]
+    ) -> list[LengthPrediction]:
+        from scheduler_core.predictor import PredictionRequest
+
+        rows = zip(texts, models, temperatures, strict=True)
+        requests = [
+            PredictionRequest(str(number), text, DEFAULT_MAX_TOKENS, model or "", temperature)
+            for number, (text, model, temperature) in enumerate(rows)
+        ]
+        lengths = []
+        for prediction in self._client.predict(requests):
+            if prediction.length is None:
+                raise InputError(
+                    "predictor", self._client.address, "a service of an artifact with a length head"
+                )
+            lengths.append(prediction.length)
+        return lengths
+
+    def close(self) -> None:
+        self._client.close()
+
+
+def load(artifact: str | Path = "pretrained") -> LengthPredictor:
+    """A predictor that runs an artifact in this process; needs the extra `predict`.
+
+    Args:
+        artifact: "pretrained", the one that comes with tailcast; or an artifact folder.
+
+    Raises:
+        InputError: The artifact is missing or refused, or predicts no length.
+        MissingExtraError: The extra is not installed.
+    """
+    try:
+        from predictors.runtime import open_runtime
+
+        return _ArtifactPredictor(open_runtime(artifact))
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "a package", "predict") from error
+
+
+def connect(address: str, settings: ClientSettings | None = None) -> LengthPredictor:
+    """A client of a running `serve-predictor`, over gRPC; it connects at the first prediction. Needs the extra `client`.
+
+    Args:
+        address: "host:port", or with grpc:// before it.
+        settings: Deadline, retries, encryption, token.
+
+    Raises:
+        InputError: The address has another form.
+    """
+    from predictors.client import SyncPredictor
+
+    return _ServicePredictor(SyncPredictor(address.removeprefix("grpc://"), settings))
+
+
+def open_length_predictor(predictor: str) -> LengthPredictor:
+    """The predictor of a spelling: "pretrained", an artifact folder, or grpc://HOST:PORT."""
+    return connect(predictor) if predictor.startswith("grpc://") else load(predictor)
+
+
+_opened = lru_cache(maxsize=4)(open_length_predictor)
+
+
+def predict(
+    prompt: Prompt,
+    *,
+    max_tokens: int | None = None,
+    model: str | None = None,
+    temperature: float | None = None,
+    predictor: str = "pretrained",
+) -> OutputLength:
+    """The output length of a prompt, before its first token.
+
+    Args:
+        prompt: The text sent to the LLM, or a list of OpenAI's messages.
+        max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
+        model: Name of the LLM; None: unknown.
+        temperature: Its sampling temperature, >= 0; None: unknown.
+        predictor: "pretrained", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
+
+    Raises:
+        InputError, TailcastError: As of `load` or `connect`, and `LengthPredictor.predict`.
+    """
+    return _opened(predictor).predict(prompt, max_tokens=max_tokens, model=model, temperature=temperature)

@@ -1,0 +1,192 @@
+"""Predictions for a file of prompts, row by row: a row that cannot be used is counted, or stops the command."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.files import existing_file
+from scheduler_core.json_text import parse_json
+from scheduler_core.predictions import DEFAULT_MAX_TOKENS
+from scheduler_core.ranges import INTEGERS
+from scheduler_core.simulator.tables import check_table_path, columns_of, write_table
+from scheduler_core.table_files import file_rows
+from tailcast.output_length import OutputLength
+from training.progress import tracked
+
+if TYPE_CHECKING:
+    from tailcast.cli_predict import PredictConfig
+    from tailcast.prediction import LengthPredictor
+
+log = logging.getLogger(__name__)
+
+SCHEMA = "predictions/1"
+#: Columns with a request as the OpenAI API has it, of its Batch API and of logs.
+_NESTED = ("body", "request")
+_OF_REQUEST = ("prompt", "messages", "model", "max_tokens", "max_completion_tokens", "temperature")
+_NAMES = ("request_id", "custom_id")
+_BATCH_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptRow:
+    """One usable row: its number in the file as an editor counts, and what the predictor is asked with."""
+
+    number: int
+    request_id: str | None
+    text: str
+    model: str | None
+    max_tokens: int
+    temperature: float | None
+
+
+@dataclass(slots=True)
+class _BadRows:
+    """Rows that could not be used, by reason."""
+
+    stop: bool
+    name: str
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, number: int, error: TailcastError, reason: str | None = None) -> None:
+        """Counts a row by a reason (None: its error's field); raises its error if the command shall stop."""
+        if self.stop:
+            raise TailcastError(f"{self.name} row {number}: {error}") from error
+        if reason is None:
+            reason = error.field if isinstance(error, InputError) and error.allowed else str(error)
+        if reason not in self.counts:
+            log.warning("%s row %d skipped: %s", self.name, number, error)
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+    def add_line(self, number: int, error: InputError) -> None:
+        """Counts a line that is no row."""
+        self.add(number, error, "format")
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} for {reason}" for reason, count in self.counts.items()) or "none"
+
+
+def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
+    """Writes `config.out`, one row for each usable row of `config.data`.
+
+    Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens, expected_tokens (of
+    lengths truncated at max_tokens), artifact_id, artifact_version.
+
+    Raises:
+        InputError: A file cannot be read or written, or no row can be used.
+        TailcastError: A row cannot be used and `config.on_error` is stop, or the predictor cannot be reached.
+    """
+    assert config.data is not None
+    assert config.out is not None
+    file, target = existing_file(config.data, "data"), check_table_path(config.out, "out")
+    if target.is_file() and not config.overwrite:
+        raise InputError("out", config.out, "a new file; --overwrite true replaces this one")
+    bad = _BadRows(config.on_error == "stop", file.name)
+    rows = iter(tracked(_prompt_rows(file, predictor, config, bad), "predict", config.progress))
+    table: list[dict[str, Any]] = []
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        table += [_columns(row, length) for row, length in _predictions(predictor, batch, bad)]
+    if not table:
+        raise InputError("data", config.data, f"a file with usable rows (skipped: {bad})")
+    write_table(columns_of(table), target, SCHEMA, "out")
+    log.info("%s: %d predictions; rows skipped: %s", target, len(table), bad)
+
+
+def _prompt_rows(
+    file: Path, predictor: LengthPredictor, config: PredictConfig, bad: _BadRows
+) -> Iterator[_PromptRow]:
+    columns = (*_OF_REQUEST, *_NAMES, *_NESTED)
+    for number, values in file_rows(file, "data", columns, on_bad_row=bad.add_line):
+        try:
+            yield _prompt_row(number, values, predictor, config)
+        except InputError as error:
+            bad.add(number, error)
+
+
+def _prompt_row(
+    number: int, values: Mapping[str, Any], predictor: LengthPredictor, config: PredictConfig
+) -> _PromptRow:
+    inner = next((values[name] for name in _NESTED if isinstance(values.get(name), Mapping)), values)
+    request = {name: None if value == "" else value for name, value in inner.items()}  # empty cells
+    prompt: Any = request.get("prompt")
+    messages = request.get("messages")
+    if isinstance(messages, str):
+        try:
+            messages = parse_json(messages)
+        except ValueError as error:
+            raise InputError("messages", messages, f"a JSON list ({error})") from error
+    if prompt is None and messages is None:
+        raise InputError("prompt", None, "a text, or a column messages")
+    max_tokens = _number(request, ("max_completion_tokens", "max_tokens"), 1)
+    temperature = _number(request, ("temperature",), 0)
+    request_id = next((values[name] for name in _NAMES if values.get(name) is not None), None)
+    model = request.get("model")
+    if max_tokens is not None and (max_tokens != int(max_tokens) or max_tokens > INTEGERS):
+        raise InputError("max_tokens", max_tokens, "integers >= 1")
+    return _PromptRow(
+        number,
+        None if request_id is None else str(request_id),
+        predictor.text(prompt if messages is None else messages),
+        config.model if model is None else str(model),
+        int(max_tokens or config.max_tokens or DEFAULT_MAX_TOKENS),
+        config.temperature if temperature is None else temperature,
+    )
+
+
+def _number(request: Mapping[str, Any], names: tuple[str, ...], low: float) -> float | None:
+    """The first of the columns that has a value."""
+    name, value = next(((name, request[name]) for name in names if request.get(name) is not None), ("", None))
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not low <= number < math.inf:
+        raise InputError(name, value, f"numbers >= {low:g}")
+    return number
+
+
+def _predictions(
+    predictor: LengthPredictor, rows: list[_PromptRow], bad: _BadRows
+) -> Iterator[tuple[_PromptRow, OutputLength]]:
+    """Predictions of the rows that the predictor accepts; if it refuses a batch, one row at a time."""
+    try:
+        texts, models = [row.text for row in rows], [row.model for row in rows]
+        lengths = predictor.predictions(texts, models, [row.temperature for row in rows])
+    except TailcastError as error:
+        if getattr(error, "code", None) not in (None, "INVALID_ARGUMENT"):
+            raise  # the service, not a row
+        if len(rows) > 1:
+            for row in rows:
+                yield from _predictions(predictor, [row], bad)
+        else:
+            bad.add(rows[0].number, error)
+        return
+    for row, length in zip(rows, lengths, strict=True):
+        yield row, OutputLength(length, row.max_tokens)
+
+
+def _columns(row: _PromptRow, length: OutputLength) -> dict[str, Any]:
+    prediction = length.prediction
+    return {
+        "row": row.number,
+        "request_id": row.request_id,
+        "model": row.model,
+        "mu": prediction.mu,
+        "sigma": prediction.sigma,
+        "nu": prediction.nu,
+        "max_tokens": row.max_tokens,
+        "median_tokens": length.median,
+        "p90_tokens": length.quantile(0.9),
+        "p99_tokens": length.quantile(0.99),
+        "expected_tokens": length.expected_tokens,
+        "artifact_id": prediction.artifact_id,
+        "artifact_version": prediction.artifact_version,
+    }
