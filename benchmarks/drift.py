@@ -26,13 +26,17 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student_t
 
+from benchmarks.answers.files import implied_max_tokens
+from benchmarks.pages import put_section
 from scheduler_core.errors import InputError
-from scheduler_core.report.markdown import markdown_table, put_section
-from training.drift.monitor import LEVELS, ModelMonitor, ObservedOutput
+from scheduler_core.lengths.student_t import student_t_cdf
+from scheduler_core.online_calibration import COVERAGE_LEVELS
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.report.page import markdown_table
+from training.drift.monitor import ModelMonitor, ObservedOutput
 from training.evaluating.predictors import InferenceOptions, open_predictor
-from training.evaluating.rows import EvaluationRows, implied_max_tokens
+from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 FloatArray = NDArray[np.float64]
@@ -54,15 +58,15 @@ HEADER = (
 class Coverage:
     """Outputs at or below the predicted quantiles."""
 
-    covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LEVELS, 0))
+    covered: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COVERAGE_LEVELS, 0))
     count: int = 0
 
-    def add(self, output: ObservedOutput, shift: float, scale: float) -> None:
-        """Counts one output under mu + shift sigma, scale sigma."""
-        z = (math.log(output.output_tokens) - output.mu) / output.sigma
-        probability = float(student_t.cdf((z - shift) / scale, output.nu))
+    def add(self, output: ObservedOutput, prediction: LengthPrediction) -> None:
+        """Counts one output under a prediction."""
+        z = (math.log(output.output_tokens) - prediction.mu) / prediction.sigma
+        probability = student_t_cdf(z, prediction.nu)
         self.count += 1
-        for name, level in LEVELS.items():
+        for name, level in COVERAGE_LEVELS.items():
             self.covered[name] += bool(output.finished) and probability <= level
 
     def shares(self) -> dict[str, float] | None:
@@ -104,10 +108,10 @@ def watched(
     alarms_before, delay, reason = 0, None, None
     for number, outcome in enumerate(outcomes):
         if number >= change:
-            predicted.add(outcome, 0.0, 1.0)
-            running.add(outcome, monitor.running.shift, monitor.running.scale)
+            predicted.add(outcome, outcome.prediction)
+            running.add(outcome, monitor.running.correct("", outcome.prediction))
             if delay is not None:
-                at_alarms.add(outcome, *monitor.in_use)
+                at_alarms.add(outcome, monitor.in_use.correct("", outcome.prediction))
         alarm = monitor.update(outcome)
         if alarm is None:
             continue

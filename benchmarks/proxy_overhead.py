@@ -213,6 +213,8 @@ def main() -> None:
                     "-m",
                     "predictors.cli_proxy",
                     target,
+                    "--predictor",
+                    "none",
                     "--port",
                     "0",
                     "--admin_port",

@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.answers.files import implied_max_tokens
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
-from training.evaluating.rows import EvaluationRows, implied_max_tokens
+from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
 
 FloatArray = NDArray[np.float64]

@@ -214,7 +214,7 @@ def measure(options: argparse.Namespace) -> None:
 @contextmanager
 def fake_server(delay_s: float, interval_s: float) -> Iterator[str]:
     """Address of a fast fake server in a process of its own."""
-    command = [sys.executable, "-m", "tests.fast_openai", str(delay_s), str(interval_s)]
+    command = [sys.executable, "-m", "benchmarks.fast_openai", str(delay_s), str(interval_s)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None

@@ -42,6 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import put_section
 from benchmarks.serving.processes import running
 from benchmarks.vllm_runs.client import Ask, send_all
 from benchmarks.vllm_runs.clock import EngineClock
@@ -53,7 +54,6 @@ from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_se
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.report.markdown import put_section
 from scheduler_core.simulator.predictions import ORACLE_NU, ORACLE_SIGMA, fetch_predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 

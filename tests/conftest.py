@@ -12,6 +12,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# A Ray cluster of tests writes no token into the home folder and reports to nobody.
+os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ.pop("RAY_ADDRESS", None)
 
 # No test may depend on how fast the machine is, so neither profile looks at the clock.
 _SLOW = [HealthCheck.too_slow]

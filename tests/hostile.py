@@ -116,7 +116,7 @@ def write_hostile_files(folder: Path) -> list[Path]:
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / "training.json").write_text(deep)
-    others = [
+    others = (
         "cut.parquet",
         "flipped.parquet",
         "folder",
@@ -124,5 +124,5 @@ def write_hostile_files(folder: Path) -> list[Path]:
         "artifact",
         "checkpoint",
         "missing.jsonl",
-    ]
+    )
     return [*paths, *(folder / name for name in others)]

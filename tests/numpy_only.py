@@ -1,4 +1,4 @@
-"""Run in an environment with tailcast and numpy alone: every module of scheduler_core must import there."""
+"""Run in an environment with tailcast and numpy alone: every module of scheduler_core, and names of tailcast, import there."""
 
 import importlib
 import pkgutil
@@ -6,6 +6,8 @@ import sys
 from importlib import metadata
 
 import scheduler_core
+import tailcast
+from tailcast.cli import main as main_of_tailcast
 
 
 def main() -> None:
@@ -18,6 +20,10 @@ def main() -> None:
     names = [module.name for module in pkgutil.walk_packages(scheduler_core.__path__, "scheduler_core.")]
     for name in ["scheduler_core", *names]:
         importlib.import_module(name)
+    for name in ("LogT", "OutputLength", "Scheduler", "read_trace", "simulate"):
+        getattr(tailcast, name)
+    if main_of_tailcast(["--help"]) != 0 or main_of_tailcast(["predict", "x"]) != 2:
+        sys.exit("the command tailcast neither lists its sub-commands nor names the missing extra")
     sys.stdout.write(
         f"{len(names) + 1} modules of scheduler_core import with numpy {metadata.version('numpy')} alone\n"
     )

@@ -18,10 +18,12 @@ from docstring_parser import parse_from_object
 
 from scheduler_core.simulator.commands.simulate import COMMANDS as SIMULATE
 from tests.test_fuzz_commands import COMMANDS as CONFIGURED
+from tests.test_fuzz_commands import options
 
 CONTENT = "years of work"
 #: Command -> the words it cannot do without; {NAME} is the path of an option.
 COMMANDS = {
+    "tailcast predict": "--data {data} --out {out}",
     "gen-samples": "{prompts} --out {out}",
     "import-lengths": "log {file} --out {out}",
     "import-urgency": "{out} --sources llm,labels={sources}",
@@ -38,7 +40,7 @@ COMMANDS = {
     "tailcast-proxy": "http://127.0.0.1:9 --feedback {feedback}",
     "read-feedback": "{log}",
     "simulate run": "--trace {trace} --policy fcfs --json {json}",
-    "simulate compare": "{a} {b}",
+    "simulate compare": "{runs} other=nothing.json",
     "simulate workload": "--out {out}",
     "simulate sweep": "{out} --trace {trace}",
     "simulate capacity": "--trace {trace} --json {json} --at_most.ttft_s 1",
@@ -72,6 +74,28 @@ SCRIPTS = {
 
 def config_of(command: str) -> Any:
     return CONFIGURED[command].config_class
+
+
+@pytest.mark.parametrize(
+    ("command", "output"),
+    [
+        (command, output)
+        for command in COMMANDS
+        if "overwrite" in CONFIGURED[command].config_class.__dataclass_fields__
+        for output in CONFIGURED[command].config_class.OUTPUTS
+        if "{" not in output
+    ],
+)
+def test_no_command_replaces_a_result_unless_it_is_told_to(
+    command: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "output"
+    target.write_text(CONTENT)
+    main = importlib.import_module(SCRIPTS[command.split()[0]][0])
+    assert main.main(words_of(command, {output: target}, tmp_path)) == 2
+    message = f"error: {output}: got '{target}'; allowed: a new file; --overwrite true replaces this one"
+    assert message in capsys.readouterr().err
+    assert target.read_text() == CONTENT
 
 
 def options_of(names: tuple[str, ...]) -> list[str]:
@@ -157,6 +181,23 @@ def test_every_option_with_a_path_is_an_input_or_an_output(command: str) -> None
         and re.search(r"\b(files?|folder|page|write)\b", parameter.description or "", re.IGNORECASE)
     ]
     assert not undeclared
+
+
+THREADS = {"threads", "num_workers", "threads_per_worker"}
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [(name, one.name) for name in COMMANDS for one in options(name) if one.name.split(".")[-1] in THREADS],
+)
+def test_more_threads_than_libraries_can_start_are_refused(
+    command: str, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = importlib.import_module(SCRIPTS[command.split()[0]][0]).main
+    for value in (0, 1025, 2**31):
+        assert main([*words_of(command, {}, tmp_path), f"--{option}={value}"]) == 2
+        name = option.split(".")[-1]
+        assert f"{name}: got {value}; allowed: integers from 1 to 1024" in capsys.readouterr().err
 
 
 def test_commands_with_unfinished_runs_write_through_links(tmp_path: Path) -> None:

@@ -37,23 +37,7 @@ SECONDS = 60
 RESUMABLE = re.compile(r"\.partial(/|$)|/cells/")
 #: Options that start processes or connections, of which a test has no use.
 LEFT_OUT = {"ray", "ray_address", "more_artifacts", "devices", "strategy", "traces", "encoder", "init"}
-WORDS = [
-    "fcfs",
-    "tie",
-    "sjf",
-    "trace",
-    "oracle",
-    "none",
-    "cpu",
-    "127.0.0.1",
-    "llama-2-7b",
-    "roofline",
-    "table",
-    "train",
-    "samples",
-    "log",
-    "lengths",
-]
+WORDS = ["fcfs", "tie", "sjf", "trace", "oracle", "none", "cpu", "127.0.0.1", "llama-2-7b", "roofline", "table", "train", "samples", "log", "lengths"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,11 +78,12 @@ _RUN = {"policy": "fcfs", "workload": _WORKLOAD}
 COMMANDS = {
     "simulate run": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.run:RunConfig", _RUN | {"json": "OUT/r.json"}, ("run",)),
     "simulate run trace": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.run:RunConfig", {"policy": "fcfs", "trace": "GOOD/trace.jsonl", "json": "OUT/r.json", "requests": "OUT/r.csv"}, ("run",)),
-    "simulate compare": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.compare:CompareConfig", {"a": "BAD/list.json", "b": "BAD/null.json"}, ("compare",), ("a", "b")),
+    "simulate compare": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.compare:CompareConfig", {"runs": "BAD/list.json BAD/null.json"}, ("compare",), ("runs",)),
     "simulate workload": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.workload:WorkloadConfig", {"num_requests": "4", "out": "OUT/w.csv"}, ("workload",)),
     "simulate sweep": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.sweep:SweepConfig", {"out": "OUT/sweep", "workload": _WORKLOAD, "num_seeds": "1"}, ("sweep",), ("out",)),
     "simulate capacity": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.capacity:CapacityConfig", {"workload": _WORKLOAD, "at_most": "{ttft_s.mean: 0.018}", "json": "OUT/c.json", "tolerance": "0.5", "max_seeds": "2"}, ("capacity",)),
     "simulate calibrate": Command("scheduler_core.simulator.commands.simulate", "scheduler_core.simulator.commands.calibrate:EngineCalibrationConfig", {"url": "http://127.0.0.1:9", "num_requests": "2", "json": "OUT/c.json", "rate": "1000", "held_out_rate": "1000"}, ("calibrate",)),
+    "tailcast predict": Command("tailcast.cli", "tailcast.cli_predict:PredictConfig", {"data": "GOOD/prompts.jsonl", "out": "OUT/p.csv", "predictor": "BAD/artifact"}, ("predict",)),
     "gen-samples": Command("data_gen.cli_gen_samples", "data_gen.gen_samples:GenSamplesConfig", {"prompts": "GOOD/prompts.jsonl", "out": "OUT/s.parquet", "backend": "synthetic", "num_samples": "2"}, (), ("prompts",)),
     "import-lengths": Command("data_gen.cli_import_lengths", "data_gen.cli_import_lengths:ImportLengthsConfig", {"kind": "log", "file": "GOOD/samples.parquet", "out": "OUT/i.parquet"}, (), ("kind", "file")),
     "import-urgency": Command("data_gen.cli_import_urgency", "data_gen.cli_import_urgency:ImportUrgencyConfig", {"out": "OUT/u.parquet", "sources": "quiet"}, (), ("out",)),
@@ -150,23 +135,7 @@ def _parts(kind: Any) -> tuple[Any, ...]:
 
 
 INTEGERS = [-(2**63), -1, 0, 1, 2, 3, 10**12, 2**31, 2**63 - 1, 2**63, 2**64, 10**400]
-FLOATS = [
-    "nan",
-    ".nan",
-    "inf",
-    ".inf",
-    "-.inf",
-    "1e308",
-    "1e-308",
-    "5e-324",
-    "1e999",
-    "-1",
-    "0",
-    "-0.0",
-    "0.5",
-    "1",
-    "1e18",
-]
+FLOATS = "nan .nan inf .inf -.inf 1e308 1e-308 5e-324 1e999 -1 0 -0.0 0.5 1 1e18".split()  # noqa: SIM905
 TEXTS = [
     *["-", "--", "null", "~", "true", "�", "�.json", "é☃", "*x", "{", "[", "${HOME}", "%s", "{0}", "../..", "0x10", "1:30", "٣", "1_000"], "", " ", "x" * 3000,
     "a\nb", "a\0b", "&x [*x]", "!!python/object:x y",
@@ -267,10 +236,14 @@ def _arguments(command: Command, call: Call, inputs: Path, out: Path) -> list[st
         del values[name]
     places = {"OUT": str(out), "GOOD": str(inputs / "good"), "BAD": str(inputs / "bad")}
     values = {
-        name: re.sub(r"^(OUT|GOOD|BAD)(?=/)", lambda match: places[match[0]], value)
+        name: re.sub(r"(?:^|(?<= ))(OUT|GOOD|BAD)(?=/)", lambda match: places[match[0]], value)
         for name, value in values.items()
     }
-    positions = [call.changes.get(name, values[name]) for name in command.positionals]
+    positions = [
+        word
+        for name in command.positionals
+        for word in ([call.changes[name]] if name in call.changes else values[name].split(" "))
+    ]
     args = [*command.words]
     stream = {"stream": values["stream"]} if command.config.endswith("StreamConfig") else {}
     if call.config is not None:

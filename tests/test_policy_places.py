@@ -75,7 +75,9 @@ def in_simulator(name: str) -> list[str]:
 
 
 def proxy(name: str, engine: Any) -> ProxyServer:
-    return ProxyServer(ProxyConfig(engine_url="http://engine", engine=engine, policy=name, release=1))
+    return ProxyServer(
+        ProxyConfig(engine_url="http://engine", engine=engine, policy=name, release=1, predictor="none")
+    )
 
 
 def in_proxy_queue(name: str) -> list[str]:

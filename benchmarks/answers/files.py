@@ -9,7 +9,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data_gen.importers.public_sets import CASTILLO_MAX_TOKENS
 from scheduler_core.errors import InputError
+
+_CASTILLO_COLUMNS = {"dataset", "model", "prompt_id", "prompt", "prompt_tokens", "output_tokens", "category"}
 
 
 def add_file_options(parser: argparse.ArgumentParser) -> None:
@@ -59,3 +62,10 @@ def values_of(files: Sequence[str], column: str) -> set[str]:
     return {
         str(value) for file in files for value in pq.read_table(file, columns=[column])[column].to_pylist()
     }
+
+
+def implied_max_tokens(path: str | Path) -> int | None:
+    """Limit of CASTILLO's outputs, whose files do not state it, by their columns; None for any other file."""
+    names = set(pq.read_schema(path).names)
+    is_castillo = names >= _CASTILLO_COLUMNS and not names & {"finished", "finish_reason", "max_tokens"}
+    return CASTILLO_MAX_TOKENS if is_castillo else None

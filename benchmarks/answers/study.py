@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.answers.files import check_file_options
 from benchmarks.answers.table import Table
+from benchmarks.pages import put_section
 from scheduler_core.errors import InputError
-from scheduler_core.report.markdown import put_section
 
 Results = dict[str, Any]
 

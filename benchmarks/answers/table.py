@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler_core.report.markdown import markdown_table
+from scheduler_core.report.page import markdown_table
 
 #: Column -> where `evaluate` has it.
 METRICS: dict[str, tuple[str, ...]] = {

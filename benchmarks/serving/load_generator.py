@@ -5,7 +5,6 @@ latency counts from the time a request was due. Closed loop (`--callers`): each 
 answer. Prints one JSON object.
 
     python -m benchmarks.serving.load_generator grpc://127.0.0.1:50051 --rate 100 --seconds 10
-    python -m benchmarks.serving.load_generator stream://127.0.0.1:50051 --callers 64 --seconds 10
     python -m benchmarks.serving.load_generator http://127.0.0.1:8000/predict --rate 20 --seconds 10
 """
 
@@ -36,7 +35,7 @@ class Load:
     """What is sent.
 
     Attributes:
-        url: grpc://, stream:// or http:// address.
+        url: grpc:// or http:// address.
         seconds: How long requests begin.
         warmup_s: Seconds at the beginning that are not counted.
         rate: Requests per second of an open loop; None: closed loop.
@@ -201,25 +200,20 @@ async def connected(load: Load) -> AsyncIterator[Ask]:
     if scheme in ("http", "https"):
         async with _http(load) as ask:
             yield ask
-    elif scheme in ("grpc", "stream"):
-        async with _grpc(load, address, streams=scheme == "stream") as ask:
+    elif scheme == "grpc":
+        async with _grpc(load, address) as ask:
             yield ask
     else:
-        raise SystemExit(f"url: got {load.url!r}; allowed: grpc://, stream:// or http://")
+        raise SystemExit(f"url: got {load.url!r}; allowed: grpc:// or http://")
 
 
 @contextlib.asynccontextmanager
-async def _grpc(load: Load, address: str, *, streams: bool) -> AsyncIterator[Ask]:
+async def _grpc(load: Load, address: str) -> AsyncIterator[Ask]:
     """Through our own client without its retries; every prompt is a request of its own."""
     from predictors.client import ClientSettings, GrpcPredictor, PredictorError
     from scheduler_core.predictor import PredictionRequest
 
-    settings = ClientSettings(
-        timeout_s=load.timeout_s,
-        max_attempts=1,
-        num_connections=load.connections,
-        transport="stream" if streams else "calls",
-    )
+    settings = ClientSettings(timeout_s=load.timeout_s, max_attempts=1, num_connections=load.connections)
     truncated_length = load.max_tokens is not None
     async with GrpcPredictor(address, settings) as predictor:
 

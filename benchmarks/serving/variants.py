@@ -32,7 +32,7 @@ class Variant:
         name: Row's name.
         package: What it is made with; None: it is ours.
         app: Files below peers/ that a user writes.
-        scheme: "grpc", "stream" or "http".
+        scheme: "grpc" or "http".
         path: Path of the HTTP address.
         arguments: Options of serve-predictor.
         settings: Settings of a peer.
@@ -104,7 +104,6 @@ OURS = Variant(name="tailcast", scheme="grpc")
 VARIANTS = (
     OURS,
     Variant(name="tailcast, HTTP", path="/v1/predict"),
-    Variant(name="tailcast, PredictStream", scheme="stream"),
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
     Variant(
         name="tailcast, 32 / 3 ms by arrival",

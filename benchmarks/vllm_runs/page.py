@@ -22,7 +22,7 @@ from benchmarks.vllm_runs.results import (
     window_throughput,
 )
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.report.markdown import markdown_table
+from scheduler_core.report.page import markdown_table
 
 SHOWN = {
     "per_token_mean": ("per token, s", 3), "per_token_p90": ("P90", 3), "ttft_mean": ("TTFT, s", 2),

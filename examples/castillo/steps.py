@@ -135,6 +135,7 @@ class Castillo:
             "--json", self.out / "evaluation.json",
             "--html", self.out / "evaluation.html",
             "--markdown", markdown,
+            "--overwrite", "true",
             "--baselines_from", self._file("tune"),
             "--progress", "false",
         ]  # fmt: skip
@@ -165,7 +166,7 @@ class Castillo:
             "--compare", json.dumps([f"multitask={self.out / 'multitask-calibrated'}"]),
             "--data", self._labels("all", COPIES),
             "--json", self.out / "urgency.json",
-            "--figure", self.out / "urgency.png",
+            "--overwrite", "true",
             "--save_threshold", "true",
         ]  # fmt: skip
         # 3: claims of urgency jump more often than allowed, which the report says.

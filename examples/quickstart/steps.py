@@ -16,10 +16,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import training
-from data_gen.samples import join_samples, read_samples, write_samples
+from data_gen.samples import read_samples, write_samples
 from data_gen.splits import split_of
-from data_gen.trace import trace_of, write_trace
 from examples.quickstart.sizes import SHIPPED_LIMIT, SHIPPED_PROMPTS, Size
+from examples.quickstart.tables import join_samples, trace_of, write_trace
 from examples.shell import Shell, StepFailedError
 from predictors.client import connect
 from scheduler_core.files import write_json
@@ -113,6 +113,8 @@ class Quickstart:
             str(summary),
             "--figure",
             str(self.out / "fits.png"),
+            "--overwrite",
+            "true",
         ]
         since = time.monotonic()
         self.shell.run("c", command)
@@ -171,6 +173,8 @@ class Quickstart:
                 "test",
                 "--json",
                 str(metrics),
+                "--overwrite",
+                "true",
             ],
         )
 
@@ -253,6 +257,8 @@ class Quickstart:
                 "1",
                 "--scheduler.max-num-seqs",
                 str(MAX_NUM_SEQS),
+                "--overwrite",
+                "true",
             ]
             if asks:
                 command += ["--predictor", f"grpc://{address}"]

