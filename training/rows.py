@@ -167,12 +167,12 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     table = filtered(read_parquet(path, field), Path(path), where)
     keys = _keys(table, config)
     if not config.needs_fits:
-        if "model" in table.column_names and (num_unknown := table.column("model").null_count):
-            unknown = table.column("model").is_null()
-            parts = [table.filter(pc.invert(unknown))] if num_unknown < len(table) else []
-            parts.append(table.filter(unknown).drop_columns("model"))
-            return join([_rows(part, path, weight, config) for part in parts]), 0
-        return _rows(table, path, weight, config), 0
+        if "model" not in keys or "model" not in table.column_names:
+            return _rows(table, path, keys, weight, config), 0
+        unknown = table.column("model").is_null()
+        others = tuple(key for key in keys if key != "model")
+        parts = {keys: table.filter(pc.invert(unknown)), others: table.filter(unknown).drop_columns("model")}
+        return join([_rows(part, path, own, weight, config) for own, part in parts.items() if len(part)]), 0
     assert config.length is not None
     fits = read_fits_or_fit(
         path,
@@ -192,11 +192,10 @@ def _read(path: str, weight: float, config: TrainConfig, field: str) -> tuple[Ro
     return rows, num_excluded
 
 
-def _rows(table: pa.Table, path: str, weight: float, config: TrainConfig) -> Rows:
-    """Rows of a table without fits; without a column `model` those of an unknown served model."""
+def _rows(table: pa.Table, path: str, keys: tuple[str, ...], weight: float, config: TrainConfig) -> Rows:
+    """Rows of a table without fits; without the key `model` they are those of an unknown served model."""
     if config.conversations:
         table = with_conversations(table, Path(path))
-    keys = tuple(key for key in _keys(table, config) if key != "model" or "model" in table.column_names)
     is_fits = {"mu", "sigma", "nu"} <= set(table.column_names)
     groups = group_table(
         table, Path(path), keys=keys, max_tokens=None if is_fits else config.max_tokens, min_samples=1

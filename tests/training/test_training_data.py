@@ -122,6 +122,23 @@ def test_one_sample_per_prompt_is_enough_without_fits(tmp_path):
     assert statistics.sigma_log_std > 0
 
 
+def test_rows_without_a_served_model_are_of_an_unknown_one(tmp_path):
+    names = [str(row // 2) for row in range(40)]
+    lengths = [[5 + row, 9, 12] for row in range(40)]
+    columns = {"prompt_id": names, "prompt": names}
+    rows = all_rows(write_lists(tmp_path / "some.parquet", lengths, model=["m", None] * 20, **columns))
+    assert rows.models == ("m",)
+    assert sorted(rows.model.tolist()) == [0] * 20 + [1] * 20
+    rows = all_rows(
+        write_lists(tmp_path / "all.parquet", lengths, model=pa.nulls(40, pa.string()), **columns)
+    )
+    assert (rows.models, rows.model.tolist(), rows.counts.tolist()) == ((), [0] * 20, [6] * 20)
+    path = tmp_path / "none.parquet"
+    pq.write_table(pq.read_table(tmp_path / "all.parquet").drop_columns("model"), path)
+    with pytest.raises(InputError, match="also model"):
+        all_rows(path)
+
+
 def test_temperature_names_a_row_where_it_is_a_condition(tmp_path):
     names = [str(row // 2) for row in range(40)]
     columns = {"prompt_id": names, "prompt": names, "temperature": [0.2, 0.9] * 20}
