@@ -66,14 +66,18 @@ class PromptDecoder:
 class PredictionThread:
     """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case.
 
-    `submit`, `withdraw`, `take` and `close` are called by one thread, the scheduler's; none but `close` waits. Token ids are
-    decoded in the thread here.
+    `submit`, `withdraw`, `take` and `close` are called by one thread at a time, the scheduler's; none but `close` waits.
+
+    Args:
+        predictor: The predictor.
+        decode: Token ids to text, called in the thread here; None: requests come with their prompts.
+        max_in_flight, max_batch, timeout_s: As of `AsyncPredictor`.
     """
 
     def __init__(
         self,
         predictor: Predictor,
-        decode: Callable[[Sequence[int]], str],
+        decode: Callable[[Sequence[int]], str] | None = None,
         *,
         max_in_flight: int = 64,
         max_batch: int = 1,
@@ -91,12 +95,12 @@ class PredictionThread:
         self._thread = threading.Thread(target=self._run, name="tailcast-predictions", daemon=True)
         self._thread.start()
 
-    def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
+    def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
         """Queries the predictor; the event comes later, or is there at once after `close`.
 
         Args:
-            request: The request, without its prompt.
-            token_ids: Its prompt; None: there is no text, as with embeddings.
+            request: The request; without its prompt where there are token ids.
+            token_ids: Its prompt; None: that of `request`, and if that is empty there is no text, as with embeddings.
         """
         self._pending.add(request.request_id)
         if self._loop.is_closed():
@@ -151,10 +155,12 @@ class PredictionThread:
         self._loop.stop()
 
     def _send(self, request: PredictionRequest, token_ids: Sequence[int] | None) -> None:
-        if token_ids is None:
+        if token_ids is None and not request.prompt:
             self._fail(request.request_id, "the prompt has no text")
             return
         try:
-            self._collector.submit(replace(request, prompt=self._decode(token_ids)))
+            if token_ids is not None and self._decode is not None:
+                request = replace(request, prompt=self._decode(token_ids))
+            self._collector.submit(request)
         except Exception as error:  # a tokenizer of others may raise anything; the engine goes on
             self._fail(request.request_id, f"{type(error).__name__}: {error}")

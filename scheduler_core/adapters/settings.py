@@ -103,7 +103,7 @@ def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str])
         allowed = f"the name of a YAML file there, or settings as the entry {KEY!r} of --additional-config"
         raise InputError(VARIABLE, None, allowed)
     if isinstance(source, str):
-        source = _read_yaml(source, location)
+        source = read_yaml(source, location)
     if not isinstance(source, Mapping):
         allowed = "names with values, such as {policy: tie}, or the name of a YAML file"
         raise InputError(location, source, allowed)
@@ -120,7 +120,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _read_yaml(path: str, location: str) -> Any:
+def read_yaml(path: str, location: str) -> Any:
     import yaml  # vLLM brings it
 
     try:

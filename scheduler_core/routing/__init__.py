@@ -18,7 +18,7 @@ from scheduler_core.routing.baselines import Jsq, LeastKv, PowerOfTwo, RandomCho
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.infaas import Infaas
 from scheduler_core.routing.llumnix import Llumnix
-from scheduler_core.routing.predicted_work import PredictedWork
+from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
 
 #: Every router by name.
@@ -30,6 +30,7 @@ ROUTERS: dict[str, type[Router]] = {
     "power_of_two": PowerOfTwo,
     "prefix_affine": PrefixAffine,
     "predicted_work": PredictedWork,
+    "predicted_wait": PredictedWait,
     "infaas": Infaas,
     "llumnix": Llumnix,
     "disaggregated": Disaggregated,

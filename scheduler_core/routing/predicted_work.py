@@ -1,7 +1,9 @@
-"""Predicted work: the replica with the least expected work left, from the predicted length distributions."""
+"""Expected remaining lengths, from the predicted distributions: the replica with the least work left, or that of the soonest
+free slot."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,52 +22,21 @@ _Inputs = tuple[LengthPrediction | None, int, int]
 
 
 @dataclass(kw_only=True, slots=True)
-class PredictedWork(Router):
-    """Joins the replica with the least expected remaining work: shortest queue, with each request at its own length.
+class _ExpectedRemaining(Router):
+    """E[min(X, M) - g | X > g] of every request, recomputed every `refresh_tokens` generated tokens.
 
-    W(r) = sum over requests i on r of  c_p * P_i + c_d * E[min(X_i, M_i) - g_i | X_i > g_i]
-
-    | symbol | meaning | unit |
-    | --- | --- | --- |
-    | P_i | tokens left to prefill | tokens |
-    | X_i | predicted output length, log-t | tokens |
-    | M_i, g_i | max_tokens; tokens generated so far | tokens |
-    | c_p, c_d | prefill_token_s, decode_token_s: engine time per token | s |
-    | refresh_tokens | generated tokens after which the expectation is recomputed | tokens |
-
-    The remaining length is conditioned on the tokens generated: a request that has outlived its prediction does not count
-    as nearly done, under a heavy tail it counts as more. Without a prediction X_i is taken as uniform on
-    1..M_i, so (M_i - g_i + 1)/2 remain. Ties: fewer requests.
-
-    The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
-    54.7 us)/64 = 323 us per generated token.
-
-    Raises:
-        InputError: A parameter is outside its range.
+    Conditioned on the g tokens generated: a request that has outlived its prediction does not count as nearly done, under a
+    heavy tail it counts as more. Without a prediction X is taken as uniform on 1..M, so (M - g + 1)/2 remain.
     """
 
-    name: ClassVar[str] = "predicted_work"
     sees_tokens: ClassVar[bool] = True
     needs_requests: ClassVar[bool] = True
 
-    prefill_token_s: float = 5.47e-5
-    decode_token_s: float = 3.23e-4
     refresh_tokens: int = 16
     _left: dict[str, tuple[_Inputs, float]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        seconds = (0, FINITE)
-        check_ranges(self, prefill_token_s=seconds, decode_token_s=seconds, refresh_tokens=(1, INTEGERS))
-
-    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        self._refresh([row for replica in replicas for row in replica.requests])
-        return min(replicas, key=lambda replica: (self.work_s(replica), replica.num_requests)).replica_id
-
-    def work_s(self, replica: ReplicaSnapshot) -> float:
-        """Engine time that the replica's requests were expected to need when the last choice was made, in seconds."""
-        prefill = sum(row.prefill_left_tokens for row in replica.requests)
-        decode = math.fsum(self._left[row.request_id][1] for row in replica.requests)
-        return self.prefill_token_s * prefill + self.decode_token_s * decode
+        check_ranges(self, refresh_tokens=(1, INTEGERS))
 
     def _refresh(self, rows: Sequence[RequestView]) -> None:
         """Computes the expectations that are missing or outdated, all at once."""
@@ -93,3 +64,96 @@ class PredictedWork(Router):
 
     def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:
         self._left.pop(request_id, None)
+
+
+@dataclass(kw_only=True, slots=True)
+class PredictedWork(_ExpectedRemaining):
+    """Joins the replica with the least expected remaining work: shortest queue, with each request at its own length.
+
+    W(r) = sum over requests i on r of  c_p * P_i + c_d * E[min(X_i, M_i) - g_i | X_i > g_i]
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | P_i | tokens left to prefill | tokens |
+    | X_i | predicted output length, log-t | tokens |
+    | M_i, g_i | max_tokens; tokens generated so far | tokens |
+    | c_p, c_d | prefill_token_s, decode_token_s: engine time per token | s |
+    | refresh_tokens | generated tokens after which the expectation is recomputed | tokens |
+
+    Ties: fewer requests. Right for engines that share their time among their requests; where a batch hides what one more
+    request costs and slots are what is short, `PredictedWait` is better.
+
+    The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
+    54.7 us)/64 = 323 us per generated token.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    name: ClassVar[str] = "predicted_work"
+
+    prefill_token_s: float = 5.47e-5
+    decode_token_s: float = 3.23e-4
+
+    def __post_init__(self) -> None:
+        seconds = (0, FINITE)
+        check_ranges(self, prefill_token_s=seconds, decode_token_s=seconds, refresh_tokens=(1, INTEGERS))
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        self._refresh([row for replica in replicas for row in replica.requests])
+        return min(replicas, key=lambda replica: (self.work_s(replica), replica.num_requests)).replica_id
+
+    def work_s(self, replica: ReplicaSnapshot) -> float:
+        """Engine time that the replica's requests were expected to need when the last choice was made, in seconds."""
+        prefill = sum(row.prefill_left_tokens for row in replica.requests)
+        decode = math.fsum(self._left[row.request_id][1] for row in replica.requests)
+        return self.prefill_token_s * prefill + self.decode_token_s * decode
+
+
+@dataclass(kw_only=True, slots=True)
+class PredictedWait(_ExpectedRemaining):
+    """Joins the replica on which a new request is expected to get a slot soonest; shortest queue while slots are free.
+
+    Every request holds a slot for as many steps as it has tokens left, and the waiting ones take the slots in order:
+
+    t_1 <= ... <= t_s: steps until each slot is free, 0 now; running: E[min(X_i, M_i) - g_i | X_i > g_i]
+    each waiting request i: t_1 <- t_1 + E[min(X_i, M_i) - g_i | X_i > g_i], sort
+    wait(r) = t_1
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | X_i | predicted output length, log-t | tokens |
+    | M_i, g_i | max_tokens; tokens generated so far | tokens |
+    | s | slots: max_num_seqs; while the next request waits for memory, the running ones only | - |
+    | refresh_tokens | generated tokens after which an expectation is recomputed | tokens |
+
+    Steps of all replicas are taken as equally long, and prompts as short. Ties: fewer requests.
+
+    Raises:
+        InputError: refresh_tokens is not above 0.
+    """
+
+    name: ClassVar[str] = "predicted_wait"
+
+    def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
+        full = [replica for replica in replicas if not _has_free_slot(replica)]
+        self._refresh([row for replica in full for row in replica.requests])
+        return min(replicas, key=lambda replica: (self._wait(replica), replica.num_requests)).replica_id
+
+    def _wait(self, replica: ReplicaSnapshot) -> float:
+        """Steps until a new request is expected to get a slot."""
+        if _has_free_slot(replica):
+            return 0.0
+        left = [self._left[row.request_id][1] for row in replica.requests]
+        fits = replica.head_demand_blocks <= replica.num_free_blocks
+        num_free = replica.max_num_seqs - replica.num_running if fits or not replica.num_running else 0
+        slots = left[: replica.num_running] + [0.0] * num_free
+        heapq.heapify(slots)
+        for steps in left[replica.num_running :]:
+            heapq.heapreplace(slots, slots[0] + steps)
+        return slots[0]
+
+
+def _has_free_slot(replica: ReplicaSnapshot) -> bool:
+    fits = replica.head_demand_blocks <= replica.num_free_blocks
+    return fits and replica.num_requests < replica.max_num_seqs

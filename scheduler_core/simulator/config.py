@@ -45,7 +45,7 @@ class ClusterConfig:
     """Replicas; 1 needs no router."""
     router: str = "jsq"
     """Chooses the replica of a request: round_robin, random, jsq, least_kv, power_of_two, prefix_affine, predicted_work,
-    infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
+    predicted_wait, infaas, llumnix, disaggregated; see scheduler_core/routing/README.md."""
     router_parameters: dict[str, float | bool] = field(default_factory=dict)
     """Overrides of the router's parameters, such as {alpha: 2} for infaas or {whole_queue: true} for llumnix."""
     num_prefill_replicas: int = 0

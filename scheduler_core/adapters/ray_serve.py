@@ -1,0 +1,196 @@
+"""A request router of Ray Serve, also under Ray Serve LLM: `RequestRouterConfig(request_router_class=
+"scheduler_core.adapters.ray_serve.TailcastRequestRouter", request_router_kwargs={...})`, settings as of `RoutingSettings`.
+
+Serve reports to its routers that a request was given to a replica, that it has ended, and which replicas there are; it does
+not report tokens. Replicas still reject what is above `max_ongoing_requests`, and Serve still retries.
+
+`TailcastRequestRouter` is made when it is imported: this module imports without Ray, as all of scheduler_core does. For
+users: docs/routing.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import cache, partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
+from scheduler_core.errors import InputError, MissingExtraError
+
+if TYPE_CHECKING:
+    from ray.serve.request_router import (
+        LocalityMixin,
+        MultiplexMixin,
+        PendingRequest,
+        RequestRouter,
+        RunningReplica,
+    )
+
+    class _Base(LocalityMixin, MultiplexMixin, RequestRouter): ...
+else:
+    _Base = object
+
+#: Minor versions whose router interface, which is alpha, this module fits; tested with 2.60.0.
+SUPPORTED = ("2.60",)
+#: With it Serve LLM sends requests past the router, which then hears of no end.
+DIRECT_STREAMING = "RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING"
+
+
+class LiveRequestRouter(_Base):
+    """Mixin for Ray Serve's RequestRouter: chooses with `LiveRouting`.
+
+    Serve has a router in each process that sends requests to the deployment. Requests that other processes have sent are
+    known by their number, from the queue lengths that replicas report.
+    """
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Called by Serve with `request_router_kwargs`.
+
+        Raises:
+            InputError: A setting is unknown or not allowed.
+        """
+        if os.environ.get(DIRECT_STREAMING) == "1":
+            raise InputError(DIRECT_STREAMING, "1", "unset: a router is then not told when requests end")
+        self._tailcast_routing = LiveRouting(RoutingSettings.of(settings, "request_router_kwargs"))
+        self._tailcast_num_choices = 0
+        #: Id of the choice for each request that waits for a replica, by its future.
+        self._tailcast_choices: WeakKeyDictionary[asyncio.Future[Any], str] = WeakKeyDictionary()
+        #: Replica and id of each choice that was sent, oldest first, by Serve's id of the request.
+        self._tailcast_sent: dict[str, list[tuple[str, str]]] = {}
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """The chosen replica, then all others for the case that it is full; called again until one takes the request."""
+        if pending_request is None:
+            return [candidate_replicas]
+        if pending_request.metadata.multiplexed_model_id:
+            allowed = self.apply_multiplex_routing(pending_request=pending_request)
+        else:
+            allowed = self.apply_locality_routing(pending_request=pending_request)
+        candidates = {
+            replica.replica_id.unique_id: replica
+            for replica in candidate_replicas
+            if replica.replica_id in allowed
+        }
+        if not candidates:
+            return []
+        future = pending_request.future
+        choice = self._tailcast_choices.get(future)
+        if choice is None:
+            self._tailcast_num_choices += 1
+            choice = f"{pending_request.metadata.internal_request_id}-{self._tailcast_num_choices}"
+            self._tailcast_choices[future] = choice
+            future.add_done_callback(
+                partial(self._tailcast_assigned, pending_request.metadata.internal_request_id, choice)
+            )
+        chosen = self._tailcast_routing.send(
+            choice, request_prompt(pending_request), candidates, self._tailcast_others(candidates)
+        )
+        best = candidates.pop(chosen)
+        return [[best], [*candidates.values()]]
+
+    def _tailcast_assigned(
+        self, request_id: str, choice: str, future: asyncio.Future[RunningReplica]
+    ) -> None:
+        """Serve has given the request to a replica, or it was cancelled."""
+        self._tailcast_choices.pop(future, None)
+        if future.cancelled():
+            self._tailcast_routing.abort(choice)
+            return
+        replica_id = future.result().replica_id.unique_id
+        self._tailcast_routing.move(choice, replica_id)
+        # Of a request that is cancelled between this and the sending there is no further event: it expires.
+        for oldest in list(islice(self._tailcast_sent, 2)):
+            if not any(name in self._tailcast_routing for _, name in self._tailcast_sent[oldest]):
+                del self._tailcast_sent[oldest]
+        self._tailcast_sent.setdefault(request_id, []).append((replica_id, choice))
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        """Called by Serve once for each time that a request was sent, whatever came of it; also where a replica rejects it."""
+        super().on_request_completed(replica_id, internal_request_id)
+        sent = self._tailcast_sent.get(internal_request_id, [])
+        for entry in sent:
+            if entry[0] == replica_id.unique_id:
+                sent.remove(entry)
+                self._tailcast_routing.finish(entry[1])
+                break
+        if not sent:
+            self._tailcast_sent.pop(internal_request_id, None)
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """Called by Serve."""
+        super().on_replica_actor_died(replica_id)
+        self._tailcast_gone({replica_id.unique_id})
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Serve with the replicas that there are."""
+        before = {replica_id.unique_id for replica_id in self._replica_id_set}
+        super().update_replicas(replicas)
+        self._tailcast_gone(before - {replica.replica_id.unique_id for replica in replicas})
+
+    def _tailcast_gone(self, replica_ids: set[str]) -> None:
+        for replica_id in replica_ids:
+            self._tailcast_routing.gone(replica_id)
+
+    def _tailcast_others(self, candidates: dict[str, RunningReplica]) -> dict[str, int]:
+        """By replica: requests in its queue, as far as that is known, that this router has not sent."""
+        own = self._tailcast_routing.num_requests
+        others = {}
+        for name, replica in candidates.items():
+            length = self.replica_queue_len_cache.get(replica.replica_id)
+            if length is not None and length > own.get(name, 0):
+                others[name] = length - own.get(name, 0)
+        return others
+
+
+def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
+    """The prompt among the arguments of a call: a chat or text completion as object or mapping, or a text by itself.
+
+    The body of a raw HTTP request is not among them: such requests are without text and prediction.
+    """
+    arguments = (*pending_request.args, *pending_request.kwargs.values())
+    for argument in arguments:
+        if any(_has(argument, name) for name in ("messages", "prompt")):
+            hints = (
+                argument.get("vllm_xargs")
+                if isinstance(argument, dict)
+                else getattr(argument, "vllm_xargs", None)
+            )
+            return openai_prompt(argument, hints)
+    text = next((argument for argument in arguments if isinstance(argument, str)), "")
+    return RoutedPrompt(text=text, user_text=text)
+
+
+def _has(argument: object, name: str) -> bool:
+    return name in argument if isinstance(argument, dict) else hasattr(argument, name)
+
+
+@cache
+def router_class() -> type:
+    """Ray Serve's RequestRouter with our choice.
+
+    Raises:
+        MissingExtraError: There is no Ray Serve.
+        InputError: The installed Ray is of an untested version.
+    """
+    try:
+        import ray
+        from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
+    except ImportError as error:
+        raise MissingExtraError("ray[serve]", "ray") from error
+    version = str(ray.__version__)
+    if ".".join(version.split(".")[:2]) not in SUPPORTED:
+        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
+        raise InputError("version of Ray", version, f"{allowed}: those that this router was tested with")
+    bases = (LiveRequestRouter, LocalityMixin, MultiplexMixin, RequestRouter)
+    return type("TailcastRequestRouter", bases, {"__module__": __name__})
+
+
+def __getattr__(name: str) -> Any:
+    if name == "TailcastRequestRouter":
+        return router_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

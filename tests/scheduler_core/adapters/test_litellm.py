@@ -1,0 +1,140 @@
+"""The routing strategy in the real LiteLLM Router, in front of two engines that speak the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from scheduler_core.adapters.live_routing import RoutingSettings
+from scheduler_core.errors import TailcastError
+from tests.fake_openai import Completions, FakeEngine, error, running_engine
+
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+litellm = pytest.importorskip("litellm")
+# LiteLLM's own and those of its dependencies.
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
+    ),
+    pytest.mark.asyncio(loop_scope="module"),  # LiteLLM's queue of callbacks belongs to the first loop
+]
+
+CHAT: dict[str, Any] = {
+    "model": "m", "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 50
+}  # fmt: skip
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engines() -> AsyncIterator[list[FakeEngine]]:
+    async with (
+        running_engine(Completions(delay_s=0.2)) as first,
+        running_engine(Completions(delay_s=0.2)) as second,
+    ):
+        yield [first, second]
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def strategy(engines: list[FakeEngine]) -> AsyncIterator[Any]:
+    from scheduler_core.adapters.litellm import TailcastStrategy
+
+    deployments = [
+        {
+            "model_name": "m",
+            "litellm_params": {"model": "openai/m", "api_base": f"{engine.url}/v1", "api_key": "x"},
+            "model_info": {"id": str(number)},
+        }
+        for number, engine in enumerate(engines)
+    ]
+    strategy = TailcastStrategy(litellm.Router(model_list=deployments, num_retries=2), RoutingSettings())
+    strategy.install()
+    yield strategy
+    strategy.close()
+
+
+async def ended(strategy: Any) -> dict[str, int]:
+    """The live requests, after LiteLLM's callbacks have had time to run."""
+    for _ in range(100):
+        gc.collect()
+        if not strategy.routing.num_requests:
+            break
+        await asyncio.sleep(0.05)
+    return dict(strategy.routing.num_requests)
+
+
+async def test_requests_are_distributed_and_forgotten(strategy: Any, engines: list[FakeEngine]) -> None:
+    sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(8)))
+    while sum(strategy.routing.num_requests.values()) < 8:
+        await asyncio.sleep(0.01)
+    assert strategy.routing.num_requests == {"0": 4, "1": 4}
+    await sent
+    assert [len(engine.requests) for engine in engines] == [4, 4]
+    assert "tailcast_attempt" not in engines[0].requests[0][3].decode()
+    assert await ended(strategy) == {}
+
+
+async def test_streams_end_when_complete_and_when_the_client_leaves(strategy: Any) -> None:
+    stream = await strategy.router.acompletion(**CHAT, stream=True)
+    assert sum(strategy.routing.num_requests.values()) == 1
+    assert len([piece async for piece in stream]) > 2
+    assert await ended(strategy) == {}
+    stream = await strategy.router.acompletion(**CHAT, stream=True)
+    await anext(stream)
+    await stream.aclose()
+    del stream
+    assert await ended(strategy) == {}
+
+
+async def test_cancelled_requests_are_forgotten(strategy: Any) -> None:
+    tasks = [asyncio.create_task(strategy.router.acompletion(**CHAT)) for _ in range(6)]
+    while sum(strategy.routing.num_requests.values()) < 6:
+        await asyncio.sleep(0.01)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    tasks.clear()
+    del task
+    assert await ended(strategy) == {}
+
+
+async def test_an_engine_that_is_killed_under_load_loses_no_request(
+    strategy: Any, engines: list[FakeEngine]
+) -> None:
+    """LiteLLM retries on the other one, and leaves the dead one out while it cools down."""
+    sent = asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))
+    while strategy.routing.num_requests.get("1", 0) < 5:
+        await asyncio.sleep(0.01)
+    await engines[1].stop()
+    assert len(await sent) == 10
+    assert len(await asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(10)))) == 10
+    assert await ended(strategy) == {}
+    await engines[1].start()
+
+
+async def test_what_fails_everywhere_is_raised_and_forgotten(
+    strategy: Any, engines: list[FakeEngine]
+) -> None:
+    for engine in engines:
+        engine.script.behave = lambda number, body: error(400)  # type: ignore[attr-defined]
+    with pytest.raises(litellm.BadRequestError):
+        await strategy.router.acompletion(**CHAT)
+    assert await ended(strategy) == {}
+
+
+async def test_a_deployment_that_is_deleted_is_forgotten(strategy: Any) -> None:
+    await asyncio.gather(*(strategy.router.acompletion(**CHAT) for _ in range(4)))
+    assert await ended(strategy) == {}
+    assert set(strategy.routing.replica_ids) == {"0", "1"}
+    strategy.router.delete_deployment(id="1")
+    await strategy.router.acompletion(**CHAT)
+    assert strategy.routing.replica_ids == ["0"]
+
+
+async def test_synchronous_calls_are_refused(strategy: Any) -> None:
+    with pytest.raises(TailcastError, match="acompletion"):
+        strategy.get_available_deployment("m")

@@ -1,0 +1,137 @@
+"""Requests by replica kept from events, choices from them, and that nothing of a request is left once it has ended."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
+from scheduler_core.errors import InputError
+from scheduler_core.routing import ROUTERS
+from tests.scheduler_core.adapters.length_reader import LengthReader
+
+REPLICAS = ("a", "b")
+ALIKE = sorted(set(ROUTERS) - {"disaggregated"})
+
+
+def settings(**values: object) -> RoutingSettings:
+    return RoutingSettings.of({"router": "jsq", **values}, "test")
+
+
+def test_requests_go_where_fewer_are_and_ends_are_seen() -> None:
+    routing = LiveRouting(settings())
+    assert [routing.send(name, RoutedPrompt(), REPLICAS) for name in "123"] == ["a", "b", "a"]
+    routing.finish("1")
+    routing.abort("3")
+    assert routing.num_requests == {"b": 1}
+    routing.move("2", "a")
+    assert routing.num_requests == {"a": 1}
+    routing.gone("a")
+    assert routing.num_requests == {}
+    routing.finish("2")  # late
+
+
+def test_requests_of_other_routers_count() -> None:
+    routing = LiveRouting(settings())
+    assert routing.send("1", RoutedPrompt(), REPLICAS, {"a": 1}) == "b"
+
+
+def test_predictions_count_for_the_choices_after_they_have_come() -> None:
+    """One slot each: after the prediction of the output on a, 3 tokens, that slot is free sooner than b's, of 1,000."""
+    routing = LiveRouting(
+        settings(router="predicted_wait", max_num_seqs=1), predictor=LengthReader("answers")
+    )
+    try:
+        routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
+        routing.send("2", RoutedPrompt(user_text="w1000"), REPLICAS)
+        deadline = time.monotonic() + 30
+        chosen = "b"
+        while chosen == "b" and time.monotonic() < deadline:
+            chosen = routing.send("3", RoutedPrompt(), ("b", "a"))
+            routing.abort("3")
+        assert chosen == "a"
+    finally:
+        routing.close()
+
+
+def test_a_request_without_events_expires_and_a_token_keeps_it() -> None:
+    now = [0.0]
+    routing = LiveRouting(settings(expire_s=10.0), clock=lambda: now[0])
+    routing.send("silent", RoutedPrompt(), REPLICAS)
+    routing.send("streaming", RoutedPrompt(), REPLICAS)
+    now[0] = 8.0
+    routing.generate("streaming")
+    now[0] = 12.0
+    assert routing.num_requests == {"b": 1}
+    assert "silent" not in routing
+    routing.drop("streaming")
+    assert routing.num_requests == {}
+
+
+@pytest.mark.parametrize("router", ALIKE)
+@given(actions=st.lists(st.tuples(st.sampled_from("sfadmgt"), st.integers(0, 5)), max_size=40))
+def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str, int]]) -> None:
+    """Whatever the order of events, in the bookkeeping and in the router."""
+    routing = LiveRouting(settings(router=router, max_num_seqs=2, num_kv_blocks=8))
+    live: dict[str, str] = {}
+    for action, number in actions:
+        name = str(number)
+        if action == "s":
+            live[name] = routing.send(name, RoutedPrompt(text="x" * 100 * number, max_tokens=9), REPLICAS)
+        elif action == "m" and name in live:
+            live[name] = REPLICAS[number % 2]
+            routing.move(name, live[name])
+        elif action == "g":
+            gone = REPLICAS[number % 2]
+            routing.gone(gone)
+            live = {key: replica for key, replica in live.items() if replica != gone}
+        elif action == "t":
+            routing.generate(name)
+        elif action in "fad":
+            {"f": routing.finish, "a": routing.abort, "d": routing.drop}[action](name)
+            live.pop(name, None)
+        expected = {key: [*live.values()].count(key) for key in REPLICAS if key in live.values()}
+        assert routing.num_requests == expected
+    for name in list(live):
+        routing.finish(name)
+    for replica_id in REPLICAS:
+        routing.gone(replica_id)
+    assert routing.num_requests == {}
+    assert routing.replica_ids == []
+    for state in ("_left", "_stats", "_sent"):
+        assert not getattr(routing._router, state, None)
+
+
+def test_prompts_are_read_from_mappings_and_objects() -> None:
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hello"}]},
+        {"role": "assistant", "content": None},
+    ]
+    expected = RoutedPrompt(
+        text="system: Be brief.\nuser: Hello\nassistant: ",
+        user_text="Hello",
+        max_tokens=7,
+        temperature=0.0,
+        tier=0,
+    )
+    body = {"messages": messages, "max_tokens": 9, "max_completion_tokens": 7, "temperature": 0}
+    assert openai_prompt(body, {"tailcast_tier": 0}) == expected
+    assert openai_prompt(SimpleNamespace(**body), {"tailcast_tier": 0}) == expected
+    assert openai_prompt({"prompt": "Once", "max_tokens": True}, {"tailcast_tier": -1}) == RoutedPrompt(
+        text="Once", user_text="Once"
+    )
+    assert openai_prompt({"prompt": [1, 2], "messages": None}) == RoutedPrompt()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"router": "disaggregated"}, {"expire_s": 0}, {"max_num_seqs": 0}, {"predictor": ""}, {"wrong": 1}],
+)
+def test_wrong_settings_are_refused(values: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=next(iter(values))):
+        settings(**values)
