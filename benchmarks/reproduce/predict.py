@@ -1,10 +1,12 @@
 """What trained predictors say of real prompts, for the studies of TIE.
 
     python -m benchmarks.reproduce.predict --samples report.parquet --length ARTIFACT --regression CHECKPOINT
-        --rank CHECKPOINT --model meta-llama/Llama-3.1-8B-Instruct [--model ...] [--prompts 400] --out predictions.parquet
+        --rank CHECKPOINT --model meta-llama/Llama-3.1-8B-Instruct [--model ...] [--prompts 400] [--about TEXT]
+        --out predictions.parquet
 
 SAMPLES is a table of `gen-samples` or `import-lengths` with several answers to every prompt, which no predictor was
 trained on. One row of the result is a prompt answered by a served model: its real lengths, and what each predictor says.
+TEXT, how the predictors were trained, is kept in the result and printed with the findings.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.reproduce.tie_requests import ABOUT
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import atomic_file
 from training.evaluating.predictors import InferenceOptions, PredictedRows, open_predictor
@@ -32,6 +35,7 @@ COLUMNS = (
     "output_tokens",
     "mu",
     "sigma",
+    "sigma_within",
     "nu",
     "regression_tokens",
     "rank",
@@ -71,7 +75,7 @@ def predictions(rows: Sequence[dict[str, Any]], folder: Path, options: Inference
 def table(
     rows: Sequence[dict[str, Any]], length: PredictedRows, regression: PredictedRows, rank: PredictedRows
 ) -> pa.Table:
-    """`COLUMNS` of all rows.
+    """`COLUMNS` of all rows; sigma_within is sigma where the length predictor does not tell its own error from the answers'.
 
     Raises:
         InputError: A predictor lacks the head that it was given for.
@@ -90,6 +94,7 @@ def table(
         "output_tokens": [row["output_tokens"] for row in rows],
         "mu": length.mu,
         "sigma": length.sigma,
+        "sigma_within": length.sigma if length.sigma_within is None else length.sigma_within,
         "nu": np.broadcast_to(np.asarray(length.nu, float), len(rows)),
         "regression_tokens": regression.regression_tokens,
         "rank": rank.rank,
@@ -108,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", action="append", required=True, help="served model; may be repeated")
     parser.add_argument("--prompts", type=int, default=400, help="prompts of each served model")
     parser.add_argument("--seed", type=int, default=0, help="which prompts")
+    parser.add_argument("--about", default="", help="how the predictors were trained, for the page")
     parser.add_argument("--out", type=Path, required=True, help="Parquet file to write")
     return parser
 
@@ -121,7 +127,7 @@ def main() -> int:
         parts = [
             predictions(rows, folder, options) for folder in (given.length, given.regression, given.rank)
         ]
-        result = table(rows, *parts)
+        result = table(rows, *parts).replace_schema_metadata({ABOUT: given.about.encode()})
     except TailcastError as error:
         print(error, file=sys.stderr)
         return 2

@@ -26,6 +26,8 @@ MU_MEAN, MU_SD, SIGMA_MEAN, SIGMA_SD = 4.5, 1.0, -0.9, 0.45
 #: Error of the predicted mu and of ln sigma that leaves R2 = 0.82 and 0.76, the paper's.
 R2_MU, R2_SIGMA = 0.82, 0.76
 _POINT_SIGMA = 1e-6
+#: Metadata of the table of --predictions: how the predictors were trained.
+ABOUT = b"about"
 
 Array = NDArray[np.float64]
 
@@ -37,7 +39,7 @@ class Order:
     Attributes:
         policy: Its name.
         parameters: Its parameters.
-        told: "nothing", "length" (log-t), "median" (of it), "point" (one length, as SSJF's regressor), "rank", "rank order"
+        told: "nothing", "length" (log-t), "within" (log-t without the predictor's own error), "median" (of it), "point" (one length, as SSJF's regressor), "rank", "rank order"
             (the rank in place of a length, for policies that order by one), "log-normal", or "truth".
     """
 
@@ -53,6 +55,8 @@ class Requests:
     Attributes:
         trace: The requests.
         laws: By request id: the predicted law.
+        within: By request id: the predicted sigma of the answers to one prompt, which the law's is where no predictor's own
+            error is in it.
         points: By request id: the predicted length in tokens.
         ranks: By request id: the predicted rank, larger = longer.
         source: Where they come from.
@@ -60,6 +64,7 @@ class Requests:
 
     trace: Trace
     laws: dict[str, LengthPrediction]
+    within: dict[str, float]
     points: dict[str, float]
     ranks: dict[str, float]
     source: str
@@ -95,7 +100,7 @@ def requests(
     seen_mu = _wrong(mu, R2_MU, rng)
     seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
     return _requests(
-        prompt, output, (seen_mu, seen_sigma, np.full(num, NU)), np.exp(seen_mu), seen_mu,
+        prompt, output, (seen_mu, seen_sigma, np.full(num, NU)), seen_sigma, np.exp(seen_mu), seen_mu,
         f"{source}; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
     )  # fmt: skip
 
@@ -117,7 +122,13 @@ def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
 
 
 def _requests(
-    prompt: Array, output: Array, laws: tuple[Array, Array, Array], points: Array, ranks: Array, source: str
+    prompt: Array,
+    output: Array,
+    laws: tuple[Array, Array, Array],
+    within: Array,
+    points: Array,
+    ranks: Array,
+    source: str,
 ) -> Requests:
     names = [f"r{index}" for index in range(len(output))]
     rows = tuple(
@@ -134,9 +145,13 @@ def _requests(
         name: LengthPrediction(float(mu), float(sigma), float(nu))
         for name, mu, sigma, nu in zip(names, *laws, strict=True)
     }
-    told_points = {name: max(1.0, float(value)) for name, value in zip(names, points.tolist(), strict=True)}
     return Requests(
-        Trace(rows), seen, told_points, dict(zip(names, map(float, ranks.tolist()), strict=True)), source
+        trace=Trace(rows),
+        laws=seen,
+        within=dict(zip(names, within.tolist(), strict=True)),
+        points=dict(zip(names, np.maximum(points, 1.0).tolist(), strict=True)),
+        ranks=dict(zip(names, ranks.tolist(), strict=True)),
+        source=source,
     )
 
 
@@ -159,19 +174,42 @@ def _filtered(
 def _predicted(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> Requests:
-    names = ["prompt_tokens", "output_tokens", "mu", "sigma", "nu", "regression_tokens", "rank"]
+    names = [
+        "prompt_tokens",
+        "output_tokens",
+        "mu",
+        "sigma",
+        "sigma_within",
+        "nu",
+        "regression_tokens",
+        "rank",
+    ]
     found = _filtered(path, names, "served_model", served_model, dataset)
     chosen = rng.integers(0, len(found["mu"]), num)
     output = [float(rng.choice(found["output_tokens"][int(row)])) for row in chosen]
     column = {name: np.array(found[name], float)[chosen] for name in names if name != "output_tokens"}
-    variation = float(np.mean([np.std(lengths) / np.mean(lengths) for lengths in found["output_tokens"]]))
     return _requests(
         column["prompt_tokens"], np.array(output), (column["mu"], column["sigma"], column["nu"]),
-        column["regression_tokens"], column["rank"],
-        f"{len(found['mu'])} prompts of {path.name}, each with real answers (mean CV of the lengths of a prompt "
-        f"{variation:.2f}; the paper's prompts: 1.09); TIE hears a trained distribution, SSJF a trained regressor, LTR a "
-        "trained ranker",
+        column["sigma_within"], column["regression_tokens"], column["rank"], _about(path, found),
     )  # fmt: skip
+
+
+def _about(path: Path, found: Mapping[str, Any]) -> str:
+    """How the predictors were trained, how much the answers of a prompt vary, and how well each predictor orders prompts."""
+    import pyarrow.parquet as pq
+    from scipy.stats import kendalltau
+
+    lengths = found["output_tokens"]
+    medians = [float(np.median(one)) for one in lengths]
+    taus = [float(kendalltau(found[name], medians).statistic) for name in ("mu", "regression_tokens", "rank")]
+    variation = float(np.mean([np.std(one) / np.mean(one) for one in lengths]))
+    trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
+    return (
+        f"{len(lengths)} prompts that no predictor was trained on, each with real answers (mean CV of the "
+        f"lengths of a prompt {variation:.2f}; the paper's prompts: 1.09). TIE gets a trained distribution, SSJF a trained "
+        "regressor's length, LTR a trained ranker's score; Kendall's tau between what each predicts and the median answer: "
+        f"TIE {taus[0]:.3f}, SSJF {taus[1]:.3f}, LTR {taus[2]:.3f}" + (f". {trained}" if trained else "")
+    )
 
 
 def _castillo(
@@ -199,6 +237,8 @@ def told(order: Order, found: Requests) -> Predictions | None:
     for name, law in found.laws.items():
         if order.told == "point":
             length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+        elif order.told == "within":
+            length = replace(law, sigma=found.within[name])
         elif order.told == "median":
             length = LengthPrediction(law.mu, _POINT_SIGMA, NU)
         elif order.told == "rank order":

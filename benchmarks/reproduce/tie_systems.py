@@ -28,11 +28,13 @@ PAPER_SYSTEMS = {
     "TIE": Order("tie"),
 }
 #: The paper's, which are all non-preemptive (section 6); SSJF with TIE's median, which is what the order is worth; LTR as its
-#: own paper has it, preemptive and with promotion of those passed over for 200 steps; the true lengths.
+#: own paper has it, preemptive and with promotion of those passed over for 200 steps; TIE with the sigma of one prompt's
+#: answers, as the paper's predictor is trained to give it; the true lengths.
 SYSTEMS = {
     **PAPER_SYSTEMS,
     "SSJF, TIE's median": Order("ssjf", told="median"),
     "LTR, preemptive": Order("ltr", told="rank"),
+    "TIE, sigma within a prompt": Order("tie", told="within"),
     "SJF, true lengths": Order("ssjf", told="truth"),
 }
 

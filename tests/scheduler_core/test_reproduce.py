@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.reproduce import multitier_systems, rad
@@ -12,8 +15,10 @@ from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.page import coverage, load, pages, save
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
-from benchmarks.reproduce.tie_requests import requests
+from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
+from benchmarks.reproduce.tie_requests import requests, told
 from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
+from scheduler_core.predictions import Prediction
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.workloads.workload import Workload
 
@@ -146,6 +151,33 @@ def test_tie_runs_at_the_papers_load_and_the_truth_is_hard_to_beat() -> None:
     }
     assert latency["SJF, true lengths"] < latency["SSJF"] < latency["FCFS"]
     assert set(PAPER_SYSTEMS) == {"FCFS", "SSJF", "LTR", "TIE"}
+
+
+def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_and_how_well(
+    tmp_path: Path,
+) -> None:
+    rows = {
+        "served_model": ["m", "m", "m", "other"],
+        "dataset": ["Alpaca"] * 4,
+        "prompt_tokens": [10, 20, 30, 40],
+        "output_tokens": [[100, 100], [200, 200], [300, 300], [400, 400]],
+        "mu": [4.6, 5.3, 5.7, 6.0],
+        "sigma": [0.4] * 4,
+        "sigma_within": [0.2] * 4,
+        "nu": [3.5] * 4,
+        "regression_tokens": [300.0, 200.0, 100.0, 400.0],
+        "rank": [-1.0, 1.0, 0.0, 9.0],
+    }
+    table = pa.table(rows).replace_schema_metadata({TRAINED: b"Heads on a frozen encoder"})
+    pq.write_table(table, tmp_path / "predictions.parquet")
+    effort = Effort(quick=True, predictions=tmp_path / "predictions.parquet")
+    found = requests(effort, 50, 0, "m", "Alpaca")
+    assert {row.output_tokens for row in found.trace.requests} == {100, 200, 300}
+    assert all(law.mu < 6.0 for law in found.laws.values())
+    within = told(SYSTEMS["TIE, sigma within a prompt"], found)
+    assert within is not None
+    assert within.by_id["r0"] == Prediction(length=replace(found.laws["r0"], sigma=0.2))
+    assert found.source.endswith("TIE 1.000, SSJF -1.000, LTR 0.333. Heads on a frozen encoder")
 
 
 @pytest.mark.slow
