@@ -45,6 +45,7 @@ from scheduler_core.lengths.student_t import (
 )
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, check_ranges
+from scheduler_core.statistics import kendall_tau
 
 COVERAGE_LEVELS = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 #: P: standard deviations of the coefficients of f, for mu' and for ln sigma'.
@@ -406,13 +407,4 @@ def _scores(rows: FloatArray, corrected: int) -> dict[str, Any]:
         covered = (finished > 0) & (log_length <= quantile)
         coverage[name] = float(covered[is_observed].mean()) if is_observed.any() else None
     losses = _LEVELS[:NUM_LEVELS] * gaps - np.minimum(gaps, 0.0)
-    return {"coverage": coverage, "tau": _kendall_tau(mu, log_length), "crps": 2.0 * float(losses.mean())}
-
-
-def _kendall_tau(one: FloatArray, other: FloatArray) -> float | None:
-    """Kendall's tau-b; None if one of them ranks nothing."""
-    first, second = (
-        (values[:, None] > values).astype(np.int8) - (values[:, None] < values) for values in (one, other)
-    )
-    pairs = math.sqrt(float(np.count_nonzero(first)) * float(np.count_nonzero(second)))
-    return float((first * second).sum(dtype=np.int64)) / pairs if pairs else None
+    return {"coverage": coverage, "tau": kendall_tau(mu, log_length), "crps": 2.0 * float(losses.mean())}

@@ -46,6 +46,15 @@ def top_decile_fractions(values: FloatArray, offsets: NDArray[np.int64]) -> Floa
     return np.asarray(top / (sums[offsets[1:]] - sums[offsets[:-1]]))
 
 
+def kendall_tau(one: FloatArray, other: FloatArray) -> float | None:
+    """Kendall's tau-b of two rankings [n], in O(n^2); None if one of them ranks nothing."""
+    first, second = (
+        (values[:, None] > values).astype(np.int8) - (values[:, None] < values) for values in (one, other)
+    )
+    pairs = math.sqrt(float(np.count_nonzero(first)) * float(np.count_nonzero(second)))
+    return float((first * second).sum(dtype=np.int64)) / pairs if pairs else None
+
+
 @dataclass(frozen=True, slots=True)
 class Interval:
     """Mean of `num` independent values, with a confidence interval."""

@@ -39,8 +39,9 @@ class ProxyConfig:
     """Kind of engine; none (Ollama, llama.cpp server, ...): the proxy holds the queue itself."""
     predictor: str = "pretrained"
     """pretrained (it comes with tailcast), an artifact folder, or grpc://HOST:PORT of serve-predictor; none: no predictions."""
-    policy: str = "tie"
-    """Order of the requests: a policy of `simulate` that leaves memory and batches to the engine, or package.module:Class."""
+    policy: str | None = None
+    """Order of the requests: a policy of `simulate` that leaves memory and batches to the engine, or package.module:Class.
+    Unset: bounded_shortest where the proxy holds the queue (engine none), else tie, whose key can be sent once."""
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Overrides of the policy's parameters."""
     aging_per_s: float = 0.0

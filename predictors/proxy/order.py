@@ -65,7 +65,7 @@ class EngineOrder:
     @property
     def uses_outputs(self) -> bool:
         """Whether the policy has a use for `on_output`."""
-        return self.policy.progress != "unused"
+        return self.policy.progress != "unused" or self.policy.needs_queue
 
     def update(
         self, request_id: str, prediction: Prediction | None, prompt_tokens: int | None = None

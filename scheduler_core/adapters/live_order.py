@@ -34,7 +34,7 @@ def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool 
         raise InputError(
             f"policy {name} reserves KV memory, which the engine allocates itself: choose another policy"
         )
-    if sent_once and policy.key_changes == "with_time":
+    if sent_once and (policy.key_changes == "with_time" or policy.needs_queue):
         raise InputError(
             f"the key of policy {name} changes while a request waits, so that it cannot be sent to an engine as one "
             "number: choose another policy, or let the proxy hold the queue (--engine none)"

@@ -10,6 +10,7 @@ from importlib import import_module, metadata
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies.attained_service import Las, Mlfq
 from scheduler_core.policies.base import Policy
+from scheduler_core.policies.bounded_shortest import BoundedShortest
 from scheduler_core.policies.deadlines import Edf, SloTie
 from scheduler_core.policies.ltr import Ltr
 from scheduler_core.policies.s3 import S3
@@ -26,6 +27,7 @@ from scheduler_core.registry import construct
 #: Every policy of this package by name.
 POLICIES: dict[str, type[Policy]] = {
     "fcfs": Fcfs,
+    "bounded_shortest": BoundedShortest,
     "priority": Priority,
     "spf": Spf,
     "ssjf": Ssjf,

@@ -34,6 +34,8 @@ class Policy(ABC):
         progress: What it uses of the progress of running requests. "unused": nothing but in their own events (admission,
             preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep; "in_runs": identical steps may be taken at once, with one call of the hooks; "every_step": its
             decisions depend on single steps or the time.
+        needs_queue: It moves waiting requests by what it measures of those that have ended: it cannot be used where the
+            engine gets each key once, and a proxy counts output tokens for it.
         inputs: What it uses: of "length", "urgency", "bucket", "rank", "point" (predictions), "priority", "tier", "tenant",
             "slo" (fields of the request).
     """
@@ -44,6 +46,7 @@ class Policy(ABC):
     preemptive: ClassVar[bool] = False
     running_keys: ClassVar[RunningKeys] = "on_tokens"
     progress: ClassVar[Progress] = "every_step"
+    needs_queue: ClassVar[bool] = False
     inputs: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:

@@ -28,6 +28,14 @@ def risk_tokens(state: RequestState) -> tuple[float, float]:
     return (longest, longest) if state.prediction is None else _risk(state.prediction, longest)
 
 
+def median_tokens(state: RequestState) -> float:
+    """min(exp(mu), max_tokens) in tokens; max_tokens where no length is predicted."""
+    longest = state.request.max_tokens
+    if state.prediction is None or state.prediction.mu >= math.log(longest):
+        return longest
+    return math.exp(state.prediction.mu)
+
+
 def boost_s(work_s: float, gamma_per_s: float) -> float:
     """By how many seconds a request of known work is moved ahead of its arrival; falls from infinity (w = 0) to 0.
 

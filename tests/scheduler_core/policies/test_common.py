@@ -38,6 +38,7 @@ FAIR: dict[str, dict[str, float]] = {
     "distboost": {"gamma_per_s": 1.0},
     "uniboost": {"bin_tokens": 1, "gamma_per_s": 1.0, "gamma_min_per_s": 0.5},
     "tail_guard": {},
+    "bounded_shortest": {},
     "vtc": {},
 }
 

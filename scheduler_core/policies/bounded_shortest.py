@@ -1,0 +1,346 @@
+"""Shortest first, no request starts much later than under first come, first served: the default order. Ours."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler_core.policies.base import Policy
+from scheduler_core.policies.estimates import median_tokens, risk_tokens
+from scheduler_core.policies.virtual_fcfs import PredictionBias
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
+from scheduler_core.request import RequestState
+from scheduler_core.statistics import kendall_tau
+
+FloatArray = NDArray[np.float64]
+
+#: In front of all lengths.
+_FRONT = -1e12
+
+#: Without overload r is 1.05 and Q counts for 0.9: the rest of `ratio` is left to errors of the estimates.
+_STRETCH, _QUANTILE_FRACTION = 1.05, 0.9
+
+#: By how much the load exceeds 1 where r is `ratio`; the load starts as if so many requests had arrived at load 1.
+_OVERLOAD, _PRIOR_ARRIVALS = 0.1, 100
+
+#: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
+_LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
+
+#: Arrivals or ends between two computations of the quantile or the rank correlation.
+_REFRESH_EVERY = 20
+
+#: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation.
+_NUM_RANKED, _MIN_RANKED, _MIN_TAU = 256, 40, 0.1
+
+#: Of its expected work a running request has at least this fraction left.
+_MIN_REMAINING = 0.25
+
+
+class _ArrivalOrder:
+    """The waiting requests in order of arrival, as columns of an array; a request that has left keeps its row, without work."""
+
+    _ORDER, _ARRIVAL, _FCFS_WAIT, _WORK, _OVERTAKEN = range(5)
+
+    def __init__(self) -> None:
+        self._table = np.zeros((5, 64))
+        self._states: list[RequestState | None] = []
+        self._rows: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, state: RequestState, fcfs_wait_s: float, work: float) -> None:
+        if len(self._states) == self._table.shape[1]:
+            self._compact()
+        row = self._rows[state.request_id] = len(self._states)
+        self._states.append(state)
+        self._table[:, row] = state.order, state.request.arrival_s, fcfs_wait_s, work, 0.0
+
+    def revise(self, state: RequestState, work: float) -> None:
+        """Another expectation of its work, if it waits."""
+        row = self._rows.get(state.request_id)
+        if row is not None:
+            self._table[self._WORK, row] = work
+
+    def revise_all(self, work: float) -> float:
+        """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
+        used = len(self._states)
+        column = self._table[self._WORK, :used]
+        before = float(column.sum())
+        column[column > 0] = work
+        factor = min(1.0, float(column.sum()) / before) if before > 0 else 1.0
+        self._table[self._FCFS_WAIT, :used] *= factor
+        return factor
+
+    def remove(self, state: RequestState) -> bool:
+        """False if it is not here."""
+        row = self._rows.pop(state.request_id, None)
+        if row is None:
+            return False
+        self._states[row], self._table[self._WORK, row] = None, 0.0
+        return True
+
+    def overtake(self, state: RequestState, work: float) -> None:
+        """The requests that arrived before this one wait for so much of its work."""
+        used = len(self._states)
+        row = np.searchsorted(self._table[self._ORDER, :used], state.order)
+        self._table[self._OVERTAKEN, :row] += work
+
+    def work_behind(self, num_free: int) -> float:
+        """Work of all but the first `num_free` requests."""
+        work = self._table[self._WORK, : len(self._states)]
+        return float(work[work > 0][num_free:].sum() if num_free else work.sum())
+
+    def due(self, now: float, token_s: float, stretch: float, least_wait_s: float) -> list[RequestState]:
+        """The requests that have waited or were overtaken as long as they may."""
+        _, arrival_s, fcfs_wait_s, work, overtaken = self._table[:, : len(self._states)]
+        longest_s = stretch * np.maximum(fcfs_wait_s, least_wait_s)
+        ahead = np.cumsum(work) - work
+        is_due = overtaken * token_s >= longest_s - fcfs_wait_s
+        is_due |= arrival_s + longest_s - ahead * token_s <= now
+        is_due &= work > 0
+        return self.states(np.flatnonzero(is_due))
+
+    def states(self, rows: NDArray[np.intp] | None = None) -> list[RequestState]:
+        """The waiting requests, all or of these rows."""
+        states = self._states if rows is None else [self._states[row] for row in rows.tolist()]
+        return [state for state in states if state is not None]
+
+    def _compact(self) -> None:
+        rows = [row for row, state in enumerate(self._states) if state is not None]
+        table = np.zeros((5, max(64, 2 * len(rows))))
+        table[:, : len(rows)] = self._table[:, rows]
+        self._table, self._states = table, list(self.states())
+        self._rows = {state.request_id: row for row, state in enumerate(self.states())}
+
+
+class _ServiceRate:
+    """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
+
+    def __init__(self) -> None:
+        self._busy_s, self._busy_work, self._finished_work = 0.8, 2000.0, 0.0
+        self._decode_s, self._decode_tokens = 1.0, 50.0
+        self.mean_work = 0.0
+        self._last_s, self._has_queue = 0.0, False
+
+    @property
+    def token_s(self) -> float:
+        return self._busy_s / self._busy_work
+
+    @property
+    def step_s(self) -> float:
+        return self._decode_s / self._decode_tokens
+
+    def advance(self, now: float, has_queue: bool) -> None:
+        """Time has passed; whether requests wait from now on."""
+        if self._has_queue:
+            self._busy_s += now - self._last_s
+            self._busy_work += self._finished_work
+        self._last_s, self._finished_work, self._has_queue = now, 0.0, has_queue
+
+    def finished(self, state: RequestState, work: float) -> None:
+        """A request has ended; half of the busy time is forgotten after some 1,400 of them."""
+        self._busy_s, self._busy_work = self._busy_s * _RATE_FADE, self._busy_work * _RATE_FADE
+        self._finished_work += work
+        self.mean_work = work if self.mean_work == 0.0 else 0.99 * self.mean_work + 0.01 * work
+        if state.num_output_tokens > 1 and state.first_token_s is not None and state.last_token_s is not None:
+            self._decode_s = 0.99 * self._decode_s + state.last_token_s - state.first_token_s
+            self._decode_tokens = 0.99 * self._decode_tokens + state.num_output_tokens - 1
+
+
+@dataclass(kw_only=True, slots=True)
+class BoundedShortest(Policy):
+    """Shortest predicted length first; a request that has waited as long as it may goes in front, by arrival.
+
+    key = min(exp(mu), M);   in front from the time on when   o t >= L - W   or   a + L - c t <= now,   L = r max(W, g Q)
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | exp(mu), M | median of the predicted length; max_tokens | tokens |
+    | a, W | arrival; the wait that first come, first served would give the request, estimated when it arrives | s |
+    | Q | P99 of W over the last `window` arrivals | s |
+    | o | work of later arrivals that started before the request | tokens |
+    | c | work of the waiting requests that arrived before it | tokens |
+    | t | engine time per token of work while requests wait, measured | s |
+    | r, g | 1.05 and 0.9; under overload, of load 1.1 and more, `ratio` and 1 | - |
+    | ratio | 1.25: how much longer than L / r a request may wait | - |
+    | prompt_weight | work of a prompt token; an output token is 1 | tokens |
+
+    The promise: every request starts within `ratio` times the wait that it would have had under first come, first served, or
+    the P99 of those waits if that is longer, up to errors of the estimates. No request is exempt, and none that runs is paused.
+
+    Work is E[min(X, M)], corrected by how long outputs of such a prediction have been. W is the work that waits when the
+    request arrives, and by how much the running requests have more or less left than on average: both orders have the same
+    total. Reordering does not change t, so W needs no second engine. Load is the arriving work over what the engine does in
+    the same time. Without predictions, or while they rank the finished requests no better than chance, the order is that of
+    arrival.
+
+    Raises:
+        InputError: A parameter is outside its range.
+    """
+
+    key_changes = "on_event"
+    running_keys = "on_event"
+    progress = "unused"
+    needs_queue = True
+    inputs = frozenset({"length"})
+
+    ratio: float = 1.25
+    prompt_weight: float = 0.1
+    window: float = 2000
+    _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
+    _due: set[str] = field(default_factory=set, init=False, repr=False)
+    _running: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
+    _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
+    _ranked: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=_NUM_RANKED), init=False, repr=False
+    )
+    _ranks: bool = field(default=True, init=False, repr=False)
+    _num_unranked: int = field(default=0, init=False, repr=False)
+    _fcfs_waits: deque[float] = field(init=False, repr=False)
+    _num_new: int = field(default=0, init=False, repr=False)
+    _stretch: float = field(default=_STRETCH, init=False, repr=False)
+    _least_wait_s: float = field(default=0.0, init=False, repr=False)
+    _arrived_work: float = field(default=0.0, init=False, repr=False)
+    _arrived_s: float = field(default=0.0, init=False, repr=False)
+    _last_arrival_s: float | None = field(default=None, init=False, repr=False)
+    _sum_work: float = field(default=256.0, init=False, repr=False)
+    _num_work: float = field(default=1.0, init=False, repr=False)
+    _remaining_s: float = field(default=0.0, init=False, repr=False)
+    _running_s: float = field(default=0.0, init=False, repr=False)
+    _max_num_seqs: int = field(default=0, init=False, repr=False)
+    _all_changed: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, ratio=(1.0, FINITE), prompt_weight=(POSITIVE, FINITE), window=(100, 1_000_000))
+        self._stretch = min(_STRETCH, self.ratio)
+        self._fcfs_waits = deque(maxlen=int(self.window))
+
+    def on_arrival(self, state: RequestState, now: float) -> None:
+        self._rate.advance(now, len(self._waiting) > 0)
+        work = self._work(state)
+        wait_s = self._fcfs_wait_s(now)
+        self._waiting.add(state, wait_s, work)
+        self._fcfs_waits.append(wait_s)
+        gap_s = 0.0 if self._last_arrival_s is None else now - self._last_arrival_s
+        self._arrived_s, self._last_arrival_s = _LOAD_FADE * self._arrived_s + gap_s, now
+        self._arrived_work = _LOAD_FADE * self._arrived_work + work
+        self._num_new += 1
+        if self._num_new >= _REFRESH_EVERY or len(self._fcfs_waits) <= 5 * _REFRESH_EVERY:
+            self._num_new = 0
+            self._refresh_bound()
+
+    def on_prediction(self, state: RequestState) -> None:
+        if state.prediction is None:
+            return
+        work = self._work(state)
+        self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
+        self._waiting.revise(state, work)
+
+    def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
+        self._max_num_seqs = max_num_seqs
+        changed, self._all_changed = self._all_changed, False
+        return changed
+
+    def on_admit(self, state: RequestState, now: float) -> None:
+        work = self._work(state)
+        if self._waiting.remove(state):
+            self._waiting.overtake(state, work)
+        self._due.discard(state.request_id)
+        self._running[state.request_id] = (now, work)
+
+    def on_preempt(self, state: RequestState, now: float) -> None:
+        self._running.pop(state.request_id, None)
+        self._due.add(state.request_id)
+
+    def on_finish(self, state: RequestState) -> None:
+        self._waiting.remove(state)
+        self._due.discard(state.request_id)
+        admitted = self._running.pop(state.request_id, None)
+        if admitted is None or state.first_token_s is None:
+            return
+        work = self._prompt_work(state) + state.num_output_tokens
+        self._rate.finished(state, work)
+        self._waiting.overtake(state, work - admitted[1])
+        if state.prediction is not None:
+            self._bias.learn(risk_tokens(state)[0], state.num_output_tokens)
+            self._rank(state)
+
+    def take_changed(self, now: float) -> Collection[RequestState]:
+        self._rate.advance(now, len(self._waiting) > 0)
+        if not len(self._waiting):
+            return ()
+        due = self._waiting.due(now, self._rate.token_s, self._stretch, self._least_wait_s)
+        changed = [state for state in due if state.request_id not in self._due]
+        self._due.update(state.request_id for state in changed)
+        return changed
+
+    def key(self, state: RequestState, now: float) -> float:
+        if state.request_id in self._due:
+            return _FRONT + state.order
+        return median_tokens(state) if self._ranks else float(state.order)
+
+    def _prompt_work(self, state: RequestState) -> float:
+        return self.prompt_weight * (state.request.prompt_tokens - state.request.cached_prefix_tokens)
+
+    def _work(self, state: RequestState) -> float:
+        """Expected tokens of work of the whole request; without a usable prediction those of the mean request."""
+        if not self._ranks:
+            return self._rate.mean_work
+        if state.prediction is None:
+            return min(self._sum_work / self._num_work, self._prompt_work(state) + state.request.max_tokens)
+        expected = risk_tokens(state)[0]
+        expected *= self._bias.ratio(PredictionBias.group(expected))
+        return self._prompt_work(state) + min(expected, state.request.max_tokens)
+
+    def _fcfs_wait_s(self, now: float) -> float:
+        """W of a request that arrives now."""
+        remaining, num_running = 0.0, len(self._running)
+        for admitted_s, work in self._running.values():
+            remaining += max(work - (now - admitted_s) / self._rate.step_s, _MIN_REMAINING * work)
+        if self._last_arrival_s is not None:
+            self._remaining_s += remaining * (now - self._last_arrival_s)
+            self._running_s += num_running * (now - self._last_arrival_s)
+        work = self._waiting.work_behind(max(self._max_num_seqs - num_running, 0))
+        if work <= 0.0:
+            return 0.0
+        if self._running_s > 0.0:
+            work += remaining - num_running * self._remaining_s / self._running_s
+        return max(work, 0.0) * self._rate.token_s
+
+    def _refresh_bound(self) -> None:
+        """r and g Q."""
+        waits = np.fromiter(self._fcfs_waits, float)
+        quantile_s = float(np.quantile(waits, 0.99))
+        prior_s = _PRIOR_ARRIVALS * self._sum_work / self._num_work * self._rate.token_s
+        load = (self._arrived_work * self._rate.token_s + prior_s) / (self._arrived_s + prior_s)
+        # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
+        is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0
+        overload = min(max((load - 1.0) / _OVERLOAD, 0.0), is_common)
+        normal = min(_STRETCH, self.ratio)
+        self._stretch = normal + (self.ratio - normal) * overload
+        self._least_wait_s = quantile_s * (_QUANTILE_FRACTION + (1.0 - _QUANTILE_FRACTION) * overload)
+
+    def _rank(self, state: RequestState) -> None:
+        """Whether predictions rank requests is looked at again with the latest ones that have ended."""
+        self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
+        self._num_unranked += 1
+        if self._num_unranked < _REFRESH_EVERY or len(self._ranked) < _MIN_RANKED:
+            return
+        self._num_unranked = 0
+        predicted, true = np.array(self._ranked).T
+        ranks = (kendall_tau(predicted, true) or 0.0) > _MIN_TAU
+        if ranks == self._ranks:
+            return
+        self._ranks, self._all_changed = ranks, True
+        if not ranks:  # those that wait are those predicted long, so that the waits have been overestimated
+            factor = self._waiting.revise_all(self._rate.mean_work)
+            self._fcfs_waits = deque(
+                (factor * wait_s for wait_s in self._fcfs_waits), self._fcfs_waits.maxlen
+            )
+            self._refresh_bound()
