@@ -167,7 +167,7 @@ def _castillo(file: Path) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "dataset": table.dataset,
-            "prompt_id": table.prompt.map(_hash),
+            "prompt_id": table.prompt.map(prompt_hash),
             "prompt": table.prompt,
             "model": table.model,
             "temperature": table.temperature.astype(float),
@@ -205,7 +205,7 @@ def _source(file: Path, num_prompts: int | None, *, fold: bool = True) -> pd.Dat
         }
     )
     rows = rows[rows.tokens.ge(1) & rows.prompt.str.strip().ne("")]
-    rows["prompt_id"] = rows.prompt.map(_hash)
+    rows["prompt_id"] = rows.prompt.map(prompt_hash)
     if num_prompts is not None:
         rows = rows[rows.prompt_id.isin(sorted(rows.prompt_id.unique())[:num_prompts])]
     return pd.DataFrame(_groups(rows, name), columns=list(COLUMNS))
@@ -240,7 +240,7 @@ def served_model(name: str) -> str | None:
     return next((canonical for pattern, canonical in _PATTERNS if pattern.fullmatch(short)), None)
 
 
-def _hash(prompt: str) -> str:
+def prompt_hash(prompt: str) -> str:
     return hashlib.sha1(prompt.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:12]
 
 

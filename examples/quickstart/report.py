@@ -143,10 +143,10 @@ def _add_scheduling(page: Page, out: Path) -> None:
     page.paragraph(
         f"{any_result['trace']['num_requests']} requests: the test prompts with their sampled true lengths, Poisson arrivals "
         f"at {config['load']} times what the simulated engine can serve with {config['scheduler']['max_num_seqs']} "
-        "sequences at a time. SSJF orders by the predicted median, TIE by mean plus tail risk, both with predictions "
+        "sequences at a time. SSJF orders by the predicted median, TIE by mean plus tail risk, the bounded order by the predicted median within a bound on the wait, all with predictions "
         "fetched from the running endpoint; the last row knows the true lengths."
     )
-    page.figure(png, "Time to first token and normalized latency of four policies")
+    page.figure(png, "Time to first token and normalized latency of five policies")
     page.table(header, rows)
     page.note(
         "Shortest-first orders make long outputs wait: compare the P90 and P99 of the time to first token with FCFS."

@@ -35,6 +35,7 @@ POLICIES = (
     ("FCFS", "fcfs", False),
     ("SSJF", "ssjf", True),
     ("TIE", "tie", True),
+    ("bounded shortest first", "bounded_shortest", True),
     ("SJF, true lengths", "sjf", False),
 )
 
