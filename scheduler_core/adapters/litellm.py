@@ -110,13 +110,13 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         for replica_id in self.routing.replica_ids:
             if replica_id not in deployments and not registry.has_deployment(replica_id):
                 self.routing.gone(replica_id)
-        known = options.get("metadata") or {}
-        prompt = openai_prompt({"messages": messages, "prompt": input, **options}, known)
+        metadata = options.get("metadata") or {}
+        prompt = openai_prompt({"messages": messages, "prompt": input, **options}, metadata)
         self._num_attempts += 1
         name = f"attempt-{self._num_attempts}"
         attempt = Attempt(name)
         weakref.finalize(attempt, self.routing.drop, name).atexit = False
-        options["metadata"] = {**known, KEY: attempt}
+        options["metadata"] = {**metadata, KEY: attempt}
         return deployments[self.routing.send(name, prompt, deployments)]
 
     def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,8 +153,8 @@ class LiveStrategy(_Base):  # type: ignore[misc]
 
 def _attempt(call: Mapping[str, Any]) -> str | None:
     """Id of the attempt that an event is about; None: of another router."""
-    found = ((call.get("litellm_params") or {}).get("metadata") or {}).get(KEY)
-    return None if found is None else str(found)
+    attempt = ((call.get("litellm_params") or {}).get("metadata") or {}).get(KEY)
+    return None if attempt is None else str(attempt)
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]

@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 _FRONT = -1e12
 
 #: Without overload r is 1.05 and Q counts for 0.9: the rest of `ratio` is left to errors of the estimates.
-_STRETCH, _QUANTILE_FRACTION = 1.05, 0.9
+_WAIT_RATIO, _QUANTILE_FRACTION = 1.05, 0.9
 
 #: By how much the load exceeds 1 where r is `ratio`; the load starts as if so many requests had arrived at load 1.
 _OVERLOAD, _PRIOR_ARRIVALS = 0.1, 100
@@ -95,10 +95,10 @@ class _ArrivalOrder:
         work = self._table[self._WORK, : len(self._states)]
         return float(work[work > 0][num_free:].sum() if num_free else work.sum())
 
-    def due(self, now: float, token_s: float, stretch: float, least_wait_s: float) -> list[RequestState]:
+    def due(self, now: float, token_s: float, wait_ratio: float, least_wait_s: float) -> list[RequestState]:
         """The requests that have waited or were overtaken as long as they may."""
         _, arrival_s, fcfs_wait_s, work, overtaken = self._table[:, : len(self._states)]
-        longest_s = stretch * np.maximum(fcfs_wait_s, least_wait_s)
+        longest_s = wait_ratio * np.maximum(fcfs_wait_s, least_wait_s)
         ahead = np.cumsum(work) - work
         is_due = overtaken * token_s >= longest_s - fcfs_wait_s
         is_due |= arrival_s + longest_s - ahead * token_s <= now
@@ -204,7 +204,7 @@ class BoundedShortest(Policy):
     _num_unranked: int = field(default=0, init=False, repr=False)
     _fcfs_waits: deque[float] = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
-    _stretch: float = field(default=_STRETCH, init=False, repr=False)
+    _wait_ratio: float = field(default=_WAIT_RATIO, init=False, repr=False)
     _least_wait_s: float = field(default=0.0, init=False, repr=False)
     _arrived_work: float = field(default=0.0, init=False, repr=False)
     _arrived_s: float = field(default=0.0, init=False, repr=False)
@@ -218,7 +218,7 @@ class BoundedShortest(Policy):
 
     def __post_init__(self) -> None:
         check_ranges(self, ratio=(1.0, FINITE), prompt_weight=(POSITIVE, FINITE), window=(100, 1_000_000))
-        self._stretch = min(_STRETCH, self.ratio)
+        self._wait_ratio = min(_WAIT_RATIO, self.ratio)
         self._fcfs_waits = deque(maxlen=int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
@@ -275,7 +275,7 @@ class BoundedShortest(Policy):
         self._rate.advance(now, len(self._waiting) > 0)
         if not len(self._waiting):
             return ()
-        due = self._waiting.due(now, self._rate.token_s, self._stretch, self._least_wait_s)
+        due = self._waiting.due(now, self._rate.token_s, self._wait_ratio, self._least_wait_s)
         changed = [state for state in due if state.request_id not in self._due]
         self._due.update(state.request_id for state in changed)
         return changed
@@ -322,8 +322,8 @@ class BoundedShortest(Policy):
         # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
         is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0
         overload = min(max((load - 1.0) / _OVERLOAD, 0.0), is_common)
-        normal = min(_STRETCH, self.ratio)
-        self._stretch = normal + (self.ratio - normal) * overload
+        normal = min(_WAIT_RATIO, self.ratio)
+        self._wait_ratio = normal + (self.ratio - normal) * overload
         self._least_wait_s = quantile_s * (_QUANTILE_FRACTION + (1.0 - _QUANTILE_FRACTION) * overload)
 
     def _rank(self, state: RequestState) -> None:
