@@ -201,7 +201,9 @@ class Scheduler:
         self._promised_steps = 1
         group, policy = self.pool.lockstep, self.policy
         # The policy may want another batch after a step, although nothing has happened.
-        reorders = policy.progress == "every_step" or (policy.preemptive and len(self.pool.waiting) > 0)
+        reorders = policy.progress == "every_step" or (
+            (policy.preemptive or policy.needs_queue) and len(self.pool.waiting) > 0
+        )
         if batch.preempted or reorders:
             return 1
         if batch.prefills:

@@ -67,7 +67,7 @@ def test_list_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train", "missing: --out; see train --help"),
         ("import-lengths log", "missing: FILE, --out; see import-lengths --help"),
         ("proxy http://x --policy tei", "Did you mean tie?"),
-        ('proxy http://x --policy_parameters {"gama":1}', "Did you mean gamma?"),
+        ('proxy http://x --policy tie --policy_parameters {"gama":1}', "Did you mean gamma?"),
         ("train --config minilm-quikstart --out x", "Did you mean minilm-quickstart?"),
         ("serve --provider cpuu", "provider: got 'cpuu'; allowed: auto, cpu, cuda. Did you mean cpu?"),
         ("predict", "PROMPT, data: got (None, None); allowed: one of them"),

@@ -122,7 +122,7 @@ class _ServiceRate:
     """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
 
     def __init__(self) -> None:
-        self._busy_s, self._busy_work, self._finished_work = 0.8, 2000.0, 0.0
+        self._busy_s, self._busy_work = 0.8, 2000.0
         self._decode_s, self._decode_tokens = 1.0, 50.0
         self.mean_work = 0.0
         self._last_s, self._has_queue = 0.0, False
@@ -136,16 +136,16 @@ class _ServiceRate:
         return self._decode_s / self._decode_tokens
 
     def advance(self, now: float, has_queue: bool) -> None:
-        """Time has passed; whether requests wait from now on."""
+        """Something has happened; whether requests wait from now on."""
         if self._has_queue:
-            self._busy_s += now - self._last_s
-            self._busy_work += self._finished_work
-        self._last_s, self._finished_work, self._has_queue = now, 0.0, has_queue
+            self._busy_s += max(now - self._last_s, 0.0)
+        self._last_s, self._has_queue = now, has_queue
 
     def finished(self, state: RequestState, work: float) -> None:
         """A request has ended; half of the busy time is forgotten after some 1,400 of them."""
         self._busy_s, self._busy_work = self._busy_s * _RATE_FADE, self._busy_work * _RATE_FADE
-        self._finished_work += work
+        if self._has_queue:
+            self._busy_work += work
         self.mean_work = work if self.mean_work == 0.0 else 0.99 * self.mean_work + 0.01 * work
         if state.num_output_tokens > 1 and state.first_token_s is not None and state.last_token_s is not None:
             self._decode_s = 0.99 * self._decode_s + state.last_token_s - state.first_token_s
@@ -193,7 +193,8 @@ class BoundedShortest(Policy):
     prompt_weight: float = 0.1
     window: float = 2000
     _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
-    _due: set[str] = field(default_factory=set, init=False, repr=False)
+    _due: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
+    _preempted: set[str] = field(default_factory=set, init=False, repr=False)
     _running: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
     _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
     _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
@@ -222,10 +223,10 @@ class BoundedShortest(Policy):
         self._fcfs_waits = deque(maxlen=int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
-        self._rate.advance(now, len(self._waiting) > 0)
         work = self._work(state)
         wait_s = self._fcfs_wait_s(now)
         self._waiting.add(state, wait_s, work)
+        self._rate.advance(now, has_queue=True)
         self._fcfs_waits.append(wait_s)
         gap_s = 0.0 if self._last_arrival_s is None else now - self._last_arrival_s
         self._arrived_s, self._last_arrival_s = _LOAD_FADE * self._arrived_s + gap_s, now
@@ -251,19 +252,23 @@ class BoundedShortest(Policy):
         work = self._work(state)
         if self._waiting.remove(state):
             self._waiting.overtake(state, work)
-        self._due.discard(state.request_id)
+        self._rate.advance(now, len(self._waiting) > 0)
+        self._due.pop(state.request_id, None)
+        self._preempted.discard(state.request_id)
         self._running[state.request_id] = (now, work)
 
     def on_preempt(self, state: RequestState, now: float) -> None:
         self._running.pop(state.request_id, None)
-        self._due.add(state.request_id)
+        self._preempted.add(state.request_id)
 
     def on_finish(self, state: RequestState) -> None:
         self._waiting.remove(state)
-        self._due.discard(state.request_id)
+        self._due.pop(state.request_id, None)
+        self._preempted.discard(state.request_id)
         admitted = self._running.pop(state.request_id, None)
-        if admitted is None or state.first_token_s is None:
+        if admitted is None or state.last_token_s is None:
             return
+        self._rate.advance(state.last_token_s, len(self._waiting) > 0)
         work = self._prompt_work(state) + state.num_output_tokens
         self._rate.finished(state, work)
         self._waiting.overtake(state, work - admitted[1])
@@ -272,16 +277,16 @@ class BoundedShortest(Policy):
             self._rank(state)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
-        self._rate.advance(now, len(self._waiting) > 0)
         if not len(self._waiting):
             return ()
         due = self._waiting.due(now, self._rate.token_s, self._wait_ratio, self._least_wait_s)
-        changed = [state for state in due if state.request_id not in self._due]
-        self._due.update(state.request_id for state in changed)
-        return changed
+        before, self._due = self._due, {state.request_id: state for state in due}
+        return [
+            state for name, state in (before | self._due).items() if (name in before) != (name in self._due)
+        ]
 
     def key(self, state: RequestState, now: float) -> float:
-        if state.request_id in self._due:
+        if state.request_id in self._due or state.request_id in self._preempted:
             return _FRONT + state.order
         return median_tokens(state) if self._ranks else float(state.order)
 
