@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import hashlib
 import json
 import os
 import time
@@ -40,6 +39,7 @@ from benchmarks.pages import put_section
 from benchmarks.serving.processes import free_port, running
 from data_gen.local_models import resolve_model
 from data_gen.splits import split_of
+from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
@@ -61,8 +61,6 @@ HEADER = (
     "TTFT mean, ratio",
     "end-to-end mean, ratio",
 )
-#: Of the split that tailcast-minilm was trained on (examples/pretrained/prepare.py).
-SPLIT_SEED, FRACTIONS = 0, (0.6, 0.15, 0.25)
 MAX_TOKENS = 4096
 #: Of the real engines.
 SLOTS, MAX_OUTPUT_TOKENS = 4, 96
@@ -99,7 +97,7 @@ def castillo_trace(file: str, num_requests: int) -> Trace:
     """Requests with prompts that were not trained on and one output each, one second apart."""
     columns = ["prompt", "model", "prompt_tokens", "output_tokens"]
     rows = pq.read_table(file, columns=columns).to_pylist()
-    held_out = [row for row in rows if split_of(_prompt_id(row["prompt"]), SPLIT_SEED, FRACTIONS) == "test"]
+    held_out = [row for row in rows if split_of(prompt_hash(row["prompt"]), SPLIT_SEED, FRACTIONS) == "test"]
     rng = np.random.default_rng(0)
     chosen = rng.permutation(len(held_out))[:num_requests]
     return Trace(
@@ -116,10 +114,6 @@ def castillo_trace(file: str, num_requests: int) -> Trace:
             for number, row in enumerate(held_out[index] for index in chosen)
         )
     )
-
-
-def _prompt_id(prompt: str) -> str:
-    return hashlib.sha1(prompt.encode(errors="surrogatepass"), usedforsecurity=False).hexdigest()[:12]
 
 
 def simulated(options: argparse.Namespace) -> str:

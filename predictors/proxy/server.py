@@ -66,7 +66,8 @@ class ProxyServer:
         self._rules = ClientRules(config)
         self._engine = make_engine(config)
         sent_once, aging_per_s = self._engine is not None, config.aging_per_s
-        name = config.policy or ("tie" if sent_once else "bounded_shortest")
+        default = "tie" if sent_once else "bounded_shortest"
+        name = default if config.policy is None else config.policy
         policy = order_policy(name, config.policy_parameters, sent_once=sent_once)
         self._order: SentOrder | HoldQueue = (
             SentOrder(policy, config.max_num_seqs, clock, aging_per_s)

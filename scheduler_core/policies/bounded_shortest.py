@@ -137,8 +137,10 @@ class _ServiceRate:
 
     def advance(self, now: float, has_queue: bool) -> None:
         """Something has happened; whether requests wait from now on."""
+        # An aborted request had its last token before the latest event.
+        now = max(now, self._last_s)
         if self._has_queue:
-            self._busy_s += max(now - self._last_s, 0.0)
+            self._busy_s += now - self._last_s
         self._last_s, self._has_queue = now, has_queue
 
     def finished(self, state: RequestState, work: float) -> None:
@@ -304,7 +306,7 @@ class BoundedShortest(Policy):
         return self._prompt_work(state) + min(expected, state.request.max_tokens)
 
     def _fcfs_wait_s(self, now: float) -> float:
-        """W of a request that arrives now."""
+        """W of a request that arrives now; what runs until then counts in the average of what running requests have left."""
         remaining, num_running = 0.0, len(self._running)
         for admitted_s, work in self._running.values():
             remaining += max(work - (now - admitted_s) / self._rate.step_s, _MIN_REMAINING * work)
