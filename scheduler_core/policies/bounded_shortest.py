@@ -118,6 +118,41 @@ class _ArrivalOrder:
         self._rows = {state.request_id: row for row, state in enumerate(self.states())}
 
 
+class _RunningWork:
+    """The running requests, as columns of an array: when they were admitted, in seconds, and their expected work."""
+
+    def __init__(self) -> None:
+        self._table = np.zeros((2, 64))
+        self._rows: dict[str, int] = {}
+        self._free = list(range(64))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, request_id: str, now: float, work: float) -> None:
+        if not self._free:
+            size = self._table.shape[1]
+            self._table = np.concatenate([self._table, np.zeros((2, size))], axis=1)
+            self._free = list(range(size, 2 * size))
+        row = self._rows[request_id] = self._free.pop()
+        self._table[:, row] = now, work
+
+    def remove(self, request_id: str) -> float | None:
+        """Its expected work; None if it does not run."""
+        row = self._rows.pop(request_id, None)
+        if row is None:
+            return None
+        self._free.append(row)
+        work, self._table[1, row] = float(self._table[1, row]), 0.0
+        return work
+
+    def remaining(self, now: float, step_s: float) -> float:
+        """Expected work that is left of all."""
+        admitted_s, work = self._table
+        left = np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work)
+        return float(left[work > 0].sum())
+
+
 class _ServiceRate:
     """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
 
@@ -197,7 +232,7 @@ class BoundedShortest(Policy):
     _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
     _due: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
-    _running: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _running: _RunningWork = field(default_factory=_RunningWork, init=False, repr=False)
     _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
     _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
     _ranked: deque[tuple[float, float]] = field(
@@ -257,23 +292,23 @@ class BoundedShortest(Policy):
         self._rate.advance(now, len(self._waiting) > 0)
         self._due.pop(state.request_id, None)
         self._preempted.discard(state.request_id)
-        self._running[state.request_id] = (now, work)
+        self._running.add(state.request_id, now, work)
 
     def on_preempt(self, state: RequestState, now: float) -> None:
-        self._running.pop(state.request_id, None)
+        self._running.remove(state.request_id)
         self._preempted.add(state.request_id)
 
     def on_finish(self, state: RequestState) -> None:
         self._waiting.remove(state)
         self._due.pop(state.request_id, None)
         self._preempted.discard(state.request_id)
-        admitted = self._running.pop(state.request_id, None)
-        if admitted is None or state.last_token_s is None:
+        expected = self._running.remove(state.request_id)
+        if expected is None or state.last_token_s is None:
             return
         self._rate.advance(state.last_token_s, len(self._waiting) > 0)
         work = self._prompt_work(state) + state.num_output_tokens
         self._rate.finished(state, work)
-        self._waiting.overtake(state, work - admitted[1])
+        self._waiting.overtake(state, work - expected)
         if state.prediction is not None:
             self._bias.learn(risk_tokens(state)[0], state.num_output_tokens)
             self._rank(state)
@@ -307,9 +342,7 @@ class BoundedShortest(Policy):
 
     def _fcfs_wait_s(self, now: float) -> float:
         """W of a request that arrives now; what runs until then counts in the average of what running requests have left."""
-        remaining, num_running = 0.0, len(self._running)
-        for admitted_s, work in self._running.values():
-            remaining += max(work - (now - admitted_s) / self._rate.step_s, _MIN_REMAINING * work)
+        remaining, num_running = self._running.remaining(now, self._rate.step_s), len(self._running)
         if self._last_arrival_s is not None:
             self._remaining_s += remaining * (now - self._last_arrival_s)
             self._running_s += num_running * (now - self._last_arrival_s)
