@@ -27,6 +27,9 @@ _WAIT_RATIO, _QUANTILE_FRACTION = 1.05, 0.9
 #: By how much the load exceeds 1 where r is `ratio`; the load starts as if so many requests had arrived at load 1.
 _OVERLOAD, _PRIOR_ARRIVALS = 0.1, 100
 
+#: After a gap in which the engine could have served so many requests the load is measured anew.
+_IDLE_REQUESTS = 500
+
 #: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
 _LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
 
@@ -60,11 +63,13 @@ class _ArrivalOrder:
         self._states.append(state)
         self._table[:, row] = state.order, state.request.arrival_s, fcfs_wait_s, work, 0.0
 
-    def revise(self, state: RequestState, work: float) -> None:
-        """Another expectation of its work, if it waits."""
+    def revise(self, state: RequestState, work: float) -> float:
+        """Another expectation of its work, if it waits; returns by how much it has grown."""
         row = self._rows.get(state.request_id)
-        if row is not None:
-            self._table[self._WORK, row] = work
+        if row is None:
+            return 0.0
+        before, self._table[self._WORK, row] = float(self._table[self._WORK, row]), work
+        return work - before
 
     def revise_all(self, work: float) -> float:
         """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
@@ -266,6 +271,8 @@ class BoundedShortest(Policy):
         self._rate.advance(now, has_queue=True)
         self._fcfs_waits.append(wait_s)
         gap_s = 0.0 if self._last_arrival_s is None else now - self._last_arrival_s
+        if gap_s > _IDLE_REQUESTS * self._mean_service_s():
+            self._arrived_s = self._arrived_work = gap_s = 0.0
         self._arrived_s, self._last_arrival_s = _LOAD_FADE * self._arrived_s + gap_s, now
         self._arrived_work = _LOAD_FADE * self._arrived_work + work
         self._num_new += 1
@@ -278,7 +285,7 @@ class BoundedShortest(Policy):
             return
         work = self._work(state)
         self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
-        self._waiting.revise(state, work)
+        self._arrived_work += self._waiting.revise(state, work)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         self._max_num_seqs = max_num_seqs
@@ -340,6 +347,10 @@ class BoundedShortest(Policy):
         expected *= self._bias.ratio(PredictionBias.group(expected))
         return self._prompt_work(state) + min(expected, state.request.max_tokens)
 
+    def _mean_service_s(self) -> float:
+        """How long the engine is busy with a request."""
+        return self._sum_work / self._num_work * self._rate.token_s
+
     def _fcfs_wait_s(self, now: float) -> float:
         """W of a request that arrives now; what runs until then counts in the average of what running requests have left."""
         remaining, num_running = self._running.remaining(now, self._rate.step_s), len(self._running)
@@ -357,7 +368,7 @@ class BoundedShortest(Policy):
         """r and g Q."""
         waits = np.fromiter(self._fcfs_waits, float)
         quantile_s = float(np.quantile(waits, 0.99))
-        prior_s = _PRIOR_ARRIVALS * self._sum_work / self._num_work * self._rate.token_s
+        prior_s = _PRIOR_ARRIVALS * self._mean_service_s()
         load = (self._arrived_work * self._rate.token_s + prior_s) / (self._arrived_s + prior_s)
         # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
         is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0
