@@ -6,13 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.vllm_runs.results import (
-    CLOCK,
-    interval,
-    measured_capacity,
-    run_metrics,
-    window_throughput,
-)
+from benchmarks.vllm_runs.results import CLOCK, interval, measured_capacity, run_metrics, window_throughput
 
 
 def test_metrics_by_hand() -> None:
