@@ -45,6 +45,7 @@ def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[
     metrics = {
         "per_token_mean": float(np.mean(per_token)),
         "per_token_p90": float(np.percentile(per_token, 90)),
+        "per_token_p99": float(np.percentile(per_token, 99)),
     }
     for name, values in (("ttft", first - arrival), ("ttlt", finish - arrival)):
         metrics[f"{name}_mean"] = float(np.mean(values))
