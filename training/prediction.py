@@ -114,11 +114,10 @@ def predict_prompts(
     with torch.inference_mode():
         for start in range(0, max(len(prompts), 1), ROWS_PER_CALL):
             rows = slice(start, start + ROWS_PER_CALL)
-            numbers_of_models = served[rows].to(device)
-            scores = model.scores(
-                features[row_prompt[rows]].to(device), numbers_of_models, temperature[rows].to(device)
+            prompts_of_rows = features[row_prompt[rows]].to(device)
+            parts.append(
+                model.predict(prompts_of_rows, served[rows].to(device), temperature[rows].to(device))
             )
-            parts.append(model.outputs(scores, numbers_of_models))
     model.train(was_training)
     return {name: torch.cat([part[name] for part in parts]).cpu().double().numpy() for name in parts[0]}
 
