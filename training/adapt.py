@@ -278,11 +278,7 @@ def _corrections(
                 )
         correction, trials = select_correction(bases, config.seed)
         corrections[name] = correction
-        fits[name] = {
-            "num_requests": len(part),
-            **correction.to_json(),
-            "crps_log_held_out": trials,
-        }
+        fits[name] = {"num_requests": len(part), **correction.to_json(), "crps_log_held_out": trials}
     return corrections, fits
 
 

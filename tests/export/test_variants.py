@@ -144,11 +144,7 @@ def test_calibration_prompts_do_not_evaluate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("variants", {"variants": ["int4"]}),
-        ("shapes", {"shapes": ["8 by 128"]}),
-    ],
+    ("field", "options"), [("variants", {"variants": ["int4"]}), ("shapes", {"shapes": ["8 by 128"]})]
 )
 def test_wrong_options_are_named(field, options):
     with pytest.raises(InputError, match=field):
