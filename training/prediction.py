@@ -112,8 +112,10 @@ def predict_prompts(
     model.eval()
     parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
-        for start in range(0, max(len(prompts), 1), ROWS_PER_CALL):
-            rows = slice(start, start + ROWS_PER_CALL)
+        # An unknown served model may be a row for each known one.
+        step = max(1, ROWS_PER_CALL // max(1, model.num_models))
+        for start in range(0, max(len(prompts), 1), step):
+            rows = slice(start, start + step)
             prompts_of_rows = features[row_prompt[rows]].to(device)
             parts.append(
                 model.predict(prompts_of_rows, served[rows].to(device), temperature[rows].to(device))
