@@ -91,7 +91,7 @@ class ConditionedTower(nn.Module):
         num_first = 0
         if num_conditions and tower.hidden_sizes:
             num_first = [isinstance(layer, nn.Dropout) for layer in layers].index(True) + 1
-        self.first, self.rest = layers[:num_first], layers[num_first:]
+        self.first, self.rest = nn.Sequential(*list(layers)[:num_first]), layers[num_first:]
         self.scale = _zero_linear(num_conditions, tower.hidden_sizes[0]) if num_first else None
         self.shift = _zero_linear(num_conditions, width) if num_conditions else None
 
@@ -116,6 +116,7 @@ class ConditionedTower(nn.Module):
         else:
             # The first product, the largest one, of the features of each prompt only once.
             linear, width = self.first[0], features.shape[-1]
+            assert isinstance(linear, nn.Linear)
             hidden = functional.linear(features, linear.weight[:, :width], linear.bias)[rows]
             hidden = self.first[1:](torch.addmm(hidden, conditions, linear.weight[:, width:].T))
             scores = self.rest(hidden * (1 + self.scale(conditions))) + self.shift(conditions)
