@@ -107,11 +107,11 @@ def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
     """
     messages = member(body, "messages")
     if isinstance(messages, Iterable) and not isinstance(messages, str):
-        turns = [(member(item, "role"), _text(member(item, "content"))) for item in messages]
+        turns = [(member(item, "role"), content_text(member(item, "content"))) for item in messages]
         text = "\n".join(f"{role}: {content}" for role, content in turns)
         user_text = next((content for role, content in reversed(turns) if role == "user"), "")
     else:
-        text = user_text = _text(member(body, "prompt"))
+        text = user_text = content_text(member(body, "prompt"))
     limits = [member(body, name) for name in ("max_completion_tokens", "max_tokens")]
     temperature, tier = member(body, "temperature"), member(hints, "tailcast_tier")
     return RoutedPrompt(
@@ -128,10 +128,11 @@ def member(source: object, name: str) -> Any:
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
-def _text(content: object) -> str:
+def content_text(content: object) -> str:
+    """The text of a message's content, which may be a list of parts; empty where there is none."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Iterable):
+    if not isinstance(content, Iterable) or isinstance(content, Mapping):
         return ""
     parts = [part if isinstance(part, str) else member(part, "text") for part in content]
     return "".join(part for part in parts if isinstance(part, str))

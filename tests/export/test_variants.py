@@ -17,7 +17,7 @@ from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from tailcast.cli_variants import main
 from tests.predictors.predictors import predictor
-from tests.predictors.test_manifest_schema import errors as schema_errors
+from tests.predictors.test_generated import errors as schema_errors
 from tests.predictors.test_signing import private_key_file, public_key_file
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
