@@ -226,8 +226,9 @@ def scores(rows: Rows, at: Indices, mu: FloatArray, sigma: FloatArray) -> Scores
     )
     result = score_outputs(mu, sigma, rows.nu[at], outputs).summary()
     tau = kendall_tau(np.repeat(mu, num_samples), lengths) or 0.0
-    coverage = (100 * (result["coverage"][percent(level)]["estimate"] or 0.0) for level in COVERAGE_LEVELS)
-    return tau, result["crps_log_tokens"], *coverage
+    estimates = (result["coverage"][percent(level)]["estimate"] for level in COVERAGE_LEVELS)
+    # Where every predicted quantile is beyond the limit there is no coverage.
+    return tau, result["crps_log_tokens"], *(np.nan if one is None else 100 * one for one in estimates)
 
 
 def streamed(
@@ -294,7 +295,7 @@ def study(
         if references:
             trained.append(np.mean(references, axis=0))
         names.append(f"{model} {source}".strip())
-        results.append(np.mean(runs, axis=0))
+        results.append(np.nanmean(runs, axis=0))
         print(names[-1], f"CRPS {results[-1][0][1]:.3f} -> {results[-1][-1][1]:.3f}", file=sys.stderr)
     return np.array(results), np.array(trained) if trained else None, names
 
@@ -360,8 +361,10 @@ def table(counts: Sequence[int], results: FloatArray, trained: FloatArray | None
         for column, digits in ((0, 3), (1, 3)):
             one = interval(values[:, column].tolist())
             cells.append(f"{one.mean:.{digits}f} ± {one.high - one.mean:.{digits}f}")
-        cells.append(" / ".join(f"{value:.1f}" for value in values[:, 2:].mean(axis=0)))
-        cells.append(" / ".join(f"{value:.1f}" for value in np.abs(values[:, 2:] - targets).mean(axis=0)))
+        cells.append(" / ".join(f"{value:.1f}" for value in np.nanmean(values[:, 2:], axis=0)))
+        cells.append(
+            " / ".join(f"{value:.1f}" for value in np.nanmean(np.abs(values[:, 2:] - targets), axis=0))
+        )
         closed = "-"
         if trained is not None:
             gap = results[:, 0, 1].mean() - trained[:, 1].mean()
