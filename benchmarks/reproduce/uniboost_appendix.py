@@ -266,5 +266,5 @@ STUDIES = (
               "both are here. " + WHY
           ),
           cost_s=(8, 60), run=chunks),
-    Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 2500), run=cluster),
+    Study(name="uniboost-cluster", paper="UniBoost", title="Tables 9 and 10: routing and scale", why=WHY, cost_s=(15, 80), run=cluster),
 )  # fmt: skip
