@@ -13,8 +13,8 @@ this process, or as replicas of a Ray Serve deployment. Streamed chats with the 
 (Poisson) at `--load` of the capacity measured before. All sides get the same requests, sampling seeds and times, in turn,
 round by round, in another order each round. The client, the router and the predictor share the two cores with the engines.
 
-Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side, of
-the same seed or round, with 95 % intervals.
+Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side and
+to "least busy" of the same seed or round, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ HEADER = (
     "end-to-end mean",
     "P90",
     "P99",
-    "TTFT mean, ratio",
-    "end-to-end mean, ratio",
+    "TTFT mean / first",
+    "end-to-end mean / first",
+    "TTFT mean / least busy",
+    "P99",
+    "end-to-end mean / least busy",
 )
 MAX_TOKENS = 4096
 #: Of the real engines.
@@ -76,16 +79,17 @@ def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
 
 
 def table(runs: dict[str, list[FloatArray]]) -> str:
-    """One row for each side: the summaries of its runs, and ratios of means to the first side."""
-    base = np.array(next(iter(runs.values())))
+    """One row for each side: the summaries of its runs, and ratios to the first side and to "least busy"."""
+    values = {side: np.array(results) for side, results in runs.items()}
+    first, least_busy = next(iter(values)), next(side for side in values if "least busy" in side)
+    ratios = ((first, 0), (first, 3), (least_busy, 0), (least_busy, 2), (least_busy, 3))
     rows = []
-    for side, results in runs.items():
-        values = np.array(results)
-        cells = [f"{value:.2f}" for value in values.mean(axis=0)]
-        for column in (0, 3):
-            ratio = interval((values[:, column] / base[:, column]).tolist())
+    for side, results in values.items():
+        cells = [f"{value:.2f}" for value in results.mean(axis=0)]
+        for base, column in ratios:
+            ratio = interval((results[:, column] / values[base][:, column]).tolist())
             half = f" ± {ratio.high - ratio.mean:.2f}" if ratio.num > 1 else ""
-            cells.append("1" if values is base or np.array_equal(values, base) else f"{ratio.mean:.2f}{half}")
+            cells.append("1" if side == base else f"{ratio.mean:.2f}{half}")
         rows.append((side, *cells))
     return markdown_table(HEADER, rows)
 
@@ -197,6 +201,7 @@ def engine(binary: str, core: int) -> Iterator[str]:
     command = [
         "taskset", "-c", str(core), binary, "-m", resolve_model(MODEL), "--host", "127.0.0.1", "--port", str(port),
         "-np", str(SLOTS), "-c", str(SLOTS * 1024), "-t", "1", "-tb", "1", "--threads-http", "4", "--no-webui",
+        "--no-cache-prompt",
     ]  # fmt: skip
     with running(command, lambda: _is_healthy(port), environment={}):
         yield f"http://127.0.0.1:{port}/v1"
