@@ -21,7 +21,7 @@ from scheduler_core.adapters.engine_metrics import process_metrics
 from scheduler_core.adapters.live_calibration import LiveCalibration
 from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
-from scheduler_core.adapters.settings import EngineSettings, read_settings
+from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.adapters.vllm_requests import PolicyQueue, request_of
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import Prediction
@@ -244,10 +244,7 @@ def scheduler_class() -> type:
         if error.name != "vllm":
             raise
         raise MissingExtraError("vllm", "vllm") from error
-    version = str(vllm.__version__)
-    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
-        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
-        raise InputError("version of vLLM", version, f"{allowed}: those that this scheduler was tested with")
+    check_version("vLLM", str(vllm.__version__), SUPPORTED)
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.request_queue import RequestQueue
 
@@ -270,13 +267,8 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
     if tokenizer is None:
         allowed = "unset with --skip-tokenizer-init: prompts are only ids here"
         raise InputError("predictor", settings.predictor, allowed)
-    return PredictionThread(
-        open_predictor(settings.predictor),
-        PromptDecoder(tokenizer, whole=settings.prompt == "whole"),
-        max_in_flight=settings.max_in_flight,
-        max_batch=settings.max_batch,
-        timeout_s=settings.timeout_s,
-    )
+    decoder = PromptDecoder(tokenizer, whole=settings.prompt == "whole")
+    return settings.start_thread(open_predictor(settings.predictor), decoder)
 
 
 def _log_start(settings: EngineSettings) -> None:
