@@ -259,7 +259,7 @@ async def rounds(
     runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
     names = list(sides)
     for number in itertools.takewhile(
-        lambda _: time.perf_counter() - begin < 60 * options.minutes, itertools.count()
+        lambda number: number == 0 or time.perf_counter() - begin < 60 * options.minutes, itertools.count()
     ):
         rng, items = np.random.default_rng(number), chats(options.requests, 1 + number)
         due_s = np.cumsum(rng.exponential(1 / (options.load * capacity_rps), len(items))).tolist()
@@ -374,7 +374,8 @@ class Forwarder:
 
         rank: Any = serve.get_replica_context().rank
         self._url = urls[getattr(rank, "rank", rank)]
-        self._session = aiohttp.ClientSession()
+        # The server closes idle connections without a word.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """The pieces of an output."""
@@ -397,6 +398,8 @@ def real(options: argparse.Namespace) -> str:
         if options.part == "ray":
             from scheduler_core.ray_cluster import LOCAL, ray_cluster
 
+            # By default replicas yield to the engines, which always have work.
+            os.environ["RAY_worker_niceness"] = "0"
             stack.enter_context(ray_cluster(LOCAL, "ray", num_cpus=2))
         sides = litellm_sides(urls) if options.part == "litellm" else ray_sides(urls)
         runs, capacity_rps = asyncio.run(rounds(options, sides))
@@ -420,7 +423,7 @@ def main() -> None:
     for name in ("litellm", "ray"):
         part = parts.add_parser(name)
         part.add_argument("--llama_server", required=True, help="the program llama-server of llama.cpp")
-        part.add_argument("--minutes", type=float, default=12, help="no round begins later")
+        part.add_argument("--minutes", type=float, default=12, help="no further round begins later")
         part.add_argument("--requests", type=int, default=60)
         part.add_argument("--load", type=float, default=0.8)
     for part in parts.choices.values():
