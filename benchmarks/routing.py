@@ -399,7 +399,7 @@ def real(options: argparse.Namespace) -> str:
             from scheduler_core.ray_cluster import LOCAL, ray_cluster
 
             # By default replicas yield to the engines, which always have work.
-            os.environ["RAY_worker_niceness"] = "0"
+            os.environ.update(RAY_worker_niceness="0")
             stack.enter_context(ray_cluster(LOCAL, "ray", num_cpus=2))
         sides = litellm_sides(urls) if options.part == "litellm" else ray_sides(urls)
         runs, capacity_rps = asyncio.run(rounds(options, sides))
