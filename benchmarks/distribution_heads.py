@@ -60,7 +60,7 @@ HIDDEN = 0.2
 LIMIT = 15_000
 #: ln tokens at which every distribution is evaluated, 0.5 to some 65,000 tokens; the limit is one of them.
 STEP = math.log(2 * LIMIT) / 336
-GRID = math.log(0.5) + STEP * np.arange(384)
+GRID: Array = math.log(0.5) + STEP * np.arange(384.0)
 LEVELS = (0.5, 0.9, 0.99)
 RISK = 0.9
 NORMAL = 1_000.0  # degrees of freedom of a log-t that is a log-normal
@@ -267,13 +267,13 @@ def train(kind: Kind, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -
     best, kept = math.inf, {}
     for epoch in range(EPOCHS):
         network.train()
-        for at in drawn_rows(rows).split(BATCH):
+        for at in torch.split(drawn_rows(rows), BATCH):  # type: ignore[no-untyped-call]
             model = rows.model[at].masked_fill(torch.rand(len(at)) < HIDDEN, 0)
             outputs = network(rows.features[rows.prompt[at]], model, rows.temperature[at])
             samples = SampleLengths(*(part[at] for part in rows.samples))
             loss = (kind.loss(outputs, samples) * rows.weight[at]).mean()
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(network.parameters(), 1.0)
             optimizer.step()
             schedule.step()
@@ -293,7 +293,8 @@ def outputs_of(
     network.eval()
     parts = []
     with torch.no_grad():
-        for part in (torch.arange(len(rows.prompt)) if at is None else at).split(2048):
+        chosen = torch.arange(len(rows.prompt)) if at is None else at
+        for part in torch.split(chosen, 2048):  # type: ignore[no-untyped-call]
             model, temperature = rows.model[part], rows.temperature[part]
             if hidden:
                 model, temperature = torch.zeros_like(model), temperature * math.nan
@@ -334,7 +335,7 @@ def _crps(cdf: Array, lengths: Array, x: Array, of: NDArray[np.int64]) -> Array:
     z, lower, upper = np.log(lengths), below(cdf**2), below((1 - cdf) ** 2)
     # Integral of F^2 below the length, and of (1 - F)^2 from there to the limit;
     top = upper[of, np.searchsorted(GRID, math.log(LIMIT) - STEP / 2)][:, None]
-    return at_grid(lower, z, of) + top - at_grid(upper, z, of)
+    return np.asarray(at_grid(lower, z, of) + top - at_grid(upper, z, of))
 
 
 def mean_over(present: NDArray[np.bool_], values: Array) -> Array:
@@ -409,7 +410,7 @@ def shapes(
         features = rows.features[rows.prompt].numpy()
         model, temperature = rows.model.numpy(), rows.temperature.numpy()
         return length_parameters(
-            artifact, features, model * (not hidden), temperature * (math.nan if hidden else 1)
+            artifact, features, model * (not hidden), np.where(hidden, np.float32(math.nan), temperature)
         )
 
     mu, sigma = parameters(tune)
@@ -513,7 +514,7 @@ def reasoning(data: Path, name: str, table: pd.DataFrame) -> NDArray[np.bool_]:
     return np.asarray(table.model.isin(share[share > 0.5].index))
 
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "CRPS, tokens": lambda one: f"{one['crps_tokens']:.1f}",
     "gain, %": lambda one: interval(one["crps_tokens_gain"]),
     "CRPS, ln": lambda one: f"{one['crps_log']:.4f}",
@@ -599,7 +600,7 @@ def main(args: Sequence[str] | None = None) -> int:
                 else:
                     network = train(kind, rows, tune, names, seed)
                     torch.save(network.state_dict(), weights)
-                np.savez(file, **measure(kind, network, tune, report, others))
+                np.savez(file, **measure(kind, network, tune, report, others))  # type: ignore[arg-type]
                 log.info("%s, seed %d: %.0f s", name, seed, time.monotonic() - since)
             runs[name].append(dict(np.load(file)))
     thinking = {name: reasoning(options.data, name, other.table) for name, other in others.items()}
@@ -609,10 +610,10 @@ def main(args: Sequence[str] | None = None) -> int:
         if thinking[name].any():
             sets[f"{name}, reasoning"] = (name, other.table, thinking[name])
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for kind, measured in (("shapes", {name: [one] for name, one in shaped.items()}), ("heads", runs)):
+    for way, measured in (("shapes", {name: [one] for name, one in shaped.items()}), ("heads", runs)):
         base = next(iter(measured.values()))
         for title, part in sets.items():
-            results[f"{kind}, {title}"] = {name: summary(one, base, *part) for name, one in measured.items()}
+            results[f"{way}, {title}"] = {name: summary(one, base, *part) for name, one in measured.items()}
     raw = ("raw", report.table, sets["report"][2])
     results["heads, report, without shift and scale"] = {
         name: summary(one, base, *raw) for name, one in runs.items()

@@ -179,21 +179,26 @@ def train(
         {name: sets[name] for name in weights},
         odds,
     )
-    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, weight_decay=DECAY)
+    # Thresholds start close to each other and have far to go.
+    groups = [
+        {"params": network.hidden.parameters()},
+        {"params": network.heads.parameters(), "lr": 10 * RATE},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY)
     best, kept = math.inf, {}
     for _ in range(EPOCHS):
         network.train()
         batches = [
             (name, at)
             for name in weights
-            for at in torch.randperm(len(data[name].level["train"])).split(BATCH)
+            for at in torch.split(torch.randperm(len(data[name].level["train"])), BATCH)  # type: ignore[no-untyped-call]
         ]
         for number in torch.randperm(len(batches)):
             name, at = batches[number]
             logits = network(data[name].features["train"][at], name)
             loss = weights[name] * ordinal_cross_entropy(logits, data[name].level["train"][at]).mean()
             optimizer.zero_grad()
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         score = validation_loss(network, data[watched], watched)
         if score < best:
@@ -297,7 +302,7 @@ def measure(
         results[name] = {}
         for title, network in networks.items():
             predict = partial(probabilities, network, name=name)
-            rows = {split: predict(data[name].features[split]) for split in SPLITS}
+            rows: dict[str, Rows] = {split: predict(data[name].features[split]) for split in SPLITS}
             claims = (
                 (predict(data[name].claims[::2]), predict(data[name].claims[1::2])) if one.pairs else None
             )
