@@ -606,9 +606,9 @@ def main(args: Sequence[str] | None = None) -> int:
     thinking = {name: reasoning(options.data, name, other.table) for name, other in others.items()}
     sets = {"report": ("report", report.table, np.ones(len(report.table), dtype=bool))}
     for name, other in others.items():
-        sets[name] = (name, other.table, ~thinking[name])
-        if thinking[name].any():
-            sets[f"{name}, reasoning"] = (name, other.table, thinking[name])
+        for title, keep in ((name, ~thinking[name]), (f"{name}, reasoning", thinking[name])):
+            if keep.any():
+                sets[title] = (name, other.table, keep)
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for way, measured in (("shapes", {name: [one] for name, one in shaped.items()}), ("heads", runs)):
         base = next(iter(measured.values()))
