@@ -267,7 +267,7 @@ def train(kind: Kind, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -
     best, kept = math.inf, {}
     for epoch in range(EPOCHS):
         network.train()
-        for at in torch.split(drawn_rows(rows), BATCH):  # type: ignore[no-untyped-call]
+        for at in torch.split(drawn_rows(rows), BATCH):
             model = rows.model[at].masked_fill(torch.rand(len(at)) < HIDDEN, 0)
             outputs = network(rows.features[rows.prompt[at]], model, rows.temperature[at])
             samples = SampleLengths(*(part[at] for part in rows.samples))
@@ -294,7 +294,7 @@ def outputs_of(
     parts = []
     with torch.no_grad():
         chosen = torch.arange(len(rows.prompt)) if at is None else at
-        for part in torch.split(chosen, 2048):  # type: ignore[no-untyped-call]
+        for part in torch.split(chosen, 2048):
             model, temperature = rows.model[part], rows.temperature[part]
             if hidden:
                 model, temperature = torch.zeros_like(model), temperature * math.nan
