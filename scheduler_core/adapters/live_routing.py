@@ -41,8 +41,8 @@ class RoutingSettings:
     Attributes:
         router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
         router_parameters: Overrides of the router's parameters.
-        predictor: pretrained (it comes with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT; None: no
-            predictions.
+        predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT;
+            None: no predictions.
         served_model: Name of the served model, for predictors of several.
         timeout_s: A prediction that takes longer has failed, in seconds. No choice waits for one.
         max_in_flight: Calls of the predictor under way at the same time.

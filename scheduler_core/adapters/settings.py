@@ -29,8 +29,8 @@ class EngineSettings:
     Attributes:
         policy: Name of an order policy, or package.module:Class.
         policy_parameters: Overrides of the policy's parameters.
-        predictor: pretrained (it comes with tailcast) or an artifact folder, in the engine's process; or grpc://HOST:PORT;
-            None: no predictions.
+        predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in the engine's process; or
+            grpc://HOST:PORT; None: no predictions.
         served_model: Name of the served model, for predictors of several.
         timeout_s: A prediction that takes longer has failed, in seconds.
         max_in_flight: Calls under way at the same time.

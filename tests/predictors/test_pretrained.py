@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-import predictors.pretrained
 import tailcast
 from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig, build_server
 from predictors.cli import main as serve
 from predictors.client import SyncPredictor
-from predictors.pretrained import NAME, pin, pretrained_path
+from predictors.pretrained import FOLDERS, PRETRAINED, pin, shipped_folder
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from scheduler_core.adapters.settings import read_settings
@@ -33,10 +32,10 @@ PROMPT = "name three rivers"
 @pytest.fixture
 def shipped(tmp_path: Path, artifact_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny artifact in the place of the shipped one."""
-    folder = tmp_path / "package" / NAME
+    folder = tmp_path / "package" / "tailcast-minilm"
     shutil.copytree(artifact_folder, folder)
     pin(folder)
-    monkeypatch.setattr(predictors.pretrained, "FOLDER", folder)
+    monkeypatch.setitem(FOLDERS, PRETRAINED, folder)
     return folder
 
 
@@ -85,8 +84,8 @@ def test_a_changed_or_missing_one_is_refused(
 ) -> None:
     (shipped / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match="as in SHA256SUMS"):
-        pretrained_path()
-    monkeypatch.setattr(predictors.pretrained, "FOLDER", tmp_path / NAME)
+        shipped_folder(PRETRAINED)
+    monkeypatch.setitem(FOLDERS, PRETRAINED, tmp_path / "tailcast-minilm")
     assert serve([]) == 2
     assert "this installation comes without" in capsys.readouterr().err
     with pytest.raises(InputError, match="this installation comes without"):
@@ -102,7 +101,7 @@ def test_simulate_names_all_sources(
     words = f"run --trace {tmp_path}/trace.jsonl --policy tie --json {tmp_path}/r.json --predictor"
     assert simulate([*words.split(), predictor]) == 2
     assert (
-        "allowed: none, trace, oracle, pretrained, an artifact folder, or grpc://HOST:PORT"
+        "allowed: none, trace, oracle, pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
         in capsys.readouterr().err
     )
 
