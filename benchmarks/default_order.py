@@ -32,7 +32,7 @@ from predictors.pretrained import artifact_folder
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
@@ -43,6 +43,8 @@ from training.evaluating.predictors import InferenceOptions, open_predictor
 
 MAX_TOKENS = 8000
 POLICIES = ("bounded_shortest", "tail_guard", "ssjf", "tie", "ltr", "trail", "uniboost", "sjf")
+#: The default order with the true lengths as predictions: what better predictions could add.
+TRUE_LENGTHS = "bounded_shortest, true lengths"
 RATIOS = (1.0, 1.05, 1.15, 1.25, 1.5, 2.0)
 CONFIG = SimulationConfig(trace="benchmark", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=64))
 Values = dict[str, float]
@@ -130,6 +132,7 @@ def rows_of(
 ) -> Iterator[list[str]]:
     """Rows of the table: each side's ratios to FCFS."""
     sides: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in POLICIES]
+    sides.append((TRUE_LENGTHS, "bounded_shortest", {}))
     if options.frontier:
         sides = [(f"ratio {ratio}", "bounded_shortest", {"ratio": ratio}) for ratio in RATIOS]
     ratios: dict[str, list[Values]] = {label: [] for label, _, _ in sides}
@@ -137,7 +140,8 @@ def rows_of(
         trace, predictions = draw(population, arrivals, load, seed, options.requests)
         reference = run("fcfs", trace, predictions, {})
         for label, policy, parameters in sides:
-            values = run(policy, trace, predictions, parameters)
+            known = oracle_predictions(trace) if label == TRUE_LENGTHS else predictions
+            values = run(policy, trace, known, parameters)
             ratios[label].append({name: values[name] / reference[name] for name in reference})
     for label, runs in ratios.items():
         cells = []

@@ -11,7 +11,7 @@ the same in every run (up to rounding: the share that differs is told), ends it 
 | side | what |
 | --- | --- |
 | fcfs | vLLM as it is |
-| tie, ssjf | our scheduler in vLLM, asking a running prediction service |
+| bounded_shortest, tie, ssjf | our scheduler in vLLM, asking a running prediction service |
 | priority | vLLM's own `--scheduling-policy priority` behind `tailcast-proxy`, which asks that service and sends `priority` |
 | oracle | our scheduler, ssjf, told the lengths of the first run |
 | fcfs_again | vLLM as it is, after everything else: what differs from fcfs is the machine's doing |
@@ -48,8 +48,8 @@ from benchmarks.vllm_runs.client import Ask, send_all
 from benchmarks.vllm_runs.clock import EngineClock
 from benchmarks.vllm_runs.model import NAME, packaged_model
 from benchmarks.vllm_runs.page import Setting, report
-from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, asks, cells
-from benchmarks.vllm_runs.results import METRICS, calibrated, measured_capacity, run_metrics
+from benchmarks.vllm_runs.plan import CAPACITY, ENGINES, SIDES, Cell, arrival_settings, asks, cells
+from benchmarks.vllm_runs.results import calibrated, measured_capacity, run_metrics
 from benchmarks.vllm_runs.server import MODEL, EngineServer, StepTail, engine_server
 from data_gen.sources.open import open_prompts
 from scheduler_core.errors import InputError
@@ -59,7 +59,7 @@ from scheduler_core.simulator.trace import Trace, TraceRequest
 
 SECTION = "vllm cpu"
 #: The rest are vLLM's own.
-OURS = ("tie", "ssjf", "oracle")
+OURS = ("bounded_shortest", "tie", "ssjf", "oracle")
 
 
 @dataclass(slots=True)
@@ -89,12 +89,14 @@ class Bench:
             rate = cell.load * measured_capacity(measured["requests"], options.max_num_seqs)
             lengths, clock = self.lengths(), EngineClock(calibrated(measured["steps"]).step_time)
         engine, url = self._engine(ENGINES.get(cell.side, cell.side))
-        rows = asks(self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths)
+        rows = asks(
+            self.prompts, cell.repetition, rate, options.max_tokens, options.seed, lengths, cell.bursts
+        )
         run = send_all(url, MODEL, rows, options.temperature, clock, StepTail(engine.steps))
         write_json(cell.file(options.out), run)
         metrics = run_metrics(run["requests"])
         name = cell.file(options.out).stem
-        print(f"{name}: " + ", ".join(f"{key} {metrics[key]:.3f}" for key in METRICS), flush=True)
+        print(f"{name}: " + ", ".join(f"{key} {value:.3f}" for key, value in metrics.items()), flush=True)
 
     def lengths(self) -> list[int]:
         """Tokens of the answers, by prompt, in the run that measured the capacity."""
@@ -197,7 +199,11 @@ def main(args: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(args)
     if options.quick:
         options.num_prompts, options.repetitions, options.max_tokens, options.controls = 20, 1, 32, 0
-        options.max_num_seqs, options.loads, options.sides = 4, [1.2], ["fcfs", "tie", "priority"]
+        options.max_num_seqs, options.loads, options.sides = (
+            4,
+            [1.2],
+            ["fcfs", "bounded_shortest", "priority"],
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the engines are ended too
     try:
         return _run(options)
@@ -223,7 +229,14 @@ def _run(options: argparse.Namespace) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     _same_as_before(options, prompts)
     if not options.table:
-        plan = cells(options.loads, options.repetitions, options.sides, options.low_sides, options.controls)
+        plan = cells(
+            options.loads,
+            options.burst_loads,
+            options.repetitions,
+            options.sides,
+            options.low_sides,
+            options.controls,
+        )
         missing = [cell for cell in plan if not cell.file(options.out).exists()]
         with ExitStack() as stack:
             address = stack.enter_context(_service(options))
@@ -259,7 +272,7 @@ def _table(options: argparse.Namespace) -> str:
             options.num_prompts,
             options.max_tokens,
             options.max_num_seqs,
-            options.loads,
+            arrival_settings(options.loads, options.burst_loads),
             predictions,
         )
     )
@@ -337,12 +350,21 @@ def _parser() -> argparse.ArgumentParser:
         "--loads",
         type=float,
         nargs="+",
-        default=[1.2, 0.7],
-        help="shares of the capacity, the main one first",
+        default=[1.2, 0.9],
+        help="mean loads as fractions of the capacity, the main one first",
+    )
+    add(
+        "--burst-loads", type=float, nargs="*", default=[0.8], help="the same, half of the requests in bursts"
     )
     sides = [side for side in SIDES if side != "fcfs_again"]
     add("--sides", nargs="+", choices=sides, default=sides, help="of the first load; fcfs first")
-    add("--low-sides", nargs="+", choices=sides, default=["fcfs", "tie"], help="of the other loads")
+    add(
+        "--low-sides",
+        nargs="+",
+        choices=sides,
+        default=["fcfs", "bounded_shortest"],
+        help="of the other loads",
+    )
     add("--controls", type=int, default=1, help="repetitions with fcfs_again, at the first load")
     add("--seed", type=int, default=0)
     add("--markdown", help="page that gets the table")

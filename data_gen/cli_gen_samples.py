@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from scheduler_core.command import command
 
-from scheduler_core.command import entry_point, run_command
-
-
-@entry_point("gen-samples", extra="gen")
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `gen-samples`."""
-    from data_gen.gen_samples import GenSamplesConfig, gen_samples
-
-    return run_command(
-        "gen-samples", GenSamplesConfig, gen_samples, positionals=("prompts",), extra="gen", args=args
-    )
+main = command(
+    "gen-samples",
+    "data_gen.gen_samples:GenSamplesConfig",
+    "data_gen.gen_samples:gen_samples",
+    positionals=("prompts",),
+    extra="gen",
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 
 
@@ -50,35 +50,22 @@ class ImportLengthsConfig:
     """Seed of the drawn arrivals."""
 
     def __post_init__(self) -> None:
-        if self.max_tokens is not None and not 1 <= self.max_tokens <= 2**31 - 1:
-            raise InputError("max_tokens", self.max_tokens, "integers from 1 to 2**31 - 1, or unset")
+        check_ranges(self, max_tokens=(1, 2**31 - 1), seed=(0, INTEGERS))
         if self.columns and self.kind != "log":
             raise InputError("columns", self.columns, "nothing: only kind log has a mapping of columns")
         if self.arrivals is not None and self.arrivals.process == "trace":
             raise InputError(
                 "arrivals.process", "trace", "a process that is drawn; unset, the source's own stay"
             )
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "integers >= 0")
 
 
-def import_file(config: ImportLengthsConfig) -> None:
-    """Runs the command; see `data_gen.importers.import_lengths` for what it guarantees."""
-    from data_gen.importers.import_lengths import import_lengths
-
-    import_lengths(config)
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `import-lengths`."""
-    return run_command(
-        "import-lengths",
-        ImportLengthsConfig,
-        import_file,
-        positionals=("kind", "file"),
-        extra="gen",
-        args=args,
-    )
+main = command(
+    "import-lengths",
+    ImportLengthsConfig,
+    "data_gen.importers.import_lengths:import_lengths",
+    positionals=("kind", "file"),
+    extra="gen",
+)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scheduler_core.command import run_command
-from scheduler_core.errors import InputError
+from scheduler_core.command import command
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +40,8 @@ class ImportUrgencyConfig:
     """Decides which phrases are added."""
 
     def __post_init__(self) -> None:
-        for name in ("augment_claims", "augment_openers", "seed"):
-            if getattr(self, name) < 0:
-                raise InputError(name, getattr(self, name), "integers >= 0")
-        if self.limit is not None and self.limit < 1:
-            raise InputError("limit", self.limit, "integers > 0, or unset")
+        counts = dict.fromkeys(("augment_claims", "augment_openers", "seed"), (0, INTEGERS))
+        check_ranges(self, limit=(1, INTEGERS), **counts)
 
 
 def import_urgency(config: ImportUrgencyConfig) -> None:
@@ -55,11 +51,7 @@ def import_urgency(config: ImportUrgencyConfig) -> None:
     log.info("%s: %d labeled texts", config.out, len(write_mixture(config)))
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `import-urgency`."""
-    return run_command(
-        "import-urgency", ImportUrgencyConfig, import_urgency, positionals=("out",), extra="gen", args=args
-    )
+main = command("import-urgency", ImportUrgencyConfig, import_urgency, positionals=("out",), extra="gen")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterator
+from typing import IO, Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
@@ -95,6 +96,14 @@ class FeedbackRecord(Strict):
     def max_output_tokens(self) -> int | None:
         """max_tokens, but never below output_tokens: servers may count a token more than their limit."""
         return None if self.max_tokens is None else max(self.max_tokens, self.output_tokens)
+
+
+def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
+    """Lines of a stream; of one with more than `limit` bytes the first `limit` + 1."""
+    while line := stream.readline(limit + 1):
+        yield line
+        while len(line) > limit and not line.endswith(b"\n"):
+            line = stream.readline(limit + 1)
 
 
 def parse_object(line: str | bytes) -> dict[str, Any]:

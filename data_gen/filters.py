@@ -17,6 +17,7 @@ from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 _TOKENIZER_BATCH = 256
 #: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
@@ -55,12 +56,8 @@ class PromptFilters:
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
-        for name in ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(name, value, "integers > 0, or unset")
-        if self.near_duplicates is not None and not 0.5 <= self.near_duplicates <= 1:
-            raise InputError("near_duplicates", self.near_duplicates, "a number from 0.5 to 1, or unset")
+        counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
+        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), near_duplicates=(0.5, 1.0))
         if self.stratify_by is not None and self.sample is None:
             raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from data_gen.transformers_backend import TransformersOptions
 from data_gen.vllm_backend import VllmOptions
 from scheduler_core.errors import InputError
 from scheduler_core.files import check_shared_folder
+from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.threads import wait_without_spinning
 
 if TYPE_CHECKING:
@@ -96,23 +96,15 @@ class GenSamplesConfig:
     """Show a progress bar on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("num_samples", 1, 1_000_000),
-            ("max_tokens", 1, 2**31 - 1),
-            ("seed", 0, 2**63 - 1),
-            ("skip", 0, math.inf),
-            ("limit", 1, math.inf),
-            ("retries", 0, math.inf),
-            ("max_failures_in_a_row", 1, math.inf),
-            ("ray_workers", 1, math.inf),
-            ("temperature", 0, 10),
-        ):
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                allowed = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise InputError(name, value, f"numbers {allowed}")
-        if not 0 < self.top_p <= 1:
-            raise InputError("top_p", self.top_p, "a number above 0, at most 1")
+        check_ranges(
+            self,
+            **dict.fromkeys(("limit", "max_failures_in_a_row", "ray_workers"), (1, INTEGERS)),
+            **dict.fromkeys(("seed", "skip", "retries"), (0, INTEGERS)),
+            num_samples=(1, 1_000_000),
+            max_tokens=(1, 2**31 - 1),
+            temperature=(0.0, 10.0),
+            top_p=(POSITIVE, 1.0),
+        )
         if self.ray is not None and self.backend == "openai":
             raise InputError(
                 "ray", self.ray, "unset for openai: it takes several servers in openai.base_urls"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from data_gen.backend import SampledOutput, SampleFailure
 from data_gen.prompts import Prompt
 from data_gen.samples import SCHEMA, prompt_sha256
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.files import atomic_file
+from scheduler_core.files import atomic_file, sync_path
 from scheduler_core.json_text import valid_unicode
 
 EXPORT_ROWS = 8192
@@ -113,7 +112,7 @@ class SampleStore:
                 self._db.execute(
                     "CREATE TEMP TABLE source (position INTEGER PRIMARY KEY, prompt_id TEXT UNIQUE)"
                 )
-                _sync(path.parent)
+                sync_path(path.parent)
         except BaseException:
             self._db.close()
             raise
@@ -238,7 +237,7 @@ class SampleStore:
 
     def _sync_log(self) -> None:
         with contextlib.suppress(FileNotFoundError):  # SQLite has moved and synced it
-            _sync(self.path.with_name(f"{self.path.name}-wal"))
+            sync_path(self.path.with_name(f"{self.path.name}-wal"))
 
     def count(self, condition: str) -> int:
         """Number of the source's samples for which an SQL condition holds."""
@@ -320,11 +319,3 @@ class SampleStore:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -18,7 +18,7 @@ from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 
 from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, uniforms
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +37,10 @@ class SyntheticOptions:
     """Pace to keep, for demos; unset: as fast as possible."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.min_alpha <= self.max_alpha < math.inf:
-            raise InputError("min_alpha", self.min_alpha, "a number above 0, at most max_alpha")
-        if not 1 <= self.min_typical_tokens <= self.max_typical_tokens < math.inf:
-            raise InputError(
-                "min_typical_tokens",
-                self.min_typical_tokens,
-                "a number of at least 1, at most max_typical_tokens",
-            )
-        if self.samples_per_s is not None and not 0 < self.samples_per_s < math.inf:
-            raise InputError("samples_per_s", self.samples_per_s, "a number above 0, or unset")
+        positive = (POSITIVE, FINITE)
+        check_ranges(self, max_alpha=positive, max_typical_tokens=positive, samples_per_s=positive)
+        typical = (1.0, self.max_typical_tokens)
+        check_ranges(self, min_alpha=(POSITIVE, self.max_alpha), min_typical_tokens=typical)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from data_gen.backend import SampledOutput, SamplingSettings, Work, WorkResult, 
 from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
 
 
@@ -33,8 +34,7 @@ class TransformersOptions:
     """Torch threads; unset: torch's own choice."""
 
     def __post_init__(self) -> None:
-        if self.max_rows < 1:
-            raise InputError("max_rows", self.max_rows, "a whole number of at least 1")
+        check_ranges(self, max_rows=(1, INTEGERS))
         check_threads("threads", self.threads)
 
 

@@ -10,6 +10,7 @@ from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Wor
 from data_gen.local_models import model_name, resolve_model, tokenize_within
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +33,8 @@ class VllmOptions:
     """Further arguments of vllm.LLM, e.g. {"quantization": "fp8"}."""
 
     def __post_init__(self) -> None:
-        for name in ("tensor_parallel_size", "max_num_seqs"):
-            if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "integers > 0")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise InputError(
-                "gpu_memory_utilization", self.gpu_memory_utilization, "a number above 0, at most 1"
-            )
+        check_ranges(self, tensor_parallel_size=(1, INTEGERS), max_num_seqs=(1, INTEGERS))
+        check_ranges(self, gpu_memory_utilization=(POSITIVE, 1.0))
 
 
 class VllmBackend:

@@ -11,14 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from predictors.manifest import (
-    MANIFEST,
-    MODEL,
-    SIGNATURE,
-    Manifest,
-    content_version,
-    parse_manifest,
-)
+from predictors.manifest import MANIFEST, MODEL, SIGNATURE, Manifest, content_version, parse_manifest
 from predictors.pretrained import artifact_folder
 from predictors.tiny import WEIGHTS
 from scheduler_core.errors import InputError, MissingExtraError

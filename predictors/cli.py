@@ -11,13 +11,13 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
@@ -137,13 +137,6 @@ class ServeConfig:
     def max_message_bytes(self) -> int:
         """Largest gRPC message or HTTP body."""
         return self.max_message_mib * 2**20
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Console script `serve-predictor`; returns the exit code."""
-    return run_command(
-        "serve-predictor", ServeConfig, serve, positionals=("artifact",), extra="serve", args=args
-    )
 
 
 def serve(config: ServeConfig) -> int:
@@ -314,6 +307,9 @@ async def _supervise(config: ServeConfig, port_file: PortFile) -> int:
             return await supervisor.run(on_ready)
         finally:
             port_file.remove()
+
+
+main = command("serve-predictor", ServeConfig, serve, positionals=("artifact",), extra="serve")
 
 
 if __name__ == "__main__":

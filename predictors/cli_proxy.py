@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from predictors.edge import PortFile, on_signals, run, set_up_logs
 from predictors.proxy.config import ProxyConfig
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 
 if TYPE_CHECKING:
     from predictors.proxy.server import ProxyServer
 
 logger = logging.getLogger(__name__)
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Console script `tailcast-proxy`; returns the exit code."""
-    return run_command(
-        "tailcast-proxy", ProxyConfig, serve, positionals=("engine_url",), extra="serve", args=args
-    )
 
 
 def serve(config: ProxyConfig) -> int:
@@ -48,6 +40,9 @@ async def _serve(config: ProxyConfig, server: ProxyServer, port_file: PortFile) 
     finally:
         port_file.remove()
         await server.stop()
+
+
+main = command("tailcast-proxy", ProxyConfig, serve, positionals=("engine_url",), extra="serve")
 
 
 if __name__ == "__main__":

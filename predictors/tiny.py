@@ -32,7 +32,8 @@ OPSET = {"tailcast.tiny": 1}
 #: Tables of vectors, and layers of the network, by their names in the file.
 TABLES = ("token", "pair", "start")
 LAYERS = ("hidden_1", "hidden_2", "output")
-_MULTIPLIER = 0x9E3779B1
+#: Of Fibonacci hashing: the highest bits of the product are the hash.
+_MULTIPLIER = 0x9E3779B97F4A7C15
 
 Floats = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -40,22 +41,19 @@ Integers = NDArray[np.int64]
 
 def hashed_pairs(ids: Integers, num_buckets: int) -> Integers:
     """Row of each pair of neighbors in a table of `num_buckets` rows, a power of 2: [n] token ids to [n - 1]."""
-    keys = ids[:-1] * 131_071 + ids[1:]
-    keys *= _MULTIPLIER
-    keys >>= 7
-    keys &= num_buckets - 1
-    return keys
+    keys = (ids[:-1] * 2**20 + ids[1:]).view(np.uint64)
+    keys *= np.uint64(_MULTIPLIER)
+    keys >>= np.uint64(65 - num_buckets.bit_length())
+    return keys.view(np.int64)
 
 
 def hashed_starts(ids: Integers, num_buckets: int) -> list[int]:
     """Rows of the first three tokens, alone, in pairs and together [6], in a table as of `hashed_pairs`."""
-    first, second, third = (*ids[:3].tolist(), -1, -1, -1)[:3]
-    pair = first * 65_537 + second
-    keys = (
-        first * 2 + 5_000_011, second * 3 + 1_000_003, third * 7 + 2_000_003,
-        pair, second * 65_537 + third + 77, pair * 65_537 + third,
-    )  # fmt: skip
-    return [key * _MULTIPLIER >> 7 & num_buckets - 1 for key in keys]
+    first, second, third = (*(ids[:3] + 1).tolist(), 0, 0, 0)[:3]
+    second, third = second << 20, third << 40
+    keys = (first, second, third, first + second, second + third, first + second + third)
+    shift = 65 - num_buckets.bit_length()
+    return [(key * _MULTIPLIER & 2**64 - 1) >> shift for key in keys]
 
 
 def length_features(num_tokens: Any) -> list[Any]:

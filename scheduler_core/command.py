@@ -15,7 +15,7 @@ from scheduler_core.errors import MissingExtraError, TailcastError, unknown_name
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import ParamSpec, TypeVar
+    from typing import Any, ParamSpec, TypeVar
 
     C = TypeVar("C")
     P = ParamSpec("P")
@@ -119,6 +119,46 @@ def run_command(
         return function(read_config(prog, config_class, positionals, extra, words)) or 0
 
     return _exit_code(prog, extra, run, owns_process=args is None)
+
+
+def command(
+    prog: str,
+    config: type[Any] | str,
+    function: Callable[[Any], object] | str,
+    *,
+    positionals: Sequence[str] = (),
+    extra: str,
+    prepare: Callable[[], None] = lambda: None,
+) -> Callable[..., int]:
+    """The `main` of a command that takes its words, by default the process's, and returns the exit code.
+
+    Args:
+        prog, positionals, extra: As of `run_command`.
+        config: Class of its options; "module:name" is imported when the command is called.
+        function: Runs it; "module:name" is imported once the options are read.
+        prepare: Called before that import.
+    """
+
+    @entry_point(prog, extra)
+    def main(args: Sequence[str] | None = None) -> int:
+        def run(options: Any) -> int | None:
+            prepare()
+            code = imported(function)(options)
+            return code if isinstance(code, int) else None
+
+        return run_command(prog, imported(config), run, positionals=positionals, extra=extra, args=args)
+
+    return main
+
+
+def imported(path: Any) -> Any:
+    """The object that "module:name" names; anything but a text as it is."""
+    if not isinstance(path, str):
+        return path
+    from importlib import import_module
+
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: bool) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler_core.files import atomic_file
+from scheduler_core.plan import StepResult
 from scheduler_core.request import RequestState
 
 Entry = dict[str, Any]
@@ -41,6 +42,8 @@ def _plain(value: Any) -> Any:
         content = asdict(value)
         if isinstance(value, RequestState):  # what belongs to the scheduler it comes from
             del content["status"], content["order"], content["kv_tokens"]
+        if isinstance(value, StepResult) and not value.ends_s:
+            del content["ends_s"]
         return _plain(content)
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}

@@ -98,9 +98,9 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         with _disk_errors(path):
             yield temporary
         os.chmod(temporary, stat.S_IMODE(mode))
-        _sync(temporary)
+        sync_path(temporary)
         os.replace(temporary, path)
-        _sync(path.parent)
+        sync_path(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -144,7 +144,7 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
             entries = _entries(temporary)
             write_json(temporary / RECORD, {kind: entries})
         for entry in entries:
-            _sync(temporary / entry)
+            sync_path(temporary / entry)
         if path.exists():
             os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         try:
@@ -154,7 +154,7 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
                 raise
             _check_replaceable(path, kind, overwrite=overwrite)
             _exchange(temporary, path)
-        _sync(path.parent)
+        sync_path(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -287,7 +287,7 @@ def _disk_errors(path: Path) -> Iterator[None]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Forces a file, or the entries of a folder, to the disk; a folder only where the system allows it."""
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -77,11 +77,14 @@ class StepResult:
         stopped: Requests whose new token ended their output; not needed for those that reach max_tokens.
         num_steps: How often the plan was carried out in a row, a chunk going on where the last one ended (see
             `Scheduler.steady_steps`); `stopped` is about the last time.
+        ends_s: Of several steps: ends of all but the last, for a policy that wants them (`Scheduler.wants_step_ends`); none:
+            they took equally long.
     """
 
     step: int
     stopped: tuple[str, ...] = ()
     num_steps: int = 1
+    ends_s: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

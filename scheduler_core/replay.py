@@ -61,21 +61,25 @@ def replay(entries: Iterable[Entry]) -> Scheduler:
         ReplayError: An outcome differs; the message names the entry.
         InputError: The log does not start with an "open" entry of this schema.
     """
-    remaining = iter(entries)
-    head = next(remaining, {})
+    entries = list(entries)
+    head = entries[0] if entries else {}
     if head.get("op") != "open" or head.get("schema") != SCHEMA:
         raise InputError("first entry of the decision log", head, f'an "open" entry of schema {SCHEMA}')
     log = DecisionLog()
     config = SchedulerConfig(**head["config"])
     scheduler = Scheduler(config, make_policy(head["policy"], head["parameters"]), log)
-    for number, entry in enumerate(remaining, start=2):
+    for number, entry in enumerate(entries[1:], start=2):
         op = entry["op"]
         if op not in _ARGUMENTS:
             raise InputError("op", op, ", ".join(_ARGUMENTS))
         arguments = [_argument(name, entry[name]) for name in _ARGUMENTS[op]]
-        if op == "complete" and arguments[0].num_steps > 1:
-            scheduler.steady_steps(arguments[0].num_steps)
         getattr(scheduler, op)(*arguments, entry["now"])
+        if op == "schedule" and entry.get("plan") is not None:
+            # As in the run: asked for when the step began, before what has come since then.
+            later = map(entries.__getitem__, range(number, len(entries)))
+            done = next((one["result"]["num_steps"] for one in later if one["op"] == "complete"), 1)
+            if done > 1:
+                scheduler.steady_steps(done)
         if log.entries[-1] != entry:
             raise ReplayError(f"entry {number}: recorded {entry}, replayed {log.entries[-1]}")
     return scheduler
@@ -86,7 +90,8 @@ def _argument(name: str, content: Any) -> Any:
         case "request":
             return Request(**content)
         case "result":
-            return StepResult(content["step"], tuple(content["stopped"]), content["num_steps"])
+            ends_s = tuple(content.get("ends_s", ()))
+            return StepResult(content["step"], tuple(content["stopped"]), content["num_steps"], ends_s)
         case "prediction":
             return None if content is None else _prediction(content)
         case "state":

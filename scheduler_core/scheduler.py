@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from scheduler_core.batching import BATCH_FORMERS, make_former
 from scheduler_core.batching.batch import Batch
@@ -111,6 +112,11 @@ class Scheduler:
         """Decode steps taken in lockstep so far (see `LockstepGroup`); None if requests are advanced individually."""
         group = self.pool.lockstep
         return None if group is None else group.num_steps
+
+    @property
+    def wants_step_ends(self) -> bool:
+        """Whether the policy uses the duration of every step, also of several that were taken at once."""
+        return type(self.policy).on_steps is not Policy.on_steps
 
     def find(self, request_id: str) -> RequestState | None:
         """The request as it is now, to read until the next step; None if it is not here."""
@@ -224,7 +230,7 @@ class Scheduler:
 
         Raises:
             SchedulerStateError: No step is open, or another one.
-            InputError: `stopped` names a request that sampled no token, or `num_steps` is not possible.
+            InputError: `stopped` names a request that sampled no token, `num_steps` is not possible, or `ends_s` are not theirs.
         """
         if not self._now <= now < math.inf:
             self._check_time(now)
@@ -233,6 +239,8 @@ class Scheduler:
             raise SchedulerStateError(f"step {plan.step} is open, not {result.step}")
         if not 1 <= result.num_steps <= self._promised_steps:
             raise InputError("num_steps", result.num_steps, f"integers from 1 to {self._promised_steps}")
+        if result.ends_s and not _are_ends(result, self._opened_s, now):
+            raise InputError("ends_s", result.ends_s, "ends of all steps but the last, in order")
         if result.stopped:
             _check_stopped(result.stopped, plan)
         self._now = now
@@ -242,7 +250,11 @@ class Scheduler:
         if finished:
             self.counters.num_finished += len(finished)
         step_s = (now - self._opened_s) / result.num_steps
-        self.policy.on_step(now, step_s)
+        if result.ends_s:
+            ends = pairwise((self._opened_s, *result.ends_s, now))
+            self.policy.on_steps(now, [end - start for start, end in ends])
+        else:
+            self.policy.on_step(now, step_s)
         self._former.on_step(step_s)
         if self._log is not None:
             self._log.record("complete", now, result=result, finished=finished)
@@ -376,6 +388,12 @@ class Scheduler:
         if not self._now <= now < math.inf:
             raise SchedulerStateError(f"time {now} is not at or after {self._now}")
         self._keys_are_fresh = False
+
+
+def _are_ends(result: StepResult, start_s: float, end_s: float) -> bool:
+    ends_s = result.ends_s
+    ordered = all(before <= after for before, after in pairwise((start_s, *ends_s, end_s)))
+    return len(ends_s) == result.num_steps - 1 and ordered
 
 
 def _check_stopped(stopped: tuple[str, ...], plan: StepPlan) -> None:

@@ -45,14 +45,21 @@ class StepEnd:
         for state, chunk in batch.prefills:
             if state.status is Status.RUNNING:
                 self._prefill(state, chunk, result.num_steps, now)
+                if self._on_tokens is not None:
+                    self._on_tokens(state, chunk.num_tokens, now)
                 if chunk.is_last or self._on_tokens is not None:
-                    self._close(state, chunk.num_tokens, stopped, now, finished)
+                    if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
+                        self._end(state, stopped, finished)
                     if chunk.is_last and group is not None and state.status is Status.RUNNING:
                         self._pool.prefilled(state)
         if group is None:
             ended = self._decode_individually(batch.decodes, result.num_steps, stopped, now)
+        on_tokens, num_steps = self._on_tokens, result.num_steps
         for state in ended:
-            self._close(state, result.num_steps, stopped, now, finished)
+            if on_tokens is not None:
+                on_tokens(state, num_steps, now)
+            if state.num_output_tokens >= state.request.max_tokens or state.request_id in stopped:
+                self._end(state, stopped, finished)
         return finished
 
     def _decode_in_lockstep(
@@ -107,27 +114,15 @@ class StepEnd:
             if state.first_token_s is None:
                 state.first_token_s = now
 
-    def _close(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        stopped: tuple[str, ...],
-        now: float,
-        finished: list[Finished],
-    ) -> None:
-        """Notifies the policy of the request's work in this step, and ends the request if it is done."""
-        if self._on_tokens is not None:
-            self._on_tokens(state, num_tokens, now)
-        has_stopped = state.request_id in stopped
-        if not has_stopped and state.num_output_tokens < state.request.max_tokens:
-            return
+    def _end(self, state: RequestState, stopped: tuple[str, ...], finished: list[Finished]) -> None:
+        """The request is done, by its limit or because it has stopped."""
         self._pool.leave(state)
         self._policy.on_finish(state)
         assert state.first_scheduled_s is not None and state.first_token_s is not None  # noqa: PT018
         finished.append(
             Finished(
                 request_id=state.request_id,
-                reason="stop" if has_stopped else "length",
+                reason="stop" if state.request_id in stopped else "length",
                 output_tokens=state.num_output_tokens,
                 num_preemptions=state.num_preemptions,
                 first_scheduled_s=state.first_scheduled_s,

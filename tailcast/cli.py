@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import chosen_command, entry_point
+from scheduler_core.command import chosen_command, entry_point, imported
 
 #: Name -> module and function, what it does. Those of [project.scripts] are the same functions.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -51,10 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
     name = chosen_command("tailcast", {name: text for name, (_, text) in COMMANDS.items()}, words)
     if name is None:
         return 0 if words else 2
-    from importlib import import_module
-
-    module, _, function = COMMANDS[name][0].partition(":")
-    code: int = getattr(import_module(module), function)(words[1:])
+    code: int = imported(COMMANDS[name][0])(words[1:])
     return code
 
 

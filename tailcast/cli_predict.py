@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, INTEGERS, check_ranges
 
@@ -50,13 +49,6 @@ class PredictConfig:
         check_ranges(self, max_tokens=(1, INTEGERS), temperature=(0.0, FINITE))
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Runs `tailcast predict`; returns the exit code."""
-    return run_command(
-        "tailcast predict", PredictConfig, predict, positionals=("prompt",), extra="predict", args=args
-    )
-
-
 def predict(config: PredictConfig) -> None:
     """Prints the prediction of the prompt, or writes those of the file."""
     import sys
@@ -76,3 +68,6 @@ def predict(config: PredictConfig) -> None:
         text = f"{length}\n"
         encoding = sys.stdout.encoding or "utf-8"
         sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+
+
+main = command("tailcast predict", PredictConfig, predict, positionals=("prompt",), extra="predict")

@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from scheduler_core.command import entry_point, run_command
+from scheduler_core.command import command
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from pathlib import Path
     from typing import Any
 
-
-@entry_point("export-variants", extra="export")
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `export-variants`."""
     from export.variants.config import VariantsConfig
 
-    def run(config: VariantsConfig) -> None:
-        from export.variants.run import export_variants
-        from training.evaluating.config import EvaluateConfig
-        from training.evaluating.run import evaluate
 
-        def compare(variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
-            options = ("group_by", "max_groups", "max_tokens", "seed", "threads", "progress")
-            return evaluate(
-                EvaluateConfig(
-                    predictor=config.artifact,
-                    data=str(data),
-                    compare=[f"{name}={folder}" for name, folder in variants.items()],
-                    ceiling=False,
-                    **{name: getattr(config, name) for name in options},
-                )
+def _export_variants(config: VariantsConfig) -> None:
+    from export.variants.run import export_variants
+    from training.evaluating.config import EvaluateConfig
+    from training.evaluating.run import evaluate
+
+    def compare(variants: Mapping[str, Path], data: Path) -> Mapping[str, Any]:
+        options = ("group_by", "max_groups", "max_tokens", "seed", "threads", "progress")
+        return evaluate(
+            EvaluateConfig(
+                predictor=config.artifact,
+                data=str(data),
+                compare=[f"{name}={folder}" for name, folder in variants.items()],
+                ceiling=False,
+                **{name: getattr(config, name) for name in options},
             )
+        )
 
-        export_variants(config, compare)
+    export_variants(config, compare)
 
-    return run_command(
-        "export-variants", VariantsConfig, run, positionals=("artifact",), extra="export", args=args
-    )
+
+main = command(
+    "export-variants",
+    "export.variants.config:VariantsConfig",
+    _export_variants,
+    positionals=("artifact",),
+    extra="export",
+)
 
 
 if __name__ == "__main__":

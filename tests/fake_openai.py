@@ -119,7 +119,7 @@ async def running_engine(script: Script) -> AsyncIterator[FakeEngine]:
 
 
 @contextmanager
-def running(*scripts: Completions) -> Iterator[list[FakeEngine]]:
+def running(*scripts: Script) -> Iterator[list[FakeEngine]]:
     """Engines, one for each script (a good one if there is none), in an event loop in a thread of its own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
@@ -135,6 +135,11 @@ def running(*scripts: Completions) -> Iterator[list[FakeEngine]]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event as engines write it."""
+    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def break_off(request: web.Request, data: bytes, headers: dict[str, str]) -> web.StreamResponse:
@@ -293,8 +298,8 @@ class Completions:
             return await break_off(request, b"".join(events[:stop]), {"Content-Type": "text/event-stream"})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        for event in events[:stop]:
-            await response.write(event)
+        for one in events[:stop]:
+            await response.write(one)
         if fault.cut == "quiet":
             await asyncio.Event().wait()
         return response
@@ -335,4 +340,4 @@ def _events(content: dict[str, Any]) -> list[bytes]:
     contents = [{"choices": [one["entry"]]} for one in sorted(pieces, key=lambda one: one["position"])]
     if "usage" in content:
         contents.append({"choices": [], "usage": content["usage"]})
-    return [*(b"data: " + json.dumps(one).encode() + b"\n\n" for one in contents), b"data: [DONE]\n\n"]
+    return [*map(event, contents), b"data: [DONE]\n\n"]

@@ -99,9 +99,8 @@ class AdaptConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, max_tokens=(1, INTEGERS), max_requests=(50, INTEGERS), seed=(0, INTEGERS))
+        check_ranges(self, held_back=(0.1, 0.9))
         check_threads("threads", self.threads)
-        if not 0.1 <= self.held_back <= 0.9:
-            raise InputError("held_back", self.held_back, "numbers from 0.1 to 0.9")
 
 
 def adapt(config: AdaptConfig) -> int:
@@ -278,11 +277,7 @@ def _corrections(
                 )
         correction, trials = select_correction(bases, config.seed)
         corrections[name] = correction
-        fits[name] = {
-            "num_requests": len(part),
-            **correction.to_json(),
-            "crps_log_held_out": trials,
-        }
+        fits[name] = {"num_requests": len(part), **correction.to_json(), "crps_log_held_out": trials}
     return corrections, fits
 
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from scheduler_core.command import command
 
-from scheduler_core.command import entry_point, run_command
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from training.adapt import AdaptConfig
-
-#: What it needs beside `train`: onnx and onnxruntime.
-_EXTRA = "train,export"
-
-
-def _command(config: AdaptConfig) -> int:
-    from training.adapt import adapt
-
-    return adapt(config)
-
-
-@entry_point("adapt", extra=_EXTRA)
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `adapt`."""
-    from training.adapt import AdaptConfig
-
-    return run_command("adapt", AdaptConfig, _command, positionals=("log",), extra=_EXTRA, args=args)
+# Beside `train` it needs onnx and onnxruntime.
+main = command(
+    "adapt",
+    "training.adapt:AdaptConfig",
+    "training.adapt:adapt",
+    positionals=("log",),
+    extra="train,export",
+)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

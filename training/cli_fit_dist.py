@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import INTEGERS, check_ranges
 
@@ -142,13 +141,7 @@ def fit_dist(config: FitDistConfig) -> dict[str, Any]:
     return summary
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `fit-dist`."""
-
-    def command(config: FitDistConfig) -> None:
-        fit_dist(config)
-
-    return run_command("fit-dist", FitDistConfig, command, positionals=("samples",), extra="train", args=args)
+main = command("fit-dist", FitDistConfig, fit_dist, positionals=("samples",), extra="train")
 
 
 if __name__ == "__main__":

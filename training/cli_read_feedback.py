@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, writable_target, write_json
 
@@ -70,9 +70,7 @@ def _write(out: str, field: str, rows: Iterable[dict[str, Any]]) -> None:
             target.writelines(lines)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `read-feedback`."""
-    return run_command("read-feedback", FeedbackConfig, read, positionals=("log",), extra="train", args=args)
+main = command("read-feedback", FeedbackConfig, read, positionals=("log",), extra="train")
 
 
 if __name__ == "__main__":

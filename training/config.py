@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from predictors.manifest import Head
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import BELOW_ONE, FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.threads import check_threads
 from scheduler_core.urgency import LEVELS
 
 HEADS: tuple[str, ...] = get_args(Head)
 FILE_OPTIONS = ("data", "validation", "urgency_data", "urgency_validation")
-
-
-RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "positive": ("finite numbers > 0", lambda value: 0 < value < float("inf")),
-    "not_negative": ("finite numbers >= 0", lambda value: 0 <= value < float("inf")),
-    "fraction": ("numbers >= 0 and < 1", lambda value: 0 <= value < 1),
-    "count": ("integers > 0", lambda value: value >= 1),
-    "number": ("integers from 0 to 2**31 - 1", lambda value: 0 <= value < 2**31),
-}
-
-
-def _check(options: object, kind: str, *names: str, prefix: str = "") -> None:
-    """Raises InputError where an option that is set is outside the range of a kind."""
-    text, is_allowed = RANGES[kind]
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and not is_allowed(value):
-            raise InputError(prefix + name, value, text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +40,8 @@ class HeadTask:
     """Layers, if they differ from `tower`."""
 
     def __post_init__(self) -> None:
-        _check(self, "positive", "weight", prefix=type(self).__name__.removesuffix("Task").lower() + ".")
+        head = type(self).__name__.removesuffix("Task").lower()
+        check_ranges(self, f"{head}.", weight=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +63,8 @@ class LengthTask(HeadTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self, "not_negative", "sigma_weight_start", "sigma_weight_end")
-        _check(self, "positive", "nu")
+        weight = (0.0, FINITE)
+        check_ranges(self, nu=(POSITIVE, FINITE), sigma_weight_start=weight, sigma_weight_end=weight)
         if self.within and self.objective == "mse":
             raise InputError(
                 "length.within", True, "false with objective mse, whose sigma is that within a prompt"
@@ -111,8 +94,7 @@ class BucketTask(HeadTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_buckets < 2:
-            raise InputError("bucket.num_buckets", self.num_buckets, "integers >= 2")
+        check_ranges(self, "bucket.", num_buckets=(2, INTEGERS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +114,7 @@ class RankTask(HeadTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self, "positive", "group_tokens", prefix="rank.")
+        check_ranges(self, "rank.", group_tokens=(POSITIVE, FINITE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +129,7 @@ class ConditioningOptions:
     """Probability that a training row hides its served model, so that an unknown one can be predicted for; 0: predictions for unknown served models are refused."""
 
     def __post_init__(self) -> None:
-        _check(self, "fraction", "served_model_dropout", prefix="conditioning.")
+        check_ranges(self, "conditioning.", served_model_dropout=(0.0, BELOW_ONE))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,11 +152,9 @@ class StageConfig:
     """Stop after this many epochs without a better validation loss; unset: never."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 0:
-            raise InputError("epochs", self.epochs, "integers >= 0")
-        _check(self, "positive", "learning_rate", "heads_learning_rate")
-        _check(self, "fraction", "warmup_fraction")
-        _check(self, "count", "batch_size", "patience")
+        rates = dict.fromkeys(("learning_rate", "heads_learning_rate"), (POSITIVE, FINITE))
+        counts = dict.fromkeys(("batch_size", "patience"), (1, INTEGERS))
+        check_ranges(self, epochs=(0, INTEGERS), warmup_fraction=(0.0, BELOW_ONE), **rates, **counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,12 +307,11 @@ class TrainConfig:
 
     def _check_numbers(self) -> None:
         counts = ("batch_size", "batch_tokens", "rows_per_prompt", "max_tokens", "devices", "num_nodes")
-        _check(self, "count", *counts)
+        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)))
         check_threads("threads", self.threads)
-        _check(self, "positive", "clip_norm", "adam_epsilon")
-        _check(self, "fraction", "encoder_dropout")
-        _check(self, "not_negative", "weight_decay")
-        _check(self, "number", "seed", "split_seed")
+        check_ranges(self, clip_norm=(POSITIVE, FINITE), adam_epsilon=(POSITIVE, FINITE))
+        check_ranges(self, encoder_dropout=(0.0, BELOW_ONE), weight_decay=(0.0, FINITE))
+        check_ranges(self, seed=(0, 2**31 - 1), split_seed=(0, 2**31 - 1))
 
     def stage(self, number: int) -> StageConfig:
         """Stage 1 or 2; with `only_conditioning` there is nothing for stage 1 to train."""

@@ -157,11 +157,7 @@ class Examples(Dataset[TrainingBatch]):
     """
 
     def __init__(
-        self,
-        data: SplitData,
-        model: PromptPredictor,
-        pad_token_id: int = 0,
-        features: Tensor | None = None,
+        self, data: SplitData, model: PromptPredictor, pad_token_id: int = 0, features: Tensor | None = None
     ) -> None:
         rows, normalization, conditioning = data.rows, model.normalization, model.config.conditioning
         numbers = [0 if conditioning is None else conditioning.number_of(name) for name in rows.models]

@@ -1,10 +1,12 @@
-"""Progress of long loops."""
+"""Processes that run models: their threads, and bars of long loops."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
 from typing import TypeVar, cast
+
+from scheduler_core.threads import wait_without_spinning
 
 T = TypeVar("T")
 
@@ -15,3 +17,11 @@ def tracked(items: Iterable[T], name: str, enabled: bool = True) -> Iterable[T]:
 
     interval = 0.1 if sys.stderr.isatty() else 10.0
     return cast(Iterable[T], tqdm(items, desc=name, disable=not enabled, mininterval=interval))
+
+
+def prepare_models() -> None:
+    """For the process of a command, before it imports torch: no spinning threads, no bar of weights being loaded."""
+    wait_without_spinning()
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -197,11 +197,7 @@ def _fit(
             if initial.first_new_model is not None:
                 [start] = trainer.validate(module, validation, verbose=False)
             trainer.fit(
-                module,
-                training,
-                validation,
-                ckpt_path=str(last) if history else None,
-                weights_only=True,
+                module, training, validation, ckpt_path=str(last) if history else None, weights_only=True
             )
     if start is not None:
         best = best_row(read_history(last))

@@ -1,10 +1,10 @@
-"""The table of a benchmark from the runs that are there, complete or not."""
+"""The tables of a benchmark from the runs that are there, complete or not."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.vllm_runs.plan import CAPACITY, SIDES, Cell
 from benchmarks.vllm_runs.results import (
     CLOCK,
+    LEVELS,
     calibrated,
     interval,
     measured_capacity,
@@ -24,29 +25,27 @@ from benchmarks.vllm_runs.results import (
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.report.page import markdown_table
 
-SHOWN = {
-    "per_token_mean": ("per token, s", 3), "per_token_p90": ("P90", 3), "ttft_mean": ("TTFT, s", 2),
-    "ttlt_mean": ("TTLT, s", 2), "ttlt_p90": ("P90", 2), "window_tokens_per_s": ("tokens/s while requests come", 1),
-    "slowness": ("steps, times the fit", 2), "scheduling_ms": ("scheduling, ms a step", 2),
-    "clock_per_token_mean": ("engine's clock: per token, s", 3), "clock_ttft_mean": ("TTFT, s", 2),
-    "clock_ttlt_mean": ("TTLT, s", 2), "clock_window_tokens_per_s": ("tokens/s while requests come", 1),
-}  # fmt: skip
+#: Metric -> heading of the first table: engine time, seconds for fcfs and ratios to it for the others.
+LATENCIES = {
+    f"{name}_{level}": f"{name.upper()} {level if level == 'mean' else level.upper() if level != 'max' else level}"
+    for name in ("ttft", "ttlt")
+    for level in ("mean", *LEVELS)
+} | {"per_token_mean": "per token", "per_token_p90": "per token P90"}
 
-COMPARED = {"per_token_mean": "per token", "window_tokens_per_s": "tokens/s while requests come"}
-
-Found = dict[tuple[str, float], dict[int, dict[str, float]]]
+#: (load, bursts, side) -> repetition -> metric -> value.
+Metrics = dict[tuple[float, bool, str], dict[int, dict[str, float]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the table has to know.
+    """What the tables are made of.
 
     Attributes:
         folder: Of the runs.
         num_prompts: Requests of a run.
         max_tokens: Cap of answers.
         max_num_seqs: Places of the engine.
-        loads: In the order of the table.
+        loads: (load, bursts) in the order of the tables.
         predictions: By request, for the simulator.
     """
 
@@ -54,75 +53,123 @@ class Setting:
     num_prompts: int
     max_tokens: int
     max_num_seqs: int
-    loads: Sequence[float]
+    loads: Sequence[tuple[float, bool]]
     predictions: Mapping[str, LengthPrediction]
 
 
 def report(setting: Setting) -> str:
-    """Markdown: a row for each load and side with at least one run, and notes. Empty without the capacity run."""
+    """Markdown: two tables with a row for each load and side with at least one run, and notes.
+
+    Empty without the capacity run.
+    """
     if not CAPACITY.file(setting.folder).exists():
         return ""
     base = _read(CAPACITY, setting.folder)
     fit = calibrated(base["steps"])
-    real: Found = {}
-    model: Found = {}
+    runs: Metrics = {}
     same: list[bool] = []
-    late = 0.0
+    late_s = 0.0
     for cell, run in _runs(setting):
-        key, load = (cell.side, cell.load or 0.0), cell.load
-        clock = run_metrics(run["requests"], CLOCK) | {"window_tokens_per_s": window_throughput(run, CLOCK)}
-        metrics = run_metrics(run["requests"]) | {
-            "window_tokens_per_s": window_throughput(run), "slowness": slowness(run["steps"], fit),
-            "scheduling_ms": 1e3 * scheduling_s(run["steps"]), **{f"clock_{name}": clock[name] for name in clock},
+        assert cell.load is not None
+        metrics = run_metrics(run["requests"], CLOCK)
+        metrics |= {f"wall_{name}": value for name, value in run_metrics(run["requests"]).items()}
+        metrics |= {
+            "tokens_per_s": window_throughput(run, CLOCK), "slowness": slowness(run["steps"], fit),
+            "scheduling_ms": 1e3 * scheduling_s(run["steps"]),
         }  # fmt: skip
-        real.setdefault(key, {})[cell.repetition] = metrics
         simulated_metrics = simulated(
             cell.side, run, setting.predictions, fit.step_time, setting.max_num_seqs, setting.max_tokens
         )
-        model.setdefault(key, {})[cell.repetition] = simulated_metrics
-        late = max(late, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
-        pair = Cell("fcfs", cell.repetition, load)
-        if cell.side != "fcfs" and pair.file(setting.folder).exists():
+        metrics |= {f"simulated_{name}": value for name, value in simulated_metrics.items()}
+        runs.setdefault((cell.load, cell.bursts, cell.side), {})[cell.repetition] = metrics
+        late_s = max(late_s, *(row["sent_s"] - row["arrival_s"] for row in run["requests"]))
+        pair = Cell("fcfs", cell.repetition, cell.load, cell.bursts).file(setting.folder)
+        if cell.side != "fcfs" and pair.exists():
             lengths = {
-                row["request_id"]: row["output_tokens"] for row in _read(pair, setting.folder)["requests"]
+                row["request_id"]: row["output_tokens"] for row in json.loads(pair.read_text())["requests"]
             }
             same += [lengths[row["request_id"]] == row["output_tokens"] for row in run["requests"]]
-    header = ["load", "side", "runs", *(words for words, _ in SHOWN.values())]
-    header += [
-        f"{clock}{words}, to fcfs" for clock in ("", "engine's clock: ") for words in COMPARED.values()
-    ]
-    header += [
-        "simulated: per token, s",
-        "to fcfs",
-        "TTLT, s",
-        "its error",
-        "its error by the engine's clock",
-    ]
-    rows = [_row(load, side, real, model) for load in setting.loads for side in SIDES if (side, load) in real]
+    if not runs:
+        return "No run yet."
     tokens = [row["output_tokens"] for row in base["requests"]]
     parameters = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in fit.parameters.items())
     notes = [
         f"{setting.num_prompts} prompts, cap {setting.max_tokens} tokens (mean answer {sum(tokens) / len(tokens):.0f}), "
         f"max_num_seqs {setting.max_num_seqs}, capacity {measured_capacity(base['requests'], setting.max_num_seqs):.3f} "
-        "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); changes are paired "
-        "within repetitions. How many times as long steps took as the fit says is the machine's doing, or a side's.",
+        "requests/s. Mean and 95 % interval over repetitions (Student's t; none for one repetition); ratios are paired "
+        "within repetitions.",
         f"The simulator's step times are fitted to the capacity run alone ({parameters}; median error of a step "
-        f"{100 * fit.median_error:.1f} %), and its arrivals are those by the engine's clock: all rows are loads and orders that "
-        "the fit has not seen. Against the wall's clock its error has the machine's changes of speed in it.",
-        f"The client was late by {1e3 * late:.0f} ms at most."
+        f"{100 * fit.median_error:.1f} %).",
+        f"The client was late by {1e3 * late_s:.0f} ms at most."
         + (f" Answers as long as in fcfs's run: {100 * sum(same) / len(same):.1f} %." if same else ""),
     ]
-    return (markdown_table(header, rows) if rows else "No run yet.") + "\n\n" + "\n".join(notes)
+    return "\n\n".join((_latencies(runs, setting), _checks(runs, setting), "\n".join(notes)))
 
 
-def _runs(setting: Setting) -> list[tuple[Cell, dict[str, Any]]]:
-    content = []
-    for load in setting.loads:
+def _latencies(runs: Metrics, setting: Setting) -> str:
+    """Engine time: seconds for fcfs, ratios to it for the others."""
+    rows = []
+    for key, head in _heads(runs, setting):
+        ratios = key[2] != "fcfs"
+        values = (_ratios(runs, key, name) if ratios else _values(runs, key, name) for name in LATENCIES)
+        rows.append([*head, *(_cell(*interval(one)) if one else "-" for one in values)])
+    return markdown_table(["load", "side", "runs", *LATENCIES.values()], rows)
+
+
+def _checks(runs: Metrics, setting: Setting) -> str:
+    """Wall-clock time, the machine, the scheduler's cost and the simulator."""
+    header = [
+        "load",
+        "side",
+        "wall clock: TTFT mean",
+        "TTLT mean",
+        "per token",
+        "tokens/s while requests come",
+    ]
+    header += ["steps, times the fit", "scheduling, ms a step", "simulated per token, to fcfs", "simulated TTLT mean, error"]  # fmt: skip
+    rows = []
+    for key, (load, side, _) in _heads(runs, setting):
+        ratios = key[2] != "fcfs"
+        names = [f"wall_{name}" for name in ("ttft_mean", "ttlt_mean", "per_token_mean")] + ["tokens_per_s"]
+        cells = [_ratios(runs, key, name) if ratios else _values(runs, key, name) for name in names]
+        cells += [_values(runs, key, "slowness"), _values(runs, key, "scheduling_ms")]
+        cells.append(_ratios(runs, key, "simulated_per_token_mean") if ratios else [])
+        errors = [100 * (one["simulated_ttlt_mean"] / one["ttlt_mean"] - 1) for one in runs[key].values()]
+        rows.append(
+            [
+                load,
+                side,
+                *(_cell(*interval(one)) if one else "-" for one in cells),
+                f"{_cell(*interval(errors))} %",
+            ]
+        )
+    return markdown_table(header, rows)
+
+
+def _heads(runs: Metrics, setting: Setting) -> Iterator[tuple[tuple[float, bool, str], list[str]]]:
+    for load, bursts in setting.loads:
         for side in SIDES:
-            for path in sorted(setting.folder.glob(f"{side}-*-{load}.json")):
-                cell = Cell(side, int(path.name.split("-")[1]), load)
-                content.append((cell, _read(cell, setting.folder)))
-    return content
+            if (key := (load, bursts, side)) in runs:
+                yield key, [f"{load}{', bursts' if bursts else ''}", side, str(len(runs[key]))]
+
+
+def _values(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[float]:
+    return [metrics[name] for metrics in runs[key].values()]
+
+
+def _ratios(runs: Metrics, key: tuple[float, bool, str], name: str) -> list[float]:
+    """To fcfs, paired within repetitions."""
+    base = runs.get((*key[:2], "fcfs"), {})
+    return [metrics[name] / base[at][name] for at, metrics in runs[key].items() if at in base]
+
+
+def _runs(setting: Setting) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    for load, bursts in setting.loads:
+        for side in SIDES:
+            pattern = Cell(side, 0, load, bursts).file(Path()).name.replace(f"{side}-0-", f"{side}-*-")
+            for path in sorted(setting.folder.glob(pattern)):
+                cell = Cell(side, int(path.name.split("-")[1]), load, bursts)
+                yield cell, _read(cell, setting.folder)
 
 
 def _read(cell: Cell, folder: Path) -> dict[str, Any]:
@@ -130,31 +177,5 @@ def _read(cell: Cell, folder: Path) -> dict[str, Any]:
     return content
 
 
-def _row(load: float, side: str, real: Found, model: Found) -> list[str]:
-    runs, simulated_metrics = real[side, load], model[side, load]
-    cells = [f"{load}x", side, str(len(runs))]
-    for name, (_, digits) in SHOWN.items():
-        cells.append(_cell(*interval([metrics[name] for metrics in runs.values()]), digits=digits))
-    cells += [_change(side, load, real, f"{clock}{name}") for clock in ("", "clock_") for name in COMPARED]
-    cells.append(
-        _cell(*interval([metrics["per_token_mean"] for metrics in simulated_metrics.values()]), digits=3)
-    )
-    cells.append(_change(side, load, model, "per_token_mean"))
-    cells.append(_cell(*interval([metrics["ttlt_mean"] for metrics in simulated_metrics.values()]), digits=2))
-    for measured in ("ttlt_mean", "clock_ttlt_mean"):
-        errors = [
-            100 * (simulated_metrics[number]["ttlt_mean"] / runs[number][measured] - 1) for number in runs
-        ]
-        cells.append(_cell(*interval(errors), digits=1) + " %")
-    return cells
-
-
-def _change(side: str, load: float, content: Found, name: str) -> str:
-    """Against fcfs, in percent, paired within repetitions."""
-    base, mine = content.get(("fcfs", load), {}), content[side, load]
-    pairs = [100 * (mine[number][name] / base[number][name] - 1) for number in mine if number in base]
-    return "-" if side == "fcfs" or not pairs else _cell(*interval(pairs), digits=1) + " %"
-
-
-def _cell(mean: float, half: float, digits: int) -> str:
-    return f"{mean:.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+def _cell(mean: float, half: float) -> str:
+    return f"{mean:.2f}" + ("" if math.isnan(half) else f" ± {half:.2f}")

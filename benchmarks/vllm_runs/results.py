@@ -1,4 +1,4 @@
-"""What runs were like: latencies of one run, intervals over repetitions, the simulator's word on the same requests."""
+"""Latencies of one run, intervals over repetitions, and the simulator's latencies of the same requests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import StepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
-#: Metric -> unit.
-METRICS = {
-    "per_token_mean": "s/token", "per_token_p90": "s/token", "ttft_mean": "s", "ttlt_mean": "s", "ttlt_p90": "s",
-    "tokens_per_s": "tokens/s",
-}  # fmt: skip
+#: Percentiles of TTFT and TTLT beside their means.
+LEVELS = {"p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
 #: Order of the simulator for sides that are not named after their policy. The proxy's default policy is tie.
 POLICIES = {"priority": "tie", "oracle": "ssjf", "fcfs_again": "fcfs"}
 
@@ -39,20 +36,20 @@ Steps = Sequence[Sequence[float]]
 def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[str, float]:
     """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
 
-    Throughput is over the whole run, from the first arrival to the last answer.
+    TTFT and TTLT in seconds (mean and `LEVELS`), seconds per output token (mean and P90 over requests).
     """
     arrival, first, finish, tokens = (
         np.array([row[name] for row in rows], float) for name in (*times, "output_tokens")
     )
-    ttlt = finish - arrival
-    return {
-        "per_token_mean": float(np.mean(ttlt / tokens)),
-        "per_token_p90": float(np.percentile(ttlt / tokens, 90)),
-        "ttft_mean": float(np.mean(first - arrival)),
-        "ttlt_mean": float(np.mean(ttlt)),
-        "ttlt_p90": float(np.percentile(ttlt, 90)),
-        "tokens_per_s": float(tokens.sum() / (finish.max() - arrival.min())),
+    per_token = (finish - arrival) / tokens
+    metrics = {
+        "per_token_mean": float(np.mean(per_token)),
+        "per_token_p90": float(np.percentile(per_token, 90)),
     }
+    for name, values in (("ttft", first - arrival), ("ttlt", finish - arrival)):
+        metrics[f"{name}_mean"] = float(np.mean(values))
+        metrics |= {f"{name}_{level}": float(np.percentile(values, at)) for level, at in LEVELS.items()}
+    return metrics
 
 
 def window_throughput(run: Mapping[str, Any], times: Times = REAL) -> float:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from data_gen.feedback_record import FeedbackRecord, parse_object, validated
+from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object, validated
 from data_gen.importers.values import ERROR, FINISH_REASONS, UNKNOWN, Row, prompt_columns
 from data_gen.prompts import prompt_id_of
 from data_gen.sources.layouts import messages_of
@@ -93,11 +93,7 @@ def _lines(segments: list[Path]) -> Iterator[bytes]:
     """Lines that are not empty; of one beyond the limit its first part."""
     for segment in segments:
         with open(segment, "rb") as stream:
-            while line := stream.readline(MAX_LINE_BYTES + 1):
-                if line.strip():
-                    yield line.strip()
-                while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    line = stream.readline(MAX_LINE_BYTES + 1)
+            yield from filter(None, map(bytes.strip, bounded_lines(stream, MAX_LINE_BYTES)))
 
 
 def _record(line: bytes, digests: set[int]) -> FeedbackRecord:

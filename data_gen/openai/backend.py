@@ -28,12 +28,7 @@ from data_gen.openai.http_client import (
     allow_descriptors,
 )
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import (
-    RequestBodies,
-    ResponseError,
-    ServerResponse,
-    count_tokens,
-)
+from data_gen.openai.responses import RequestBodies, ResponseError, ServerResponse, count_tokens
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from scheduler_core.errors import InputError, TailcastError
+from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 
 ENV_SCHEME = "env:"
 _OURS = ("messages", "prompt", "n", "seed", "stream", "stream_options", "model", "temperature", "top_p")
@@ -85,14 +85,10 @@ class OpenAIOptions:
                 raise InputError("base_urls", f"{parts.scheme}://{parts.hostname}...", allowed)
         if not self.base_urls or len(set(self.base_urls)) < len(self.base_urls):
             raise InputError("base_urls", list(self.base_urls), "at least one address, each once")
-        for name in ("concurrency", "samples_per_request", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "integers > 0")
-        waits = ("start_wait_s", "server_wait_s")
-        for name in ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s", *waits):  # fmt: skip
-            value = getattr(self, name)
-            if not 0 <= value < math.inf or (value == 0 and name not in waits):
-                raise InputError(name, value, "a number of seconds" + ("" if name in waits else " above 0"))
+        counts = ("concurrency", "samples_per_request", "max_attempts")
+        times = ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s")
+        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), **dict.fromkeys(times, (POSITIVE, FINITE)))
+        check_ranges(self, start_wait_s=(0.0, FINITE), server_wait_s=(0.0, FINITE))
         if self.samples_per_request > 1 and self.count_by == "usage":
             allowed = "token_ids, logprobs or tokenizer with samples_per_request above 1: usage holds only their sum"
             raise InputError("count_by", self.count_by, allowed)

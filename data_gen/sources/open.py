@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
-from data_gen import templates
+import numpy as np
+
 from data_gen.prompts import Prompt, prompt_id_of
 from data_gen.sources.layouts import LAYOUTS, Layout, SourceOptions, layout_of, prompts_of
 from data_gen.splits import digest64
@@ -21,6 +25,8 @@ log = logging.getLogger(__name__)
 
 TEMPLATE_SCHEME = "templates:"
 HUB_SCHEME = "hf:"
+_SLOT = re.compile(r"\{(\w+)\}")
+_MAX_ATTEMPTS = 200
 #: Sets on the hub -> their short name, and the file to take where there are several.
 HUB_SETS: Mapping[str, tuple[str, str | None]] = {
     "lmsys/lmsys-chat-1m": ("lmsys-chat-1m", None),
@@ -129,7 +135,7 @@ def _from_templates(source: str) -> Iterator[Prompt]:
     seed_text = options.pop("seed", ["0"])[-1]
     if not count_text.isdigit() or not seed_text.isdigit() or options:
         raise InputError("prompts", source, "templates:COUNT or templates:COUNT?seed=N with integers")
-    for category, text in templates.compose(int(count_text), int(seed_text)):
+    for category, text in compose(int(count_text), int(seed_text)):
         yield Prompt(prompt_id_of(text), text, category, dataset="templates")
 
 
@@ -162,3 +168,43 @@ def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
     elif split:
         raise InputError("prompts", f"{source}:{split}", "no split: this folder holds a single one")
     yield from enumerate(data, start=1)
+
+
+def compose(count: int, seed: int) -> list[tuple[str, str]]:
+    """`count` different prompts as (category, text), the categories in turn, so that any prefix is a fair mix.
+
+    They are made of `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and the
+    words for their slots.
+
+    Args:
+        count: How many prompts; at least 1.
+        seed: Seed of the choice of templates and words; a longer list starts with the shorter one.
+
+    Raises:
+        InputError: If `count` is below 1 or more than the templates can give without repeating.
+    """
+    if count < 1:
+        raise InputError("count", count, "integers > 0")
+    content = json.loads(resources.files("data_gen").joinpath("templates.json").read_text(encoding="utf-8"))
+    templates, slots = content["templates"], content["slots"]
+    rng = np.random.Generator(np.random.PCG64(seed))
+    # Insertion-ordered: text -> category.
+    prompts: dict[str, str] = {}
+    open_categories = list(templates)
+    while len(prompts) < count:
+        if not open_categories:
+            raise InputError(
+                "count", count, f"at most {len(prompts)}, all that the templates give with this seed"
+            )
+        for category in tuple(open_categories):
+            for _ in range(_MAX_ATTEMPTS):
+                template = str(rng.choice(templates[category]))
+                text = _SLOT.sub(lambda match: str(rng.choice(slots[match.group(1)])), template)
+                if text not in prompts:
+                    break
+            else:  # nearly exhausted
+                open_categories.remove(category)
+                continue
+            if len(prompts) < count:
+                prompts[text] = category
+    return [(category, text) for text, category in prompts.items()]

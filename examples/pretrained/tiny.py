@@ -52,7 +52,7 @@ from training.versions import versions_of
 NAME = "tailcast-tiny"
 #: Words without digits, numbers, line breaks, and every other sign or character of Chinese, Japanese and Korean for itself.
 PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
-MAX_LENGTH = 512
+MAX_LENGTH = 1024
 #: Rows and width of the tables of pairs and of starts, width of that of tokens, width of the hidden layers.
 NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256
 #: Of other sources than CASTILLO, among the prompts that are taken apart for made-up ones.

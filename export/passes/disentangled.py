@@ -124,12 +124,7 @@ class RelativeBias:
         self._sizes: dict[str, str] = {}
 
     def add(
-        self,
-        query: str,
-        key: str,
-        terms: Sequence[PositionTerm],
-        tables: Sequence[Array],
-        num_heads: int,
+        self, query: str, key: str, terms: Sequence[PositionTerm], tables: Sequence[Array], num_heads: int
     ) -> str:
         """Adds nodes for the sum of some terms; returns the name of the bias [B, H, S, S].
 

@@ -12,6 +12,7 @@ import grpc
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 # gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). Retried are calls that no server answered:
 # UNAVAILABLE, and CANCELLED, the status of a call that reaches a server in the moment of its shutdown. A prediction
@@ -82,11 +83,8 @@ class ClientSettings:
 
     def __post_init__(self) -> None:
         checked_timeout(self.timeout_s)
-        for name in ("max_batch_requests", "max_message_bytes", "num_connections"):
-            if getattr(self, name) < 1:
-                raise InputError(name, getattr(self, name), "an integer >= 1")
-        if not 1 <= self.max_attempts <= 5:
-            raise InputError("max_attempts", self.max_attempts, "1 to 5")
+        counts = dict.fromkeys(("max_batch_requests", "max_message_bytes", "num_connections"), (1, INTEGERS))
+        check_ranges(self, max_attempts=(1, 5), **counts)
         if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
             raise InputError("token", "...", "printable ASCII characters, at least one")
 

@@ -12,7 +12,7 @@ from predictors.manifest import TRUNCATION_SIDES
 from predictors.modules.encoder import POOLINGS
 from predictors.modules.heads import Heads
 from scheduler_core.errors import InputError
-from scheduler_core.ranges import check_choice
+from scheduler_core.ranges import INTEGERS, check_choice, check_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ class Conditioning:
         names = self.served_models
         if not names or len(set(names)) < len(names) or not all(names):
             raise InputError("served_models", names, "one or more different names")
-        if self.width < 1:
-            raise InputError("width", self.width, "integers > 0")
+        check_ranges(self, width=(1, INTEGERS))
 
     def number_of(self, served_model: str | None) -> int:
         """Number of a served model by name; 0 for one that is not in the list, and for None."""
@@ -77,8 +76,7 @@ class PredictorConfig:
         if not poolings or len(poolings) < len(self.pooling) or not poolings <= POOLINGS.keys():
             allowed = f"one or more of {', '.join(POOLINGS)}, each once"
             raise InputError("pooling", list(self.pooling), allowed)
-        if self.max_length < 3:
-            raise InputError("max_length", self.max_length, "integers >= 3")
+        check_ranges(self, max_length=(3, INTEGERS))
         check_choice("truncation_side", self.truncation_side, TRUNCATION_SIDES)
         if self.conditioning is not None and self.served_models:
             raise InputError("served_models", self.served_models, "unset, because conditioning names them")

@@ -12,12 +12,11 @@ from typing import Any
 from predictors.proxy.config import PromptText
 from predictors.proxy.errors import bad_body
 from predictors.tokenizer import conversation_text
+from scheduler_core.adapters.live_routing import CHARS_PER_TOKEN, content_text
 from scheduler_core.json_text import RepeatedKeyError, parse_json
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-#: Rough number of characters per token: policies need a prompt length before anything has tokenized it.
-CHARS_PER_TOKEN = 4
 _OPEN = re.compile(rb"\s*\{\s*")
 # JSON in UTF-16 and UTF-32 has zero bytes around its first brace, and some parsers skip a byte order mark.
 _BEFORE_OBJECT = b" \t\r\n\v\f\0\xef\xbb\xbf\xff\xfe"
@@ -162,16 +161,8 @@ def parse_request(content: Mapping[str, Any], path: str, prompt_text: PromptText
 def _messages(value: object) -> list[tuple[str, str]] | None:
     if not isinstance(value, list):
         return None
-    return [(_text(item.get("role")), _text(item.get("content"))) for item in value if isinstance(item, dict)]
-
-
-def _text(content: object) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        return ""
-    parts = [part.get("text") for part in content if isinstance(part, dict)]
-    return "".join(part for part in parts if isinstance(part, str))
+    messages = [item for item in value if isinstance(item, dict)]
+    return [(content_text(item.get("role")), content_text(item.get("content"))) for item in messages]
 
 
 def _prompt(messages: list[tuple[str, str]] | None, prompt_text: PromptText) -> str | None:

@@ -48,11 +48,7 @@ SERVER_METADATA: dict[str, Any] = {
 PLATFORM = "onnxruntime_onnx"
 DTYPES: dict[str, Any] = {"BYTES": np.object_, "INT64": "<i8", "FP32": "<f4", "FP64": "<f8"}
 # Python types of values in JSON or protobuf; null is NaN.
-PYTHON_TYPES: dict[str, set[type]] = {
-    "BYTES": {str, bytes},
-    "INT64": {int},
-    "FP32": {int, float, type(None)},
-}
+PYTHON_TYPES: dict[str, set[type]] = {"BYTES": {str, bytes}, "INT64": {int}, "FP32": {int, float, type(None)}}
 # Output of the graph -> field of the response, where their names differ.
 RESPONSE_FIELDS = {
     "urgency": "urgency.probabilities",

@@ -20,8 +20,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from scheduler_core.adapters.live_routing import LiveRouting, RoutingSettings, openai_prompt
-from scheduler_core.adapters.settings import read_yaml
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.adapters.settings import check_version, read_yaml
+from scheduler_core.errors import MissingExtraError, TailcastError
 
 if TYPE_CHECKING:
     from litellm import Router
@@ -133,28 +133,22 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         self, request_data: dict[str, Any], response_chunk: Any, call_type: Any
     ) -> None:
         """Called by LiteLLM for the last piece of a stream, long before `async_log_success_event`."""
-        name = _attempt(request_data)
         choices = getattr(response_chunk, "choices", None)
-        if name is not None and choices and getattr(choices[0], "finish_reason", None) is not None:
-            self.routing.finish(name)
+        if choices and getattr(choices[0], "finish_reason", None) is not None:
+            self.routing.finish(_attempt(request_data))
 
     async def async_log_success_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
         """Called by LiteLLM once a request has its whole output."""
-        name = _attempt(kwargs)
-        if name is not None:
-            self.routing.finish(name)
+        self.routing.finish(_attempt(kwargs))
 
     async def async_log_failure_event(self, kwargs: dict[str, Any], response_obj: Any, start_time: Any, end_time: Any) -> None:  # fmt: skip
         """Called by LiteLLM for each attempt that failed."""
-        name = _attempt(kwargs)
-        if name is not None:
-            self.routing.abort(name)
+        self.routing.abort(_attempt(kwargs))
 
 
-def _attempt(call: Mapping[str, Any]) -> str | None:
-    """Id of the attempt that an event is about; None: of another router."""
-    attempt = ((call.get("litellm_params") or {}).get("metadata") or {}).get(KEY)
-    return None if attempt is None else str(attempt)
+def _attempt(call: Mapping[str, Any]) -> str:
+    """Id of the attempt that an event is about; empty where it is another router's."""
+    return str(((call.get("litellm_params") or {}).get("metadata") or {}).get(KEY, ""))
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]
@@ -197,11 +191,7 @@ def _made(name: str) -> Any:
         version = metadata.version("litellm")
     except metadata.PackageNotFoundError as error:
         raise MissingExtraError("litellm", "litellm") from error
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
-        raise InputError(
-            "version of LiteLLM", version, f"{allowed}: those that this strategy was tested with"
-        )
+    check_version("LiteLLM", version, SUPPORTED)
     from litellm.integrations.custom_logger import CustomLogger
     from litellm.types.router import CustomRoutingStrategyBase
 
@@ -212,14 +202,10 @@ def _made(name: str) -> Any:
     return type(name, bases[name], {"__module__": __name__})
 
 
-@cache
-def _proxy_handler() -> Any:
-    return _made("TailcastProxyHandler")()
-
-
 def __getattr__(name: str) -> Any:
     if name == "TailcastStrategy":
         return _made(name)
     if name == "proxy_handler":
-        return _proxy_handler()
+        handler = globals()[name] = _made("TailcastProxyHandler")()
+        return handler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler_core.adapters.prediction_thread import PredictionThread
-from scheduler_core.errors import InputError, unknown_name
-from scheduler_core.predictor import PREDICTORS, PredictionRequest, Predictor, open_predictor
+from scheduler_core.adapters.settings import PredictorSettings
+from scheduler_core.errors import InputError
+from scheduler_core.predictor import PredictionRequest, Predictor, open_predictor
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import MAX_TIERS, Request, RequestState
 from scheduler_core.routing import ROUTERS, make_router
@@ -35,18 +35,12 @@ DEFAULT_TIER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoutingSettings:
-    """Settings of a router, and limits of the replicas behind it.
+class RoutingSettings(PredictorSettings):
+    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction.
 
     Attributes:
         router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
         router_parameters: Overrides of the router's parameters.
-        predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT;
-            None: no predictions.
-        served_model: Name of the served model, for predictors of several.
-        timeout_s: A prediction that takes longer has failed, in seconds. No choice waits for one.
-        max_in_flight: Calls of the predictor under way at the same time.
-        max_batch: Maximum number of requests in one call.
         default_max_tokens: max_tokens assumed where a request has none.
         num_kv_blocks: Blocks in the KV cache of each replica, for routers that look at memory.
         kv_block_tokens: Tokens of one block.
@@ -61,11 +55,6 @@ class RoutingSettings:
 
     router: str = "predicted_wait"
     router_parameters: dict[str, Any] = field(default_factory=dict)
-    predictor: str | None = None
-    served_model: str = ""
-    timeout_s: float = 5.0
-    max_in_flight: int = 64
-    max_batch: int = 16
     default_max_tokens: int = 4096
     num_kv_blocks: int = 8192
     kv_block_tokens: int = 16
@@ -74,32 +63,12 @@ class RoutingSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        counts = ("max_in_flight", "max_batch", "default_max_tokens", "num_kv_blocks", "kv_block_tokens")
-        check_ranges(
-            self,
-            **dict.fromkeys((*counts, "max_num_seqs"), (1, INTEGERS)),
-            **dict.fromkeys(("timeout_s", "expire_s"), (POSITIVE, FINITE)),
-            seed=(0, INTEGERS),
-        )
-        if self.predictor is not None and (not isinstance(self.predictor, str) or not self.predictor):
-            raise InputError("predictor", self.predictor, f"{PREDICTORS}, or unset")
+        PredictorSettings.__post_init__(self)
+        counts = ("default_max_tokens", "num_kv_blocks", "kv_block_tokens", "max_num_seqs")
+        positive = dict.fromkeys(counts, (1, INTEGERS))
+        check_ranges(self, **positive, expire_s=(POSITIVE, FINITE), seed=(0, INTEGERS))
         if self.make_router().role is not ReplicaRole.BOTH:
             raise InputError("router", self.router, "a router of replicas that are all alike")
-
-    @classmethod
-    def of(cls, values: object, source: str) -> RoutingSettings:
-        """The settings in a mapping of names to values; `source` is how errors call it.
-
-        Raises:
-            InputError: It is no mapping, or a setting is unknown or not allowed.
-        """
-        if not isinstance(values, Mapping):
-            raise InputError(source, values, "names with values, such as {router: predicted_wait}")
-        names = [*cls.__dataclass_fields__]
-        for name in values:
-            if name not in names:
-                raise unknown_name(f"{source}, setting", name, names)
-        return cls(**values)
 
     def make_router(self) -> Router:
         """A new router; raises InputError as `make_router` does."""
@@ -136,15 +105,15 @@ def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
         body: With `messages` or `prompt`, and `max_completion_tokens` or `max_tokens`, `temperature`.
         hints: A mapping with the member `tailcast_tier`, or None.
     """
-    messages = _member(body, "messages")
+    messages = member(body, "messages")
     if isinstance(messages, Iterable) and not isinstance(messages, str):
-        turns = [(_member(item, "role"), _text(_member(item, "content"))) for item in messages]
+        turns = [(member(item, "role"), content_text(member(item, "content"))) for item in messages]
         text = "\n".join(f"{role}: {content}" for role, content in turns)
         user_text = next((content for role, content in reversed(turns) if role == "user"), "")
     else:
-        text = user_text = _text(_member(body, "prompt"))
-    limits = [_member(body, name) for name in ("max_completion_tokens", "max_tokens")]
-    temperature, tier = _member(body, "temperature"), _member(hints, "tailcast_tier")
+        text = user_text = content_text(member(body, "prompt"))
+    limits = [member(body, name) for name in ("max_completion_tokens", "max_tokens")]
+    temperature, tier = member(body, "temperature"), member(hints, "tailcast_tier")
     return RoutedPrompt(
         text=text,
         user_text=user_text,
@@ -154,16 +123,18 @@ def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
     )  # fmt: skip
 
 
-def _member(source: object, name: str) -> Any:
+def member(source: object, name: str) -> Any:
+    """A member of a mapping, or an attribute of another object; None if it has none."""
     return source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
 
 
-def _text(content: object) -> str:
+def content_text(content: object) -> str:
+    """The text of a message's content, which may be a list of parts; empty where there is none."""
     if isinstance(content, str):
         return content
-    if not isinstance(content, Iterable):
+    if not isinstance(content, Iterable) or isinstance(content, Mapping):
         return ""
-    parts = [part if isinstance(part, str) else _member(part, "text") for part in content]
+    parts = [part if isinstance(part, str) else member(part, "text") for part in content]
     return "".join(part for part in parts if isinstance(part, str))
 
 
@@ -183,7 +154,7 @@ class LiveRouting:
     requests or replicas that are not here are ignored, so that they may come twice or late.
 
     The engine's batch is not visible here. The requests of a replica are taken to run in the order in which they were sent,
-    as far as slots and KV blocks suffice, and those that have tokens in any case.
+    as far as slots and KV blocks suffice.
 
     Args:
         settings: The settings.
@@ -216,14 +187,7 @@ class LiveRouting:
         self._mean_size: tuple[float, float] | None = None
         if predictor is None and settings.predictor is not None:
             predictor = open_predictor(settings.predictor)
-        self._thread: PredictionThread | None = None
-        if predictor is not None:
-            self._thread = PredictionThread(
-                predictor,
-                max_in_flight=settings.max_in_flight,
-                max_batch=settings.max_batch,
-                timeout_s=settings.timeout_s,
-            )
+        self._thread = None if predictor is None else settings.start_thread(predictor)
 
     @property
     def num_requests(self) -> dict[str, int]:
@@ -294,18 +258,9 @@ class LiveRouting:
             source = live.replica_id
             del self._on[source][request_id]
             self._on.setdefault(replica_id, {})[request_id] = live
-            live.replica_id = replica_id
-            self._touch(live, now)
+            live.replica_id, live.last_event_s = replica_id, now
+            self._requests.move_to_end(request_id)
             self._router.on_migrated(request_id, source, replica_id, now)
-
-    def generate(self, request_id: str, num_tokens: int = 1) -> None:
-        """Output tokens of the request have come."""
-        with self._lock:
-            live = self._requests.get(request_id)
-            if live is not None:
-                live.state.num_output_tokens += num_tokens
-                live.view = None
-                self._touch(live, self._clock())
 
     def finish(self, request_id: str) -> None:
         """The request has its whole output."""
@@ -360,10 +315,6 @@ class LiveRouting:
             self._leave(live, now)
         return now
 
-    def _touch(self, live: _LiveRequest, now: float) -> None:
-        live.last_event_s = now
-        self._requests.move_to_end(live.state.request_id)
-
     def _leave(self, live: _LiveRequest, now: float, *, finished: bool = False) -> None:
         request_id = live.state.request_id
         del self._requests[request_id]
@@ -401,7 +352,7 @@ class LiveRouting:
         used = 0
         for view in views:
             fits = len(running) < settings.max_num_seqs and used + view.demand_blocks <= num_blocks
-            if view.decoding or (fits and not waiting):
+            if fits and not waiting:
                 running.append(view)
                 used += view.demand_blocks
             else:
@@ -409,7 +360,7 @@ class LiveRouting:
         return ReplicaSnapshot(
             replica_id=replica_id,
             num_kv_blocks=num_blocks,
-            num_free_blocks=max(0, num_blocks - used),  # the engine may have preempted some of them
+            num_free_blocks=num_blocks - used,
             kv_block_tokens=block_tokens,
             max_num_seqs=settings.max_num_seqs,
             num_running=len(running),
@@ -455,32 +406,22 @@ class LiveRouting:
 
 
 def _view(state: RequestState, kv_block_tokens: int) -> RequestView:
-    """A request as its tokens show it: decoding from its first token on."""
-    request, decoding = state.request, state.num_output_tokens > 0
-    blocks = -(-state.known_tokens // kv_block_tokens)
+    """A request as it was sent: its progress is not visible."""
+    request = state.request
     return RequestView(
         request_id=request.request_id,
         arrival_s=request.arrival_s,
         tier=state.effective_level(),
         prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
-        num_computed_tokens=state.known_tokens if decoding else 0,
-        num_output_tokens=state.num_output_tokens,
-        kv_blocks=blocks if decoding else 0,
-        demand_blocks=blocks,
-        running=decoding,
-        decoding=decoding,
+        demand_blocks=-(-request.prompt_tokens // kv_block_tokens),
         prediction=state.prediction,
     )
 
 
 def _output_tokens(state: RequestState) -> float:
-    """Length of an output: as counted, else as predicted, else half of the limit."""
-    if state.num_output_tokens:
-        return float(state.num_output_tokens)
+    """Length of an output: as predicted, else half of the limit."""
     limit = state.request.max_tokens
-    return (
-        (limit + 1) / 2
-        if state.prediction is None
-        else float(state.prediction.distribution().expected(limit))
-    )
+    if state.prediction is None:
+        return (limit + 1) / 2
+    return float(state.prediction.distribution().expected(limit))

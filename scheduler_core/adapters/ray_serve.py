@@ -17,7 +17,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
+from scheduler_core.adapters.live_routing import (
+    LiveRouting,
+    RoutedPrompt,
+    RoutingSettings,
+    member,
+    openai_prompt,
+)
+from scheduler_core.adapters.settings import check_version
 from scheduler_core.errors import InputError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -154,19 +161,10 @@ def request_prompt(pending_request: PendingRequest) -> RoutedPrompt:
     """
     arguments = (*pending_request.args, *pending_request.kwargs.values())
     for argument in arguments:
-        if any(_has(argument, name) for name in ("messages", "prompt")):
-            hints = (
-                argument.get("vllm_xargs")
-                if isinstance(argument, dict)
-                else getattr(argument, "vllm_xargs", None)
-            )
-            return openai_prompt(argument, hints)
+        if any(member(argument, name) is not None for name in ("messages", "prompt")):
+            return openai_prompt(argument, member(argument, "vllm_xargs"))
     text = next((argument for argument in arguments if isinstance(argument, str)), "")
     return RoutedPrompt(text=text, user_text=text)
-
-
-def _has(argument: object, name: str) -> bool:
-    return name in argument if isinstance(argument, dict) else hasattr(argument, name)
 
 
 @cache
@@ -182,10 +180,7 @@ def router_class() -> type:
         from ray.serve.request_router import LocalityMixin, MultiplexMixin, RequestRouter
     except ImportError as error:
         raise MissingExtraError("ray[serve]", "ray") from error
-    version = str(ray.__version__)
-    if ".".join(version.split(".")[:2]) not in SUPPORTED:
-        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
-        raise InputError("version of Ray", version, f"{allowed}: those that this router was tested with")
+    check_version("Ray", str(ray.__version__), SUPPORTED)
     bases = (LiveRequestRouter, LocalityMixin, MultiplexMixin, RequestRouter)
     return type("TailcastRequestRouter", bases, {"__module__": __name__})
 

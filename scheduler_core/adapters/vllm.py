@@ -21,7 +21,7 @@ from scheduler_core.adapters.engine_metrics import process_metrics
 from scheduler_core.adapters.live_calibration import LiveCalibration
 from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
-from scheduler_core.adapters.settings import EngineSettings, read_settings
+from scheduler_core.adapters.settings import EngineSettings, check_version, read_settings
 from scheduler_core.adapters.vllm_requests import PolicyQueue, request_of
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import Prediction
@@ -64,6 +64,10 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         self._tailcast_clock: Callable[[], float] = time.monotonic
         self._tailcast_order = LiveOrder(settings.make_policy(), config.scheduler_config.max_num_seqs)
         self._tailcast_step_start_s: float | None = None
+        #: Whether the policy uses more of the progress than first token and end.
+        self._tailcast_follows = self._tailcast_order.policy.progress != "unused"
+        #: Admitted requests without an output token since.
+        self._tailcast_prefills: set[str] = set()
         self.waiting = PolicyQueue(self._tailcast_order, self._tailcast_clock)
         # Where memory runs out vLLM's own policy "priority" would choose by the declared priority; else the last goes.
         self.policy = type(self.policy)("fcfs")
@@ -113,29 +117,31 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         if self._tailcast_step_start_s is None:
             self._tailcast_step_start_s = now
         output = super().schedule(*args, **kwargs)
-        for request_id in output.num_scheduled_tokens if thread is not None else ():
-            state = order.states.get(request_id)
+        new = [one.req_id for one in output.scheduled_new_reqs]
+        for state in (order.states.get(request_id) for request_id in new if thread is not None):
             if state is None or state.first_scheduled_s is not None:
                 continue
             heads = (state.prediction, state.urgency, state.bucket, state.rank, state.point)
             if all(head is None for head in heads):
                 self._tailcast_metrics.unscored_admissions.inc()
-        order.schedule(output.num_scheduled_tokens, now)
+        admitted = (*new, *output.scheduled_cached_reqs.resumed_req_ids)
+        self._tailcast_prefills.update(admitted)
+        order.schedule(admitted, now)
         return output
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """A step is done: the policy gets its tokens before requests leave, and the step's end after."""
         now = self._tailcast_clock()
+        scheduled = scheduler_output.num_scheduled_tokens
         sampled, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
-        for request_id, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            request = self.requests.get(request_id)
-            if request is None:
-                continue
-            row = rows.get(request_id)
+        prefills = [request_id for request_id in self._tailcast_prefills if request_id in scheduled]
+        for request_id in scheduled if self._tailcast_follows else prefills:
+            request, row = self.requests.get(request_id), rows.get(request_id)
             num_new = len(sampled[row]) if sampled and row is not None else 0
-            self._tailcast_order.progress(
-                request_id, num_tokens, request.num_computed_tokens, request.num_output_tokens + num_new, now
-            )
+            if request is not None:
+                self._tailcast_progress(request, scheduled[request_id], num_new)
+            if num_new:
+                self._tailcast_prefills.discard(request_id)
         result = super().update_from_output(scheduler_output, model_runner_output)
         if self._tailcast_step_start_s is not None:
             self._tailcast_order.policy.on_step(now, now - self._tailcast_step_start_s)
@@ -152,11 +158,13 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM, which then returns the request to the queue: its state, and with it its score, stays."""
+        self._tailcast_stops(request)
         self._tailcast_order.preempt(request.request_id, self._tailcast_clock())
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         """Called by vLLM once for each request that ends, in any state and for any reason."""
+        self._tailcast_stops(request)
         state = self._tailcast_order.leave(request.request_id)
         if state is not None:
             if str(request.get_finished_reason()) == "stop":
@@ -165,6 +173,21 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
                 self._tailcast_thread.withdraw(request.request_id)
             self._tailcast_calibrate(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def _tailcast_stops(self, request: Any) -> None:
+        """A request is about to run no more: the policy may see its tokens for the first time."""
+        self._tailcast_prefills.discard(request.request_id)
+        if not self._tailcast_follows:
+            self._tailcast_progress(request, 0, 0)
+
+    def _tailcast_progress(self, request: Any, num_tokens: int, num_new: int) -> None:
+        self._tailcast_order.progress(
+            request.request_id,
+            num_tokens,
+            request.num_computed_tokens,
+            request.num_output_tokens + num_new,
+            self._tailcast_clock(),
+        )
 
     def _tailcast_corrected(self, request_id: str, prediction: Prediction | None) -> Prediction | None:
         """The prediction of a request, corrected by the requests that have ended."""
@@ -244,10 +267,7 @@ def scheduler_class() -> type:
         if error.name != "vllm":
             raise
         raise MissingExtraError("vllm", "vllm") from error
-    version = str(vllm.__version__)
-    if ".".join(version.split("+")[0].split(".")[:2]) not in SUPPORTED:
-        allowed = ", ".join(f"{minor}.x" for minor in SUPPORTED)
-        raise InputError("version of vLLM", version, f"{allowed}: those that this scheduler was tested with")
+    check_version("vLLM", str(vllm.__version__), SUPPORTED)
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.request_queue import RequestQueue
 
@@ -270,13 +290,8 @@ def _prediction_thread(settings: EngineSettings, config: Any) -> PredictionThrea
     if tokenizer is None:
         allowed = "unset with --skip-tokenizer-init: prompts are only ids here"
         raise InputError("predictor", settings.predictor, allowed)
-    return PredictionThread(
-        open_predictor(settings.predictor),
-        PromptDecoder(tokenizer, whole=settings.prompt == "whole"),
-        max_in_flight=settings.max_in_flight,
-        max_batch=settings.max_batch,
-        timeout_s=settings.timeout_s,
-    )
+    decoder = PromptDecoder(tokenizer, whole=settings.prompt == "whole")
+    return settings.start_thread(open_predictor(settings.predictor), decoder)
 
 
 def _log_start(settings: EngineSettings) -> None:

@@ -87,6 +87,21 @@ class Batch:
             self.swapped_in.append(KVTransfer(state.request_id, offloaded_tokens))
         return True
 
+    def fill(self, pool: Pool, prefilling: list[RequestState], now: float) -> None:
+        """Chunks of running prompts, then of waiting requests in order, until the budget, slots or memory are used up.
+
+        No request is admitted after one was preempted.
+        """
+        for state in prefilling:
+            if self.budget == 0:
+                return
+            self.add_chunk(state)
+        while self.budget > 0 and not self.preempted:
+            head = pool.waiting.peek()
+            if head is None or not self.admit(pool, head, now):
+                return
+            self.add(head)
+
     def displace(self, pool: Pool, state: RequestState, now: float) -> bool:
         """Admits a waiting request, evicting running ones that the policy lets it displace."""
         if state.request_id in self.preempted:

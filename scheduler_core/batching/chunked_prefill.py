@@ -58,7 +58,7 @@ class ChunkedPrefill(BatchFormer):
         if pool.policy.preemptive:
             self._prefill_by_key(pool, batch, prefilling, now)
         else:
-            self._prefill(pool, batch, prefilling, now)
+            batch.fill(pool, prefilling, now)
         return batch
 
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
@@ -70,20 +70,6 @@ class ChunkedPrefill(BatchFormer):
         state, chunk = batch.prefills[0]
         # The chunk takes all that the decodes leave, so no other chunk comes before its prompt is done.
         return min(limit, max(1, (state.prefill_target_tokens - chunk.start_token - 1) // chunk.num_tokens))
-
-    @staticmethod
-    def _prefill(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:
-        for state in prefilling:
-            if batch.budget == 0:
-                return
-            batch.add_chunk(state)
-        if batch.preempted:
-            return
-        while batch.budget > 0:
-            head = pool.waiting.peek()
-            if head is None or not batch.admit(pool, head, now):
-                return
-            batch.add(head)
 
     @staticmethod
     def _prefill_by_key(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:

@@ -51,7 +51,7 @@ class Orca(BatchFormer):
 
 
 @dataclass(kw_only=True, slots=True)
-class RequestLevel(BatchFormer):
+class RequestLevel(Orca):
     """Admit up to b requests when none runs, process all their prompts, then decode until all of them are done
     (FasterTransformer, as Algorithm 3 of Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM
     Inference: Theory and Practice", appendix E.1).
@@ -64,12 +64,6 @@ class RequestLevel(BatchFormer):
     prompt and max_tokens can be reserved (the paper has no limit), so none is ever preempted; short prompts share a
     step as far as max_num_batched_tokens allows. A finished request leaves at once.
     """
-
-    allows_preemptive = False
-    lockstep = True
-
-    def refusal(self, request: Request, limits: Limits) -> InputError | None:
-        return whole_prompts_refusal(request, request.prompt_tokens, limits)
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)

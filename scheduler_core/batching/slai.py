@@ -90,7 +90,7 @@ class Slai(BatchFormer):
         critical = [decodes[index] for index in order[:num_critical]]
         others = [decodes[index] for index in order[num_critical : self.max_decodes]]
         self._add_critical(pool, batch, critical, now)
-        self._prefill(pool, batch, list(still_running(prefilling)), now)
+        batch.fill(pool, list(still_running(prefilling)), now)  # step 3
         self._add_others(pool, batch, others, now)
         return batch
 
@@ -110,19 +110,6 @@ class Slai(BatchFormer):
                 started = pool.by_phase()[0]
                 batch.evict(pool, started[-1] if started else state, now)
         batch.add_decodes(list(still_running(decodes)) if batch.preempted else decodes)
-
-    @staticmethod
-    def _prefill(pool: Pool, batch: Batch, prefilling: list[RequestState], now: float) -> None:
-        """Step 3."""
-        for state in prefilling:
-            if batch.budget == 0:
-                return
-            batch.add_chunk(state)
-        while batch.budget > 0 and not batch.preempted:
-            head = pool.waiting.peek()
-            if head is None or not batch.admit(pool, head, now):
-                return
-            batch.add(head)
 
     def _add_others(self, pool: Pool, batch: Batch, decodes: list[RequestState], now: float) -> None:
         """Step 4; those without a free block wait, unless the batch would be empty."""

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any
 
 from scheduler_core.batching.base import BatchFormer, steps_that_fit
 from scheduler_core.batching.batch import Batch, prefill_tokens_ahead
 from scheduler_core.kv_cache import Limits
+from scheduler_core.policies.base import Policy
 from scheduler_core.pool import Pool
 from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.request import RequestState, Status
@@ -55,19 +58,26 @@ class OneOrder(BatchFormer):
 
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
         batch = Batch(max_num_batched_tokens)
-        running = sorted(pool.running.values(), key=lambda state: self._rank(pool, state, now), reverse=True)
+        if self._decode_only(pool, batch, now):
+            return batch
+        ranked = [(*self._rank(pool, state, now), state) for state in pool.running.values()]
+        later = _Later(sorted(ranked, reverse=True), self.swap_token_s)
         chosen: list[str] = []
+        head: RequestState | None = None
+        head_rank: tuple[float, float, int] | None = None
         may_admit = True
         while batch.budget > 0 and len(chosen) < pool.max_num_seqs:
-            head = pool.waiting.peek() if may_admit else None
-            if head is not None and head.request_id in batch.preempted:
-                head = None
-            if running and (head is None or self._rank(pool, running[-1], now) < self._rank(pool, head, now)):
-                state = running.pop()
-                if state.status is not Status.RUNNING or not self._grow(pool, batch, state, running, now):
+            first = pool.waiting.peek() if may_admit else None
+            if first is not None and first.request_id in batch.preempted:
+                first = None
+            if first is not head:
+                head, head_rank = first, None if first is None else self._rank(pool, first, now)
+            if later.ranked and (head_rank is None or later.ranked[-1] < head_rank):
+                state = later.ranked.pop()[-1]
+                if state.status is not Status.RUNNING or not self._grow(pool, batch, state, later, now):
                     continue
             elif head is not None:
-                may_admit = self._admit(pool, batch, head, running, now)
+                may_admit = self._admit(pool, batch, head, later, now)
                 if not may_admit:
                     continue
                 state = head
@@ -85,48 +95,118 @@ class OneOrder(BatchFormer):
             return 1  # the order may be another one next time
         return steps_that_fit(pool, batch, limit)
 
+    def _decode_only(self, pool: Pool, batch: Batch, now: float) -> bool:
+        """The step where Phi decides little: all that runs decodes, and none is admitted or swapped out. All with memory for a
+        token get one, in the order of arrival; Phi is computed only to say who takes the last free blocks.
+        """
+        num = pool.num_running
+        if not 0 < num <= min(pool.max_num_seqs, batch.budget):
+            return False
+        prefilling, running = pool.by_phase()
+        if prefilling:
+            return False
+        growing = [state for state in running if state.num_computed_tokens >= state.kv_tokens]
+        free = pool.kv.num_free_blocks
+        is_short = len(growing) > free
+        if (is_short or len(pool.waiting)) and self._may_displace(pool, batch.budget - num, now):
+            return False
+        if is_short:
+            growing.sort(key=lambda state: self._rank(pool, state, now))
+            paused = set(growing[free:])
+            running = [state for state in running if state not in paused]
+            if free == 0:
+                first = self._rank(pool, growing[0], now)
+                if not any(self._rank(pool, state, now) < first for state in running):
+                    return False  # the first of the order has no memory
+            del growing[free:]
+        for state in growing:
+            pool.grow(state, state.num_computed_tokens + 1)
+        running = sorted(running, key=attrgetter("order"))
+        batch.add_decodes(running)
+        self._last = frozenset([state.request_id for state in running])
+        return True
+
+    @staticmethod
+    def _may_displace(pool: Pool, least_budget: int, now: float) -> bool:
+        """Whether the first waiting request might be admitted, with this budget or a larger one and all free memory, or a
+        running one be swapped out.
+        """
+        assert pool.evictions is not None, "this former evicts by key"
+        if pool.evictions.first_displaceable(now) is not None:
+            return True
+        head = pool.waiting.peek()
+        if head is None or pool.num_running >= pool.max_running:
+            return False
+        rest = prefill_tokens_ahead(head)
+        return pool.kv.fits(head.known_tokens - rest + min(rest, least_budget), waive_watermark=False)
+
     def _rank(self, pool: Pool, state: RequestState, now: float) -> tuple[float, float, int]:
         """Phi, with an advantage for what was in the last step; of equal ones the earlier."""
         ahead_s = self.hysteresis_s if state.request_id in self._last else 0.0
         return pool.policy.key(state, now) - ahead_s, state.request.arrival_s, state.order
 
-    def _grow(
-        self, pool: Pool, batch: Batch, state: RequestState, behind: list[RequestState], now: float
-    ) -> bool:
+    def _grow(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
         """Memory for the next chunk or token of a running request; False: it is paused."""
         rest = state.prefill_target_tokens - state.num_computed_tokens
         tokens = state.num_computed_tokens + (min(rest, batch.budget) if rest > 0 else 1)
         while not pool.grow(state, tokens):
-            victim = self._victim(pool, state, behind, now)
+            victim = self._victim(pool, state, later, now)
             if victim is None and not batch.prefills and not batch.decodes:
-                victim = next((other for other in behind if other.status is Status.RUNNING), None)
+                victim = next((item[-1] for item in later.ranked if item[-1].status is Status.RUNNING), None)
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
         return True
 
-    def _admit(
-        self, pool: Pool, batch: Batch, state: RequestState, behind: list[RequestState], now: float
-    ) -> bool:
+    def _admit(self, pool: Pool, batch: Batch, state: RequestState, later: _Later, now: float) -> bool:
         rest = prefill_tokens_ahead(state)
         tokens = state.known_tokens - rest + min(rest, batch.budget)
         while not batch.admit(pool, state, now, tokens):
-            victim = self._victim(pool, state, behind, now) if pool.policy.preemptive else None
+            victim = self._victim(pool, state, later, now) if pool.policy.preemptive else None
             if victim is None:
                 return False
             batch.evict(pool, victim, now)
         return True
 
-    def _victim(
-        self, pool: Pool, state: RequestState, behind: list[RequestState], now: float
-    ) -> RequestState | None:
+    def _victim(self, pool: Pool, state: RequestState, later: _Later, now: float) -> RequestState | None:
         """SELECTVICTIM among the running requests that come later in the order; None if all are protected."""
-        policy, limit = pool.policy, pool.policy.key(state, now) + self.hysteresis_s
-        costs = [
-            (policy.key(other, now) - self.swap_token_s * other.num_computed_tokens, other)
-            for other in behind
-            if other.status is Status.RUNNING
-            and policy.key(other, now) > limit
-            and policy.eviction_key(other, now) > -math.inf
-        ]
+        candidates = later.candidates(pool.policy, now)
+        if not candidates:
+            return None
+        limit = pool.policy.key(state, now) + self.hysteresis_s
+        costs = [(cost, other) for key, cost, other in candidates if key > limit]
         return max(costs, key=lambda pair: pair[0])[1] if costs else None
+
+
+class _Later:
+    """The running requests that come later in the order of a step.
+
+    Args:
+        ranked: Rank and request, the last of the order first; those that are dealt with are popped.
+        swap_token_s: See `OneOrder`.
+    """
+
+    def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
+        self.ranked = ranked
+        self._swap_token_s = swap_token_s
+        #: Index in `ranked`, Phi and swap cost of each that the policy lets go; None: not looked for yet.
+        self._candidates: list[tuple[int, float, float, RequestState]] | None = None
+
+    def candidates(self, policy: Policy, now: float) -> list[tuple[float, float, RequestState]]:
+        """Phi, Phi - swap_token_s n, and the request, of those that may be swapped out; their Phi is computed once a step."""
+        if self._candidates is None:
+            self._candidates = []
+            for index, item in enumerate(self.ranked):
+                state = item[-1]
+                if state.status is Status.RUNNING and policy.eviction_key(state, now) > -math.inf:
+                    key = policy.key(state, now)
+                    cost = key - self._swap_token_s * state.num_computed_tokens
+                    self._candidates.append((index, key, cost, state))
+        if not self._candidates:
+            return []
+        num = len(self.ranked)
+        return [
+            (key, cost, state)
+            for index, key, cost, state in self._candidates
+            if index < num and state.status is Status.RUNNING
+        ]

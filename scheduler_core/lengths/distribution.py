@@ -194,9 +194,7 @@ def expected_and_cvar(
     return float(mean), float(tail_mean)
 
 
-def _standard_rows(
-    nu: FloatArray,
-) -> Iterator[tuple[slice | NDArray[np.intp], StandardDistribution]]:
+def _standard_rows(nu: FloatArray) -> Iterator[tuple[slice | NDArray[np.intp], StandardDistribution]]:
     """Rows and their standard distribution, for a column of nu [N, 1]; [1, 1] if all share one."""
     limit = np.isinf(nu[:, 0])
     if limit.all():

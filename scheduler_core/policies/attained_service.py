@@ -33,6 +33,7 @@ class Las(Policy):
 
     key_changes = "never"
     preemptive = True
+    progress = "in_runs"
 
     quantum_tokens: float = 256
 

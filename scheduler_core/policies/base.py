@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
 from scheduler_core.request import RequestState
@@ -32,7 +32,8 @@ class Policy(ABC):
             when `take_changed` names it, so that victims come from a heap; "on_tokens": possibly with every step, so
             that all running requests are compared.
         progress: What it uses of the progress of running requests. "unused": nothing but in their own events (admission,
-            preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep; "in_runs": identical steps may be taken at once, with one call of the hooks; "every_step": its
+            preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep; "in_runs": identical steps may be taken at once, with one call of the hooks (of `on_steps` if it needs the
+            duration of each), unless a request waits that the policy may put before a running one; "every_step": its
             decisions depend on single steps or the time.
         needs_queue: It moves waiting requests with time, by what it measures of those that have ended: it cannot be used where the
             engine gets each key once, and a proxy counts output tokens for it.
@@ -117,8 +118,14 @@ class Policy(ABC):
     def on_step(self, now: float, step_s: float) -> None:  # noqa: B027
         """A step has ended after `step_s` seconds; called after `on_tokens` of its requests.
 
-        When several steps were taken at once it is called once, with their mean.
+        When several steps were taken at once it is called once, with their mean, unless `on_steps` is implemented.
         """
+
+    def on_steps(self, now: float, durations_s: Sequence[float]) -> None:
+        """Several steps taken at once have ended, each with its own duration; what `on_step` and `on_pressure` would have
+        done after each is done here. The next `on_pressure` says whether keys must be recomputed.
+        """
+        self.on_step(now, sum(durations_s) / len(durations_s))
 
     def on_finish(self, state: RequestState) -> None:  # noqa: B027
         """The request has finished or was aborted."""

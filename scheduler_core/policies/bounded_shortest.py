@@ -27,6 +27,9 @@ _WAIT_RATIO, _QUANTILE_FRACTION = 1.05, 0.9
 #: By how much the load exceeds 1 where r is `ratio`; the load starts as if so many requests had arrived at load 1.
 _OVERLOAD, _PRIOR_ARRIVALS = 0.1, 100
 
+#: After a gap in which the engine could have served so many requests the load is measured anew.
+_IDLE_REQUESTS = 500
+
 #: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
 _LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
 
@@ -60,11 +63,13 @@ class _ArrivalOrder:
         self._states.append(state)
         self._table[:, row] = state.order, state.request.arrival_s, fcfs_wait_s, work, 0.0
 
-    def revise(self, state: RequestState, work: float) -> None:
-        """Another expectation of its work, if it waits."""
+    def revise(self, state: RequestState, work: float) -> float:
+        """Another expectation of its work, if it waits; returns by how much it has grown."""
         row = self._rows.get(state.request_id)
-        if row is not None:
-            self._table[self._WORK, row] = work
+        if row is None:
+            return 0.0
+        before, self._table[self._WORK, row] = float(self._table[self._WORK, row]), work
+        return work - before
 
     def revise_all(self, work: float) -> float:
         """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
@@ -116,6 +121,41 @@ class _ArrivalOrder:
         table[:, : len(rows)] = self._table[:, rows]
         self._table, self._states = table, list(self.states())
         self._rows = {state.request_id: row for row, state in enumerate(self.states())}
+
+
+class _RunningWork:
+    """The running requests, as columns of an array: when they were admitted, in seconds, and their expected work."""
+
+    def __init__(self) -> None:
+        self._table = np.zeros((2, 64))
+        self._rows: dict[str, int] = {}
+        self._free = list(range(64))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, request_id: str, now: float, work: float) -> None:
+        if not self._free:
+            size = self._table.shape[1]
+            self._table = np.concatenate([self._table, np.zeros((2, size))], axis=1)
+            self._free = list(range(size, 2 * size))
+        row = self._rows[request_id] = self._free.pop()
+        self._table[:, row] = now, work
+
+    def remove(self, request_id: str) -> float | None:
+        """Its expected work; None if it does not run."""
+        row = self._rows.pop(request_id, None)
+        if row is None:
+            return None
+        self._free.append(row)
+        work, self._table[1, row] = float(self._table[1, row]), 0.0
+        return work
+
+    def remaining(self, now: float, step_s: float) -> float:
+        """Expected work that is left of all."""
+        admitted_s, work = self._table
+        left = np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work)
+        return float(left[work > 0].sum())
 
 
 class _ServiceRate:
@@ -197,7 +237,7 @@ class BoundedShortest(Policy):
     _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
     _due: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
-    _running: dict[str, tuple[float, float]] = field(default_factory=dict, init=False, repr=False)
+    _running: _RunningWork = field(default_factory=_RunningWork, init=False, repr=False)
     _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
     _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
     _ranked: deque[tuple[float, float]] = field(
@@ -231,6 +271,8 @@ class BoundedShortest(Policy):
         self._rate.advance(now, has_queue=True)
         self._fcfs_waits.append(wait_s)
         gap_s = 0.0 if self._last_arrival_s is None else now - self._last_arrival_s
+        if gap_s > _IDLE_REQUESTS * self._mean_service_s():
+            self._arrived_s = self._arrived_work = gap_s = 0.0
         self._arrived_s, self._last_arrival_s = _LOAD_FADE * self._arrived_s + gap_s, now
         self._arrived_work = _LOAD_FADE * self._arrived_work + work
         self._num_new += 1
@@ -243,7 +285,7 @@ class BoundedShortest(Policy):
             return
         work = self._work(state)
         self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
-        self._waiting.revise(state, work)
+        self._arrived_work += self._waiting.revise(state, work)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         self._max_num_seqs = max_num_seqs
@@ -257,23 +299,23 @@ class BoundedShortest(Policy):
         self._rate.advance(now, len(self._waiting) > 0)
         self._due.pop(state.request_id, None)
         self._preempted.discard(state.request_id)
-        self._running[state.request_id] = (now, work)
+        self._running.add(state.request_id, now, work)
 
     def on_preempt(self, state: RequestState, now: float) -> None:
-        self._running.pop(state.request_id, None)
+        self._running.remove(state.request_id)
         self._preempted.add(state.request_id)
 
     def on_finish(self, state: RequestState) -> None:
         self._waiting.remove(state)
         self._due.pop(state.request_id, None)
         self._preempted.discard(state.request_id)
-        admitted = self._running.pop(state.request_id, None)
-        if admitted is None or state.last_token_s is None:
+        expected = self._running.remove(state.request_id)
+        if expected is None or state.last_token_s is None:
             return
         self._rate.advance(state.last_token_s, len(self._waiting) > 0)
         work = self._prompt_work(state) + state.num_output_tokens
         self._rate.finished(state, work)
-        self._waiting.overtake(state, work - admitted[1])
+        self._waiting.overtake(state, work - expected)
         if state.prediction is not None:
             self._bias.learn(risk_tokens(state)[0], state.num_output_tokens)
             self._rank(state)
@@ -305,11 +347,13 @@ class BoundedShortest(Policy):
         expected *= self._bias.ratio(PredictionBias.group(expected))
         return self._prompt_work(state) + min(expected, state.request.max_tokens)
 
+    def _mean_service_s(self) -> float:
+        """How long the engine is busy with a request."""
+        return self._sum_work / self._num_work * self._rate.token_s
+
     def _fcfs_wait_s(self, now: float) -> float:
         """W of a request that arrives now; what runs until then counts in the average of what running requests have left."""
-        remaining, num_running = 0.0, len(self._running)
-        for admitted_s, work in self._running.values():
-            remaining += max(work - (now - admitted_s) / self._rate.step_s, _MIN_REMAINING * work)
+        remaining, num_running = self._running.remaining(now, self._rate.step_s), len(self._running)
         if self._last_arrival_s is not None:
             self._remaining_s += remaining * (now - self._last_arrival_s)
             self._running_s += num_running * (now - self._last_arrival_s)
@@ -324,7 +368,7 @@ class BoundedShortest(Policy):
         """r and g Q."""
         waits = np.fromiter(self._fcfs_waits, float)
         quantile_s = float(np.quantile(waits, 0.99))
-        prior_s = _PRIOR_ARRIVALS * self._sum_work / self._num_work * self._rate.token_s
+        prior_s = _PRIOR_ARRIVALS * self._mean_service_s()
         load = (self._arrived_work * self._rate.token_s + prior_s) / (self._arrived_s + prior_s)
         # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
         is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0

@@ -100,7 +100,7 @@ class WorkRate:
 
     A step's duration is divided equally among the tokens processed in it; sums fade with a half-life in steps. So the
     work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step
-    with 32 decodes each token costs a 32nd. It needs every step by itself.
+    with 32 decodes each token costs a 32nd. It needs the duration of every step.
 
     Attributes:
         prefill_token_s: Seconds per prompt token; at first the value before anything is measured, as the next.
@@ -126,10 +126,11 @@ class WorkRate:
         else:
             self._step_decode += num_tokens
 
-    def on_step(self, step_s: float) -> None:
-        """The step took `step_s` seconds."""
-        prefill, decode = self._step_prefill, self._step_decode
-        self._step_prefill = self._step_decode = 0
+    def on_step(self, step_s: float, more: int = 0) -> None:
+        """The step took `step_s` seconds; the tokens so far are also those of so many equal steps `more`."""
+        prefill, decode = self._step_prefill // (more + 1), self._step_decode // (more + 1)
+        self._step_prefill -= prefill
+        self._step_decode -= decode
         if prefill + decode == 0 or step_s <= 0:
             return
         token_s = step_s / (prefill + decode)

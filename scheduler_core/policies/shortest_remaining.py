@@ -21,6 +21,7 @@ class _ExpectedRemaining(Policy):
 
     key_changes = "never"
     preemptive = True
+    progress = "in_runs"
     inputs = frozenset({"length"})
 
     _tables: dict[str, LengthTable] = field(default_factory=dict, init=False, repr=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from scheduler_core.policies.base import Policy
@@ -31,6 +31,7 @@ class DistBoost(Policy):
     """
 
     key_changes = "on_event"
+    progress = "in_runs"
 
     gamma_per_s: float = 0.1
     prefill_token_s: float = 5e-5
@@ -47,6 +48,11 @@ class DistBoost(Policy):
 
     def on_step(self, now: float, step_s: float) -> None:
         self._rate.on_step(step_s)
+
+    def on_steps(self, now: float, durations_s: Sequence[float]) -> None:
+        # Steps of decodes alone: they do not move the time per prompt token.
+        for more, step_s in zip(reversed(range(len(durations_s))), durations_s, strict=True):
+            self._rate.on_step(step_s, more)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         if abs(self._rate.prefill_token_s - self._token_s) <= 0.1 * self._token_s:
@@ -94,6 +100,7 @@ class UniBoost(Policy):
     key_changes = "on_event"
     preemptive = True
     running_keys = "on_event"
+    progress = "in_runs"
 
     gamma_per_s: float = 0.1
     hysteresis_s: float = 0.1
@@ -112,6 +119,10 @@ class UniBoost(Policy):
     _rate: WorkRate = field(init=False, repr=False)
     _tail: TailRate = field(init=False, repr=False)
     _used: tuple[float, float, float] = field(init=False, repr=False)
+    #: gamma before the step.
+    _latest_gamma: float = field(init=False, repr=False)
+    #: `_used` has changed between steps that were taken at once.
+    _moved: bool = field(default=False, init=False, repr=False)
     _bins: dict[str, float] = field(default_factory=dict, init=False, repr=False)
     _open: set[str] = field(default_factory=set, init=False, repr=False)
     _changed: list[RequestState] = field(default_factory=list, init=False, repr=False)
@@ -129,6 +140,7 @@ class UniBoost(Policy):
             min_per_s=self.gamma_min_per_s,
             max_per_s=self.gamma_max_per_s,
         )
+        self._latest_gamma = self.gamma_per_s
         self._used = (self.gamma_per_s, self.prefill_token_s, self.decode_token_s)
 
     @property
@@ -174,15 +186,21 @@ class UniBoost(Policy):
         if not self.mem_guard:
             self._changed.append(state)
             return
-        was_open = state.request_id in self._open
+        name = state.request_id
         prompt, generated = self.effective_tokens(state)
-        if prompt + generated >= 2.0 * self._bins[state.request_id]:
-            self._bins[state.request_id] = self.quantized(prompt + generated)
-            self._open.add(state.request_id)
-            self._changed.append(state)
-        elif was_open:
-            self._open.discard(state.request_id)
-            self._changed.append(state)
+        tokens = prompt + generated
+        if tokens < 2.0 * self._bins[name]:
+            if name in self._open:
+                self._open.discard(name)
+                self._changed.append(state)
+            return
+        self._changed.append(state)
+        decodes = state.num_computed_tokens > state.prefill_target_tokens
+        for reached in range(tokens - num_tokens + 1 if decodes else tokens, tokens + 1):  # each by itself
+            self._open.discard(name)
+            if reached >= 2.0 * self._bins[name]:
+                self._bins[name] = self.quantized(reached)
+                self._open.add(name)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
         taken, self._changed = self._changed, []
@@ -190,6 +208,14 @@ class UniBoost(Policy):
 
     def on_step(self, now: float, step_s: float) -> None:
         self._rate.on_step(step_s)
+        self._last_step_s = now
+
+    def on_steps(self, now: float, durations_s: Sequence[float]) -> None:
+        for more, step_s in zip(reversed(range(len(durations_s))), durations_s, strict=True):
+            self._rate.on_step(step_s, more)
+            if more:
+                # What has finished in the last of them has no part in gamma yet.
+                self._moved = self._refresh(self._latest_gamma) or self._moved
         self._last_step_s = now
 
     def on_finish(self, state: RequestState) -> None:
@@ -200,7 +226,13 @@ class UniBoost(Policy):
         self._open.discard(state.request_id)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
-        rates = (self._tail.gamma_per_s, self._rate.prefill_token_s, self._rate.decode_token_s)
+        moved, self._moved = self._moved, False
+        self._latest_gamma = self._tail.gamma_per_s
+        return self._refresh(self._latest_gamma) or moved
+
+    def _refresh(self, gamma: float) -> bool:
+        """Takes over gamma and the times per token, if one has moved far enough."""
+        rates = (gamma, self._rate.prefill_token_s, self._rate.decode_token_s)
         if all(abs(new - old) <= self.refresh * old for new, old in zip(rates, self._used, strict=True)):
             return False
         self._used = rates

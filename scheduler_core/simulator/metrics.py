@@ -23,6 +23,7 @@ from scheduler_core.simulator.token_gaps import (
     named_statistics,
 )
 from scheduler_core.simulator.watch import RunWatch
+from scheduler_core.statistics import kendall_tau
 
 FloatArray = NDArray[np.float64]
 
@@ -217,7 +218,7 @@ def prediction_quality(requests: Columns) -> dict[str, Any] | None:
 
     - `num`: requests with a prediction.
     - `mae_tokens`: of the predicted median; `mae_log`, `rmse_log`: of mu against ln length.
-    - `kendall_tau`: tau-b of the predicted medians and the lengths; None if one side ranks nothing or scipy is missing.
+    - `kendall_tau`: tau-b of the predicted medians and the lengths; None if one side ranks nothing.
     - `coverage`: fraction of lengths up to the predicted P50, P90, P99.
 
     A request has one length, so there is no truth that the predicted sigma could be compared with: coverage scores it.
@@ -244,14 +245,3 @@ def prediction_quality(requests: Columns) -> dict[str, Any] | None:
             for name, level in LEVELS.items()
         },
     }
-
-
-def kendall_tau(first: FloatArray, second: FloatArray) -> float | None:
-    """Kendall's tau-b of two rankings [n]; None if one of them ranks nothing, or scipy is not installed."""
-    if len(first) < 2 or np.ptp(first) == 0 or np.ptp(second) == 0:
-        return None
-    try:
-        from scipy.stats import kendalltau
-    except ImportError:  # the simulator needs numpy alone
-        return None
-    return float(kendalltau(first, second).statistic)

@@ -290,7 +290,11 @@ class SimulatedReplica:
         if done:
             stopped = tuple([name for name in done if rows[name].output_tokens < rows[name].max_tokens])
         self.step = None
-        result = StepResult(plan.step, stopped, num_steps)
+        ends_s: tuple[float, ...] = ()
+        if num_steps > 1 and self._run is not None and scheduler.wants_step_ends:
+            before = self._run.num_done - num_steps
+            ends_s = tuple([self._run.at(before + done) for done in range(1, num_steps)])
+        result = StepResult(plan.step, stopped, num_steps, ends_s)
         if self._watch is None:
             return scheduler.complete(result, step.end_s)
         if num_steps > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -130,18 +130,21 @@ class TokenGaps:
         """
         step_s = first_end_s - start_s
         longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
-        num_regular: Counter[GapClass] = Counter()
-        num_all: Counter[GapClass] = Counter()
-        for state in states:
-            name = gap_class(state)
-            last_s = start_s if state.last_token_s is None else state.last_token_s
-            gap_s = first_end_s - last_s
+        num_regular: dict[GapClass, int] = {}
+        num_all: dict[GapClass, int] = {}
+        longest_s = self.longest_s
+        for state in states:  # no calls, as this runs for every token of policies that are not in lockstep
+            name = state.request.tier, state.request.tenant
+            gap_s = step_s if state.last_token_s is None else first_end_s - state.last_token_s
             if gap_s == step_s:
-                num_regular[name] += 1
+                num_regular[name] = num_regular.get(name, 0) + 1
             else:
                 self.by_class[name].add(gap_s)
-            num_all[name] += 1
-            self.add_longest(state.request_id, max(gap_s, longest_rest_s))
+            num_all[name] = num_all.get(name, 0) + 1
+            if gap_s < longest_rest_s:
+                gap_s = longest_rest_s
+            if gap_s > longest_s.get(state.request_id, 0.0):
+                longest_s[state.request_id] = gap_s
         for name, num in num_regular.items():
             self.by_class[name].add(step_s, num)
         if rest:

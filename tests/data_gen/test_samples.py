@@ -8,12 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_gen.prompts import Message, Prompt
-from data_gen.samples import (
-    SCHEMA,
-    prompt_sha256,
-    read_samples,
-    write_samples,
-)
+from data_gen.samples import SCHEMA, prompt_sha256, read_samples, write_samples
 from examples.quickstart.steps import SHIPPED_SAMPLES
 from examples.quickstart.tables import join_samples
 from scheduler_core.errors import InputError

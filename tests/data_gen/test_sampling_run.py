@@ -344,7 +344,7 @@ def test_results_are_synced_at_once_or_after_the_interval_and_at_the_end(
 ) -> None:
     synced: list[str] = []
     was_synced = threading.Event()
-    monkeypatch.setattr("data_gen.store._sync", lambda path: (synced.append(path.name), was_synced.set()))
+    monkeypatch.setattr("data_gen.store.sync_path", lambda path: (synced.append(path.name), was_synced.set()))
     store = new_store(tmp_path, 0.0)
     synced.clear()
     add(store, 0)
@@ -368,7 +368,7 @@ def test_an_error_of_the_timer_is_raised_by_the_next_call(
     store = new_store(tmp_path, 3600.0)
     add(store, 0)
     with monkeypatch.context() as patch:
-        patch.setattr("data_gen.store._sync", broken)
+        patch.setattr("data_gen.store.sync_path", broken)
         store._on_timer()
     with pytest.raises(RunStoppedError, match="Input/output error"):
         add(store, 1)

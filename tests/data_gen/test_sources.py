@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 
 from data_gen.prompts import Message, Prompt, conversation_id_of, prompt_id_of
 from data_gen.sources.layouts import SourceOptions
-from data_gen.sources.open import HUB_SETS, open_prompts
+from data_gen.sources.open import HUB_SETS, compose, open_prompts
 from data_gen.splits import split_of
-from data_gen.templates import compose
 from scheduler_core.errors import InputError
 
 CHAT = [

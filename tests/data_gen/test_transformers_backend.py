@@ -166,11 +166,7 @@ def test_a_prompt_beyond_the_context_is_refused_and_the_rest_goes_on(tiny_model:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("package:numpy/no-such-file", "package"),
-        ("nothing/there", "local model folder"),
-    ],
+    ("model", "message"), [("package:numpy/no-such-file", "package"), ("nothing/there", "local model folder")]
 )
 def test_unknown_models_are_named(model: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

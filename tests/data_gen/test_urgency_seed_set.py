@@ -11,14 +11,7 @@ import pytest
 
 from data_gen.filters import NearDuplicates, normalized
 from data_gen.urgency.labels import text_split
-from data_gen.urgency.seed_set import (
-    PARTS,
-    neutral_texts,
-    read_claims,
-    read_openers,
-    read_pairs,
-    seed_rows,
-)
+from data_gen.urgency.seed_set import PARTS, neutral_texts, read_claims, read_openers, read_pairs, seed_rows
 from predictors.modules.heads import URGENCY_LEVELS
 from scheduler_core.urgency import LEVELS
 

@@ -51,7 +51,7 @@ def test_the_shipped_set_is_what_its_readme_says() -> None:
     import pyarrow.compute as pc
 
     from data_gen.samples import read_samples
-    from data_gen.templates import compose
+    from data_gen.sources.open import compose
     from examples.quickstart.sizes import SHIPPED_LIMIT
     from examples.quickstart.steps import SHIPPED_SAMPLES
 

@@ -11,7 +11,8 @@ from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import save_checkpoint
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
-from tests.predictors.predictors import ENCODERS, TOWER, predictor
+from tests.predictors.predictors import TOWER, predictor
+from tests.training.tiny import ENCODERS
 
 TRAINING_INFO = {
     "data": {"name": "fits.parquet", "sha256": "ab" * 32},

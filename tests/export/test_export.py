@@ -27,10 +27,10 @@ from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
-from tests.predictors.predictors import ENCODERS, TOWER, predictor
-from tests.predictors.test_manifest_schema import errors as schema_errors
-from tests.predictors.test_manifest_schema import read as read_manifest
-from tests.training.tiny import tiny_bert
+from tests.predictors.predictors import TOWER, predictor
+from tests.predictors.test_generated import errors as schema_errors
+from tests.predictors.test_generated import read as read_manifest
+from tests.training.tiny import ENCODERS, tiny_bert
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]
 

@@ -17,7 +17,7 @@ from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from tailcast.cli_variants import main
 from tests.predictors.predictors import predictor
-from tests.predictors.test_manifest_schema import errors as schema_errors
+from tests.predictors.test_generated import errors as schema_errors
 from tests.predictors.test_signing import private_key_file, public_key_file
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
@@ -144,11 +144,7 @@ def test_calibration_prompts_do_not_evaluate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "options"),
-    [
-        ("variants", {"variants": ["int4"]}),
-        ("shapes", {"shapes": ["8 by 128"]}),
-    ],
+    ("field", "options"), [("variants", {"variants": ["int4"]}), ("shapes", {"shapes": ["8 by 128"]})]
 )
 def test_wrong_options_are_named(field, options):
     with pytest.raises(InputError, match=field):

@@ -10,12 +10,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from predictors.service.batcher import (
-    BatchedResult,
-    Batcher,
-    BatchingSettings,
-    Callback,
-)
+from predictors.service.batcher import BatchedResult, Batcher, BatchingSettings, Callback
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import ManualClock, settle

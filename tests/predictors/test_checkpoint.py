@@ -14,8 +14,8 @@ from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.encoder import load_tokenizer
 from scheduler_core.errors import InputError
-from tests.predictors.predictors import ENCODERS, predictor
-from tests.training.tiny import tiny_bert
+from tests.predictors.predictors import predictor
+from tests.training.tiny import ENCODERS, tiny_bert
 
 PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short essay code a b c d e f g h"]
 

@@ -405,12 +405,7 @@ def test_bad_address_is_refused_without_connecting(address: str) -> None:
 
 
 def test_bad_client_settings_are_named() -> None:
-    settings = {
-        "timeout_s": 0.0,
-        "num_connections": 0,
-        "max_attempts": 6,
-        "token": "\n",
-    }
+    settings = {"timeout_s": 0.0, "num_connections": 0, "max_attempts": 6, "token": "\n"}
     for field, value in settings.items():
         with pytest.raises(InputError, match=field):
             ClientSettings(**{field: value})

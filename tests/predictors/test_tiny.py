@@ -83,7 +83,7 @@ async def test_any_text_has_a_prediction() -> None:
 
 
 def test_tokens_beside_the_middle_of_a_long_prompt_do_not_count() -> None:
-    begin, end = "word " * 600, " other" * 600
+    begin, end = "word " * 1200, " other" * 1200
     assert load().length(begin + "one" + end) == load().length(begin + "two" + end)
 
 

@@ -166,11 +166,7 @@ def test_a_live_engine_is_asked_in_time_and_all_tokens_are_noted() -> None:
 def test_nobody_there_and_wrong_values_are_told() -> None:
     with pytest.raises(TailcastError, match="all requests failed"):
         send(Endpoint(url="http://127.0.0.1:9/v1", served_model="m"), probes("x"))
-    wrong: list[tuple[str, Any]] = [
-        ("url", "ftp://x"),
-        ("rounds", 21),
-        ("prompt_words", (9, 3)),
-    ]
+    wrong: list[tuple[str, Any]] = [("url", "ftp://x"), ("rounds", 21), ("prompt_words", (9, 3))]
     for name, value in wrong:
         values: dict[str, Any] = {"json": "", "url": "http://x/v1", "served_model": "m", name: value}
         with pytest.raises(InputError, match=name):

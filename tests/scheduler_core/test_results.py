@@ -16,11 +16,7 @@ import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.commands.compare import (
-    bootstrap_interval,
-    latency_differences,
-    paired,
-)
+from scheduler_core.simulator.commands.compare import bootstrap_interval, latency_differences, paired
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
 from scheduler_core.simulator.figures import distribution_functions
 from scheduler_core.simulator.metrics import jain_index, prediction_quality, starvation_slope, summary

@@ -167,6 +167,12 @@ def test_calls_out_of_turn_are_refused() -> None:
     with pytest.raises(InputError, match="num_steps"):
         core.complete(StepResult(plan.step, (), 2), 5.0)
     core.complete(StepResult(plan.step), 5.0)
+    plan = plan_of(core, 5.0)
+    assert core.steady_steps(3) == 3
+    for ends_s in ((6.0,), (6.0, 5.5), (6.0, 9.0)):
+        with pytest.raises(InputError, match="ends_s"):
+            core.complete(StepResult(plan.step, (), 3, ends_s), 8.0)
+    core.complete(StepResult(plan.step, (), 3, (6.0, 7.0)), 8.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

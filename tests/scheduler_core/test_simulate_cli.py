@@ -248,12 +248,7 @@ def test_runs_of_other_requests_or_versions_are_not_compared(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = spec.parent
-    changes = {
-        "a": [],
-        "rate": ["--load", "0.9"],
-        "seed": ["--seed", "1"],
-        "same": ["--policy", "fcfs"],
-    }
+    changes = {"a": [], "rate": ["--load", "0.9"], "seed": ["--seed", "1"], "same": ["--policy", "fcfs"]}
     for name, words in changes.items():
         assert main(["run", "--config", str(spec), "--json", str(folder / f"{name}.json"), *words]) == 0
     content = json.loads((folder / "a.json").read_text())

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.policies import POLICIES
+from scheduler_core.policies import POLICIES, make_policy
 from scheduler_core.predictions import (
     BucketPrediction,
     LengthPrediction,
@@ -24,8 +25,11 @@ from scheduler_core.predictions import (
     UrgencyPrediction,
 )
 from scheduler_core.predictor import PredictionRequest
-from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.replay import replay
+from scheduler_core.request import Request, RequestState
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
+from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions, fetch_predictions, trace_predictions
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
@@ -407,3 +411,71 @@ def test_online_calibration_does_not_depend_on_steps_taken_at_once() -> None:
     runs = [simulate(trace, "tie", online_calibration=True, exact_steps=exact) for exact in (0, 1)]
     assert runs[0].records == runs[1].records
     assert len({record.predicted_sigma for record in runs[0].records}) > 30
+
+
+@pytest.mark.parametrize("former", ["chunked_prefill", "uniboost"])
+@pytest.mark.parametrize("guard", [True, False], ids=["guarded", "unguarded"])
+def test_rates_that_a_policy_measures_do_not_depend_on_how_many_steps_are_taken_at_once(
+    former: str, guard: bool
+) -> None:
+    """UniBoost's gamma and times per token move many times here, also within and at the ends of runs; its bins do, too."""
+    parameters = {"window": 20, "update_every": 10, "refresh": 0.002, "bin_tokens": 16, "mem_guard": guard}
+    limits = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=64, num_kv_blocks=60, batching=former)
+    trace = random_trace(150, seed=8, rate_rps=2.0)
+    config = {"policy_parameters": parameters, "scheduler": limits}
+    result = check_many_steps_at_once(trace, "uniboost", **config)
+    assert result.metrics["num_preemptions"] > 0
+    keys = []
+    for exact in (False, True):
+        core = Scheduler(limits, make_policy("uniboost", parameters), log := DecisionLog())
+        Simulation(trace, core, LinearStepTime(), trace_predictions(trace), exact_steps=exact).run()
+        at_end = RequestState(Request(request_id="new", arrival_s=0.0, prompt_tokens=9, max_tokens=9), 0)
+        at_end.num_output_tokens = 5
+        keys.append(core.policy.key(at_end, 0.0))
+        if not exact:
+            steps = [entry["result"]["num_steps"] for entry in log.entries if entry["op"] == "complete"]
+            assert sum(steps) > 1.3 * len(steps)
+            assert replay(log.entries).policy.key(at_end, 0.0) == keys[0]
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.parametrize("num_kv_blocks", [20, 30, 60])
+@pytest.mark.parametrize("policy", ["uniboost", "fcfs", "trail"])
+def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_decides_nothing(
+    policy: str, num_kv_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are equal to rounding: the order of the decodes in a plan says when their run of steps is timed anew."""
+    limits = SchedulerConfig(
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+        num_kv_blocks=num_kv_blocks,
+        preemption="swap",
+        batching="uniboost",
+    )
+    parameters = {"bin_tokens": 16} if policy == "uniboost" else {}
+    trace = random_trace(80, seed=4, rate_rps=6.0)
+
+    def batches() -> tuple[list[Any], list[float]]:
+        log = DecisionLog()
+        config = SimulationConfig(
+            trace="", policy=policy, policy_parameters=parameters, scheduler=limits, exact_steps=True
+        )
+        result = run_simulation(config, trace=trace, log=log)
+        plans = [entry["plan"] for entry in log.entries if entry["op"] == "schedule" and entry["plan"]]
+        kept = [plan | {"decodes": sorted(plan["decodes"])} for plan in plans]
+        return kept, [record.finish_s for record in result.records]
+
+    calls = []
+    quick = OneOrder._decode_only
+
+    def counted(*arguments: Any) -> bool:
+        calls.append(quick(*arguments))
+        return calls[-1]
+
+    monkeypatch.setattr(OneOrder, "_decode_only", counted)
+    fast = batches()
+    monkeypatch.setattr(OneOrder, "_decode_only", lambda *arguments: False)
+    slow = batches()
+    assert set(calls) == {True, False}
+    assert fast[0] == slow[0]
+    assert fast[1] == pytest.approx(slow[1], abs=1e-9)

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from scheduler_core.errors import InputError
-from scheduler_core.statistics import coefficients_of_variation, interval, top_decile_fractions
+from scheduler_core.statistics import coefficients_of_variation, interval, kendall_tau, top_decile_fractions
 
 
 def test_variation_and_top_decile_of_groups() -> None:
@@ -23,6 +24,15 @@ def test_variation_and_top_decile_of_groups() -> None:
     assert fractions[1] == pytest.approx(0.7 * groups[1][-1] / groups[1].sum())
     assert fractions[2] == pytest.approx(0.1)
     assert fractions[3] == pytest.approx(groups[3][-20:].sum() / groups[3].sum())
+
+
+def test_tau_b_is_that_of_scipy() -> None:
+    rng = np.random.default_rng(0)
+    for size, digits in ((2, 3), (40, 0), (300, 1), (5000, 3)):
+        one = rng.normal(size=size).round(digits)
+        other = (one + rng.normal(size=size)).round(digits)
+        assert kendall_tau(one, other) == pytest.approx(stats.kendalltau(one, other).statistic, abs=1e-12)
+    assert kendall_tau([1.0, 1.0], [1.0, 2.0]) is kendall_tau([], []) is None
 
 
 def test_intervals_cover_the_mean_as_often_as_they_say() -> None:

@@ -54,10 +54,7 @@ def test_the_first_requests_of_a_run_have_vidurs_times(exact_steps: bool) -> Non
     compared = 0
     for row in case.rows[:-1]:
         record = found[row["id"]]
-        for ours, name in (
-            (record.first_token_s, "prefill_completed_at"),
-            (record.finish_s, "completed_at"),
-        ):
+        for ours, name in ((record.first_token_s, "prefill_completed_at"), (record.finish_s, "completed_at")):
             if float(row[name]) <= until_s:
                 assert ours == pytest.approx(float(row[name]), abs=1e-9)
                 compared += 1

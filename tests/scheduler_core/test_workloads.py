@@ -16,13 +16,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace, write_trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
-from scheduler_core.simulator.workloads.workload import (
-    RequestClass,
-    Sessions,
-    Tiers,
-    Workload,
-    tier_weights,
-)
+from scheduler_core.simulator.workloads.workload import RequestClass, Sessions, Tiers, Workload, tier_weights
 
 CLASSES = (RequestClass(weight=0.3, tenant="paying", tier=0), RequestClass(weight=0.7, tbt_slo_s=0.5))
 SHORT = Lengths(prompt=TokenDistribution(low=1, high=20), output=TokenDistribution(low=1, high=30))

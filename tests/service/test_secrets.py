@@ -139,10 +139,7 @@ class QuotingRuntime(GatedRuntime):
 
 @pytest.mark.parametrize("fault", ["model", "handler"])
 async def test_unexpected_errors_quote_no_prompt_to_callers_or_the_log(
-    artifact_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    fault: str,
+    artifact_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     caplog.handler.addFilter(RequestDataFilter())
     caplog.set_level(logging.DEBUG)

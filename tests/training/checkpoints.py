@@ -37,10 +37,7 @@ def random_checkpoint(folder: Path, *, info: dict[str, Any] | None = None, **opt
         z = [_z_scores(model, tokenizer, name) for name in MODELS]
         mean, std = torch.cat(z).mean(0).tolist(), torch.cat(z).std(0).tolist()
         normalization = Normalization(
-            4.5 - 0.8 * mean[0] / std[0],
-            0.8 / std[0],
-            0.33 - 0.05 * mean[1] / std[1],
-            0.05 / std[1],
+            4.5 - 0.8 * mean[0] / std[0], 0.8 / std[0], 0.33 - 0.05 * mean[1] / std[1], 0.05 / std[1]
         )
         weights = model.state_dict()
         model = PromptPredictor(model.config, model.encoder, normalization)

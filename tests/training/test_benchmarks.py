@@ -1,4 +1,4 @@
-"""Studies under benchmarks/: their tables, and drift on streams whose answer is known."""
+"""Studies under benchmarks/: their pages and tables, and streams and lengths whose answer is known."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
+from scipy import stats
 
 from benchmarks import drift, online_calibration
 from benchmarks.answers.files import values_of, write_selected
+from benchmarks.pages import put_section
+from benchmarks.remaining_length import main, study
+from benchmarks.reproduce.study import Effort
+from benchmarks.reproduce.tie_lengths import figure_7, figure_8, tails
 from scheduler_core.errors import InputError
+from scheduler_core.report.page import markdown_table
 from tests.training.checkpoints import MODELS, random_checkpoint, write_drawn_answers
+from tests.training.data import write_lists
+from training.evaluating.predictors import PredictedRows
+from training.evaluating.rows import EvaluationRows
+from training.fitting.fits import FitOptions, read_fits_or_fit
 
 
 def test_rows_are_selected_out_of_several_files(tmp_path):
@@ -81,3 +91,99 @@ def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys):
     assert online_calibration.main(words) == 0
     assert "| 200 |" in capsys.readouterr().out
     assert online_calibration.main([]) == 0
+
+
+def test_only_the_section_is_replaced(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n<!-- a -->\nold\n<!-- end of a -->\n\nProse behind it.\n", encoding="utf-8")
+    put_section(page, "a", "new\n")
+    assert page.read_text() == "# Title\n\n<!-- a -->\nnew\n<!-- end of a -->\n\nProse behind it.\n"
+    put_section(page, "b", "more")
+    assert page.read_text().endswith("Prose behind it.\n\n<!-- b -->\nmore\n<!-- end of b -->\n")
+    put_section(page, "a", "newer")
+    assert page.read_text().count("newer") == 1
+    assert "more" in page.read_text()
+
+
+def test_a_page_that_is_not_there_is_made(tmp_path):
+    put_section(tmp_path / "page.md", "a", "text")
+    assert (tmp_path / "page.md").read_text() == "<!-- a -->\ntext\n<!-- end of a -->\n"
+
+
+HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")
+
+
+@pytest.mark.parametrize(
+    ("page", "message"), [*((page.encode(), "or neither") for page in HALF), (b"\xff\xfe", "UTF-8")]
+)
+def test_a_broken_page_is_refused(page, message, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_bytes(page)
+    with pytest.raises(InputError, match=message):
+        put_section(path, "a", "text")
+    assert path.read_bytes() == page
+
+
+def test_a_table_escapes_its_bars():
+    assert markdown_table(("a", "b"), [("x|y", "1")]) == "| a | b |\n| --- | ---: |\n| x\\|y | 1 |"
+
+
+def test_it_runs_on_a_checkpoint_and_writes_its_table(tmp_path, capsys):
+    checkpoint = random_checkpoint(tmp_path)
+    data = write_drawn_answers(tmp_path / "x.parquet", checkpoint, max_tokens=500)
+    main([str(checkpoint), "--data", str(data), "--at", "0,20,100", "--json", str(tmp_path / "r.json")])
+    printed = capsys.readouterr().out
+    table = json.loads((tmp_path / "r.json").read_text())
+    assert [row["generated_tokens"] for row in table] == [0, 20, 100]
+    assert printed.count("\n| 20 |") == 1
+    counts = [row["num_answers"] for row in table]
+    assert counts == sorted(counts, reverse=True)
+    # before the first token nothing has been learnt: both are the same prediction
+    first = table[0]["mae"]
+    assert first["conditional mean"] == pytest.approx(first["static mean"], rel=1e-6)
+    assert first["conditional median"] == pytest.approx(first["static median"], rel=1e-6)
+
+
+def test_with_the_true_distributions_the_conditional_median_is_the_best(tmp_path):
+    rng = np.random.default_rng(0)
+    mu, sigma = rng.uniform(4, 5.5, 200), rng.uniform(0.3, 0.9, 200)
+    drawn = np.exp(mu[:, None] + sigma[:, None] * rng.standard_t(3.5, (200, 30)))
+    lengths = np.clip(np.rint(np.minimum(drawn, 1e6)), 1, None).astype(int)
+    path = write_lists(tmp_path / "x.parquet", lengths.tolist())
+    rows = EvaluationRows.of(read_fits_or_fit(path, FitOptions()))
+    for row in study(rows, PredictedRows(mu, sigma, 3.5), [50, 150]):
+        best = row["mae"]["conditional median"]
+        for name in ("static mean", "static median", "conditional mean", "bins"):
+            assert best < row["mae"][name] * 1.001
+    with pytest.raises(InputError, match="length head"):
+        study(rows, PredictedRows(rank=mu), [0])
+
+
+QUICK = Effort(quick=True)
+
+
+def test_tail_measures_equal_numpys_and_scipys():
+    x = np.array([[*range(1, 20), 400], [*range(3, 22), 25], [6] * 20])
+    measures = tails(x)
+    p50, p90, p99 = np.quantile(x, [0.5, 0.9, 0.99], axis=1)
+    assert measures["cv"] == pytest.approx(x.std(axis=1) / x.mean(axis=1))
+    assert measures["P90 / P50"] == pytest.approx(p90 / p50)
+    assert measures["P99 / P50"] == pytest.approx(p99 / p50)
+    assert measures["skewness"][:2] == pytest.approx(stats.skew(x[:2], axis=1))
+    assert np.isnan(measures["skewness"][2])
+    # The longest tenth: two samples of 20; 0.3 of the longest of 3.
+    assert measures["top decile"][0] == pytest.approx((400 + 19) / 590)
+    assert tails(np.array([[3, 5, 8]]))["top decile"] == pytest.approx([0.3 * 8 / 16])
+
+
+def test_the_best_nu_is_near_the_one_that_was_drawn():
+    findings = figure_8(QUICK)
+    assert 2.0 <= findings.rows[0].ours <= 6.0
+    assert findings.claims[0].holds
+
+
+def test_errors_fall_with_the_number_of_samples():
+    findings = figure_7(QUICK)
+    errors = [row.ours for row in findings.rows]
+    assert errors == sorted(errors, reverse=True)
+    assert findings.claims[0].holds

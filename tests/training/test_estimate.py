@@ -175,10 +175,7 @@ def test_standard_errors_are_the_spread_of_estimates(free, cap):
         sample([x for x, _ in rows], [f for _, f in rows]), family_of("log-t", None if free else 3.5)
     )
     inside = np.isfinite(fits.solution.se_m) & np.isfinite(fits.solution.nu)
-    for values, errors in (
-        (fits.solution.m, fits.solution.se_m),
-        (fits.solution.s, fits.solution.se_s),
-    ):
+    for values, errors in ((fits.solution.m, fits.solution.se_m), (fits.solution.s, fits.solution.se_s)):
         spread = values[inside].std()
         # The spread of 1500 estimates is itself known to about 2 %; with free nu the information is rougher.
         assert float(np.median(errors[inside])) == pytest.approx(spread, rel=0.25 if free else 0.1)

@@ -10,11 +10,7 @@ from scipy import stats
 
 from training.fitting.kernels import GAMMA, LOG_T, WEIBULL
 from training.fitting.kernels.likelihood import Model, Observations, constants_of, evaluate
-from training.fitting.kernels.special import (
-    t_constants,
-    t_log_sf_and_hazard,
-    t_sf,
-)
+from training.fitting.kernels.special import t_constants, t_log_sf_and_hazard, t_sf
 
 
 @pytest.mark.parametrize("nu", [0.7, 1.0, 3.5, 9.9, 20.0, 100.0, 5000.0, math.inf])

@@ -172,11 +172,7 @@ GOOD_B = GOOD.replace('"a"', '"b"')
         ),
         ("x.csv", HEAD + "a,m,5,true\na,m,6,perhaps\n", "row 1, column finished: got 'perhaps'"),
         ("x.csv", HEAD + "a,m,5,true\na,m,,true\n", "row 1, column output_tokens: got nan"),
-        (
-            "x.csv",
-            HEAD + "a,m,5,true\na,m,6,true,9\n",
-            r"a whole file .*Line: 3 .*Columns: 4 Found: 5",
-        ),
+        ("x.csv", HEAD + "a,m,5,true\na,m,6,true,9\n", r"a whole file .*Line: 3 .*Columns: 4 Found: 5"),
         ("x.csv", HEAD.encode() + b"a,m,5,true\n\xff,m,6,true\n", r"x.csv.*Line: 3 .*not utf-8"),
         ("x.csv", HEAD.replace("\n", ",model\n") + "a,m,5,true,m\n", "got 'model'; allowed: each name once"),
         ("x.txt", GOOD, "allowed: a Parquet, .jsonl or .csv file"),

@@ -10,18 +10,12 @@ import yaml
 import training
 from predictors.modules.checkpoint import load_checkpoint
 from tests.training.data import write_labels, write_rows
-from tests.training.tiny import tiny_bert, tiny_deberta, tiny_distilbert, tiny_opt
+from tests.training.tiny import ENCODERS
 from training.cli_train import main
 
 FOLDER = Path(training.__file__).parent / "configs"
 CONFIGS = sorted(FOLDER.glob("*.yaml"))
-BUILDERS = {
-    "deberta": tiny_deberta,
-    "distilbert": tiny_distilbert,
-    "bert": tiny_bert,
-    "opt": tiny_opt,
-    "minilm": tiny_bert,
-}
+KINDS = {"deberta": "deberta", "distilbert": "distilbert", "bert": "bert", "opt": "opt", "minilm": "bert"}
 HEADS = {
     "tie-deberta": ("length",),
     "ssjf-bert": ("regression",),
@@ -43,7 +37,7 @@ def content_of(stem):
 
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
-    return {name: build(tmp_path_factory.mktemp(name)) for name, build in BUILDERS.items()}
+    return {name: ENCODERS[kind](tmp_path_factory.mktemp(name)) for name, kind in KINDS.items()}
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def files(tmp_path_factory):
 
 
 def architecture(stem):
-    return next(name for name in BUILDERS if name in content_of(stem)["encoder"].lower())
+    return next(name for name in KINDS if name in content_of(stem)["encoder"].lower())
 
 
 def arguments(stem, files, out):

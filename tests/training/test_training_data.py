@@ -20,14 +20,7 @@ from scheduler_core.errors import InputError
 from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
 from training.batches import Batching, EpochPlans, batch_ends
-from training.config import (
-    BucketTask,
-    ConditioningOptions,
-    LengthTask,
-    StageConfig,
-    TrainConfig,
-    UrgencyTask,
-)
+from training.config import BucketTask, ConditioningOptions, LengthTask, StageConfig, TrainConfig, UrgencyTask
 from training.data import Examples, SplitData, loader, prompt_weights
 from training.initial_model import length_statistics, quantile_edges
 from training.labels import read_split_labels

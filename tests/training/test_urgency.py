@@ -28,12 +28,7 @@ from training.urgency.abstention import ClaimRows, choose_threshold, failures
 from training.urgency.cli import EvaluateUrgencyConfig, main
 from training.urgency.evaluation import check_claims, evaluate_urgency
 from training.urgency.metrics import reliability, upper_bound, urgency_metrics
-from training.urgency.predictors import (
-    bag_of_words_baseline,
-    constant_baseline,
-    open_urgency,
-    save_threshold,
-)
+from training.urgency.predictors import bag_of_words_baseline, constant_baseline, open_urgency, save_threshold
 
 K = len(LEVELS)
 PLAIN = {"conditioning": None, "prompt_length": True}

@@ -1,28 +1,16 @@
-"""Tiny random encoders with their tokenizers, and small data sets, for tests without network."""
+"""Tiny random encoders of every supported architecture with their tokenizers, for tests without network."""
 
 from __future__ import annotations
 
 import string
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-WORDS = [
-    "the",
-    "a",
-    "list",
-    "write",
-    "story",
-    "long",
-    "short",
-    "essay",
-    "of",
-    "number",
-    "name",
-    "rivers",
-    "code",
-]
+WORDS = "the a list write story long short essay of number name rivers code".split()  # noqa: SIM905
 CHARACTERS = string.ascii_lowercase + string.digits
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
 
@@ -74,44 +62,6 @@ def tiny_deberta(folder: Path, *, seed: int = 0) -> str:
     return _save(folder, DebertaV2Model, config, tokenizer, seed)
 
 
-def tiny_distilbert(folder: Path, *, seed: int = 0) -> str:
-    """Writes a 2-layer DistilBERT with random weights and a WordPiece tokenizer."""
-    from transformers import DistilBertConfig, DistilBertModel
-
-    tokenizer = _word_pieces()
-    config = DistilBertConfig(
-        vocab_size=len(tokenizer), dim=32, n_layers=2, n_heads=2, hidden_dim=64, max_position_embeddings=64
-    )
-    return _save(folder, DistilBertModel, config, tokenizer, seed)
-
-
-def tiny_opt(folder: Path, *, seed: int = 0, padding: bool = True) -> str:
-    """Writes a 2-layer OPT decoder with random weights; without `padding` its tokenizer has no padding token."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import OPTConfig, OPTModel, PreTrainedTokenizerFast
-
-    pieces = ["</s>", "<pad>", "<unk>", *WORDS, *CHARACTERS]
-    pieces += [f"##{letter}" for letter in CHARACTERS]
-    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
-    backend = Tokenizer(models.WordPiece(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 0)])
-    special = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    if padding:
-        special["pad_token"] = "<pad>"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
-    config = OPTConfig(
-        vocab_size=len(tokenizer),
-        word_embed_proj_dim=32,
-        ffn_dim=64,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=0,
-        **SIZES,
-    )
-    return _save(folder, OPTModel, config, tokenizer, seed)
-
-
 def _save(folder: Path, model_class: type, config: object, tokenizer: object, seed: int) -> str:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -119,3 +69,52 @@ def _save(folder: Path, model_class: type, config: object, tokenizer: object, se
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))  # type: ignore[attr-defined]
     return str(folder)
+
+
+#: Model type -> its configuration beside the tokenizer's ids.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "distilbert": {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2},
+    # One of three layers has global attention.
+    "modernbert": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "local_attention": 8,
+        "cls_token_id": 2,
+        "sep_token_id": 3,
+    },
+    # A decoder whose word embeddings are narrower than its states.
+    "opt": {
+        "hidden_size": 32,
+        "word_embed_proj_dim": 24,
+        "ffn_dim": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+}
+
+
+def _of_type(kind: str, folder: Path) -> str:
+    """Writes an encoder of `CONFIGS` with the tokenizer of `tiny_bert`; returns the folder."""
+    from transformers import CONFIG_MAPPING, AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_bert(folder))
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).unlink()
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    if kind != "distilbert":
+        ids |= {"bos_token_id": 2, "eos_token_id": 3}
+    config = CONFIG_MAPPING[kind](max_position_embeddings=64, **ids, **CONFIGS[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoModel.from_config(config).save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+ENCODERS: dict[str, Callable[[Path], str]] = {
+    "bert": tiny_bert,
+    "deberta": tiny_deberta,
+    **{kind: partial(_of_type, kind) for kind in CONFIGS},
+}

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.errors import InputError
-from scheduler_core.ranges import INTEGERS, check_ranges
+from scheduler_core.ranges import BELOW_ONE, INTEGERS, POSITIVE, check_ranges
 from scheduler_core.threads import check_threads
 
 
@@ -48,9 +47,8 @@ class CalibrateConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self, batch_size=(1, INTEGERS), max_tokens=(1, INTEGERS), seed=(0, INTEGERS))
+        check_ranges(self, conformal_fraction=(POSITIVE, BELOW_ONE))
         check_threads("threads", self.threads)
-        if not 0 < self.conformal_fraction < 1:
-            raise InputError("conformal_fraction", self.conformal_fraction, "numbers between 0 and 1")
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -124,9 +124,7 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
     length = checkpoint.config.heads.length
     assert length is not None
     options = FitOptions(
-        nu=DEFAULT_NU if length.learn_nu else length.nu,
-        keys=config.keys,
-        max_tokens=config.max_tokens,
+        nu=DEFAULT_NU if length.learn_nu else length.nu, keys=config.keys, max_tokens=config.max_tokens
     )
     conversations = checkpoint.config.conversations
     fits = read_fits_or_fit(config.data, options, min_samples=1, conversations=conversations)

@@ -16,13 +16,13 @@ import contextlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import IO, Any
 
-from data_gen.feedback_record import FORMAT, FeedbackRecord, parse_object, validated
-from scheduler_core.command import run_command
+from data_gen.feedback_record import FORMAT, FeedbackRecord, bounded_lines, parse_object, validated
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target
 from scheduler_core.online_calibration import MAX_WINDOW, MIN_OUTPUTS
@@ -156,7 +156,7 @@ def watch(config: StreamConfig) -> None:
         source: IO[bytes] = sys.stdin.buffer
         if config.stream != "-":
             source = stack.enter_context(open(existing_file(config.stream, "stream"), "rb"))
-        events = chain(stream.feed(_lines(source)), stream.finish())
+        events = chain(stream.feed(bounded_lines(source, MAX_LINE)), stream.finish())
         # Before the target is made: a stream that cannot be read leaves none.
         first = next(events)
         target: IO[Any] = sys.stdout
@@ -167,20 +167,8 @@ def watch(config: StreamConfig) -> None:
             target.flush()
 
 
-def _lines(source: IO[bytes]) -> Iterator[bytes]:
-    """Lines of bounded size: the rest of a longer one is skipped."""
-    while line := source.readline(MAX_LINE + 2):
-        yield line
-        while line and not line.endswith(b"\n"):
-            line = source.readline(MAX_LINE)
-
-
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `evaluate-stream`."""
-    return run_command(
-        "evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train", args=args
-    )
+main = command("evaluate-stream", StreamConfig, watch, positionals=("stream",), extra="train")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

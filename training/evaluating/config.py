@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.threads import check_threads
 
 
@@ -58,13 +59,9 @@ class EvaluateConfig:
     """Show progress bars on a terminal, a line now and then elsewhere."""
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_tokens", "max_groups"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(name, value, "an integer >= 1")
+        counts = dict.fromkeys(("batch_size", "max_tokens", "max_groups"), (1, INTEGERS))
+        check_ranges(self, seed=(0, INTEGERS), **counts)
         check_threads("threads", self.threads)
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "an integer >= 0")
         if not all(self.keys):
             raise InputError("group_by", self.group_by, "column names separated by commas")
         self.others  # noqa: B018  (raises for a wrong NAME=FOLDER)

@@ -141,10 +141,7 @@ def _rankings(
             "median_vs_mean_served_length": kendall_tau(score[at], rows.mean_lengths()[at]),
             "median_vs_one_output": by_output["tau"],
         },
-        "pair_accuracy": {
-            "fitted_mu": by_fit["pair_accuracy"],
-            "one_output": by_output["pair_accuracy"],
-        },
+        "pair_accuracy": {"fitted_mu": by_fit["pair_accuracy"], "one_output": by_output["pair_accuracy"]},
     }
 
 

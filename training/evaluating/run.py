@@ -106,12 +106,7 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
     )
     where = {} if config.served_model is None else {"model": config.served_model}
     fits = read_fits_or_fit(
-        path,
-        options,
-        field=field,
-        where=where,
-        min_samples=1,
-        conversations=predictor.conversations,
+        path, options, field=field, where=where, min_samples=1, conversations=predictor.conversations
     )
     if fits.nu != predictor.fit_nu:
         raise InputError(

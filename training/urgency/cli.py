@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from training.urgency.config import BASELINES, EvaluateUrgencyConfig
 
@@ -106,16 +105,13 @@ def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText
     return predictors.open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `evaluate-urgency`."""
-    return run_command(
-        "evaluate-urgency",
-        EvaluateUrgencyConfig,
-        evaluate_urgency_command,
-        positionals=("predictor",),
-        extra="train",
-        args=args,
-    )
+main = command(
+    "evaluate-urgency",
+    EvaluateUrgencyConfig,
+    evaluate_urgency_command,
+    positionals=("predictor",),
+    extra="train",
+)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 
 BASELINES = ("constant", "bag_of_words")
 
@@ -59,8 +60,7 @@ class EvaluateUrgencyConfig:
     """Texts per model call."""
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise InputError("batch_size", self.batch_size, "an integer > 0")
+        check_ranges(self, batch_size=(1, INTEGERS))
         self.others  # noqa: B018  (raises for a wrong NAME=PREDICTOR)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler_core.errors import InputError
+from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.simulator.trace import write_trace
 from scheduler_core.simulator.workloads.workload import Workload
 
@@ -25,8 +25,7 @@ class WorkloadConfig(Workload):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seed < 0:
-            raise InputError("seed", self.seed, "integers >= 0")
+        check_ranges(self, seed=(0, INTEGERS))
 
 
 def run(config: WorkloadConfig) -> None:

@@ -12,8 +12,8 @@ from export.graph import export_graph
 from export.passes.graph import random_feed, session
 from predictors.manifest import EncoderCard, Manifest
 from tests.export.conftest import PLAIN
-from tests.predictors.predictors import ENCODERS, predictor
-from tests.training.tiny import tiny_bert
+from tests.predictors.predictors import predictor
+from tests.training.tiny import ENCODERS, tiny_bert
 
 LONGEST = 48
 # All tiny vocabularies have these.

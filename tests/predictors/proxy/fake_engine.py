@@ -17,15 +17,10 @@ from yarl import URL
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from tests import fake_openai
-from tests.fake_openai import FakeEngine, Script, break_off  # noqa: F401
+from tests.fake_openai import FakeEngine, Script, break_off, event  # noqa: F401
 
 CHAT = "/v1/chat/completions"
 PATIENCE_S = 60.0
-
-
-def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event as engines write it."""
-    return b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
 def stream_events(words: Iterable[str], usage: int | None, *, null_usage: bool = False) -> list[bytes]:

@@ -98,6 +98,8 @@ class AsyncScheduler:
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         scheduled = {request.request_id: 1 for request in self.running}
+        new: list[SimpleNamespace] = []
+        resumed: set[str] = set()
         skipped: deque[FakeRequest] = deque()
         while self.waiting and len(self.running) < self.max_num_active_reqs:
             request = self.waiting.peek_request()
@@ -106,13 +108,20 @@ class AsyncScheduler:
                 continue
             assert self.waiting.pop_request() is request
             self.running.append(request)
+            if request.status == "preempted":
+                resumed.add(request.request_id)
+            else:
+                new.append(SimpleNamespace(req_id=request.request_id))
             request.status = "running"
             scheduled[request.request_id] = request.num_tokens
         self.waiting.prepend_requests(skipped)
         self.prev_step_scheduled_req_ids = set(scheduled)
         for request_id in scheduled:
             self.requests[request_id].num_computed_tokens = self.requests[request_id].num_tokens
-        return SimpleNamespace(num_scheduled_tokens=scheduled)
+        cached = SimpleNamespace(resumed_req_ids=resumed)
+        return SimpleNamespace(
+            num_scheduled_tokens=scheduled, scheduled_new_reqs=new, scheduled_cached_reqs=cached
+        )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> list[str]:
         finished = []

@@ -1,11 +1,14 @@
-"""The benchmark's arithmetic: what it says about runs whose numbers are known."""
+"""The vLLM benchmark's arithmetic, on runs whose numbers are known."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from benchmarks.vllm_runs.plan import BURSTS, Cell, asks, cells
 from benchmarks.vllm_runs.results import (
     CLOCK,
     interval,
@@ -22,7 +25,7 @@ def test_metrics_by_hand() -> None:
     ]
     metrics = run_metrics(rows)
     assert (metrics["per_token_mean"], metrics["ttft_mean"], metrics["ttlt_mean"]) == (1.5, 2.0, 4.0)
-    assert metrics["tokens_per_s"] == pytest.approx(6 / 5)
+    assert (metrics["ttft_p50"], metrics["ttft_max"], metrics["ttlt_max"]) == (2.0, 3.0, 4.0)
     assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.3027 / math.sqrt(3), rel=1e-4))
     assert math.isnan(interval([1.0])[1])
     # Two slots, an output every half second after the first two; the last ones alone.
@@ -33,3 +36,19 @@ def test_metrics_by_hand() -> None:
     steps = [[0.5, 0.5, 5, 0, 0, 1], [2.0, 1.5, 0, 3, 9, 3], [2.5, 0.5, 0, 2, 9, 2]]
     assert window_throughput({"requests": rows, "steps": steps}) == pytest.approx(2.0)
     assert window_throughput({"requests": rows, "steps": steps}, CLOCK) == pytest.approx(1.0)
+
+
+def test_bursts() -> None:
+    prompts = [str(number) for number in range(200)]
+    smooth = asks(prompts, 0, 2.0, 80, 0)
+    bursts = asks(prompts, 0, 2.0, 80, 0, bursts=True)
+    assert [ask.request_id for ask in bursts] == [ask.request_id for ask in smooth]
+    # 100 s in four parts of 25 s; the first tenth of each has half of its requests.
+    at = np.array([ask.at_s for ask in bursts])
+    assert at.min() >= 0.0
+    assert at.max() < 100.0
+    in_bursts = np.mod(at, 100.0 / BURSTS) < 2.5
+    np.testing.assert_array_equal(in_bursts, np.mod([ask.at_s for ask in smooth], 25.0) < 12.5)
+    plan = cells([1.2], [0.8], 2, ["fcfs", "tie", "ssjf"], ["fcfs", "tie"], 1)
+    assert len({cell.file(Path()) for cell in plan}) == len(plan) == 1 + 6 + 4 + 1
+    assert plan[7] == Cell("fcfs", 0, 0.8, bursts=True)

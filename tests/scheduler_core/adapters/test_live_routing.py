@@ -58,22 +58,22 @@ def test_predictions_count_for_the_choices_after_they_have_come() -> None:
         routing.close()
 
 
-def test_a_request_without_events_expires_and_a_token_keeps_it() -> None:
+def test_a_request_without_events_expires() -> None:
     now = [0.0]
     routing = LiveRouting(settings(expire_s=10.0), clock=lambda: now[0])
     routing.send("silent", RoutedPrompt(), REPLICAS)
-    routing.send("streaming", RoutedPrompt(), REPLICAS)
+    routing.send("moved", RoutedPrompt(), REPLICAS)
     now[0] = 8.0
-    routing.generate("streaming")
+    routing.move("moved", "a")
     now[0] = 12.0
-    assert routing.num_requests == {"b": 1}
+    assert routing.num_requests == {"a": 1}
     assert "silent" not in routing
-    routing.drop("streaming")
+    routing.drop("moved")
     assert routing.num_requests == {}
 
 
 @pytest.mark.parametrize("router", ALIKE)
-@given(actions=st.lists(st.tuples(st.sampled_from("sfadmgt"), st.integers(0, 5)), max_size=40))
+@given(actions=st.lists(st.tuples(st.sampled_from("sfadmg"), st.integers(0, 5)), max_size=40))
 def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str, int]]) -> None:
     """Whatever the order of events, in the bookkeeping and in the router."""
     routing = LiveRouting(settings(router=router, max_num_seqs=2, num_kv_blocks=8))
@@ -89,8 +89,6 @@ def test_no_state_is_left_of_ended_requests(router: str, actions: list[tuple[str
             gone = REPLICAS[number % 2]
             routing.gone(gone)
             live = {key: replica for key, replica in live.items() if replica != gone}
-        elif action == "t":
-            routing.generate(name)
         elif action in "fad":
             {"f": routing.finish, "a": routing.abort, "d": routing.drop}[action](name)
             live.pop(name, None)
@@ -130,7 +128,14 @@ def test_prompts_are_read_from_mappings_and_objects() -> None:
 
 @pytest.mark.parametrize(
     "values",
-    [{"router": "disaggregated"}, {"expire_s": 0}, {"max_num_seqs": 0}, {"predictor": ""}, {"wrong": 1}],
+    [
+        {"router": "disaggregated"},
+        {"expire_s": 0},
+        {"max_num_seqs": 0},
+        {"predictor": ""},
+        {"seed": "x"},
+        {"wrong": 1},
+    ],
 )
 def test_wrong_settings_are_refused(values: dict[str, object]) -> None:
     with pytest.raises(InputError, match=next(iter(values))):

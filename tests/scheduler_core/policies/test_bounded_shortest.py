@@ -133,6 +133,23 @@ def test_predictions_that_become_useless_are_given_up_and_used_again_when_they_a
     assert excess(ours, fcfs) < 1.4
 
 
+@pytest.mark.parametrize("before", ["short outputs", "low load"])
+def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
+    """Short requests just before it, or many at a low load and a long time without any."""
+    first = trace_of(5, 0.5, 200).requests
+    if before == "short outputs":
+        first = tuple(replace(row, output_tokens=8, max_tokens=8, arrival_s=0.0) for row in first[:60])
+    pause_s = 10.0 if before == "short outputs" else 10_000.0
+    start_s = first[-1].arrival_s + pause_s
+    first = tuple(replace(row, request_id=f"before-{row.request_id}") for row in first)
+    overload = trace_of(6, 1.25, 600).requests
+    rows = [*first, *(replace(row, arrival_s=start_s + row.arrival_s) for row in overload)]
+    trace = Trace(tuple(rows), source="test")
+    predictions = oracle_predictions(trace)
+    fcfs, ours = (waits(name, trace, predictions)[len(first) :] for name in ("fcfs", "bounded_shortest"))
+    assert ours.mean() < 0.65 * fcfs.mean()
+
+
 def test_no_running_request_is_paused_for_another() -> None:
     trace = trace_of(4, 1.3)
     config = replace(CONFIG, policy="bounded_shortest")

@@ -14,15 +14,7 @@ from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import make_policy
 from scheduler_core.replay import replay
 from scheduler_core.request import Phase, Status
-from scheduler_core.routing.migration import (
-    Aborted,
-    AbortReason,
-    Committed,
-    Copy,
-    Migrations,
-    Move,
-    Outcome,
-)
+from scheduler_core.routing.migration import Aborted, AbortReason, Committed, Copy, Migrations, Move, Outcome
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step
 

@@ -85,11 +85,7 @@ def test_predicted_work_is_the_sum_of_expected_remaining_work() -> None:
     first = predicted(waiting("1", 2), 4.0)
     second = predicted(running("2", 3, done=48), 3.0)
     third = running("3", 4, done=16)
-    left = [
-        float(LogT(4.0, 0.5, 3.5).expected(64)),
-        float(LogT(3.0, 0.5, 3.5).expected(64, 48)),
-        24.5,
-    ]
+    left = [float(LogT(4.0, 0.5, 3.5).expected(64)), float(LogT(3.0, 0.5, 3.5).expected(64, 48)), 24.5]
     assert work_s(work, first, second, third) == pytest.approx(0.032 + 0.01 * sum(left), rel=1e-12)
 
 

@@ -30,14 +30,7 @@ from training.fitting.kernels.likelihood import (
     Y,
     cdf,
 )
-from training.fitting.kernels.solve import (
-    TARGET,
-    Maximum,
-    climb,
-    log_t_model,
-    profile,
-    standard_errors,
-)
+from training.fitting.kernels.solve import TARGET, Maximum, climb, log_t_model, profile, standard_errors
 
 #: Bits of the flags a fit may carry; their names are in `training.fitting.fits`.
 CONSTANT = 1

@@ -131,11 +131,7 @@ def _standard(family: int, nu: float, z: float) -> tuple[float, float, float]:
         return -0.5 * z * z, -z, -1.0
     square = z * z
     q = nu + square
-    return (
-        -0.5 * (nu + 1.0) * math.log(q / nu),
-        -(nu + 1.0) * z / q,
-        (nu + 1.0) * (square - nu) / (q * q),
-    )
+    return (-0.5 * (nu + 1.0) * math.log(q / nu), -(nu + 1.0) * z / q, (nu + 1.0) * (square - nu) / (q * q))
 
 
 @njit(cache=True)

@@ -1,4 +1,4 @@
-"""The published JSON Schema: it is the one of the types, real manifests fit it, and it refuses wrong fields."""
+"""Published files that are generated: the manifest's JSON Schema, which real manifests fit, and the code of the .proto."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 
 from predictors.manifest import FORMAT_VERSION, manifest_schema
+from predictors.proto.generate import ROOT, generate
 
 SCHEMA = json.loads(
     resources.files("predictors").joinpath("manifest.schema.json").read_text(encoding="utf-8")
@@ -36,3 +37,12 @@ def test_manifests_fit(artifact_folder: Path, rich_folder: Path) -> None:
     for folder in (artifact_folder, rich_folder):
         assert errors(read(folder)) == []
         assert read(folder).keys() == SCHEMA["properties"].keys() == set(SCHEMA["required"])
+
+
+def test_checked_in_code_is_what_the_proto_generates(tmp_path: Path) -> None:
+    assert generate(tmp_path) == 0
+    fresh = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*")]
+    assert len(fresh) == 6
+    for path in fresh:
+        advice = f"run python -m predictors.proto.generate ({path.name})"
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), advice

@@ -1,0 +1,174 @@
+"""What a step costs in vLLM's own scheduler and in ours, at the same moment, without a model.
+
+    PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_scheduler [--policies bounded_shortest tie ssjf]
+                                                                   [--running 256] [--waiting 2000] [--steps 2000]
+
+Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache manager; ours has a policy,
+a prediction for each request, which comes one step after the request, and online calibration. Every request that ends is replaced
+by a new one, so that as many run and wait in every step. The schedulers take turns, step by step, without garbage collection.
+Per step: CPU time of `schedule`, `update_from_output` and the arrivals in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+import numpy as np
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from benchmarks.vllm_runs.model import NAME, packaged_model
+from scheduler_core.adapters.vllm import scheduler_class
+from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.predictor import PredictionEvent, PredictionStatus
+
+BLOCK_TOKENS, PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 16, 100, 1500, 0.5, 3.5
+
+#: Steps before those that count.
+WARM_UP = 400
+
+
+class Predictions:
+    """In place of the plugin's thread: a prediction for each submitted request, one step later."""
+
+    def __init__(self, rng: np.random.Generator) -> None:
+        self._rng = rng
+        self._events: list[PredictionEvent] = []
+        self.lengths: dict[str, int] = {}
+
+    def submit(self, query: Any, _: Any) -> None:
+        mu = math.log(self.lengths[query.request_id]) + SIGMA * self._rng.standard_normal()
+        prediction = Prediction(length=LengthPrediction(mu, SIGMA, NU))
+        self._events.append(
+            PredictionEvent(query.request_id, prediction, None, 0.001, PredictionStatus.ANSWERED)
+        )
+
+    def take(self) -> list[PredictionEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def withdraw(self, request_id: str) -> None:
+        self.lengths.pop(request_id)
+
+    def close(self) -> None:
+        pass
+
+
+class Side:
+    """A scheduler with its requests.
+
+    Args:
+        policy: Of our scheduler; None: vLLM's own.
+        model: Folder of a model, for its configuration.
+        options: Of the command.
+    """
+
+    _num_ended = 0
+
+    def __init__(self, policy: str | None, model: Path, options: argparse.Namespace) -> None:
+        self._rng = np.random.default_rng(0)
+        self._predictions = Predictions(np.random.default_rng(1))
+        self._num_requests = 0
+        settings = {} if policy is None else {"additional_config": {"tailcast": {"policy": policy}}}
+        config = EngineArgs(
+            model=str(model), dtype="float32", max_model_len=2048, max_num_seqs=options.running, async_scheduling=True,
+            enable_prefix_caching=False, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192, **settings,
+        ).create_engine_config()  # fmt: skip
+        config.scheduler_config.async_scheduling = True
+        num_blocks = config.cache_config.num_gpu_blocks = options.running * 2048 // BLOCK_TOKENS
+        spec = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        kind: Any = AsyncScheduler if policy is None else scheduler_class()
+        self._scheduler = kind(
+            vllm_config=config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+        )
+        if policy is not None:
+            self._scheduler._tailcast_thread = self._predictions
+        for _ in range(options.running + options.waiting):
+            self._add()
+
+    def step(self) -> float:
+        """One step; its seconds."""
+        begin = time.thread_time()
+        plan = self._scheduler.schedule()
+        planned = time.thread_time()
+        names = list(plan.num_scheduled_tokens)
+        samples = [[] if self._scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+        rows = {name: row for row, name in enumerate(names)}
+        result = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=samples)
+        generated = time.thread_time()
+        self._scheduler.update_from_output(plan, result)
+        ended = self._num_requests - len(self._scheduler.requests) - self._num_ended
+        for _ in range(ended):
+            self._add()
+        self._num_ended += ended
+        return time.thread_time() - generated + planned - begin
+
+    def counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        return len(self._scheduler.running), len(self._scheduler.waiting)
+
+    def _add(self) -> None:
+        length = int(np.clip(self._rng.lognormal(5.5, 1.0), 2, MAX_TOKENS))
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
+        sampling.update_from_generation_config({}, 1)
+        name = f"r{self._num_requests}"
+        self._num_requests += 1
+        self._predictions.lengths[name] = length
+        self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=["bounded_shortest", "tie", "ssjf"])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000)
+    options = parser.parse_args()
+    model = Path(sys.executable).parents[1] / "models" / NAME
+    packaged_model(model)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        sides = {name or "vLLM": Side(name, model, options) for name in (None, *options.policies)}
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        gc.disable()
+        for number in range(options.steps + WARM_UP):
+            for name, side in sides.items():
+                spent = side.step()
+                if number >= WARM_UP:
+                    seconds[name].append(spent)
+        gc.enable()
+        base = float(np.mean(seconds["vLLM"]))
+        for name, values in seconds.items():
+            mean, p99 = 1e3 * float(np.mean(values)), 1e3 * float(np.percentile(values, 99))
+            running, waiting = sides[name].counts()
+            row = {"scheduler": name, "running": running, "waiting": waiting, "mean_ms": round(mean, 3)}
+            row |= {"p99_ms": round(p99, 3), "more_than_vllm_ms": round(mean - 1e3 * base, 3)}
+            sys.stdout.write(json.dumps(row) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
