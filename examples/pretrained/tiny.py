@@ -300,7 +300,7 @@ def make_tokenizer(prompts: Sequence[str]) -> Tokenizer:
     counts = Counter(
         word for prompt in prompts for word in {word for word, _ in split.pre_tokenize_str(prompt)}
     )
-    words = ["[UNK]", *(word for word, count in counts.most_common() if count >= 2 and word != "[UNK]")]
+    words = ["[UNK]", *sorted(word for word, count in counts.items() if count >= 2 and word != "[UNK]")]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
     tokenizer.pre_tokenizer = split
     return tokenizer
@@ -334,7 +334,7 @@ def tiny(config: TinyConfig) -> None:
     teacher = open_runtime(config.teacher, provider="cpu")
     prompts, share = real_prompts(files)
     prompts += made_up_prompts(prompts, share, config.made_up, config.seed)
-    targets = kept_targets(out / "tiny_targets.npz", teacher, prompts)
+    targets = stored_targets(out / "tiny_targets.npz", teacher, prompts)
     folder = out / NAME
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -379,11 +379,11 @@ def _is_castillo(file: Path) -> bool:
     return file.stem.startswith("castillo")
 
 
-def kept_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
+def stored_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
     """The teacher's predictions [P, M, 2], out of the file if it has these, by this teacher; else into it."""
     key = f"{teacher.artifact.manifest.artifact_version} {sha256_text(prompts)}"
-    if file.is_file() and str((kept := np.load(file))["key"]) == key:
-        targets: Floats = kept["targets"]
+    if file.is_file() and str((stored := np.load(file))["key"]) == key:
+        targets: Floats = stored["targets"]
         return targets
     targets = teacher_predictions(teacher, prompts)
     with atomic_file(file) as temporary, open(temporary, "wb") as stream:
@@ -397,14 +397,14 @@ def sha256_text(texts: Sequence[str]) -> str:
 
 def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
     """All of it but what follows from the files."""
-    given = teacher.artifact.manifest
+    source = teacher.artifact.manifest
     return Manifest.model_construct(
         artifact_id=NAME,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         heads=("length",),
         encoder=EncoderCard(
             architecture="hashed n-grams",
-            source=f"{given.artifact_id} {given.artifact_version}",
+            source=f"{source.artifact_id} {source.artifact_version}",
             num_parameters=sum(weight.numel() for weight in network.tables.parameters()),
             num_layers=None,
             width=sum(WIDTHS),
@@ -414,10 +414,10 @@ def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
         pad_token_id=0,
         opset=OPSET,
         precision="int8",
-        nu=given.nu,
-        served_models=given.served_models,
+        nu=source.nu,
+        served_models=source.served_models,
         conditioning=Conditions(unknown_models=True, temperature=False),
-        training_data=given.training_data,
+        training_data=source.training_data,
         versions=versions_of(("numpy", "tokenizers", "torch")),
         license="Apache-2.0",
     )
