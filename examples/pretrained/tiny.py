@@ -63,6 +63,8 @@ Predicts what [tailcast-minilm](README.md) predicts, within 100 microseconds and
 
 Made by `make tiny DATA=FOLDER` (examples/pretrained/tiny.py). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} prompts made up of them, and tailcast-minilm's predictions of all for {served_models} served models. An unknown served model is the mean of these. Sampling temperature is no input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
 
+It counts words and their neighbors. Of prompts unlike those of its training it says less than tailcast-minilm, and of some nothing (last table).
+
 ## In distribution
 
 CASTILLO, prompts that were used neither for training nor for calibration, of either predictor:
