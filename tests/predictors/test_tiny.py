@@ -89,7 +89,7 @@ def test_a_changed_or_truncated_file_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     shutil.copytree(FOLDERS[TINY], folder)
     whole = (folder / WEIGHTS).read_bytes()
-    for size in (0, 100, len(whole) // 2, len(whole) - 1):
+    for size in (100, len(whole) // 2, len(whole) - 1):
         (folder / WEIGHTS).write_bytes(whole[:size])
         with pytest.raises(
             InputError, match=r"artifact file model\.npz: got .*allowed: a whole file of the weights"
