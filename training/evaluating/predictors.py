@@ -142,7 +142,9 @@ def open_predictor(
     if (path / CONFIG).is_file():
         return _open_checkpoint(path, options)
     raise InputError(
-        field, str(path), "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train"
+        field,
+        str(path),
+        "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train",
     )
 
 
