@@ -277,9 +277,11 @@ class Simulation:
         if now >= self._next_tick_s:
             self._tick(now)
             self._count_replicas(now)
-        next_s = until_s = source.next_s
+        next_s = source.next_s
+        # What comes to one of several replicas shortens the run of its steps, see `_reach`.
+        until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
         if self._changes:
-            next_s = until_s = min(until_s, self._changes[-1].time_s)
+            next_s, until_s = min(next_s, self._changes[-1].time_s), min(until_s, self._changes[-1].time_s)
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
         for replica in replicas.values():
@@ -357,6 +359,7 @@ class Simulation:
         self._delivered[name] = prediction
         replica_id = self._dispatcher.replica_of(name)
         if replica_id is not None:
+            self._reach(self._replicas[replica_id], now)
             self._replicas[replica_id].scheduler.update(name, prediction, now)
 
     def _arrive(self, row: TraceRequest) -> None:
@@ -381,6 +384,12 @@ class Simulation:
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
 
+    def _reach(self, replica: SimulatedReplica, now: float) -> None:
+        """Something reaches the replica now: it is considered at the end of the single step that is under way."""
+        replica.shorten(now)
+        if replica.step is not None and replica.step.end_s <= now:
+            self._complete(replica, replica.step)
+
     def _end_request(self, row: TraceRequest, now: float) -> None:
         self._source.end_request(row, now)
         if self._progress is not None:
@@ -393,6 +402,7 @@ class Simulation:
         snapshots = self._snapshots(dispatcher, keep_requests=dispatcher.router.needs_requests)
         for item, replica_id in dispatcher.dispatch({one.replica_id: one for one in snapshots}, now):
             request, replica = item.request, self._replicas[replica_id]
+            self._reach(replica, now)
             cached = replica.prefix_cache.hit(self._rows[request.request_id])
             if cached:
                 request = replace(request, cached_prefix_tokens=cached)

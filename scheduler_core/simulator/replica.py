@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -216,6 +217,22 @@ class SimulatedReplica:
             run.num_done += steps
         self.step = Step(plan, steps, now, end_s, end_s)
         return self.step
+
+    def shorten(self, now: float) -> None:
+        """Something reaches the replica: of several steps taken at once only those remain that have begun before now."""
+        step = self.step
+        if step is None or step.num_steps == 1 or step.end_s <= now:
+            return
+        if self._run is None:
+            steps = bisect_left(self._chunk_ends, now) + 1
+            self._chunk_ends = self._chunk_ends[:steps]
+            step.end_s = self._chunk_ends[-1]
+        else:
+            self._run.num_done -= step.num_steps
+            steps = self._run.steps_to_reach(now, step.num_steps)
+            step.end_s = self._run.end_s(steps)
+            self._run.num_done += steps
+        step.num_steps = steps
 
     def _repeat_chunk(self, plan: StepPlan, end_s: float, until_s: float) -> list[float]:
         """Ends of this step, which ends at `end_s`, and of those that process one more chunk of the same prompt each."""

@@ -68,10 +68,19 @@ def test_one_replica_gives_exactly_the_results_of_the_loop_of_one(policy: str, e
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["jsq", "least_kv", "predicted_work", "llumnix"])
-def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(name: str) -> None:
-    trace = random_trace(60, seed=4, rate_rps=15.0)
-    single, many = (simulate(trace, router(name), 3, exact_steps=exact) for exact in (True, False))
+@pytest.mark.parametrize("policy", ["tie", "uniboost"])
+@pytest.mark.parametrize("most_prompt", [200, 1200])
+@pytest.mark.parametrize("name", ["random", "jsq", "least_kv", "predicted_work", "llumnix"])
+def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(
+    name: str, most_prompt: int, policy: str
+) -> None:
+    """Runs of decodes or of chunks end where a request reaches that replica; another's arrivals do not matter."""
+    trace = random_trace(60, seed=4, rate_rps=15.0 if most_prompt == 200 else 2.0, most_prompt=most_prompt)
+    delays_s = {row.request_id: 0.3 for row in trace.requests}
+    single, many = (
+        simulate(trace, router(name), 3, policy, exact_steps=exact, delays_s=delays_s)
+        for exact in (True, False)
+    )
     assert sorted(single.records, key=lambda record: record.request_id) == sorted(
         many.records, key=lambda record: record.request_id
     )
