@@ -171,7 +171,7 @@ class TinyNetwork(nn.Module):
             nn.init.normal_(table.weight, 0.0, scale)  # type: ignore[arg-type]
         width = sum(WIDTHS) + 3
         self.norm = nn.BatchNorm1d(width)
-        self.layers = nn.ModuleList([nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, HIDDEN)])
+        self.first, self.second = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
         self.output = nn.Linear(HIDDEN, mean.numel())
         self.dropout = nn.Dropout(0.1)
         with torch.no_grad():
@@ -191,10 +191,10 @@ class TinyNetwork(nn.Module):
         ]
         lengths = np.stack(length_features(num_tokens.numpy()), axis=1)
         features = self.dropout(self.norm(torch.cat([*sums, torch.from_numpy(lengths)], dim=1)))
-        for layer in self.layers:
+        for layer in (self.first, self.second):
             features = self.dropout(torch.relu(layer(features)))
         outputs: Tensor = self.output(features)
-        return outputs.unflatten(1, (-1, 2))
+        return outputs.view(len(outputs), -1, 2)
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Content of the file of weights: tables as int8 with a scale for each row, the normalization inside the first layer, and as served model 0
@@ -202,13 +202,14 @@ class TinyNetwork(nn.Module):
         """
         content: dict[str, NDArray[Any]] = {}
         for name, table in zip(TABLES, self.tables, strict=True):
-            weight = table.weight.detach().numpy()
-            scale = np.abs(weight).max(axis=1, keepdims=True) / 127
-            content |= {name: np.round(weight / scale).astype(np.int8), f"{name}_scale": scale}
-        first, second = self.layers
-        gain = self.norm.weight / torch.sqrt(self.norm.running_var + self.norm.eps)
-        shift = self.norm.bias - self.norm.running_mean * gain
-        outputs = self.output.weight.unflatten(0, (-1, 2)), self.output.bias.unflatten(0, (-1, 2))
+            vectors = table.get_parameter("weight").detach().numpy()
+            scale = np.abs(vectors).max(axis=1, keepdims=True) / 127
+            content |= {name: np.round(vectors / scale).astype(np.int8), f"{name}_scale": scale}
+        first, second = self.first, self.second
+        mean, variance = self.norm.get_buffer("running_mean"), self.norm.get_buffer("running_var")
+        gain = self.norm.weight / (variance + self.norm.eps) ** 0.5
+        shift = self.norm.bias - mean * gain
+        outputs = self.output.weight.view(-1, 2, HIDDEN), self.output.bias.view(-1, 2)
         layers = (
             ((first.weight * gain).T, first.bias + first.weight @ shift),
             (second.weight.T, second.bias),
@@ -260,7 +261,7 @@ def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size:
     targets = data.targets
     network = TinyNetwork(num_tokens, targets.mean(0))
     tables = {id(table.weight) for table in network.tables}
-    optimizers = (
+    optimizers: tuple[torch.optim.Optimizer, ...] = (
         torch.optim.SparseAdam([one for one in network.parameters() if id(one) in tables], lr=4e-3),
         torch.optim.AdamW([one for one in network.parameters() if id(one) not in tables], lr=2e-3),
     )
@@ -346,7 +347,7 @@ def tiny(config: TinyConfig) -> None:
     data = Prompts.of(prompts, tokenizer, targets, files.training, names)
     network = train(data, tokenizer.vocabulary_size, config.epochs, config.seed)
     content = network.arrays()
-    np.savez_compressed(folder / WEIGHTS, **content)
+    np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     held_out = Prompts.of(
         list(dict.fromkeys(pd.read_parquet(files.calibration).prompt)),
         tokenizer,
@@ -354,7 +355,8 @@ def tiny(config: TinyConfig) -> None:
         {files.calibration: 1.0},
         names,
     )
-    np.savez_compressed(folder / WEIGHTS, **calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu))
+    content = calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu)
+    np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
     write_manifest(folder, manifest_of(network, teacher))
     if config.report:
         (out / "TINY.md").write_text(
