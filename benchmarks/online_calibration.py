@@ -6,8 +6,8 @@
 DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (a list per row; 15,000 and more is
 truncated). For each served model a predictor is trained on the others (or on that model, without the source): ridge
 regressions of mean ln length and of ln deviation on frozen MiniLM embeddings and ln prompt_tokens, scaled to out-of-fold
-residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them. The
-stream is (prompt, one output of the model) in random order, from the start again where it is too short. After each of
+residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them, and each
+seed draws them anew. The stream is (prompt, one output of the model) in random order, from the start again where it is too short. After each of
 `--counts` ended requests all evaluation outputs are scored under the corrected predictions. The reference is trained on
 the model's own training prompts, of all sources.
 
@@ -73,7 +73,7 @@ class Rows:
         prompts, models, sources: [N].
         prompt_tokens: [N].
         tokens: Lengths of the outputs, at most MAX_TOKENS [N, S].
-        split: In [0, 1), the same for all rows of a prompt [N].
+        split: In [0, 1), the same for all rows of a prompt [N]; see `drawn`.
         mu, sigma, nu: Predicted [N].
     """
 
@@ -102,23 +102,22 @@ def read_rows(files: Sequence[str]) -> Rows:
     else:
         prompt_tokens = np.array([1 + len(prompt) // 4 for prompt in prompts])
     tokens = np.array(table["output_tokens"].to_pylist(), dtype=np.int64)
-    split = [int(hashlib.sha256(prompt.encode()).hexdigest()[:8], 16) / 2**32 for prompt in prompts]
-    unknown = np.full(len(prompts), np.nan)
-    return Rows(
-        prompts,
-        models,
-        sources,
-        prompt_tokens,
-        np.clip(tokens, 1, MAX_TOKENS),
-        np.array(split),
-        unknown,
-        unknown,
-        unknown,
-    )
+    nothing = np.full(len(prompts), np.nan)
+    tokens = np.clip(tokens, 1, MAX_TOKENS)
+    return drawn(Rows(prompts, models, sources, prompt_tokens, tokens, *[nothing] * 4), 0)
+
+
+def drawn(rows: Rows, seed: int, first: float = 0.0) -> Rows:
+    """The rows with a split drawn by prompt, uniform between `first` and 1."""
+    unit = {
+        prompt: int(hashlib.sha256(f"{seed}\0{prompt}".encode()).hexdigest()[:8], 16) / 2**32
+        for prompt in set(rows.prompts.tolist())
+    }
+    return replace(rows, split=np.array([first + (1 - first) * unit[prompt] for prompt in rows.prompts]))
 
 
 def with_predictions(rows: Rows, file: str) -> Rows:
-    """The rows that the table has a prediction for; two thirds of their prompts become the stream."""
+    """The rows that the table has a prediction for."""
     table = pq.read_table(file, columns=["prompt", "model", "mu", "sigma", "nu"]).to_pydict()
     found = {
         (prompt, model): values
@@ -131,18 +130,18 @@ def with_predictions(rows: Rows, file: str) -> Rows:
     values = np.array([found[keys[row]] for row in kept.tolist()], dtype=np.float64).T
     fields = ("prompts", "models", "sources", "prompt_tokens", "tokens")
     chosen = replace(rows, **{name: getattr(rows, name)[kept] for name in fields})
-    return replace(chosen, split=0.5 + rows.split[kept] / 2, mu=values[0], sigma=values[1], nu=values[2])
+    return replace(chosen, split=rows.split[kept], mu=values[0], sigma=values[1], nu=values[2])
 
 
 def with_artifact(rows: Rows, artifact: str) -> Rows:
-    """The rows with an artifact's predictions for an unknown served model; two thirds of the prompts become the stream."""
+    """The rows with an artifact's predictions for an unknown served model."""
     predictor = open_predictor(artifact_folder(artifact), InferenceOptions(progress=False))
     nothing = [None] * len(rows.prompts)
     predicted = predictor.predict(rows.prompts.tolist(), nothing, nothing)
     if predicted.mu is None or predicted.sigma is None:
         raise InputError("--predictions", artifact, "an artifact with the length head")
     nu = np.broadcast_to(np.asarray(predicted.nu, np.float64), len(rows.prompts))
-    return replace(rows, split=0.5 + rows.split / 2, mu=predicted.mu, sigma=predicted.sigma, nu=nu)
+    return replace(rows, mu=predicted.mu, sigma=predicted.sigma, nu=nu)
 
 
 def embeddings(prompts: Sequence[str], cache: Path) -> FloatArray:
@@ -227,8 +226,9 @@ def scores(rows: Rows, at: Indices, mu: FloatArray, sigma: FloatArray) -> Scores
     )
     result = score_outputs(mu, sigma, rows.nu[at], outputs).summary()
     tau = kendall_tau(np.repeat(mu, num_samples), lengths) or 0.0
-    coverage = (100 * (result["coverage"][percent(level)]["estimate"] or 0.0) for level in COVERAGE_LEVELS)
-    return tau, result["crps_log_tokens"], *coverage
+    estimates = (result["coverage"][percent(level)]["estimate"] for level in COVERAGE_LEVELS)
+    # Where every predicted quantile is beyond the limit there is no coverage.
+    return tau, result["crps_log_tokens"], *(np.nan if one is None else 100 * one for one in estimates)
 
 
 def streamed(
@@ -268,24 +268,34 @@ def study(
     """Scores of each left-out unit: after each count [U, C, 5], of the trained predictor [U, 5]; and the units."""
     models, sources = (sorted(set(column.tolist())) for column in (rows.models, rows.sources))
     units = [(model, source) for source in ([""] if leave_out == "model" else sources) for model in models]
+    # Without features nothing is trained: two thirds of the prompts are the stream.
+    splits = [drawn(rows, seed, 0.0 if features is not None else 0.5).split for seed in range(seeds)]
     names, results, trained = [], [], []
     for model, source in units:
-        is_model, is_training = rows.models == model, rows.split < 0.5
+        is_model = rows.models == model
         unit = is_model & (rows.sources == source) if source else is_model
-        stream = np.flatnonzero(unit & (rows.split >= 0.5) & (rows.split < 0.85))
-        evaluation = np.flatnonzero(unit & (rows.split >= 0.85))
-        if min(len(stream), len(evaluation)) < MIN_ROWS:
+        runs, references = [], []
+        for seed, split in enumerate(splits):
+            rows = replace(rows, split=split)
+            is_training = split < 0.5
+            stream = np.flatnonzero(unit & (split >= 0.5) & (split < 0.85))
+            evaluation = np.flatnonzero(unit & (split >= 0.85))
+            if min(len(stream), len(evaluation)) < MIN_ROWS:
+                break
+            if features is not None:
+                others = ~is_model if leave_out == "model" else is_model & ~unit
+                predict = predictor(features, rows, np.flatnonzero(is_training & others))
+                mu, sigma = predict(np.arange(len(rows.mu)))
+                rows = replace(rows, mu=mu, sigma=sigma, nu=np.full(len(mu), NU))
+                own = predictor(features, rows, np.flatnonzero(is_training & is_model))
+                references.append(scores(rows, evaluation, *own(evaluation)))
+            runs.append(streamed(rows, stream, evaluation, counts, seed))
+        if len(runs) < seeds:
             continue
-        if features is not None:
-            others = ~is_model if leave_out == "model" else is_model & ~unit
-            predict = predictor(features, rows, np.flatnonzero(is_training & others))
-            mu, sigma = predict(np.arange(len(rows.mu)))
-            rows = replace(rows, mu=mu, sigma=sigma, nu=np.full(len(mu), NU))
-            own = predictor(features, rows, np.flatnonzero(is_training & is_model))
-            trained.append(scores(rows, evaluation, *own(evaluation)))
+        if references:
+            trained.append(np.mean(references, axis=0))
         names.append(f"{model} {source}".strip())
-        runs = [streamed(rows, stream, evaluation, counts, seed) for seed in range(seeds)]
-        results.append(np.mean(runs, axis=0))
+        results.append(np.nanmean(runs, axis=0))
         print(names[-1], f"CRPS {results[-1][0][1]:.3f} -> {results[-1][-1][1]:.3f}", file=sys.stderr)
     return np.array(results), np.array(trained) if trained else None, names
 
@@ -351,8 +361,10 @@ def table(counts: Sequence[int], results: FloatArray, trained: FloatArray | None
         for column, digits in ((0, 3), (1, 3)):
             one = interval(values[:, column].tolist())
             cells.append(f"{one.mean:.{digits}f} ± {one.high - one.mean:.{digits}f}")
-        cells.append(" / ".join(f"{value:.1f}" for value in values[:, 2:].mean(axis=0)))
-        cells.append(" / ".join(f"{value:.1f}" for value in np.abs(values[:, 2:] - targets).mean(axis=0)))
+        cells.append(" / ".join(f"{value:.1f}" for value in np.nanmean(values[:, 2:], axis=0)))
+        cells.append(
+            " / ".join(f"{value:.1f}" for value in np.nanmean(np.abs(values[:, 2:] - targets), axis=0))
+        )
         closed = "-"
         if trained is not None:
             gap = results[:, 0, 1].mean() - trained[:, 1].mean()

@@ -125,8 +125,8 @@ def _in_order(model: PromptPredictor, inputs: Sequence[str], outputs: Sequence[s
             self.model = model
 
         def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-            outputs = self.model(**dict(zip(inputs, tensors, strict=True)))
-            return tuple(outputs[name] for name in outputs)
+            predicted = self.model(**dict(zip(inputs, tensors, strict=True)))
+            return tuple(predicted[name] for name in outputs)
 
     return InOrder().eval()
 

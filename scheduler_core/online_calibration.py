@@ -7,17 +7,18 @@ The prediction ln X = mu + sigma T of a request becomes ln X = mu' + sigma' T wi
 f within +-4. Zero coefficients leave a prediction as it is. They are the MAP estimate under normal priors of mean 0, by one
 scoring step for each request: with r = (ln x - mu') / sigma' and w = (nu + 1) / (nu + r^2),
 
-    score of mu'        g = w r / sigma'          information  i = w / sigma'^2
+    score of mu'        g = w r / sigma'          information  i = w (nu + 1) / (nu + 3) / sigma'^2
     score of ln sigma'  g = h (w r^2 - 1)         information  i = 2 nu / (nu + 3)
 
-(Lange, Little and Taylor 1989), A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision of the prior:
-recursive least squares whose weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and
-2 - `RIGHT` for r < 0, keeps the mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit
-both sides, schedulers need the longer one.
+(Lange, Little and Taylor 1989; w has mean 1 where the parameters are right, and i that of the expected information),
+A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision of the prior: recursive least squares whose
+weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, keeps the
+mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit both sides, schedulers need the
+longer one.
 
 An output known to be longer than x (truncated at max_tokens, or aborted) has the expected score given that: hazard(r) in
-place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, (nu + 1) / (nu + 3) in place of w, the part
-F(r) that x excludes.
+place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, 1 in place of w, the part F(r) that x
+excludes.
 
 Two safeguards for each served model: corrections are in use while they have made the outputs of the window more likely
 (the coefficients are learned in any case); and where the corrected predictions fail the test of `drift_detector`, what has
@@ -200,10 +201,10 @@ class _ServedModel:
             growth = weighted * residual - 1.0
         else:
             fraction, weighted = student_t_cdf(residual, nu), student_t_hazard(residual, nu)
-            weight = (nu + 1) / (nu + 3)
+            weight = 1.0
             growth = weighted * residual
         growth *= RIGHT if residual > 0 else 2.0 - RIGHT
-        information = fraction * np.array([weight / (sigma * sigma), 2 * nu / (nu + 3)])
+        information = fraction * np.array([weight * (nu + 1) / (sigma * sigma), 2 * nu]) / (nu + 3)
         steps = corrected.mu - raw.mu, math.log(corrected.sigma / raw.sigma)
         response = information * steps + (weighted / sigma, growth)
         self.information *= self.kept

@@ -80,8 +80,9 @@ class FeatureRuntime:
         graph = onnx.load(self._graph, load_external_data=False).graph
         dependent, head = {"served_model"}, []
         for node in graph.node:
-            # A shape does not depend on values; the encoder may take the size of the batch from this input.
-            if node.op_type != "Shape" and dependent.intersection(_inputs(node)):
+            # The shape of this input does not depend on its values; the encoder may take the size of the batch from it.
+            is_shape = node.op_type == "Shape" and node.input[0] == "served_model"
+            if not is_shape and dependent.intersection(_inputs(node)):
                 dependent.update(node.output)
                 head.append(node)
         constants = {tensor.name: tensor for tensor in graph.initializer}

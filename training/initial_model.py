@@ -100,7 +100,8 @@ def _fresh(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialMo
             served_models=names,
             width=options.width,
             temperature=options.temperature,
-            unknown=options.served_model_dropout > 0,
+            unknown=options.served_model_dropout > 0 or options.unknown_is_mean,
+            unknown_is_mean=options.unknown_is_mean,
         )
     predictor = PredictorConfig(
         encoder=config.encoder,

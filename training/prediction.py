@@ -112,13 +112,14 @@ def predict_prompts(
     model.eval()
     parts: list[dict[str, torch.Tensor]] = []
     with torch.inference_mode():
-        for start in range(0, max(len(prompts), 1), ROWS_PER_CALL):
-            rows = slice(start, start + ROWS_PER_CALL)
-            numbers_of_models = served[rows].to(device)
-            scores = model.scores(
-                features[row_prompt[rows]].to(device), numbers_of_models, temperature[rows].to(device)
+        # An unknown served model may be a row for each known one.
+        step = max(1, ROWS_PER_CALL // max(1, model.num_models))
+        for start in range(0, max(len(prompts), 1), step):
+            rows = slice(start, start + step)
+            prompts_of_rows = features[row_prompt[rows]].to(device)
+            parts.append(
+                model.predict(prompts_of_rows, served[rows].to(device), temperature[rows].to(device))
             )
-            parts.append(model.outputs(scores, numbers_of_models))
     model.train(was_training)
     return {name: torch.cat([part[name] for part in parts]).cpu().double().numpy() for name in parts[0]}
 

@@ -30,7 +30,7 @@ LATENCIES = {
     f"{name}_{level}": f"{name.upper()} {level if level == 'mean' else level.upper() if level != 'max' else level}"
     for name in ("ttft", "ttlt")
     for level in ("mean", *LEVELS)
-} | {"per_token_mean": "per token", "per_token_p90": "per token P90"}
+} | {"per_token_mean": "per token", "per_token_p90": "per token P90", "per_token_p99": "per token P99"}
 
 #: (load, bursts, side) -> repetition -> metric -> value.
 Metrics = dict[tuple[float, bool, str], dict[int, dict[str, float]]]

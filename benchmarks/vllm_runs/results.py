@@ -36,7 +36,7 @@ Steps = Sequence[Sequence[float]]
 def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[str, float]:
     """Metrics of one run's requests; times are seconds from the run's begin, arrivals those that were due.
 
-    TTFT and TTLT in seconds (mean and `LEVELS`), seconds per output token (mean and P90 over requests).
+    TTFT and TTLT in seconds (mean and `LEVELS`), seconds per output token (mean, P90, P99 over requests).
     """
     arrival, first, finish, tokens = (
         np.array([row[name] for row in rows], float) for name in (*times, "output_tokens")
@@ -45,6 +45,7 @@ def run_metrics(rows: Sequence[Mapping[str, Any]], times: Times = REAL) -> dict[
     metrics = {
         "per_token_mean": float(np.mean(per_token)),
         "per_token_p90": float(np.percentile(per_token, 90)),
+        "per_token_p99": float(np.percentile(per_token, 99)),
     }
     for name, values in (("ttft", first - arrival), ("ttlt", finish - arrival)):
         metrics[f"{name}_mean"] = float(np.mean(values))

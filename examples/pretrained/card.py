@@ -29,7 +29,7 @@ Made by `make pretrained DATA=FOLDER` (examples/pretrained). Licence: Apache-2.0
 | {sources} | MIT, Apache-2.0 or CC0-1.0 | train |
 | {set_aside} | MIT or Apache-2.0 | set aside: reported on only |
 
-Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own; all others, and in training one row in five of those, are the unknown served model. Encoder: all-MiniLM-L6-v2 (Apache-2.0).
+Lengths only; no answer texts. Of the many served models of these sources {named} have a name of their own. For any other one the prediction is the mean over those {named}, and sigma includes the differences between them. Encoder: all-MiniLM-L6-v2 (Apache-2.0).
 
 ## What it predicts well, and what not
 
@@ -71,7 +71,7 @@ def card(
     )
     text += (
         "\n## Without the served model's name\n\nThe same prompts, means over the served models: with the name withheld "
-        "(unknown), as the mean of mu over the other known names, and by name. Training saw these served models.\n\n"
+        "(unknown: the mean over all known names), as the mean of mu over the other known names, and by name. Training saw these served models.\n\n"
     )
     text += markdown([withheld])
     text += (

@@ -16,8 +16,8 @@ class Calibration:
     """mu' = mu + mu_shift[m] sigma, sigma' = sigma sigma_scale[m], m the served model's number.
 
     Attributes:
-        sigma_scale: Above 0 [num_models + 1]; entry 0 is for an unknown served model, and for predictors that are
-            not conditioned on it.
+        sigma_scale: Above 0 [num_models + 1]; entry 0 is for an unknown served model (unused where that is the mean over
+            the known ones), and for predictors that are not conditioned on it.
         mu_shift: In units of the uncalibrated sigma [num_models + 1].
     """
 

@@ -25,12 +25,14 @@ class Conditioning:
         temperature: Also the sampling temperature.
         unknown: Number 0 was trained, by hiding the served model at random; without it a predictor refuses LLMs that
             are not in the list.
+        unknown_is_mean: Predict for number 0 the mean over all others, in place of what was trained for it.
     """
 
     served_models: tuple[str, ...]
     width: int = 32
     temperature: bool = True
     unknown: bool = True
+    unknown_is_mean: bool = False
 
     def __post_init__(self) -> None:
         names = self.served_models

@@ -44,7 +44,7 @@ class Head:
         return None
 
     def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
-        """The network: features [B, F] and, if conditioned, conditions [B, C] or None, to scores [B, ...]."""
+        """The network: features [P, F] and, if conditioned, conditions [R, C] or None and row_prompt, to scores [R, ...]."""
         return ConditionedTower(num_features, num_conditions, self.tower, self.num_scores, generator)
 
     def outputs(self, scores: Tensor, statistics: Normalization) -> dict[str, Tensor]:
@@ -128,10 +128,12 @@ class LengthTowers(nn.Module):
         self.nu = ConditionedTower(*options) if head.learn_nu else None
         self.within = ConditionedTower(*options) if head.within else None
 
-    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
-        """Features [B, F] and conditions [B, C] -> [B, 2 to 4]."""
+    def forward(
+        self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
+    ) -> Tensor:
+        """As `ConditionedTower.forward` -> [R, 2 to 4]."""
         towers = [tower for tower in (self.mu, self.sigma, self.nu, self.within) if tower is not None]
-        return torch.cat([tower(features, conditions) for tower in towers], dim=-1)
+        return torch.cat([tower(features, conditions, row_prompt) for tower in towers], dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

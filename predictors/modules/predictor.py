@@ -173,12 +173,14 @@ class PromptPredictor(nn.Module):
         Returns:
             By head: [R, ...], of heads that are not conditioned [P, ...].
         """
-        rows = features if row_prompt is None else features[row_prompt]
         conditions = None
         if self.conditions is not None:
+            rows = features if row_prompt is None else features[row_prompt]
             conditions = self.conditions(rows, served_model, temperature)
         return {
-            name: self.heads[name](rows, conditions) if head.is_conditioned else self.heads[name](features)
+            name: self.heads[name](features, conditions, row_prompt)
+            if head.is_conditioned
+            else self.heads[name](features)
             for name, head in self.config.heads.items()
         }
 
@@ -211,6 +213,35 @@ class PromptPredictor(nn.Module):
             outputs["sigma"] = (sigma * self.sigma_scale[row]).clamp_min(SIGMA_FLOOR)
         return outputs
 
+    def predict(
+        self, features: Tensor, served_model: Tensor | None = None, temperature: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """As `outputs`, of prompts' features [B, F]; served_model and temperature as in `scores`, [B].
+
+        With `Conditioning.unknown_is_mean` an unknown served model gets the means of the outputs for all known ones; for
+        sigma^2, the mean of sigma^2 and the variance of mu (law of total variance).
+        """
+        conditioning = self.config.conditioning
+        if conditioning is None or not conditioning.unknown_is_mean:
+            return self.outputs(self.scores(features, served_model, temperature), served_model)
+        if served_model is None:
+            served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
+        # A known served model is predicted by itself, an unknown one by all of them.
+        numbers, of = torch.arange(1, self.num_models + 1, device=features.device), served_model[:, None]
+        row, member = torch.where((of == 0) | (of == numbers))
+        number = member + 1
+        scores = self.scores(features, number, None if temperature is None else temperature[row], row)
+        heads = self.config.heads.items()
+        conditioned = {name: scores.pop(name) for name, head in heads if head.is_conditioned}
+        of_rows = self.outputs(conditioned, number)
+        weight = (row == torch.arange(features.shape[0], device=row.device)[:, None]).float()
+        weight = weight / weight.sum(dim=1, keepdim=True)
+        outputs = self.outputs(scores) | {name: weight @ values for name, values in of_rows.items()}
+        if "mu" in outputs:
+            deviation = of_rows["mu"] - outputs["mu"][row]
+            outputs["sigma"] = torch.sqrt(weight @ (of_rows["sigma"] ** 2 + deviation**2))
+        return outputs
+
     def forward(
         self,
         input_ids: Tensor,
@@ -225,5 +256,4 @@ class PromptPredictor(nn.Module):
             attention_mask: 1 at tokens, 0 at padding, int64 [B, S]; at least one token in each row.
             served_model, temperature: As in `scores`, [B].
         """
-        features = self.features(input_ids, attention_mask)
-        return self.outputs(self.scores(features, served_model, temperature), served_model)
+        return self.predict(self.features(input_ids, attention_mask), served_model, temperature)

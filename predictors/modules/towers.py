@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import check_choice
@@ -90,19 +91,35 @@ class ConditionedTower(nn.Module):
         num_first = 0
         if num_conditions and tower.hidden_sizes:
             num_first = [isinstance(layer, nn.Dropout) for layer in layers].index(True) + 1
-        self.first, self.rest = layers[:num_first], layers[num_first:]
+        self.first, self.rest = nn.Sequential(*list(layers)[:num_first]), layers[num_first:]
         self.scale = _zero_linear(num_conditions, tower.hidden_sizes[0]) if num_first else None
         self.shift = _zero_linear(num_conditions, width) if num_conditions else None
 
-    def forward(self, features: Tensor, conditions: Tensor | None) -> Tensor:
-        """Features [B, F] and conditions [B, C], None where there are none -> [B, num_outputs] or [B]."""
+    def forward(
+        self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
+    ) -> Tensor:
+        """Scores of R rows.
+
+        Args:
+            features: Of P prompts [P, F].
+            conditions: Of the rows [R, C]; None where there are none.
+            row_prompt: Prompt of each row, int64 [R]; None: R = P, one row for each.
+
+        Returns:
+            [R, num_outputs] or [R].
+        """
+        rows = slice(None) if row_prompt is None else row_prompt
         if conditions is None or self.shift is None:
-            scores: Tensor = self.rest(features)
+            scores: Tensor = self.rest(features[rows])
+        elif self.scale is None:
+            scores = self.rest(torch.cat([features[rows], conditions], dim=-1)) + self.shift(conditions)
         else:
-            hidden = self.first(torch.cat([features, conditions], dim=-1))
-            if self.scale is not None:
-                hidden = hidden * (1 + self.scale(conditions))
-            scores = self.rest(hidden) + self.shift(conditions)
+            # The first product, the largest one, of the features of each prompt only once.
+            linear, width = self.first[0], features.shape[-1]
+            assert isinstance(linear, nn.Linear)
+            hidden = functional.linear(features, linear.weight[:, :width], linear.bias)[rows]
+            hidden = self.first[1:](torch.addmm(hidden, conditions, linear.weight[:, width:].T))
+            scores = self.rest(hidden * (1 + self.scale(conditions))) + self.shift(conditions)
         return scores.squeeze(-1) if self.is_scalar else scores
 
 

@@ -153,6 +153,24 @@ def test_inputs_and_outputs_are_those_of_the_heads(
                 runtime.predict(["name"], [name])
 
 
+@pytest.mark.parametrize("legacy_exporter", [True, False])
+def test_the_mean_over_the_known_served_models_is_in_the_graph(
+    tmp_path: Path, *, legacy_exporter: bool
+) -> None:
+    conditioning = Conditioning(("a", "b", "c"), width=4, unknown_is_mean=True)
+    checkpoint = write_checkpoint(tmp_path, "bert", conditioning=conditioning)
+    options = {"legacy_exporter": legacy_exporter, "parity_tokens": 256, "parity_shapes": 0}
+    export(checkpoint, tmp_path / "a", **options)  # compared with torch
+    predicted = open_runtime(tmp_path / "a").predict(["name 3 rivers"] * 4, ["a", "other", "b", "c"])
+    known = [0, 2, 3]
+    for name, values in predicted.arrays().items():
+        if name != "sigma":
+            np.testing.assert_allclose(values[1], values[known].mean(axis=0), rtol=1e-5, err_msg=name)
+    assert predicted.mu is not None and predicted.sigma is not None  # noqa: PT018
+    variance = (predicted.sigma[known] ** 2).mean() + predicted.mu[known].var()
+    assert predicted.sigma[1] == pytest.approx(np.sqrt(variance), rel=1e-5)
+
+
 def test_abstain_threshold_is_the_users_or_the_checkpoints(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

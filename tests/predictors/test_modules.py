@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -221,6 +221,29 @@ def test_calibration_shifts_and_stretches_by_served_model(bert_folder):
         model.set_calibration(Calibration.identity(1))
 
 
+def test_an_unknown_served_model_may_be_the_mean_over_the_known_ones(bert_folder):
+    learned = predictor(bert_folder)
+    model = predictor(bert_folder, conditioning=replace(CONDITIONING, unknown_is_mean=True))
+    for each in (learned, model):
+        each.set_calibration(Calibration((9.0, 2.0, 0.5), (9.0, 0.25, -1.0)))
+    features = torch.rand(1, model.num_features).expand(4, -1)
+    numbers, temperature = torch.tensor([1, 0, 2, 0]), torch.full((4,), 0.5)
+    with torch.no_grad():
+        known, found = (each.predict(features, numbers, temperature) for each in (learned, model))
+        unset = model.predict(features)
+        torch.testing.assert_close(unset, model.predict(features, torch.zeros(4, dtype=torch.int64)))
+    assert set(found) == set(known)
+    for name, values in found.items():
+        torch.testing.assert_close(values[[0, 2]], known[name][[0, 2]])
+        if name not in ("sigma", "urgency"):
+            torch.testing.assert_close(
+                values[[1, 3]], known[name][[0, 2]].mean(0, keepdim=True).expand_as(values[[1, 3]])
+            )
+            assert not torch.allclose(values[1], known[name][1]), name
+    variance = (known["sigma"][[0, 2]] ** 2).mean() + known["mu"][[0, 2]].var(correction=0)
+    assert found["sigma"][1].item() == pytest.approx(math.sqrt(variance))
+
+
 @pytest.mark.parametrize(
     "encoder",
     ["microsoft/deberta-v3-base", "/no/such/folder", "package:no_such_package/model", "package:json/model"],
@@ -268,7 +291,11 @@ def test_a_tower_may_have_no_conditions_and_no_layers(hidden_sizes, num_conditio
     module = ConditionedTower(4, num_conditions, tower).eval()
     if not num_conditions:
         assert all("rest" in name for name, _ in module.named_parameters())
-    assert module(torch.zeros(3, 4), torch.ones(3, 2) if num_conditions else None).shape == (3, 1)
+    features, conditions = torch.rand(2, 4), torch.rand(3, 2) if num_conditions else None
+    rows = torch.tensor([1, 0, 1])
+    scores = module(features[rows], conditions)
+    assert scores.shape == (3, 1)
+    torch.testing.assert_close(module(features, conditions, rows), scores)
 
 
 RANK = Heads(rank=RankHead())

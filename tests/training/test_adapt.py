@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from predictors.artifact import KIND, open_artifact
+from predictors.pretrained import pretrained_path
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource
@@ -29,6 +30,8 @@ from tests.predictors.fakes import (
 from tests.predictors.proxy.fake_engine import chat, completion, running_engine, running_proxy
 from training.adapt import NOT_BETTER, AdaptConfig, adapt
 from training.cli_adapt import main
+from training.corrected_graph import FeatureRuntime
+from training.corrections import Requests
 
 #: Words that the tiny model knows, without those that break it.
 TEXT = WORDS[: WORDS.index("nan")]
@@ -221,3 +224,16 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
     again = open_runtime(tmp_path / "second", provider="cpu").predict(["name three rivers"], ["my-llm"])
     assert again.mu is not None
     assert again.mu[0] == pytest.approx(known.mu - 2.0, abs=0.4)
+
+
+def test_the_shipped_encoder_runs_once_for_predictions_as_several_served_models() -> None:
+    runtime = open_runtime(pretrained_path(), provider="cpu", threads_per_run=1)
+    prompts = np.array([f"{'word ' * number}?" for number in range(9)], dtype=object)
+    empty, ones = np.zeros((9, 0)), np.ones(9)
+    requests = Requests(prompts, prompts, prompts, 0.5 * ones, *[ones] * 7, features=empty)
+    for names in (["", "gpt-4o"], ["gpt-4o", ""]):
+        found = FeatureRuntime(runtime, 1).predict_as(requests, names)
+        for name in names:
+            alone = runtime.predict(prompts.tolist(), [name] * 9, [0.5] * 9)
+            np.testing.assert_allclose(found[name].mu, alone.mu, atol=1e-5)
+            np.testing.assert_allclose(found[name].sigma, alone.sigma, atol=1e-5)

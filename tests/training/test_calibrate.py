@@ -6,6 +6,9 @@ import json
 import math
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,6 +17,7 @@ from scipy import stats
 from data_gen.splits import overlap, smallest_hashes
 from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import load_checkpoint
+from predictors.modules.config import Conditioning
 from predictors.modules.heads import Heads, RankHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from training.calibrating.cli import main
@@ -212,6 +216,21 @@ def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry
     info = json.loads((tmp_path / "out" / "training.json").read_text())
     assert (info["calibration"]["method"], info["calibration"]["pooling"]) == ("quantiles", 1.0)
     assert "<td>unknown</td>" in (tmp_path / "report.html").read_text()
+
+
+def test_rows_of_unknown_served_models_say_nothing_of_a_mean_over_the_known_ones(tmp_path):
+    conditioning = Conditioning(MODELS, width=4, unknown_is_mean=True)
+    checkpoint = random_checkpoint(tmp_path, conditioning=conditioning)
+    data = write_drawn_answers(tmp_path / "a.parquet", checkpoint, num_prompts=60, num_answers=4)
+    table = pq.read_table(data)
+    known = pc.equal(table["model"], MODELS[0])
+    names = pc.if_else(known, table["model"], pa.scalar("another"))
+    pq.write_table(table.set_column(table.column_names.index("model"), "model", names), data)
+    args = [str(checkpoint), "--data", str(data), "--out", str(tmp_path / "out"), "--progress", "false"]
+    assert main([*args, "--method", "likelihood"]) in (0, 3)
+    summary = json.loads((tmp_path / "out/training.json").read_text())["calibration"]
+    assert summary["data"]["num_rows"] == 60
+    assert list(summary["coverage_of_conformal_rows"]["before"]["by_model"]) == ["1"]
 
 
 def test_a_calibration_that_makes_coverage_worse_says_so_and_exits_with_3(folder, tmp_path, caplog):

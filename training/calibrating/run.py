@@ -133,6 +133,11 @@ def _rows(config: CalibrateConfig, checkpoint: Checkpoint) -> EvaluationRows:
         if not isinstance(split, Mapping):
             raise InputError("split", config.split, "all: the predictor does not say how it split its data")
         fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
+    conditioning = checkpoint.config.conditioning
+    if conditioning is not None and conditioning.unknown_is_mean:
+        # An unknown served model has no calibration of its own: those of the known ones are in the mean.
+        names = fits.groups.column("model") or [None] * len(fits)
+        fits = fits.take(np.flatnonzero([conditioning.number_of(name) > 0 for name in names]))
     return EvaluationRows.of(fits)
 
 
