@@ -119,7 +119,7 @@ def test_the_shipped_one_predicts_for_any_model() -> None:
 
 
 def test_for_an_unknown_model_the_shipped_one_predicts_the_mean_over_the_known_ones() -> None:
-    runtime = open_runtime(pretrained_path(), provider="cpu")
+    runtime = open_runtime("pretrained", provider="cpu")
     names = runtime.artifact.manifest.served_models
     for prompt, temperature in ((PROMPT, None), ("Write a story about a river. " * 9, 0.7)):
         found = runtime.predict([prompt] * (len(names) + 1), [None, *names], [temperature] * (len(names) + 1))
