@@ -45,7 +45,7 @@ from predictors.manifest import MANIFEST
 from predictors.modules.config import Conditioning
 from predictors.modules.predictor import ConditionFeatures
 from predictors.modules.towers import ConditionedTower, Tower
-from predictors.pretrained import FOLDER
+from predictors.pretrained import shipped_folder
 from training.data import SampleLengths
 from training.evaluating.scores import kendall_tau
 from training.student_t import log_density, log_survival
@@ -582,8 +582,9 @@ def main(args: Sequence[str] | None = None) -> int:
             {name: one(file) for name, file in files.set_aside.items()},
         )
 
-    manifest = json.loads((FOLDER / MANIFEST).read_text(encoding="utf-8"))
-    shaped = shapes(str(FOLDER), *read(str(FOLDER), manifest["served_models"]))
+    folder = shipped_folder("pretrained")
+    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    shaped = shapes(str(folder), *read(str(folder), manifest["served_models"]))
     rows = read_rows(files.training, names, options.encoder, options.work)
     tune, report, others = read(options.encoder, names)
     runs: dict[str, list[dict[str, Array]]] = {name: [] for name in options.heads}

@@ -1,8 +1,8 @@
 """Choice of the replica by predicted lengths, against what LiteLLM and Ray Serve do by default.
 
     python -m benchmarks.routing simulated castillo_validation.parquet [--seeds 5] [--markdown docs/benchmarks.md]
-    python -m benchmarks.routing litellm --llama_server PATH [--rounds 3] [--markdown docs/benchmarks.md]
-    python -m benchmarks.routing ray --llama_server PATH [--rounds 3] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing litellm --llama_server PATH [--minutes 12] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing ray --llama_server PATH [--minutes 12] [--markdown docs/benchmarks.md]
 
 simulated: four engines in virtual time, FCFS, the simulator's default step times, at `--load` of their capacity, with
 `--slots` sequences each; prompts and lengths of CASTILLO that tailcast-minilm was not trained on, its predictions 20 ms after
@@ -11,10 +11,10 @@ the arrival. "without token events" is what Ray Serve reports to routers; "true 
 litellm, ray: two llama.cpp servers with one core and four slots each and SmolLM2-135M-Instruct, behind LiteLLM's Router in
 this process, or as replicas of a Ray Serve deployment. Streamed chats with the package's quickstart prompts, open loop
 (Poisson) at `--load` of the capacity measured before. All sides get the same requests, sampling seeds and times, in turn,
-round by round, in another order each round. The client, the router and the predictor share the two cores with the engines.
+round by round, in another order each round, with other requests each round. The client, the router and the predictor share the two cores with the engines.
 
-Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side, of
-the same seed or round, with 95 % intervals.
+Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side and
+to "least busy" of the same seed or round, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -58,8 +60,11 @@ HEADER = (
     "end-to-end mean",
     "P90",
     "P99",
-    "TTFT mean, ratio",
-    "end-to-end mean, ratio",
+    "TTFT mean / first",
+    "end-to-end mean / first",
+    "TTFT mean / least busy",
+    "P99",
+    "end-to-end mean / least busy",
 )
 MAX_TOKENS = 4096
 #: Of the real engines.
@@ -76,16 +81,17 @@ def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
 
 
 def table(runs: dict[str, list[FloatArray]]) -> str:
-    """One row for each side: the summaries of its runs, and ratios of means to the first side."""
-    base = np.array(next(iter(runs.values())))
+    """One row for each side: the summaries of its runs, and ratios to the first side and to "least busy"."""
+    values = {side: np.array(results) for side, results in runs.items()}
+    first, least_busy = next(iter(values)), next(side for side in values if "least busy" in side)
+    ratios = ((first, 0), (first, 3), (least_busy, 0), (least_busy, 2), (least_busy, 3))
     rows = []
-    for side, results in runs.items():
-        values = np.array(results)
-        cells = [f"{value:.2f}" for value in values.mean(axis=0)]
-        for column in (0, 3):
-            ratio = interval((values[:, column] / base[:, column]).tolist())
+    for side, results in values.items():
+        cells = [f"{value:.2f}" for value in results.mean(axis=0)]
+        for base, column in ratios:
+            ratio = interval((results[:, column] / values[base][:, column]).tolist())
             half = f" ± {ratio.high - ratio.mean:.2f}" if ratio.num > 1 else ""
-            cells.append("1" if values is base or np.array_equal(values, base) else f"{ratio.mean:.2f}{half}")
+            cells.append("1" if side == base else f"{ratio.mean:.2f}{half}")
         rows.append((side, *cells))
     return markdown_table(HEADER, rows)
 
@@ -181,13 +187,11 @@ class Chat:
 Send = Callable[[Chat], AsyncIterator[object]]
 
 
-def chats(num: int) -> list[Chat]:
-    """Prompts of the quickstart in random order."""
+def chats(num: int, seed: int) -> list[Chat]:
+    """Prompts of the quickstart, drawn at random."""
     prompts = sorted(set(pq.read_table(PROMPTS, columns=["prompt"])["prompt"].to_pylist()))
-    rng = np.random.default_rng(0)
-    return [
-        Chat(prompts[index], seed) for seed, index in enumerate(rng.integers(len(prompts), size=num).tolist())
-    ]
+    rng = np.random.default_rng(seed)
+    return [Chat(prompts[index], number) for number, index in enumerate(rng.integers(len(prompts), size=num))]
 
 
 @contextmanager
@@ -197,6 +201,7 @@ def engine(binary: str, core: int) -> Iterator[str]:
     command = [
         "taskset", "-c", str(core), binary, "-m", resolve_model(MODEL), "--host", "127.0.0.1", "--port", str(port),
         "-np", str(SLOTS), "-c", str(SLOTS * 1024), "-t", "1", "-tb", "1", "--threads-http", "4", "--no-webui",
+        "--no-cache-prompt",
     ]  # fmt: skip
     with running(command, lambda: _is_healthy(port), environment={}):
         yield f"http://127.0.0.1:{port}/v1"
@@ -246,19 +251,23 @@ async def rounds(
     options: argparse.Namespace, sides: dict[str, Callable[[], Any]]
 ) -> tuple[dict[str, list[FloatArray]], float]:
     """The summaries of all sides, and the capacity; a side is an asynchronous context manager of a `Send`."""
-    items = chats(options.requests)
+    begin = time.perf_counter()
+    items = chats(options.requests, 0)
     async with next(iter(sides.values()))() as send:
         await measured_capacity_rps(send, items[: 2 * SLOTS])  # warms up
         capacity_rps = await measured_capacity_rps(send, items)
     runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
     names = list(sides)
-    for number in range(options.rounds):
-        rng = np.random.default_rng(number)
+    for number in itertools.takewhile(
+        lambda number: number == 0 or time.perf_counter() - begin < 60 * options.minutes, itertools.count()
+    ):
+        rng, items = np.random.default_rng(number), chats(options.requests, 1 + number)
         due_s = np.cumsum(rng.exponential(1 / (options.load * capacity_rps), len(items))).tolist()
         for side in rng.permutation(names).tolist():
             async with sides[side]() as send:
                 await measured_capacity_rps(send, items[:SLOTS])  # loads the predictor
                 runs[side].append(await send_all(send, items, due_s))
+            print(number, side, runs[side][-1].round(2), file=sys.stderr)
     return runs, capacity_rps
 
 
@@ -365,7 +374,8 @@ class Forwarder:
 
         rank: Any = serve.get_replica_context().rank
         self._url = urls[getattr(rank, "rank", rank)]
-        self._session = aiohttp.ClientSession()
+        # The server closes idle connections without a word.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """The pieces of an output."""
@@ -388,12 +398,14 @@ def real(options: argparse.Namespace) -> str:
         if options.part == "ray":
             from scheduler_core.ray_cluster import LOCAL, ray_cluster
 
+            # By default replicas yield to the engines, which always have work.
+            os.environ.update(RAY_worker_niceness="0")
             stack.enter_context(ray_cluster(LOCAL, "ray", num_cpus=2))
         sides = litellm_sides(urls) if options.part == "litellm" else ray_sides(urls)
         runs, capacity_rps = asyncio.run(rounds(options, sides))
     return (
         f"Two llama.cpp servers with {SLOTS} slots each, {options.load:g} of {capacity_rps:.1f} requests/s, "
-        f"{options.requests} requests, {options.rounds} rounds, seconds:\n\n{table(runs)}"
+        f"{options.requests} requests, {len(next(iter(runs.values())))} rounds, seconds:\n\n{table(runs)}"
     )
 
 
@@ -411,8 +423,8 @@ def main() -> None:
     for name in ("litellm", "ray"):
         part = parts.add_parser(name)
         part.add_argument("--llama_server", required=True, help="the program llama-server of llama.cpp")
-        part.add_argument("--rounds", type=int, default=3)
-        part.add_argument("--requests", type=int, default=80)
+        part.add_argument("--minutes", type=float, default=12, help="no further round begins later")
+        part.add_argument("--requests", type=int, default=60)
         part.add_argument("--load", type=float, default=0.8)
     for part in parts.choices.values():
         part.add_argument("--markdown", help="page whose section is replaced")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from predictors.artifact import Artifact, open_artifact
-from predictors.manifest import MODEL, TOKENIZER, TensorSpec
+from predictors.manifest import TOKENIZER, TensorSpec
 from predictors.tokenizer import MAX_CHARS_PER_TOKEN
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_directory, folder_target
@@ -126,7 +126,7 @@ def _write_repository(artifact: Artifact, config: PackageConfig, folder: Path) -
     version.mkdir(parents=True)
     (version.parent / "config.pbtxt").write_text(_model_config(artifact, config), encoding="utf-8")
     for name in artifact.manifest.files:
-        if name.startswith(MODEL):
+        if name.startswith(artifact.graph.name):
             shutil.copyfile(artifact.path / name, version / name)
     shutil.copyfile(artifact.path / TOKENIZER, version / TOKENIZER)
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), version / "model.py")

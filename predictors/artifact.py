@@ -13,6 +13,7 @@ from pathlib import Path
 
 from predictors.manifest import MANIFEST, MODEL, SIGNATURE, Manifest, content_version, parse_manifest
 from predictors.pretrained import artifact_folder
+from predictors.tiny import WEIGHTS
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.files import RECORD, existing_file, sha256_file, write_json
 from scheduler_core.json_text import read_json_object
@@ -30,12 +31,19 @@ class Artifact:
     path: Path
     manifest: Manifest
 
+    @property
+    def graph(self) -> Path:
+        """The file model.onnx; InputError for a tiny predictor, which has none."""
+        if WEIGHTS in self.manifest.files:
+            raise InputError("artifact", self.manifest.artifact_id, f"an artifact with the file {MODEL}")
+        return self.path / MODEL
+
 
 def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> Artifact:
     """Reads and verifies an artifact folder.
 
     Args:
-        path: The folder; or the text "pretrained", the artifact that comes with tailcast.
+        path: The folder; or "pretrained" or "tiny", the artifacts that come with tailcast.
         public_key: PEM file of an Ed25519 key that the manifest has to be signed with; None: signatures are ignored.
 
     Raises:
@@ -45,7 +53,7 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
     """
     folder = artifact_folder(path)
     if not folder.is_dir():
-        allowed = "pretrained, or an existing artifact folder, as export-onnx writes it"
+        allowed = "pretrained, tiny, or an existing artifact folder, as export-onnx writes it"
         raise InputError("artifact", str(path), allowed)
     manifest_path = existing_file(folder / MANIFEST, "artifact")
     if public_key is not None:
@@ -74,11 +82,11 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
-    """Writes `manifest` into `folder`, with the hashes and the opset of the files there and the version of it all.
+    """Writes `manifest` into `folder`, with the hashes of the files there, the opset of the graph and the version of it all.
 
     Args:
         folder: Holds all other files of the artifact.
-        manifest: Its fields `files`, `opset` and `artifact_version` are replaced.
+        manifest: Its fields `files`, `artifact_version` and, where there is a graph, `opset` are replaced.
         version_prefix: Put before the version, as "PREFIX+".
 
     Returns:
@@ -87,14 +95,16 @@ def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: st
     Raises:
         InputError: A field is wrong or contradicts another one, so that it would not be read back.
     """
-    try:
-        import onnx
-    except ImportError as error:
-        raise MissingExtraError("onnx", "export") from error
     folder = Path(folder)
-    graph = onnx.load(folder / MODEL, load_external_data=False)
-    opset = {entry.domain or "ai.onnx": entry.version for entry in graph.opset_import}
-    content = manifest.model_copy(update={"files": hash_files(folder), "opset": opset}).to_json()
+    update: dict[str, object] = {"files": hash_files(folder)}
+    if not (folder / WEIGHTS).is_file():
+        try:
+            import onnx
+        except ImportError as error:
+            raise MissingExtraError("onnx", "export") from error
+        graph = onnx.load(folder / MODEL, load_external_data=False)
+        update["opset"] = {entry.domain or "ai.onnx": entry.version for entry in graph.opset_import}
+    content = manifest.model_copy(update=update).to_json()
     version = content_version(content)
     content["artifact_version"] = version if version_prefix is None else f"{version_prefix}+{version}"
     written = parse_manifest(content)

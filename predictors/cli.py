@@ -49,7 +49,7 @@ class ServeConfig:
 
     artifact: str = "pretrained"
     """Artifact folder, as export-onnx writes it; the default of requests that name no artifact. Unset: pretrained, which comes
-    with tailcast."""
+    with tailcast, as tiny does."""
     more_artifacts: list[str] = field(default_factory=list)
     """Further artifact folders to serve beside it; requests name them by their artifact_id."""
     port: int = 50051

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, computed_field
 
+from predictors.tiny import WEIGHTS
 from scheduler_core.errors import InputError
 
 FORMAT_VERSION: Literal[6] = 6
@@ -137,7 +138,8 @@ class Manifest(BaseModel):
         created: Time of export, ISO 8601 in UTC.
         heads: Predicted quantities.
         files: File name -> hex SHA-256 of every file but the manifest and its signature; `write_manifest` fills it in.
-        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` fills it in.
+        opset: Operator set -> version that `model.onnx` is written in; `write_manifest` fills it in. Of a tiny predictor:
+            `predictors.tiny.OPSET`.
         encoder: The encoder.
         precision: Of the weights and activations of `model.onnx`.
         variant: How the graph was made faster, and its cost in accuracy; empty: it was not.
@@ -361,7 +363,7 @@ def _contradictions(manifest: Manifest) -> Iterator[tuple[str, str]]:
         or min(tables["sigma_scale"]) <= 0
     ):
         yield "calibration", f"empty, or {rows} numbers each: sigma_scale, all above 0, and mu_shift"
-    for name in (MODEL, TOKENIZER, NORMALIZATION):
+    for name in (TOKENIZER, *(() if WEIGHTS in manifest.files else (MODEL, NORMALIZATION))):
         if name not in manifest.files:
             yield "files", f"an object with {name}"
     if {MANIFEST, SIGNATURE} & manifest.files.keys():

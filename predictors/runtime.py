@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from predictors.artifact import Artifact, open_artifact
 from predictors.manifest import MANIFEST, MODEL, TOKENIZER, TensorSpec, checked_temperature
+from predictors.tiny import WEIGHTS, TinySession
 from predictors.tokenizer import PromptTokenizer
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction
@@ -119,7 +120,9 @@ class ArtifactRuntime:
         provider: ONNX Runtime's execution provider in use, "auto" resolved.
     """
 
-    def __init__(self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession) -> None:
+    def __init__(
+        self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession | TinySession
+    ) -> None:
         self.artifact = artifact
         self.tokenizer = tokenizer
         self.provider: str = session.get_providers()[0]
@@ -292,11 +295,17 @@ def open_runtime(
     return ArtifactRuntime(artifact, tokenizer, _open_session(artifact, provider, threads_per_run))
 
 
-def _open_session(artifact: Artifact, provider: ProviderChoice, threads: int) -> ort.InferenceSession:
-    import onnxruntime as ort
-
+def _open_session(
+    artifact: Artifact, provider: ProviderChoice, threads: int
+) -> ort.InferenceSession | TinySession:
     if threads < 1:
         raise InputError("threads_per_run", threads, "an integer >= 1")
+    if WEIGHTS in artifact.manifest.files:
+        if provider == "cuda":
+            raise InputError("provider", provider, "cpu or auto: a tiny predictor has no graph")
+        return TinySession(artifact.path / WEIGHTS)
+    import onnxruntime as ort
+
     # The list of available providers names what was compiled in; only the session knows what really works.
     has_cuda = CUDA in ort.get_available_providers()
     if provider == "cuda" and not has_cuda:

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from predictors.manifest import TruncationSide
 from scheduler_core.errors import InputError, TailcastError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from predictors.manifest import TruncationSide
 
 # A prompt is first clipped to this many characters per token of the model's input (English has about 4) ...
 FIRST_CHARS_PER_TOKEN = 16

@@ -24,7 +24,7 @@ from scheduler_core.predictions import Prediction
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
 #: How a predictor is spelled everywhere.
-PREDICTORS = "pretrained, an artifact folder, or grpc://HOST:PORT"
+PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,9 @@ def open_predictor(predictor: str) -> Predictor:
     """The predictor of a spelling, neither connected nor loaded yet.
 
     Args:
-        predictor: "pretrained" (the artifact that comes with tailcast), an artifact folder, or scheme://address, such as
-            grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is called with
-            the address; that of `local` with the others.
+        predictor: "pretrained" or "tiny" (the artifacts that come with tailcast), an artifact folder, or scheme://address,
+            such as grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is
+            called with the address; those of `tiny` and `local` with "tiny" and with the others.
 
     Raises:
         InputError: There is no such folder, or no installed package has the scheme.
@@ -71,7 +71,7 @@ def open_predictor(predictor: str) -> Predictor:
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
     if not separator:
-        scheme, address = "local", predictor
+        scheme, address = "tiny" if predictor == "tiny" else "local", predictor
     if not address or scheme not in points:
         raise InputError("predictor", predictor, PREDICTORS)
     factory: Callable[[str], Predictor] = points[scheme].load()

@@ -20,7 +20,7 @@ class PredictConfig:
     prompt: str | None = None
     """The text sent to the LLM. Instead of data."""
     predictor: str = "pretrained"
-    """pretrained (it comes with tailcast), an artifact folder, or grpc://HOST:PORT of a running serve-predictor."""
+    """pretrained or tiny (they come with tailcast), an artifact folder, or grpc://HOST:PORT of a running serve-predictor."""
     model: str | None = None
     """Name of the LLM; unset: unknown. A row of data may have its own."""
     max_tokens: int | None = None

@@ -142,7 +142,7 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
     """A predictor that runs an artifact in this process; needs the extra `predict`.
 
     Args:
-        artifact: "pretrained", the one that comes with tailcast; or an artifact folder.
+        artifact: "pretrained" or "tiny", which come with tailcast; or an artifact folder.
 
     Raises:
         InputError: The artifact is missing or refused, or predicts no length.
@@ -172,7 +172,7 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
 
 
 def open_length_predictor(predictor: str) -> LengthPredictor:
-    """The predictor of a spelling: "pretrained", an artifact folder, or grpc://HOST:PORT."""
+    """The predictor of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT."""
     return connect(predictor) if predictor.startswith("grpc://") else load(predictor)
 
 
@@ -194,7 +194,7 @@ def predict(
         max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
         model: Name of the LLM; None: unknown.
         temperature: Its sampling temperature, >= 0; None: unknown.
-        predictor: "pretrained", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
+        predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
 
     Raises:
         InputError, TailcastError: As of `load` or `connect`, and `LengthPredictor.predict`.

@@ -181,7 +181,7 @@ def test_the_tutorial_runs(artifact: Path, tmp_path: Path, monkeypatch: pytest.M
     text = (Path(__file__).parents[1] / "docs" / "tutorials" / "predict.md").read_text()
     section = text.partition("## From Python")[2].partition("## As a service")[0]
     code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
-    monkeypatch.setattr("predictors.pretrained.pretrained_path", lambda: artifact)
+    monkeypatch.setattr("predictors.pretrained.shipped_folder", lambda _: artifact)
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     exec(code, names)

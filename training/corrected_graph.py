@@ -13,7 +13,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from predictors.manifest import MODEL, Conditions, Manifest
+from predictors.manifest import Conditions, Manifest
 from predictors.runtime import ArtifactRuntime
 from training.corrections import Correction, Requests
 from training.progress import tracked
@@ -34,7 +34,7 @@ class FeatureRuntime:
 
     def __init__(self, runtime: ArtifactRuntime, threads: int) -> None:
         self._runtime, self._threads = runtime, threads
-        self._folder = runtime.artifact.path
+        self._graph = runtime.artifact.graph
         self.tensor = self._features()
         self._session = self._open([] if self.tensor is None else [self.tensor])
 
@@ -77,7 +77,7 @@ class FeatureRuntime:
 
         The artifact sees the served model. Features are left out.
         """
-        graph = onnx.load(self._folder / MODEL, load_external_data=False).graph
+        graph = onnx.load(self._graph, load_external_data=False).graph
         dependent, head = {"served_model"}, []
         for node in graph.node:
             # The shape of this input does not depend on its values; the encoder may take the size of the batch from it.
@@ -108,7 +108,7 @@ class FeatureRuntime:
             rest = {name: values[name] if name in outer else values.pop(name) for name in shared}
             values |= {name: feed[name] for name in outer if name in inputs}
             if heads is None:
-                model = onnx.load(self._folder / MODEL, load_external_data=False)
+                model = onnx.load(self._graph, load_external_data=False)
                 model.graph.CopyFrom(
                     onnx.helper.make_graph(
                         head,
@@ -144,7 +144,7 @@ class FeatureRuntime:
 
     def _features(self) -> str | None:
         """The first value of shape [batch, F] that differs by prompt and is multiplied by weights."""
-        graph = onnx.load(self._folder / MODEL, load_external_data=False).graph
+        graph = onnx.load(self._graph, load_external_data=False).graph
         outer = {each.name for each in (*graph.input, *graph.initializer, *graph.output)}
         names = [node.input[0] for node in graph.node if node.op_type in _PRODUCTS]
         names = [name for name in dict.fromkeys(names) if name not in outer]
@@ -161,7 +161,7 @@ class FeatureRuntime:
 
     def _open(self, tensors: list[str]) -> ort.InferenceSession:
         """A session that also gives these inner tensors."""
-        model = onnx.load(self._folder / MODEL, load_external_data=False)
+        model = onnx.load(self._graph, load_external_data=False)
         model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in tensors)
         return self._session_of(model)
 
@@ -170,7 +170,7 @@ class FeatureRuntime:
         options.intra_op_num_threads = self._threads
         options.log_severity_level = 3
         options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self._folder)
+            "session.model_external_initializers_file_folder_path", str(self._graph.parent)
         )
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 

@@ -14,10 +14,12 @@ from examples.pretrained.card import card
 from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
-from predictors.pretrained import FOLDER, NAME, pin
+from predictors.pretrained import FOLDERS, PRETRAINED, pin
 from scheduler_core.command import run_command
 from scheduler_core.files import shared_folder
 
+FOLDER = FOLDERS[PRETRAINED]
+NAME = FOLDER.name
 RECIPE = Path(__file__).parent / "train.yaml"
 
 

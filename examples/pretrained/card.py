@@ -64,7 +64,11 @@ def card(
     rows |= evaluation["compared"]
     rows |= {"one distribution for all": evaluation["baselines"]["marginal"]}
     rows |= {"prompt length": evaluation["baselines"]["prompt_length"]}
-    text += _scores("predictor", rows) + "\nBy data set:\n\n" + _scores("data set", evaluation["by_dataset"])
+    text += (
+        scores_table("predictor", rows)
+        + "\nBy data set:\n\n"
+        + scores_table("data set", evaluation["by_dataset"])
+    )
     text += (
         "\n## Without the served model's name\n\nThe same prompts, means over the served models: with the name withheld "
         "(unknown: the mean over all known names), as the mean of mu over the other known names, and by name. Training saw these served models.\n\n"
@@ -80,7 +84,8 @@ def card(
     return text
 
 
-def _scores(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+def scores_table(heading: str, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown of evaluations by name, as JSON of `evaluate` has them."""
     lines = [
         f"| {heading} | prompts | R2 of mu | tau | P50 / P90 / P99 | CRPS, tokens | CRPS, log | nll |",
         "|---|" + "---:|" * 7,

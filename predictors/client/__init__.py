@@ -50,7 +50,7 @@ def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
     """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it.
 
     Args:
-        artifact: "pretrained", or an artifact folder.
+        artifact: "pretrained", "tiny", or an artifact folder.
         field: Name of the option, for errors.
 
     Raises:
@@ -63,7 +63,7 @@ def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
 
 
 def open_client(predictor: str, field: str = "predictor") -> AsyncClient:
-    """The client of a spelling: "pretrained", an artifact folder, or grpc://HOST:PORT; arguments and errors as of `load`."""
+    """The client of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; arguments and errors as of `load`."""
     scheme, separator, address = predictor.partition("://")
     if not separator or scheme not in ("grpc", "local"):
         return load(predictor, field)

@@ -1,6 +1,6 @@
-"""The artifact that comes with tailcast: the predictor `pretrained` of every command.
+"""The artifacts that come with tailcast: the predictors `pretrained` and `tiny` of every command.
 
-`SHA256SUMS`, in the format of sha256sum, pins its manifest, which pins every other file.
+`SHA256SUMS`, in the format of sha256sum, pins their manifests, which pin every other file.
 """
 
 from __future__ import annotations
@@ -10,40 +10,51 @@ from pathlib import Path
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
 
-#: The spelling of this artifact wherever an artifact folder can stand.
-PRETRAINED = "pretrained"
-NAME = "tailcast-minilm"
-FOLDER = Path(__file__).parent / NAME
+#: The spellings of these artifacts wherever an artifact folder can stand.
+PRETRAINED, TINY = "pretrained", "tiny"
+FOLDERS = {
+    PRETRAINED: Path(__file__).parent / "tailcast-minilm",
+    TINY: Path(__file__).parent / "tailcast-tiny",
+}
 _MANIFEST, _SUMS = "manifest.json", "SHA256SUMS"
 #: What a checkpoint holds and an artifact does not.
 _TRAINING = "training.json"
 
 
-def pretrained_path() -> Path:
-    """The artifact's folder.
+def shipped_folder(predictor: str) -> Path:
+    """The folder of the artifact of a spelling in `FOLDERS`.
 
     Raises:
         InputError: It is not part of this installation, or its manifest is not the pinned one.
     """
-    manifest, sums = FOLDER / _MANIFEST, FOLDER.parent / _SUMS
+    folder = FOLDERS[predictor]
+    manifest, sums = folder / _MANIFEST, folder.parent / _SUMS
     if not sums.is_file() or not manifest.is_file():
         advice = "give an artifact folder or grpc://HOST:PORT"
-        raise InputError(f"predictor pretrained: this installation comes without {FOLDER}; {advice}")
-    digest, pinned = sha256_file(manifest), sums.read_text(encoding="utf-8").partition(" ")[0]
+        raise InputError(f"predictor {predictor}: this installation comes without {folder}; {advice}")
+    digest, pinned = sha256_file(manifest), _pins(sums).get(f"{folder.name}/{_MANIFEST}")
     if digest != pinned:
         raise InputError(f"SHA-256 of {manifest}", digest, f"{pinned}, as in {_SUMS}")
-    return FOLDER
+    return folder
 
 
 def pin(folder: Path) -> None:
-    """Writes `SHA256SUMS` beside an artifact that is to ship."""
-    text = f"{sha256_file(folder / _MANIFEST)}  {folder.name}/{_MANIFEST}\n"
-    (folder.parent / _SUMS).write_text(text, encoding="utf-8")
+    """Writes the manifest of an artifact that is to ship into the `SHA256SUMS` beside it."""
+    sums = folder.parent / _SUMS
+    pins = _pins(sums) if sums.is_file() else {}
+    pins[f"{folder.name}/{_MANIFEST}"] = sha256_file(folder / _MANIFEST)
+    sums.write_text("".join(f"{pins[name]}  {name}\n" for name in sorted(pins)), encoding="utf-8")
+
+
+def _pins(sums: Path) -> dict[str, str]:
+    """SHA-256 by file."""
+    lines = sums.read_text(encoding="utf-8").splitlines()
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
 
 
 def predictor_folder(predictor: str | Path) -> Path:
-    """The folder of a predictor by its spelling: the text "pretrained", or a path; raises as `pretrained_path`."""
-    return pretrained_path() if predictor == PRETRAINED else Path(predictor)
+    """The folder of a predictor by its spelling: a key of `FOLDERS`, or a path; raises as `shipped_folder`."""
+    return shipped_folder(str(predictor)) if predictor in FOLDERS else Path(predictor)
 
 
 def artifact_folder(artifact: str | Path) -> Path:

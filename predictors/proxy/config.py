@@ -38,7 +38,7 @@ class ProxyConfig:
     engine: Literal["vllm", "sglang", "dynamo", "llm-d", "none"] = "none"
     """Kind of engine; none (Ollama, llama.cpp server, ...): the proxy holds the queue itself."""
     predictor: str = "pretrained"
-    """pretrained (it comes with tailcast), an artifact folder, or grpc://HOST:PORT of serve-predictor; none: no predictions."""
+    """pretrained or tiny (they come with tailcast), an artifact folder, or grpc://HOST:PORT of serve-predictor; none: no predictions."""
     policy: str | None = None
     """Order of the requests: a policy of `simulate` that leaves memory and batches to the engine, or package.module:Class.
     Unset: bounded_shortest where the proxy holds the queue (engine none), else tie, whose key can be sent once."""

@@ -37,7 +37,7 @@ class Forecaster:
     """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline in any case.
 
     Args:
-        predictor: pretrained, an artifact folder, or grpc://HOST:PORT; None: every forecast is absent.
+        predictor: pretrained, tiny, an artifact folder, or grpc://HOST:PORT; None: every forecast is absent.
         field: The option that names it.
         deadline_s: Time for a response, in seconds > 0.
 

@@ -35,6 +35,10 @@ SUPPORTED = ("1.109",)
 VARIABLE = "TAILCAST_ROUTING_CONFIG"
 #: Member of a request's metadata that holds the id of the attempt.
 KEY = "tailcast_attempt"
+#: Member that holds ids and deployments of all attempts so far.
+TRIED = "tailcast_tried"
+#: Where a request has LiteLLM's metadata: of newer endpoints in the first; their `metadata` are the client's, for the engine.
+METADATA_FIELDS = ("litellm_metadata", "metadata")
 
 
 class Attempt(str):
@@ -110,14 +114,23 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         for replica_id in self.routing.replica_ids:
             if replica_id not in deployments and not registry.has_deployment(replica_id):
                 self.routing.gone(replica_id)
-        metadata = options.get("metadata") or {}
+        field = next((field for field in METADATA_FIELDS if field in options), METADATA_FIELDS[-1])
+        metadata = options.get(field) or {}
+        tried = metadata.get(TRIED, ()) if metadata.get("attempted_retries") else ()
+        for name, _ in tried:
+            self.routing.abort(name)  # the proxy reports the last failure only
         prompt = openai_prompt({"messages": messages, "prompt": input, **options}, metadata)
         self._num_attempts += 1
         name = f"attempt-{self._num_attempts}"
         attempt = Attempt(name)
         weakref.finalize(attempt, self.routing.drop, name).atexit = False
-        options["metadata"] = {**metadata, KEY: attempt}
-        return deployments[self.routing.send(name, prompt, deployments)]
+        # A deployment that fails at once is always the least busy one.
+        failed = {replica_id for _, replica_id in tried}
+        others = [replica_id for replica_id in deployments if replica_id not in failed]
+        replica_id = self.routing.send(name, prompt, others or deployments)
+        metadata[TRIED] = (*tried, (name, replica_id))  # all attempts of a request share this mapping
+        options[field] = {**metadata, KEY: attempt}  # events have the one of their attempt
+        return deployments[replica_id]
 
     def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: LiteLLM offers the healthy deployments to asynchronous strategies only.
@@ -148,7 +161,8 @@ class LiveStrategy(_Base):  # type: ignore[misc]
 
 def _attempt(call: Mapping[str, Any]) -> str:
     """Id of the attempt that an event is about; empty where it is another router's."""
-    return str(((call.get("litellm_params") or {}).get("metadata") or {}).get(KEY, ""))
+    options = call.get("litellm_params") or {}
+    return next((str(options[name][KEY]) for name in METADATA_FIELDS if KEY in (options.get(name) or {})), "")
 
 
 class ProxyHandler(_Base):  # type: ignore[misc]
@@ -199,7 +213,9 @@ def _made(name: str) -> Any:
         "TailcastStrategy": (LiveStrategy, CustomLogger, CustomRoutingStrategyBase),
         "TailcastProxyHandler": (ProxyHandler, CustomLogger),
     }
-    return type(name, bases[name], {"__module__": __name__})
+    # The proxy calls hooks that the class itself has, not inherited ones.
+    hooks = {hook: value for hook, value in vars(bases[name][0]).items() if hook.startswith("async_")}
+    return type(name, bases[name], {"__module__": __name__, **hooks})
 
 
 def __getattr__(name: str) -> Any:

@@ -28,8 +28,8 @@ class PredictorSettings:
     """Settings of the predictions inside an engine or a router; `of` reads them, and those of a subclass, from a mapping.
 
     Attributes:
-        predictor: pretrained (it comes with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT; None: no
-            predictions.
+        predictor: pretrained or tiny (they come with tailcast) or an artifact folder, in this process; or grpc://HOST:PORT;
+            None: no predictions.
         served_model: Name of the served model, for predictors of several.
         timeout_s: A prediction that takes longer has failed, in seconds.
         max_in_flight: Calls under way at the same time.

@@ -162,7 +162,7 @@ class SimulationConfig:
     policy_parameters: dict[str, float] = field(default_factory=dict)
     """Overrides of the policy's parameters, such as {gamma: 0.95} for tie."""
     predictor: str | None = None
-    """Source of predictions: pretrained (it comes with tailcast), an artifact folder or grpc://HOST:PORT (a running
+    """Source of predictions: pretrained or tiny (they come with tailcast), an artifact folder or grpc://HOST:PORT (a running
     serve-predictor), each called for every prompt; trace (the trace's columns mu, sigma, nu), oracle (true lengths), none.
     sjf, a bound, always has the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None

@@ -116,7 +116,7 @@ def prepare_predictions(
         return trace_predictions(trace)
     if source == "oracle":
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
-    if "://" not in source and source != "pretrained" and not Path(source).is_dir():
+    if "://" not in source and source not in ("pretrained", "tiny") and not Path(source).is_dir():
         from scheduler_core.predictor import PREDICTORS
 
         raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")

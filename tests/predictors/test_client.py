@@ -424,7 +424,7 @@ async def test_in_process_a_full_queue_and_a_passed_deadline_are_told(artifact_f
 
 
 async def test_missing_artifact_is_an_input_error_and_closing_it_is_harmless(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="pretrained, an artifact folder, or grpc://HOST:PORT"):
+    with pytest.raises(InputError, match="pretrained, tiny, an artifact folder, or grpc://HOST:PORT"):
         load(str(tmp_path / "none"))
     async with InProcessPredictor(tmp_path / "none") as predictor:
         assert await predictor.predict([]) == []

@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import predictors.pretrained
 import tailcast
 from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig, build_server
 from predictors.cli import main as serve
 from predictors.client import SyncPredictor
-from predictors.pretrained import NAME, pin, pretrained_path
+from predictors.pretrained import FOLDERS, PRETRAINED, pin, shipped_folder
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
 from predictors.runtime import open_runtime
@@ -35,10 +34,10 @@ PROMPT = "name three rivers"
 @pytest.fixture
 def shipped(tmp_path: Path, artifact_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny artifact in the place of the shipped one."""
-    folder = tmp_path / "package" / NAME
+    folder = tmp_path / "package" / "tailcast-minilm"
     shutil.copytree(artifact_folder, folder)
     pin(folder)
-    monkeypatch.setattr(predictors.pretrained, "FOLDER", folder)
+    monkeypatch.setitem(FOLDERS, PRETRAINED, folder)
     return folder
 
 
@@ -87,8 +86,8 @@ def test_a_changed_or_missing_one_is_refused(
 ) -> None:
     (shipped / "manifest.json").write_text("{}")
     with pytest.raises(InputError, match="as in SHA256SUMS"):
-        pretrained_path()
-    monkeypatch.setattr(predictors.pretrained, "FOLDER", tmp_path / NAME)
+        shipped_folder(PRETRAINED)
+    monkeypatch.setitem(FOLDERS, PRETRAINED, tmp_path / "tailcast-minilm")
     assert serve([]) == 2
     assert "this installation comes without" in capsys.readouterr().err
     with pytest.raises(InputError, match="this installation comes without"):
@@ -104,7 +103,7 @@ def test_simulate_names_all_sources(
     words = f"run --trace {tmp_path}/trace.jsonl --policy tie --json {tmp_path}/r.json --predictor"
     assert simulate([*words.split(), predictor]) == 2
     assert (
-        "allowed: none, trace, oracle, pretrained, an artifact folder, or grpc://HOST:PORT"
+        "allowed: none, trace, oracle, pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
         in capsys.readouterr().err
     )
 
@@ -120,7 +119,7 @@ def test_the_shipped_one_predicts_for_any_model() -> None:
 
 
 def test_for_an_unknown_model_the_shipped_one_predicts_the_mean_over_the_known_ones() -> None:
-    runtime = open_runtime(pretrained_path(), provider="cpu")
+    runtime = open_runtime("pretrained", provider="cpu")
     names = runtime.artifact.manifest.served_models
     for prompt, temperature in ((PROMPT, None), ("Write a story about a river. " * 9, 0.7)):
         found = runtime.predict([prompt] * (len(names) + 1), [None, *names], [temperature] * (len(names) + 1))

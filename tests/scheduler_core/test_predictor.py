@@ -92,7 +92,7 @@ def test_a_scheme_selects_the_entry_point(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("spelling", ["", "no/such/folder", "nosuch://host:1", "grpc://"])
 def test_an_unknown_predictor_is_refused_with_what_is_allowed(spelling: str) -> None:
-    with pytest.raises(InputError, match="pretrained, an artifact folder, or grpc://HOST:PORT"):
+    with pytest.raises(InputError, match="pretrained, tiny, an artifact folder, or grpc://HOST:PORT"):
         open_predictor(spelling)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from predictors.artifact import KIND, open_artifact
-from predictors.pretrained import pretrained_path
 from predictors.proto import predictor_v1_pb2 as pb
 from predictors.runtime import open_runtime
 from predictors.service.artifacts import ArtifactSource
@@ -227,7 +226,7 @@ async def test_a_newcomer_with_400_gateway_logs(tmp_path: Path) -> None:
 
 
 def test_the_shipped_encoder_runs_once_for_predictions_as_several_served_models() -> None:
-    runtime = open_runtime(pretrained_path(), provider="cpu", threads_per_run=1)
+    runtime = open_runtime("pretrained", provider="cpu", threads_per_run=1)
     prompts = np.array([f"{'word ' * number}?" for number in range(9)], dtype=object)
     empty, ones = np.zeros((9, 0)), np.ones(9)
     requests = Requests(prompts, prompts, prompts, 0.5 * ones, *[ones] * 7, features=empty)

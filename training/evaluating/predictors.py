@@ -129,7 +129,7 @@ def open_predictor(
     """Opens an artifact (it has a manifest) or a checkpoint.
 
     Args:
-        folder: The folder; "pretrained" is the artifact that comes with tailcast.
+        folder: The folder; "pretrained" and "tiny" are the artifacts that come with tailcast.
         options: Of inference.
         field: Option that names the folder, for messages.
 
@@ -142,7 +142,9 @@ def open_predictor(
     if (path / CONFIG).is_file():
         return _open_checkpoint(path, options)
     raise InputError(
-        field, str(path), "pretrained, an artifact folder of export-onnx or a checkpoint folder of train"
+        field,
+        str(path),
+        "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train",
     )
 
 

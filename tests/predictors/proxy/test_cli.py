@@ -30,7 +30,7 @@ BAD_OPTIONS = {
     "URL --policy s3": "policy s3 reserves KV memory, which the engine allocates itself",
     "URL --policy slai": "policy slai forms batches, which the engine forms itself",
     "URL --policy tie --policy_parameters '{gamma: 2}'": "gamma: got 2",
-    "URL --predictor http://x": "predictor: got 'http://x'; allowed: pretrained, an artifact folder, or grpc://HOST:PORT",
+    "URL --predictor http://x": "predictor: got 'http://x'; allowed: pretrained, tiny, an artifact folder, or grpc://HOST:PORT",
     "URL --predictor no/such/folder": "predictor: got 'no/such/folder'",
     "URL --shadow_predictor x": "shadow_predictor: got 'x'; allowed: only together with feedback",
     "URL --slo_ttft_ms '[1, 2]'": "slo_ttft_ms: got [1, 2]",

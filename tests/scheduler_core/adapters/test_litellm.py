@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
+from benchmarks.serving.processes import free_port, listens, running
 from scheduler_core.adapters.live_routing import RoutingSettings
 from scheduler_core.errors import TailcastError
-from tests.fake_openai import Completions, FakeEngine, error, running_engine
+from tests.fake_openai import GOOD, Completions, FakeEngine, error, running_engine
 
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm")
@@ -138,3 +143,105 @@ async def test_a_deployment_that_is_deleted_is_forgotten(strategy: Any) -> None:
 async def test_synchronous_calls_are_refused(strategy: Any) -> None:
     with pytest.raises(TailcastError, match="acompletion"):
         strategy.get_available_deployment("m")
+
+
+KEY = "sk-" + 8 * "test"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def proxy(engines: list[FakeEngine], tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
+    """LiteLLM's proxy in a process of its own, with jsq: a request goes to the first engine unless that has more."""
+    pytest.importorskip("apscheduler", reason="needs litellm[proxy]")
+    config = {
+        "model_list": [
+            {
+                "model_name": "m",
+                "litellm_params": {"model": "hosted_vllm/m", "api_base": f"{engine.url}/v1"},
+                "model_info": {"id": str(number)},
+            }
+            for number, engine in enumerate(engines)
+        ],
+        "litellm_settings": {"callbacks": ["scheduler_core.adapters.litellm.proxy_handler"]},
+        "router_settings": {"num_retries": 2, "cooldown_time": 1},
+        "general_settings": {"master_key": KEY},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    (tmp_path / "routing.yaml").write_text(json.dumps({"router": "jsq"}))
+    port = free_port()
+    command = [str(Path(sys.executable).with_name("litellm")), "--config", str(tmp_path / "config.yaml")]
+    environment = {"TAILCAST_ROUTING_CONFIG": str(tmp_path / "routing.yaml"), "PYTHONPATH": os.getcwd()}
+    with running(
+        [*command, "--host", "127.0.0.1", "--port", str(port)],
+        lambda: listens(port),
+        environment=environment,
+        timeout_s=600,
+    ):
+        async with aiohttp.ClientSession(
+            f"http://127.0.0.1:{port}", headers={"Authorization": f"Bearer {KEY}"}
+        ) as session:
+            yield session
+
+
+async def sent_to(
+    proxy: aiohttp.ClientSession,
+    engines: list[FakeEngine],
+    num: int,
+    path: str = "chat/completions",
+    **more: Any,
+) -> list[int]:
+    """Requests that each engine gets of `num`, sent at the same time; all have to succeed."""
+    before = [len(engine.requests) for engine in engines]
+    body = {name: value for name, value in {**CHAT, **more}.items() if value is not None}
+
+    async def one() -> None:
+        async with proxy.post(f"/v1/{path}", json=body) as response:
+            text = await response.text()
+            assert response.status == 200, text
+            assert "error" not in text, text
+
+    await asyncio.gather(*(one() for _ in range(num)))
+    return [len(engine.requests) - number for engine, number in zip(engines, before, strict=True)]
+
+
+@pytest.mark.slow
+async def test_the_proxy_distributes_retries_and_forgets(
+    proxy: aiohttp.ClientSession, engines: list[FakeEngine]
+) -> None:
+    """Equal numbers while requests are live, the first engine where none is: LiteLLM's own default chooses at random."""
+
+    async def assert_that_none_is_live() -> None:
+        await asyncio.sleep(1.5)
+        assert await sent_to(proxy, engines, 8) == [4, 4]
+        for _ in range(10):
+            await asyncio.sleep(0.2)
+            assert await sent_to(proxy, engines, 1) == [1, 0]
+
+    await assert_that_none_is_live()
+    for path, more in (
+        ("chat/completions", {"stream": True}),
+        ("completions", {"prompt": "hello there", "messages": None}),
+        ("messages", {"metadata": {"user_id": "u"}}),
+    ):
+        assert await sent_to(proxy, engines, 8, path, **more) == [4, 4]
+        await assert_that_none_is_live()
+    assert not any("tailcast" in body.decode() for engine in engines for _, _, _, body in engine.requests)
+
+    for engine in engines:
+        engine.script.behave = lambda number, body: error(500)  # type: ignore[attr-defined]
+    with pytest.raises(AssertionError, match="500"):
+        await sent_to(proxy, engines, 1)
+    for engine in engines:
+        engine.script.behave = lambda number, body: GOOD  # type: ignore[attr-defined]
+    await assert_that_none_is_live()
+
+    engines[1].script.delay_s = 3600.0  # type: ignore[attr-defined]
+    sent = asyncio.create_task(sent_to(proxy, engines, 20))
+    while engines[1].num_in_flight < 10:
+        assert not sent.done()
+        await asyncio.sleep(0.01)
+    await engines[1].stop()
+    engines[1].script.delay_s = 0.2  # type: ignore[attr-defined]
+    assert await sent == [20, 10]
+    assert await sent_to(proxy, engines, 20) == [20, 0]
+    await engines[1].start()
+    await assert_that_none_is_live()

@@ -1,0 +1,457 @@
+"""`python -m examples.pretrained.tiny`: distils the shipped predictor into the tiny one, tailcast-tiny, and compares the two."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch import Tensor, nn
+
+from examples.pretrained.card import scores_table
+from examples.pretrained.distillation import made_up_prompts, teacher_predictions
+from examples.pretrained.prepare import Prepared, prepare
+from examples.pretrained.unseen import markdown, score_sources
+from examples.shell import Shell
+from predictors.artifact import write_manifest
+from predictors.manifest import Conditions, EncoderCard, Manifest
+from predictors.pretrained import FOLDERS, TINY, pin
+from predictors.runtime import ArtifactRuntime, open_runtime
+from predictors.tiny import (
+    LAYERS,
+    OPSET,
+    TABLES,
+    WEIGHTS,
+    TinyModel,
+    hashed_pairs,
+    hashed_starts,
+    length_features,
+)
+from predictors.tokenizer import PromptTokenizer
+from scheduler_core.command import run_command
+from scheduler_core.files import atomic_file, shared_folder
+from training.data import SampleLengths
+from training.losses import log_t_nll
+from training.progress import tracked
+from training.versions import versions_of
+
+NAME = "tailcast-tiny"
+#: Words without digits, numbers, line breaks, and every other sign or character of Chinese, Japanese and Korean for itself.
+PATTERN = r"[^\W\d぀-ヿ一-鿿가-힣]+|\d+|\n+|[^\w\s]|\w"
+MAX_LENGTH = 1024
+#: Rows and width of the tables of pairs and of starts, width of that of tokens, width of the hidden layers.
+NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256
+#: Of other sources than CASTILLO, among the prompts that are taken apart for made-up ones.
+OTHER_SOURCES = 0.35
+CARD = """# tailcast-tiny
+
+Predicts what [tailcast-minilm](README.md) predicts, in less than 100 microseconds for a prompt of 400 characters ([figures](../../docs/benchmarks.md#tiny-predictor)) and without ONNX Runtime: hashed n-grams and a small network in numpy, distilled from it. For inside a scheduler; `tiny` wherever a predictor is named.
+
+Made by `make tiny DATA=FOLDER` (examples/pretrained/tiny.py). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} prompts made up of them, and tailcast-minilm's predictions of all for {served_models} served models. An unknown served model is the mean of these. Sampling temperature is no input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
+
+It counts words and their neighbors. Of prompts unlike those of its training it says less than tailcast-minilm, and of some nothing (last table).
+
+## In distribution
+
+CASTILLO, prompts that were used neither for training nor for calibration, of either predictor:
+
+{scores}
+## Without the served model's name, and sources that it never saw
+
+{unseen}"""
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyConfig:
+    """Distil, calibrate and judge the tiny predictor that ships with tailcast."""
+
+    INPUTS = ("data",)
+
+    data: str
+    """Folder of public length sets, as for `python -m examples.pretrained`."""
+    out: str = "out/pretrained"
+    """Folder for everything that is made; the teacher's predictions are kept there."""
+    teacher: str = "pretrained"
+    """Artifact folder that is distilled, or pretrained."""
+    made_up: int = 16_000
+    """Prompts that are made up of others, for the teacher alone."""
+    epochs: int = 5
+    """Passes over all prompts."""
+    seed: int = 0
+    """Of the made-up prompts, the weights and the order."""
+    report: bool = True
+    """Compare both predictors on the report prompts, and write the card."""
+    install: bool = True
+    """Replace the artifact in predictors/pretrained by the new one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """P prompts, what the teacher says of them, and R rows of true lengths of some of them.
+
+    Attributes:
+        tokens: Token ids of each prompt.
+        targets: The teacher's mu and ln sigma for each served model [P, M, 2]; None: it was not asked.
+        row_prompt, row_model: Position of each row's prompt, in ascending order, and of its served model [R].
+        samples: Lengths of the rows.
+        weight: Of the rows in the loss [R].
+    """
+
+    tokens: list[NDArray[np.int64]]
+    targets: Tensor | None
+    row_prompt: NDArray[np.int64]
+    row_model: NDArray[np.int64]
+    samples: SampleLengths
+    weight: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[str],
+        tokenizer: PromptTokenizer,
+        targets: Floats | None,
+        files: Mapping[Path, float],
+        served_models: Sequence[str],
+    ) -> Prompts:
+        """With the rows of prepared files, which have weights, for `served_models`; `targets` are mu and sigma."""
+        rows = pd.concat([pd.read_parquet(file).assign(weight=weight) for file, weight in files.items()])
+        positions = {prompt: number for number, prompt in reversed([*enumerate(prompts)])}
+        rows["prompt"] = rows.prompt.map(positions)
+        rows["model"] = rows.model.map({name: number for number, name in enumerate(served_models)})
+        rows = rows.dropna(subset=["prompt", "model"]).sort_values("prompt", kind="stable")
+        counts = rows.output_tokens.map(len).to_numpy()
+        present = np.arange(counts.max()) < counts[:, None]
+        tokens, finished = np.ones(present.shape, np.float32), np.ones(present.shape, bool)
+        tokens[present] = np.concatenate(rows.output_tokens.to_numpy())
+        finished[present] = np.concatenate(rows.finished.to_numpy())
+        return cls(
+            tokens=[tokenized.ids for tokenized in tokenizer(prompts)],
+            targets=None
+            if targets is None
+            else torch.from_numpy(np.stack([targets[..., 0], np.log(targets[..., 1])], axis=-1)),
+            row_prompt=rows.prompt.to_numpy(np.int64),
+            row_model=rows.model.to_numpy(np.int64),
+            samples=SampleLengths(
+                *map(torch.from_numpy, (tokens, finished, present, np.full(len(rows), np.inf, np.float32)))
+            ),
+            weight=torch.tensor(rows.weight.to_numpy(np.float32)),
+        )
+
+
+class TinyNetwork(nn.Module):
+    """`predictors.tiny.TinyModel` in torch, with normalized inputs and dropout; for all served models at once.
+
+    Args:
+        num_tokens: Of the vocabulary.
+        mean: Mean of the targets mu and ln sigma over the prompts [M, 2].
+    """
+
+    def __init__(self, num_tokens: int, mean: Tensor) -> None:
+        super().__init__()
+        sizes = zip((num_tokens, NUM_PAIRS, NUM_STARTS), WIDTHS, strict=True)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(*size, mode="sum", sparse=True) for size in sizes)
+        # What training never meets says nothing.
+        for table, scale in zip(self.tables, (0.1, 1e-4, 1e-4), strict=True):
+            nn.init.normal_(table.weight, 0.0, scale)  # type: ignore[arg-type]
+        width = sum(WIDTHS) + 3
+        self.norm = nn.BatchNorm1d(width)
+        self.first, self.second = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.output = nn.Linear(HIDDEN, mean.numel())
+        self.dropout = nn.Dropout(0.1)
+        with torch.no_grad():
+            self.output.weight.mul_(0.3)
+            self.output.bias.copy_(mean.flatten())
+
+    def forward(self, bags: Sequence[tuple[Tensor, Tensor, Tensor]], num_tokens: Tensor) -> Tensor:
+        """mu and ln sigma for each prompt and served model [B, M, 2].
+
+        Args:
+            bags: For each table its rows of all prompts, where each prompt's begin [B], and their factors [B].
+            num_tokens: Of the prompts [B].
+        """
+        sums = [
+            table(rows, starts) * factor.unsqueeze(1)
+            for table, (rows, starts, factor) in zip(self.tables, bags, strict=True)
+        ]
+        lengths = np.stack(length_features(num_tokens.numpy()), axis=1)
+        features = self.dropout(self.norm(torch.cat([*sums, torch.from_numpy(lengths)], dim=1)))
+        for layer in (self.first, self.second):
+            features = self.dropout(torch.relu(layer(features)))
+        outputs: Tensor = self.output(features)
+        return outputs.view(len(outputs), -1, 2)
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Content of the file of weights: tables as int8 with a scale for each row, the normalization inside the first layer, and as served model 0
+        the mean of the others.
+        """
+        content: dict[str, NDArray[Any]] = {}
+        for name, table in zip(TABLES, self.tables, strict=True):
+            vectors = table.get_parameter("weight").detach().numpy()
+            scale = np.abs(vectors).max(axis=1, keepdims=True) / 127
+            content |= {name: np.round(vectors / scale).astype(np.int8), f"{name}_scale": scale}
+        first, second = self.first, self.second
+        mean, variance = self.norm.get_buffer("running_mean"), self.norm.get_buffer("running_var")
+        gain = self.norm.weight / (variance + self.norm.eps) ** 0.5
+        shift = self.norm.bias - mean * gain
+        outputs = self.output.weight.view(-1, 2, HIDDEN), self.output.bias.view(-1, 2)
+        layers = (
+            ((first.weight * gain).T, first.bias + first.weight @ shift),
+            (second.weight.T, second.bias),
+            tuple(torch.cat([part.mean(0, keepdim=True), part]) for part in outputs),
+        )
+        for name, (weight, bias) in zip(LAYERS, layers, strict=True):
+            content[f"{name}_weight"] = weight.detach().numpy().astype(np.float16)
+            content[f"{name}_bias"] = bias.detach().numpy().astype(np.float32)
+        return content
+
+
+def bags_of(
+    prompts: Sequence[NDArray[np.int64]], dropped: NDArray[Any] | None = None, seed: int = 0
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    """Arguments of the network for B prompts.
+
+    Args:
+        prompts: Their token ids.
+        dropped: Fraction of tokens and of pairs of each that are left out [B]; None: none.
+        seed: Of the choice.
+    """
+    rng = np.random.default_rng(seed)
+    columns: list[list[NDArray[Any]]] = [
+        list(prompts),
+        [hashed_pairs(ids, NUM_PAIRS) for ids in prompts],
+    ]
+    if dropped is not None:
+        columns = [
+            [rows[rng.random(len(rows)) >= part] for rows, part in zip(column, dropped, strict=True)]
+            for column in columns
+        ]
+    starts = [np.array(hashed_starts(ids, NUM_STARTS)) for ids in prompts]
+    bags = []
+    for column, power in (*((column, -0.5) for column in columns), (starts, 0.0)):
+        counts = np.array([len(rows) for rows in column])
+        bags.append((
+            torch.from_numpy(np.concatenate(column).astype(np.int64)),
+            torch.from_numpy(np.concatenate([[0], np.cumsum(counts)[:-1]])),
+            torch.from_numpy(np.maximum(counts, 1).astype(np.float32) ** power),
+        ))  # fmt: skip
+    return bags, torch.tensor([len(ids) for ids in prompts], dtype=torch.float32)
+
+
+def train(data: Prompts, num_tokens: int, epochs: int, seed: int, *, batch_size: int = 64) -> TinyNetwork:
+    """A network fitted to the teacher's mu and ln sigma, and to the likelihood of the true lengths."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    assert data.targets is not None
+    targets = data.targets
+    network = TinyNetwork(num_tokens, targets.mean(0))
+    tables = {id(table.weight) for table in network.tables}
+    optimizers: tuple[torch.optim.Optimizer, ...] = (
+        torch.optim.SparseAdam([one for one in network.parameters() if id(one) in tables], lr=4e-3),
+        torch.optim.AdamW([one for one in network.parameters() if id(one) not in tables], lr=2e-3),
+    )
+    order = np.concatenate([rng.permutation(len(data.tokens)) for _ in range(epochs)])
+    num_steps = max(len(order) // batch_size, 1)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(
+            one, lambda step: min((step + 1) / (0.1 * num_steps), 1.0) * max(1 - step / num_steps, 0.01)
+        )
+        for one in optimizers
+    ]
+    begins = np.searchsorted(data.row_prompt, np.arange(len(data.tokens) + 1))
+    nu = torch.tensor(3.5)
+    for step in tracked(range(num_steps), "train", True):
+        batch = order[step * batch_size : (step + 1) * batch_size]
+        outputs = network(
+            *bags_of([data.tokens[one] for one in batch], rng.uniform(0, 0.6, len(batch)), int(step))
+        )
+        weights = torch.tensor([1.0, 0.5])
+        loss = ((outputs - targets[batch]) ** 2 * weights).sum(-1).mean()
+        rows = np.concatenate([np.arange(begins[one], begins[one + 1]) for one in batch])
+        if len(rows):
+            of_row = np.repeat(np.arange(len(batch)), begins[batch + 1] - begins[batch])
+            mu, log_sigma = outputs[of_row, data.row_model[rows]].unbind(-1)
+            samples = SampleLengths(*(values[rows] for values in data.samples))
+            loss = loss + 0.3 * (data.weight[rows] * log_t_nll(mu, log_sigma.exp(), nu, samples)).mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+    return network.eval()
+
+
+def make_tokenizer(prompts: Sequence[str]) -> Tokenizer:
+    """A tokenizer of the words and signs that two or more prompts have; 0 are all others."""
+    split = pre_tokenizers.Split(Regex(PATTERN), "removed", invert=True)
+    counts = Counter(
+        word for prompt in prompts for word in {word for word, _ in split.pre_tokenize_str(prompt)}
+    )
+    words = ["[UNK]", *sorted(word for word, count in counts.items() if count >= 2 and word != "[UNK]")]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, "[UNK]"))
+    tokenizer.pre_tokenizer = split
+    return tokenizer
+
+
+def calibrated(
+    content: Mapping[str, NDArray[Any]], model: TinyModel, data: Prompts, nu: float
+) -> dict[str, NDArray[Any]]:
+    """Weights whose mu and ln sigma are shifted to where true lengths are likeliest: of the known served models together, and
+    of the unknown one.
+    """
+    bias = content["output_bias"].copy()
+    for part, numbers in ((slice(1, None), data.row_model + 1), (slice(0, 1), 0 * data.row_model)):
+        rows = zip(data.row_prompt, numbers, strict=True)
+        mu, sigma = torch.tensor([model(data.tokens[prompt], int(number)) for prompt, number in rows]).T
+
+        def loss(change: NDArray[Any], mu: Tensor = mu, sigma: Tensor = sigma) -> float:
+            shift, scale = change.tolist()
+            return float(
+                log_t_nll(mu + shift, sigma * math.exp(scale), torch.tensor(nu), data.samples).mean()
+            )
+
+        bias[part] += minimize(loss, (0.0, 0.0), method="Nelder-Mead").x
+    return {**content, "output_bias": bias}
+
+
+def tiny(config: TinyConfig) -> None:
+    """Runs all steps; what the teacher said before is read again."""
+    out = shared_folder(config.out, "pretrained")
+    files = prepare(Path(config.data), out / "data")
+    teacher = open_runtime(config.teacher, provider="cpu")
+    prompts, share = real_prompts(files)
+    prompts += made_up_prompts(prompts, share, config.made_up, config.seed)
+    targets = stored_targets(out / "tiny_targets.npz", teacher, prompts)
+    folder = out / NAME
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    make_tokenizer(prompts[: len(share)]).save(str(folder / "tokenizer.json"))
+    tokenizer = PromptTokenizer(folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side="middle")
+    names, nu = teacher.artifact.manifest.served_models, teacher.artifact.manifest.nu or 3.5
+    data = Prompts.of(prompts, tokenizer, targets, files.training, names)
+    network = train(data, tokenizer.vocabulary_size, config.epochs, config.seed)
+    content = network.arrays()
+    np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
+    held_out = Prompts.of(
+        list(dict.fromkeys(pd.read_parquet(files.calibration).prompt)),
+        tokenizer,
+        None,
+        {files.calibration: 1.0},
+        names,
+    )
+    content = calibrated(content, TinyModel(folder / WEIGHTS), held_out, nu)
+    np.savez_compressed(folder / WEIGHTS, **content)  # type: ignore[arg-type]
+    write_manifest(folder, manifest_of(network, teacher))
+    if config.report:
+        (out / "TINY.md").write_text(
+            report(Shell(out / "logs"), out, folder, files, len(prompts) - len(share))
+        )
+    if config.install:
+        target = FOLDERS[TINY]
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(folder, target)
+        if config.report:
+            shutil.copy(out / "TINY.md", target.parent)
+        pin(target)
+
+
+def real_prompts(files: Prepared) -> tuple[list[str], NDArray[Any]]:
+    """The training prompts [P], those of CASTILLO first, and how often each is taken apart for made-up ones [P]."""
+    order = sorted(files.training, key=lambda file: "" if _is_castillo(file) else file.stem)
+    tables = [pd.read_parquet(file, columns=["prompt"]).assign(castillo=_is_castillo(file)) for file in order]
+    prompts = pd.concat(tables).drop_duplicates("prompt")
+    return prompts.prompt.tolist(), np.where(prompts.castillo, 1.0, OTHER_SOURCES)
+
+
+def _is_castillo(file: Path) -> bool:
+    return file.stem.startswith("castillo")
+
+
+def stored_targets(file: Path, teacher: ArtifactRuntime, prompts: Sequence[str]) -> Floats:
+    """The teacher's predictions [P, M, 2], out of the file if it has these, by this teacher; else into it."""
+    key = f"{teacher.artifact.manifest.artifact_version} {sha256_text(prompts)}"
+    if file.is_file() and str((stored := np.load(file))["key"]) == key:
+        targets: Floats = stored["targets"]
+        return targets
+    targets = teacher_predictions(teacher, prompts)
+    with atomic_file(file) as temporary, open(temporary, "wb") as stream:
+        np.savez(stream, key=key, targets=targets)
+    return targets
+
+
+def sha256_text(texts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).hexdigest()
+
+
+def manifest_of(network: TinyNetwork, teacher: ArtifactRuntime) -> Manifest:
+    """All of it but what follows from the files."""
+    source = teacher.artifact.manifest
+    return Manifest.model_construct(
+        artifact_id=NAME,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        heads=("length",),
+        encoder=EncoderCard(
+            architecture="hashed n-grams",
+            source=f"{source.artifact_id} {source.artifact_version}",
+            num_parameters=sum(weight.numel() for weight in network.tables.parameters()),
+            num_layers=None,
+            width=sum(WIDTHS),
+        ),
+        max_length=MAX_LENGTH,
+        truncation_side="middle",
+        pad_token_id=0,
+        opset=OPSET,
+        precision="int8",
+        nu=source.nu,
+        served_models=source.served_models,
+        conditioning=Conditions(unknown_models=True, temperature=False),
+        training_data=source.training_data,
+        versions=versions_of(("numpy", "tokenizers", "torch")),
+        license="Apache-2.0",
+    )
+
+
+def report(shell: Shell, out: Path, folder: Path, files: Prepared, made_up: int) -> str:
+    """The card, with both predictors on the report prompts, which nothing was chosen by."""
+    target = out / "tiny_evaluation.json"
+    shell.run("tiny", [
+        "evaluate", "pretrained", "--data", files.report, "--json", target,
+        "--compare+", f"{NAME}={folder}", "--progress", "false",
+    ])  # fmt: skip
+    evaluation = json.loads(target.read_text(encoding="utf-8"))
+    scores = {"tailcast-minilm": evaluation["model"], **evaluation["compared"]}
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    return CARD.format(
+        made_up=made_up,
+        served_models=len(manifest["served_models"]),
+        max_length=MAX_LENGTH,
+        num_parameters=manifest["encoder"]["num_parameters"],
+        megabytes=sum(file.stat().st_size for file in folder.iterdir()) / 1e6,
+        scores=scores_table("predictor", scores),
+        unseen=markdown(score_sources(folder, {"report": files.report, **files.set_aside})),
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Entry point of `python -m examples.pretrained.tiny`."""
+    return run_command("tiny", TinyConfig, tiny, extra="dev", args=args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
