@@ -100,15 +100,19 @@ class _ArrivalOrder:
         work = self._table[self._WORK, : len(self._states)]
         return float(work[work > 0][num_free:].sum() if num_free else work.sum())
 
-    def due(self, now: float, token_s: float, wait_ratio: float, least_wait_s: float) -> list[RequestState]:
-        """The requests that have waited or were overtaken as long as they may."""
+    def due(self, now: float, token_s: float, wait_ratio: float, least_wait_s: float) -> NDArray[np.intp]:
+        """Rows of the requests that have waited or were overtaken as long as they may."""
         _, arrival_s, fcfs_wait_s, work, overtaken = self._table[:, : len(self._states)]
         longest_s = wait_ratio * np.maximum(fcfs_wait_s, least_wait_s)
         ahead = np.cumsum(work) - work
         is_due = overtaken * token_s >= longest_s - fcfs_wait_s
         is_due |= arrival_s + longest_s - ahead * token_s <= now
         is_due &= work > 0
-        return self.states(np.flatnonzero(is_due))
+        return np.flatnonzero(is_due)
+
+    def orders(self, rows: NDArray[np.intp]) -> FloatArray:
+        """Arrival numbers of these rows."""
+        return self._table[self._ORDER, rows]
 
     def states(self, rows: NDArray[np.intp] | None = None) -> list[RequestState]:
         """The waiting requests, all or of these rows."""
@@ -236,6 +240,7 @@ class BoundedShortest(Policy):
     window: float = 2000
     _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
     _due: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
+    _due_orders: FloatArray = field(default_factory=lambda: np.empty(0), init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
     _running: _RunningWork = field(default_factory=_RunningWork, init=False, repr=False)
     _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
@@ -324,7 +329,11 @@ class BoundedShortest(Policy):
         if not len(self._waiting):
             return ()
         due = self._waiting.due(now, self._rate.token_s, self._wait_ratio, self._least_wait_s)
-        before, self._due = self._due, {state.request_id: state for state in due}
+        orders = self._waiting.orders(due)
+        if np.array_equal(orders, self._due_orders):
+            return ()
+        self._due_orders = orders
+        before, self._due = self._due, {state.request_id: state for state in self._waiting.states(due)}
         return [
             state for name, state in (before | self._due).items() if (name in before) != (name in self._due)
         ]
