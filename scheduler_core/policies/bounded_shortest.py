@@ -112,7 +112,8 @@ class _ArrivalOrder:
 
     def orders(self, rows: NDArray[np.intp]) -> FloatArray:
         """Arrival numbers of these rows."""
-        return self._table[self._ORDER, rows]
+        orders: FloatArray = self._table[self._ORDER, rows]
+        return orders
 
     def states(self, rows: NDArray[np.intp] | None = None) -> list[RequestState]:
         """The waiting requests, all or of these rows."""
