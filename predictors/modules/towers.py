@@ -108,17 +108,19 @@ class ConditionedTower(nn.Module):
         Returns:
             [R, num_outputs] or [R].
         """
-        rows = slice(None) if row_prompt is None else row_prompt
         if conditions is None or self.shift is None:
-            scores: Tensor = self.rest(features[rows])
+            scores: Tensor = self.rest(features if row_prompt is None else features[row_prompt])
         elif self.scale is None:
-            scores = self.rest(torch.cat([features[rows], conditions], dim=-1)) + self.shift(conditions)
+            rows = features if row_prompt is None else features[row_prompt]
+            scores = self.rest(torch.cat([rows, conditions], dim=-1)) + self.shift(conditions)
         else:
-            # The first product, the largest one, of the features of each prompt only once.
-            linear, width = self.first[0], features.shape[-1]
-            assert isinstance(linear, nn.Linear)
-            hidden = functional.linear(features, linear.weight[:, :width], linear.bias)[rows]
-            hidden = self.first[1:](torch.addmm(hidden, conditions, linear.weight[:, width:].T))
+            if row_prompt is None:
+                hidden = self.first(torch.cat([features, conditions], dim=-1))
+            else:  # the first product, the largest one, of the features of each prompt only once
+                linear, width = self.first[0], features.shape[-1]
+                assert isinstance(linear, nn.Linear)
+                hidden = functional.linear(features, linear.weight[:, :width], linear.bias)[row_prompt]
+                hidden = self.first[1:](torch.addmm(hidden, conditions, linear.weight[:, width:].T))
             scores = self.rest(hidden * (1 + self.scale(conditions))) + self.shift(conditions)
         return scores.squeeze(-1) if self.is_scalar else scores
 
