@@ -140,8 +140,8 @@ def rows_of(
         trace, predictions = draw(population, arrivals, load, seed, options.requests)
         reference = run("fcfs", trace, predictions, {})
         for label, policy, parameters in sides:
-            known = oracle_predictions(trace) if label == TRUE_LENGTHS else predictions
-            values = run(policy, trace, known, parameters)
+            lengths = oracle_predictions(trace) if label == TRUE_LENGTHS else predictions
+            values = run(policy, trace, lengths, parameters)
             ratios[label].append({name: values[name] / reference[name] for name in reference})
     for label, runs in ratios.items():
         cells = []

@@ -39,14 +39,14 @@ from scipy.stats import norm
 from scipy.stats import t as student_t
 from torch import Tensor, nn
 
-from benchmarks.pooled import ENCODER, length_parameters, pooled
+from benchmarks.pooled import ENCODER, pooled
 from examples.pretrained.prepare import prepare
-from predictors.manifest import MANIFEST
 from predictors.modules.config import Conditioning
 from predictors.modules.predictor import ConditionFeatures
 from predictors.modules.towers import ConditionedTower, Tower
 from predictors.pretrained import shipped_folder
 from training.data import SampleLengths
+from training.evaluating.predictors import InferenceOptions, open_predictor
 from training.evaluating.scores import kendall_tau
 from training.student_t import log_density, log_survival
 
@@ -401,17 +401,17 @@ def measure(
     return result
 
 
-def shapes(
-    artifact: str, tune: Rows, report: Rows, others: Mapping[str, Rows]
-) -> dict[str, dict[str, Array]]:
-    """Scores as those of `measure`, by shape; `rows` of `read_rows` with the artifact's own features and served models."""
+def shapes(tune: Rows, report: Rows, others: Mapping[str, Rows]) -> dict[str, dict[str, Array]]:
+    """Scores as those of `measure`, by shape, with mu and sigma of the shipped predictor."""
+    predictor = open_predictor(shipped_folder("pretrained"), InferenceOptions(threads=1))
+    known = set(predictor.served_models)
 
     def parameters(rows: Rows, *, hidden: bool = False) -> tuple[Array, Array]:
-        features = rows.features[rows.prompt].numpy()
-        model, temperature = rows.model.numpy(), rows.temperature.numpy()
-        return length_parameters(
-            artifact, features, model * (not hidden), np.where(hidden, np.float32(math.nan), temperature)
-        )
+        table = rows.table
+        models = [None if hidden or name not in known else name for name in table.model]
+        temperatures = [None if hidden or math.isnan(value) else value for value in table.temperature]
+        predicted = predictor.predict(table.prompt.tolist(), models, temperatures)
+        return np.asarray(predicted.mu), np.asarray(predicted.sigma)
 
     mu, sigma = parameters(tune)
     present, finished = tune.samples.present.numpy(), tune.samples.finished.numpy()
@@ -572,21 +572,13 @@ def main(args: Sequence[str] | None = None) -> int:
         }
     )
 
-    def read(encoder: str, models: Sequence[str]) -> tuple[Rows, Rows, dict[str, Rows]]:
-        def one(file: Path) -> Rows:
-            return read_rows({file: 1.0}, models, encoder, options.work)
+    def read(file: Path) -> Rows:
+        return read_rows({file: 1.0}, names, options.encoder, options.work)
 
-        return (
-            one(files.calibration),
-            one(files.report),
-            {name: one(file) for name, file in files.set_aside.items()},
-        )
-
-    folder = shipped_folder("pretrained")
-    manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-    shaped = shapes(str(folder), *read(str(folder), manifest["served_models"]))
     rows = read_rows(files.training, names, options.encoder, options.work)
-    tune, report, others = read(options.encoder, names)
+    tune, report = read(files.calibration), read(files.report)
+    others = {name: read(file) for name, file in files.set_aside.items()}
+    shaped = shapes(tune, report, others)
     runs: dict[str, list[dict[str, Array]]] = {name: [] for name in options.heads}
     for seed in range(options.seeds):
         for name in options.heads:

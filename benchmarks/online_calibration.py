@@ -6,10 +6,10 @@
 DATA are CASTILLO's files: columns model, dataset, prompt, prompt_tokens, output_tokens (a list per row; 15,000 and more is
 truncated). For each served model a predictor is trained on the others (or on that model, without the source): ridge
 regressions of mean ln length and of ln deviation on frozen MiniLM embeddings and ln prompt_tokens, scaled to out-of-fold
-residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them, and each
-seed draws them anew. The stream is (prompt, one output of the model) in random order, from the start again where it is too short. After each of
-`--counts` ended requests all evaluation outputs are scored under the corrected predictions. The reference is trained on
-the model's own training prompts, of all sources.
+residuals. Half of all prompts train it, 35 % are the stream, 15 % are for evaluation; no prompt is in two of them, and
+each seed draws them anew. The stream is (prompt, one output of the model) in random order, from the start again where
+it is too short. After each of `--counts` ended requests all evaluation outputs are scored under the corrected
+predictions. The reference is trained on the model's own training prompts, of all sources.
 
 --predictions: Parquet with prompt, model, mu, sigma, nu, in place of the ridge predictor: an artifact that was trained
 without these models or sources. Only prompts with a prediction count, two thirds of them for the stream. Or an artifact

@@ -1,8 +1,8 @@
 """Time of one prediction for one prompt on one core: `tiny` and `pretrained`, in turn in one process, tokenization included.
 
 A round is one call of `pretrained` and then 20 of `tiny`, the first of which finds the processor's caches full of other data:
-it has a row of its own. The prompts are as long as those of CASTILLO are in the median and at the quartiles; --data takes prompts of a file instead, of
-the median length there.
+it has a row of its own. The prompts are as long as those of CASTILLO are in the median and at the quartiles; --data takes
+prompts of a file instead, of the median length there.
 
     python benchmarks/tiny_predictor.py
     python benchmarks/tiny_predictor.py --data prompts.parquet

@@ -376,7 +376,7 @@ def main(args: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("data", type=Path, help="folder of the public sets of urgency")
-    parser.add_argument("--encoder", default=ENCODER, help="artifact, or encoder that no head was trained on")
+    parser.add_argument("--encoder", default=ENCODER, help="encoder that no head was trained on")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--work", type=Path, default=Path("out/urgency_scales"), help="folder for the features"

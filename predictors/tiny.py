@@ -1,6 +1,7 @@
 """The predictor `tiny`: output lengths in the scheduler's own thread; needs numpy and tokenizers alone.
 
-A prompt of 400 characters takes less than 100 microseconds (benchmarks/tiny_predictor.py).
+A prompt of 400 characters takes less than 100 microseconds where the tables are in the processor's caches, some 0.4 ms
+where they are not (benchmarks/tiny_predictor.py).
 Tables hold a vector for each token, each pair of neighbors (hashed) and each combination of a prompt's first three tokens
 (hashed); their sums over the prompt, scaled by the root of their number, and the logarithm of the number of tokens are the
 input of a network with two hidden layers, which gives mu and ln sigma for every served model. Hashed n-grams as in Joulin

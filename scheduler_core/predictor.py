@@ -23,6 +23,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import Prediction
 
 ENTRY_POINT_GROUP = "tailcast.predictors"
+#: The predictors that come with tailcast.
+SHIPPED = ("pretrained", "tiny")
 #: How a predictor is spelled everywhere.
 PREDICTORS = "pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
 
@@ -63,7 +65,7 @@ def open_predictor(predictor: str) -> Predictor:
     Args:
         predictor: "pretrained" or "tiny" (the artifacts that come with tailcast), an artifact folder, or scheme://address,
             such as grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is
-            called with the address; those of `tiny` and `local` with "tiny" and with the others.
+            called with the address; that of `local` with the others, unless one that ships has an entry point of its name.
 
     Raises:
         InputError: There is no such folder, or no installed package has the scheme.
@@ -71,7 +73,8 @@ def open_predictor(predictor: str) -> Predictor:
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
     if not separator:
-        scheme, address = "tiny" if predictor == "tiny" else "local", predictor
+        scheme = predictor if predictor in SHIPPED and predictor in points else "local"
+        address = predictor
     if not address or scheme not in points:
         raise InputError("predictor", predictor, PREDICTORS)
     factory: Callable[[str], Predictor] = points[scheme].load()

@@ -27,7 +27,7 @@ from scheduler_core.report.page import markdown_table
 
 #: Metric -> heading of the first table: engine time, seconds for fcfs and ratios to it for the others.
 LATENCIES = {
-    f"{name}_{level}": f"{name.upper()} {level if level == 'mean' else level.upper() if level != 'max' else level}"
+    f"{name}_{level}": f"{name.upper()} {level.replace('p', 'P')}"
     for name in ("ttft", "ttlt")
     for level in ("mean", *LEVELS)
 } | {"per_token_mean": "per token", "per_token_p90": "per token P90", "per_token_p99": "per token P99"}

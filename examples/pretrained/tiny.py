@@ -59,11 +59,11 @@ NUM_PAIRS, NUM_STARTS, WIDTHS, HIDDEN = 2**15, 2**13, (64, 32, 32), 256
 OTHER_SOURCES = 0.35
 CARD = """# tailcast-tiny
 
-Predicts what [tailcast-minilm](README.md) predicts, in less than 100 microseconds for a prompt of 400 characters ([figures](../../docs/benchmarks.md#tiny-predictor)) and without ONNX Runtime: hashed n-grams and a small network in numpy, distilled from it. For inside a scheduler; `tiny` wherever a predictor is named.
+Predicts what [tailcast-minilm](README.md) predicts, in less than 100 microseconds for a prompt of 400 characters with warm caches ([figures](../../docs/benchmarks.md#tiny-predictor)) and without ONNX Runtime: hashed n-grams and a small network in numpy, distilled from it. For inside a scheduler; `tiny` wherever a predictor is named.
 
 Made by `make tiny DATA=FOLDER` (examples/pretrained/tiny.py). Licence: Apache-2.0. Data: the prompts and lengths that tailcast-minilm was trained on, with their licences ([its card](README.md)), {made_up:,} prompts made up of them, and tailcast-minilm's predictions of all for {served_models} served models. An unknown served model is the mean of these. Sampling temperature is no input; prompts up to {max_length} tokens (words and signs), the middle of longer ones is dropped. {num_parameters:,} weights, {megabytes:.1f} MB.
 
-It counts words and their neighbors. Of prompts unlike those of its training it says less than tailcast-minilm, and of some nothing (last table).
+It counts words and their neighbors. On prompts unlike those of its training it is weaker than tailcast-minilm, and on some sources it ranks nothing (last table).
 
 ## In distribution
 

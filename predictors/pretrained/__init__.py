@@ -9,9 +9,10 @@ from pathlib import Path
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file
+from scheduler_core.predictor import SHIPPED
 
 #: The spellings of these artifacts wherever an artifact folder can stand.
-PRETRAINED, TINY = "pretrained", "tiny"
+PRETRAINED, TINY = SHIPPED
 FOLDERS = {
     PRETRAINED: Path(__file__).parent / "tailcast-minilm",
     TINY: Path(__file__).parent / "tailcast-tiny",

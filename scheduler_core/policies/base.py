@@ -32,11 +32,12 @@ class Policy(ABC):
             when `take_changed` names it, so that victims come from a heap; "on_tokens": possibly with every step, so
             that all running requests are compared.
         progress: What it uses of the progress of running requests. "unused": nothing but in their own events (admission,
-            preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep; "in_runs": identical steps may be taken at once, with one call of the hooks (of `on_steps` if it needs the
+            preemption, end), without `on_tokens` and `on_step`, so that requests that decode may be advanced in lockstep;
+            "in_runs": identical steps may be taken at once, with one call of the hooks (of `on_steps` if it needs the
             duration of each), unless a request waits that the policy may put before a running one; "every_step": its
             decisions depend on single steps or the time.
-        needs_queue: It moves waiting requests with time, by what it measures of those that have ended: it cannot be used where the
-            engine gets each key once, and a proxy counts output tokens for it.
+        needs_queue: It moves waiting requests with time, by what it measures of those that have ended: it cannot be used
+            where the engine gets each key once, and a proxy counts output tokens for it.
         inputs: What it uses: of "length", "urgency", "bucket", "rank", "point" (predictions), "priority", "tier", "tenant",
             "slo" (fields of the request).
     """

@@ -124,8 +124,9 @@ class _ArrivalOrder:
         rows = [row for row, state in enumerate(self._states) if state is not None]
         table = np.zeros((5, max(64, 2 * len(rows))))
         table[:, : len(rows)] = self._table[:, rows]
-        self._table, self._states = table, list(self.states())
-        self._rows = {state.request_id: row for row, state in enumerate(self.states())}
+        states = self.states()
+        self._table, self._states = table, [*states]
+        self._rows = {state.request_id: row for row, state in enumerate(states)}
 
 
 class _RunningWork:

@@ -15,6 +15,7 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.policies import make_policy
+from scheduler_core.predictor import PREDICTORS, SHIPPED
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.loop import Simulation
@@ -116,9 +117,7 @@ def prepare_predictions(
         return trace_predictions(trace)
     if source == "oracle":
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
-    if "://" not in source and source not in ("pretrained", "tiny") and not Path(source).is_dir():
-        from scheduler_core.predictor import PREDICTORS
-
+    if "://" not in source and source not in SHIPPED and not Path(source).is_dir():
         raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
     return fetch_predictions(
         trace,
