@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pandas as pd
@@ -64,6 +64,17 @@ GRID: Array = math.log(0.5) + STEP * np.arange(384.0)
 LEVELS = (0.5, 0.9, 0.99)
 RISK = 0.9
 NORMAL = 1_000.0  # degrees of freedom of a log-t that is a log-normal
+
+
+class TrainableHead(Protocol):
+    """A head that `train` takes."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Outputs of each tower."""
+
+    def loss(self, outputs: Sequence[Tensor], samples: SampleLengths) -> Tensor:
+        """Of each row [R]."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +238,7 @@ def read_rows(files: Mapping[Path, float], names: Sequence[str], encoder: str, w
 class Network(nn.Module):
     """Conditions and the towers of one head, on standardized ln tokens."""
 
-    def __init__(self, kind: Kind, num_features: int, names: Sequence[str], seed: int) -> None:
+    def __init__(self, kind: TrainableHead, num_features: int, names: Sequence[str], seed: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.conditions = ConditionFeatures(Conditioning(tuple(names)), generator)
@@ -254,7 +265,7 @@ def drawn_rows(rows: Rows) -> Tensor:
     return kept[torch.randperm(len(kept))]
 
 
-def train(kind: Kind, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -> Network:
+def train(kind: TrainableHead, rows: Rows, tune: Rows, names: Sequence[str], seed: int) -> Network:
     """The epoch with the least loss on the tuning prompts."""
     torch.manual_seed(seed)
     network = Network(kind, rows.features.shape[1], names, seed)

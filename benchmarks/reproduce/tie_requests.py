@@ -28,6 +28,14 @@ R2_MU, R2_SIGMA = 0.82, 0.76
 _POINT_SIGMA = 1e-6
 #: Metadata of the table of --predictions: how the predictors were trained.
 ABOUT = b"about"
+#: Families of table 4, as `benchmarks.distribution_heads` calls them.
+FAMILIES = ("log-t, nu 3.5", "log-t, free nu", "log-normal")
+#: Columns of that table with a log-t distribution: [mu, sigma, nu]. "length" is TIE's, "within" without the predictor's own
+#: error in sigma.
+LENGTHS = ("length", "within", *FAMILIES)
+_NUMBERS = ("prompt_tokens", *LENGTHS, "regression_tokens", "rank")
+#: All of its columns.
+COLUMNS = ("prompt_id", "served_model", "dataset", "output_tokens", *_NUMBERS)
 
 Array = NDArray[np.float64]
 
@@ -39,8 +47,8 @@ class Order:
     Attributes:
         policy: Its name.
         parameters: Its parameters.
-        told: "nothing", "length" (log-t), "within" (log-t without the predictor's own error), "median" (of it), "point" (one length, as SSJF's regressor), "rank", "rank order"
-            (the rank in place of a length, for policies that order by one), "log-normal", or "truth".
+        told: "nothing", one of `LENGTHS`, "median" (of TIE's distribution), "point" (one length, as SSJF's regressor), "rank",
+            "rank order" (the rank in place of a length, for policies that order by one), or "truth".
     """
 
     policy: str
@@ -54,17 +62,14 @@ class Requests:
 
     Attributes:
         trace: The requests.
-        laws: By request id: the predicted law.
-        within: By request id: the predicted sigma of the answers to one prompt, which the law's is where no predictor's own
-            error is in it.
+        lengths: For each of `LENGTHS`, by request id: the predicted distribution.
         points: By request id: the predicted length in tokens.
         ranks: By request id: the predicted rank, larger = longer.
         source: Where they come from.
     """
 
     trace: Trace
-    laws: dict[str, LengthPrediction]
-    within: dict[str, float]
+    lengths: dict[str, dict[str, LengthPrediction]]
     points: dict[str, float]
     ranks: dict[str, float]
     source: str
@@ -99,8 +104,12 @@ def requests(
         source = "a synthetic population of log-t laws"
     seen_mu = _wrong(mu, R2_MU, rng)
     seen_sigma = np.exp(_wrong(np.log(sigma), R2_SIGMA, rng))
+    log_t = np.stack([seen_mu, seen_sigma, np.full(num, NU)], axis=1)
+    # The standard deviation of ln length that maximum likelihood gives a log-normal: that of t_3.5, 1.53 sigma.
+    log_normal = np.stack([seen_mu, seen_sigma * math.sqrt(NU / (NU - 2)), np.full(num, 1e6)], axis=1)
+    lengths = dict.fromkeys(LENGTHS, log_t) | {"log-normal": log_normal}
     return _requests(
-        prompt, output, (seen_mu, seen_sigma, np.full(num, NU)), seen_sigma, np.exp(seen_mu), seen_mu,
+        prompt, output, lengths, np.exp(seen_mu), seen_mu,
         f"{source}; one predictor for all with R2 {R2_MU} (mu) and {R2_SIGMA} (ln sigma)",
     )  # fmt: skip
 
@@ -124,8 +133,7 @@ def _wrong(values: Array, r2: float, rng: np.random.Generator) -> Array:
 def _requests(
     prompt: Array,
     output: Array,
-    laws: tuple[Array, Array, Array],
-    within: Array,
+    lengths: Mapping[str, Array],
     points: Array,
     ranks: Array,
     source: str,
@@ -141,14 +149,12 @@ def _requests(
         )
         for index, name in enumerate(names)
     )
-    seen = {
-        name: LengthPrediction(float(mu), float(sigma), float(nu))
-        for name, mu, sigma, nu in zip(names, *laws, strict=True)
-    }
     return Requests(
         trace=Trace(rows),
-        laws=seen,
-        within=dict(zip(names, within.tolist(), strict=True)),
+        lengths={
+            kind: {name: LengthPrediction(*row) for name, row in zip(names, values.tolist(), strict=True)}
+            for kind, values in lengths.items()
+        },
         points=dict(zip(names, np.maximum(points, 1.0).tolist(), strict=True)),
         ranks=dict(zip(names, ranks.tolist(), strict=True)),
         source=source,
@@ -174,23 +180,13 @@ def _filtered(
 def _predicted(
     path: Path, num: int, rng: np.random.Generator, served_model: str, dataset: str | None
 ) -> Requests:
-    names = [
-        "prompt_tokens",
-        "output_tokens",
-        "mu",
-        "sigma",
-        "sigma_within",
-        "nu",
-        "regression_tokens",
-        "rank",
-    ]
-    found = _filtered(path, names, "served_model", served_model, dataset)
-    chosen = rng.integers(0, len(found["mu"]), num)
+    found = _filtered(path, ["output_tokens", *_NUMBERS], "served_model", served_model, dataset)
+    chosen = rng.integers(0, len(found["rank"]), num)
     output = [float(rng.choice(found["output_tokens"][int(row)])) for row in chosen]
-    column = {name: np.array(found[name], float)[chosen] for name in names if name != "output_tokens"}
+    column = {name: np.array(found[name], float)[chosen] for name in _NUMBERS}
     return _requests(
-        column["prompt_tokens"], np.array(output), (column["mu"], column["sigma"], column["nu"]),
-        column["sigma_within"], column["regression_tokens"], column["rank"], _about(path, found),
+        column["prompt_tokens"], np.array(output), {name: column[name] for name in LENGTHS},
+        column["regression_tokens"], column["rank"], _about(path, found),
     )  # fmt: skip
 
 
@@ -201,7 +197,11 @@ def _about(path: Path, found: Mapping[str, Any]) -> str:
 
     lengths = found["output_tokens"]
     medians = [float(np.median(one)) for one in lengths]
-    taus = [float(kendalltau(found[name], medians).statistic) for name in ("mu", "regression_tokens", "rank")]
+    mu = [row[0] for row in found["length"]]
+    taus = [
+        float(kendalltau(values, medians).statistic)
+        for values in (mu, found["regression_tokens"], found["rank"])
+    ]
     variation = float(np.mean([np.std(one) / np.mean(one) for one in lengths]))
     trained = (pq.read_schema(path).metadata or {}).get(ABOUT, b"").decode()
     return (
@@ -234,22 +234,15 @@ def told(order: Order, found: Requests) -> Predictions | None:
     if order.told == "truth":
         return oracle_predictions(found.trace)
     answers: dict[str, Prediction | None] = {}
-    for name, law in found.laws.items():
-        if order.told == "point":
-            length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
-        elif order.told == "within":
-            length = replace(law, sigma=found.within[name])
-        elif order.told == "median":
-            length = LengthPrediction(law.mu, _POINT_SIGMA, NU)
-        elif order.told == "rank order":
-            length = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
-        elif order.told == "rank":
+    for name, length in found.lengths.get(order.told, found.lengths["length"]).items():
+        if order.told == "rank":
             answers[name] = Prediction(rank=RankPrediction(found.ranks[name]))
             continue
-        elif order.told == "log-normal":
-            # The standard deviation of ln length that maximum likelihood gives a log-normal: that of t_3.5, 1.53 sigma.
-            length = LengthPrediction(law.mu, law.sigma * math.sqrt(NU / (NU - 2)), 1e6)
-        else:
-            length = law
+        if order.told == "point":
+            length = LengthPrediction(math.log(found.points[name]), _POINT_SIGMA, NU)
+        elif order.told == "median":
+            length = LengthPrediction(length.mu, _POINT_SIGMA, NU)
+        elif order.told == "rank order":
+            length = LengthPrediction(found.ranks[name], _POINT_SIGMA, NU)
         answers[name] = Prediction(length=length)
     return Predictions(order.told, answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,11 @@ from benchmarks.reproduce.__main__ import STUDIES, _is_kept
 from benchmarks.reproduce.coverage import COVERAGE
 from benchmarks.reproduce.page import coverage, load, pages, save
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row
+from benchmarks.reproduce.tie import ABLATIONS
 from benchmarks.reproduce.tie_requests import ABOUT as TRAINED
-from benchmarks.reproduce.tie_requests import requests, told
+from benchmarks.reproduce.tie_requests import LENGTHS, requests, told
 from benchmarks.reproduce.tie_systems import LMSYS_8B, PAPER_SYSTEMS, SYSTEMS, run
-from scheduler_core.predictions import Prediction
+from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.simulator.step_time.base import StepWork
 from scheduler_core.simulator.workloads.workload import Workload
 
@@ -161,10 +161,9 @@ def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_and_h
         "dataset": ["Alpaca"] * 4,
         "prompt_tokens": [10, 20, 30, 40],
         "output_tokens": [[100, 100], [200, 200], [300, 300], [400, 400]],
-        "mu": [4.6, 5.3, 5.7, 6.0],
-        "sigma": [0.4] * 4,
-        "sigma_within": [0.2] * 4,
-        "nu": [3.5] * 4,
+        **{name: [[4.6, 0.4, 3.5], [5.3, 0.4, 3.5], [5.7, 0.4, 3.5], [6.0, 0.4, 3.5]] for name in LENGTHS},
+        "within": [[4.6, 0.2, 3.5]] * 4,
+        "log-normal": [[4.6, 0.4, 1000.0]] * 4,
         "regression_tokens": [300.0, 200.0, 100.0, 400.0],
         "rank": [-1.0, 1.0, 0.0, 9.0],
     }
@@ -173,10 +172,14 @@ def test_tie_runs_on_trained_predictions_and_their_note_names_who_predicts_and_h
     effort = Effort(quick=True, predictions=tmp_path / "predictions.parquet")
     found = requests(effort, 50, 0, "m", "Alpaca")
     assert {row.output_tokens for row in found.trace.requests} == {100, 200, 300}
-    assert all(law.mu < 6.0 for law in found.laws.values())
-    within = told(SYSTEMS["TIE, sigma within a prompt"], found)
-    assert within is not None
-    assert within.by_id["r0"] == Prediction(length=replace(found.laws["r0"], sigma=0.2))
+    assert all(length.mu < 6.0 for length in found.lengths["length"].values())
+    for order, expected in (
+        (SYSTEMS["TIE, sigma within a prompt"], LengthPrediction(4.6, 0.2, 3.5)),
+        (ABLATIONS["log-normal"], LengthPrediction(4.6, 0.4, 1000.0)),
+    ):
+        predictions = told(order, found)
+        assert predictions is not None
+        assert predictions.by_id["r0"] == Prediction(length=expected)
     assert found.source.endswith("TIE 1.000, SSJF -1.000, LTR 0.333. Heads on a frozen encoder")
 
 
