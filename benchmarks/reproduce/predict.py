@@ -35,6 +35,7 @@ from benchmarks.distribution_heads import (
     train,
 )
 from benchmarks.reproduce.tie_requests import ABOUT, COLUMNS, FAMILIES
+from benchmarks.reproduce.tie_systems import LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL
 from examples.pretrained.prepare import prepare
 from predictors.manifest import MANIFEST
 from predictors.pretrained import PRETRAINED, shipped_folder
@@ -95,28 +96,19 @@ def head_columns(
     return columns, likelihood
 
 
-def prediction_table(
-    report: pd.DataFrame, shipped: PredictedRows, heads: Mapping[str, Sequence[object]]
-) -> pa.Table:
+def prediction_table(report: pd.DataFrame, shipped: PredictedRows) -> pa.Table:
     """`COLUMNS` of all rows.
 
     Args:
-        report: Rows of `prepare`, with prompt_tokens.
+        report: Rows of `prepare`, with prompt_tokens and the columns of `head_columns`.
         shipped: What the shipped predictor predicts of them.
-        heads: What `head_columns` gives.
     """
     nu = np.broadcast_to(np.asarray(shipped.nu, float), len(report))
-    columns: dict[str, Sequence[object]] = {
-        "prompt_id": report.prompt_id.tolist(),
-        "served_model": report.model.tolist(),
-        "dataset": report.dataset.tolist(),
-        "prompt_tokens": report.prompt_tokens.tolist(),
-        "output_tokens": report.output_tokens.tolist(),
-        "length": np.column_stack([shipped.mu, shipped.sigma, nu]).tolist(),
-        "within": np.column_stack([shipped.mu, shipped.sigma_within, nu]).tolist(),
-        **heads,
-    }
-    return pa.table({name: columns[name] for name in COLUMNS})
+    table = report.rename(columns={"model": "served_model"}).assign(
+        length=np.column_stack([shipped.mu, shipped.sigma, nu]).tolist(),
+        within=np.column_stack([shipped.mu, shipped.sigma_within, nu]).tolist(),
+    )
+    return pa.Table.from_pandas(table[list(COLUMNS)], preserve_index=False)
 
 
 def _about(folder: Path, likelihood: Mapping[str, float], nu: Sequence[float]) -> str:
@@ -162,13 +154,17 @@ def main() -> int:
         raw = pd.read_parquet(
             given.data / "castillo_validation.parquet", columns=["prompt", "model", "prompt_tokens"]
         )
-        table = report.table.merge(raw.drop_duplicates(["prompt", "model"]), on=["prompt", "model"])
+        table = report.table.assign(**columns)
+        table = table[
+            table.model.isin([setting.served_model for setting in (LMSYS_8B, LMSYS_70B, LMSYS_MISTRAL)])
+        ]
+        table = table.merge(raw.drop_duplicates(["prompt", "model"]), on=["prompt", "model"])
         shipped = open_predictor(folder, InferenceOptions(threads=1, progress=False)).predict(
             table.prompt.tolist(), table.model.tolist(), table.temperature.tolist()
         )
         nu = [float(row[2]) for row in columns["log-t, free nu"]]  # type: ignore[index]
         about = _about(folder, likelihood, nu)
-        result = prediction_table(table, shipped, columns).replace_schema_metadata({ABOUT: about.encode()})
+        result = prediction_table(table, shipped).replace_schema_metadata({ABOUT: about.encode()})
     except TailcastError as error:
         print(error, file=sys.stderr)
         return 2
