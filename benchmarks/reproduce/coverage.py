@@ -83,7 +83,7 @@ COVERAGE: tuple[Covered, ...] = (
     Covered(_TIE, "table 1", ("tie-table1",), "on CASTILLO, 10 samples per prompt"),
     Covered(_TIE, "table 2", ("tie-table2",)),
     Covered(_TIE, "table 3", ("tie-table3",), "predictors trained on CASTILLO, TIE's on smaller sources too, and not on LMSYS or Alpaca alone"),
-    Covered(_TIE, "table 4", ("tie-table4",), "families: heads trained for each on TIE's encoder, against a log-t head trained alike"),
+    Covered(_TIE, "table 4", ("tie-table4",), "families: a head trained for each on a frozen encoder, against a log-t head trained alike"),
     Covered(_TIE, "table 5", ("tie-table5",), f"Mistral-7B alone: {_MOE}"),
     Covered(_TIE, "table 6", ("tie-table5",), "as table 5"),
     Covered(_TIE, "table 7", (), "OpenPangu: neither a data sheet nor public answers"),
