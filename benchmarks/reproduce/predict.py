@@ -108,11 +108,10 @@ def prediction_table(report: pd.DataFrame, shipped: PredictedRows) -> pa.Table:
         report: Rows of `prepare`, with prompt_tokens and the columns of `head_columns`.
         shipped: What the shipped predictor predicts of them.
     """
-    nu = np.broadcast_to(np.asarray(shipped.nu, float), len(report))
-    table = report.rename(columns={"model": "served_model"}).assign(
-        length=np.column_stack([shipped.mu, shipped.sigma, nu]).tolist(),
-        within=np.column_stack([shipped.mu, shipped.sigma_within, nu]).tolist(),
-    )
+    table = report.rename(columns={"model": "served_model"})
+    for name, sigma in (("length", shipped.sigma), ("within", shipped.sigma_within)):
+        parameters = pd.DataFrame({"mu": shipped.mu, "sigma": sigma, "nu": shipped.nu})
+        table[name] = parameters.to_numpy().tolist()
     return pa.Table.from_pandas(table[list(COLUMNS)], preserve_index=False)
 
 
