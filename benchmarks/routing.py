@@ -376,7 +376,7 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
     ours = "scheduler_core.adapters.ray_serve.TailcastRequestRouter"
 
     @asynccontextmanager
-    async def side(router: Any, settings: dict[str, Any]) -> AsyncIterator[Send]:
+    async def side(app: str, router: Any, settings: dict[str, Any]) -> AsyncIterator[Send]:
         deployment = make_deployment(Forwarder).options(
             num_replicas=len(urls),
             max_ongoing_requests=1000,
@@ -385,7 +385,8 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
                 request_router_class=router, request_router_kwargs=settings
             ),
         )
-        handle: Any = serve.run(deployment.bind(list(urls)), name="routing", route_prefix=None)
+        # A process keeps the router of an application that it has sent to, also after another `run` of that name.
+        handle: Any = serve.run(deployment.bind(list(urls)), name=app, route_prefix=None)
 
         async def send(chat: Chat) -> AsyncIterator[object]:
             async for piece in handle.options(stream=True).chat.remote(chat.body):
@@ -394,19 +395,23 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
         try:
             yield send
         finally:
-            serve.delete("routing")
+            serve.delete(app)
 
     predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
     return {
         "Ray Serve, power of two (default)": functools.partial(
-            side, "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
+            side, "power-of-two", "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
         ),
         "Ray Serve, round robin": functools.partial(
-            side, "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
+            side, "round-robin", "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
         ),
-        "least busy": functools.partial(side, ours, {"router": "jsq"}),
-        "predicted work": functools.partial(side, ours, {"router": "predicted_work", **predicted}),
-        "predicted wait": functools.partial(side, ours, {"router": "predicted_wait", **predicted}),
+        "least busy": functools.partial(side, "least-busy", ours, {"router": "jsq"}),
+        "predicted work": functools.partial(
+            side, "predicted-work", ours, {"router": "predicted_work", **predicted}
+        ),
+        "predicted wait": functools.partial(
+            side, "predicted-wait", ours, {"router": "predicted_wait", **predicted}
+        ),
     }
 
 
