@@ -65,7 +65,7 @@ HEADER = (
     "TTFT mean / first",
     "end-to-end mean / first",
     "TTFT mean / least busy",
-    "P99",
+    "TTFT P99 / least busy",
     "end-to-end mean / least busy",
 )
 MAX_TOKENS = 4096
@@ -372,6 +372,7 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
+    serve.start(proxy_location="Disabled")  # there is no HTTP in front
     make_deployment: Any = serve.deployment
     ours = "scheduler_core.adapters.ray_serve.TailcastRequestRouter"
 
