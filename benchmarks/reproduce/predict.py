@@ -129,7 +129,7 @@ def _about(folder: Path, likelihood: Mapping[str, float], nu: Sequence[float]) -
         "15 % of the prompts that TIE was stopped and calibrated with. So they have an encoder that was tuned by TIE's "
         "likelihood. The families of table 4 are heads trained alike, each by its own likelihood, on all-MiniLM-L6-v2 as it was "
         f"published. Their mean log-likelihood of ln length here: {fits}; the free nu is {median:.1f} in the median ({low:.1f} to "
-        f"{high:.1f} from P10 to P90)."
+        f"{high:.1f} from P10 to P90)"
     )  # fmt: skip
 
 
