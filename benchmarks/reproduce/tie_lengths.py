@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from scipy import stats
@@ -39,22 +41,38 @@ SAMPLE_SIZES = (3, 5, 7, 10, 20, 50, 100)
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Output lengths of G prompts with N samples each, [G, N], right-censored at MAX_TOKENS, and their source."""
+    """Output lengths of G prompts with N samples each.
+
+    Attributes:
+        tokens: [G, N].
+        limits: [G] of the lengths, in tokens: these are truncated.
+        source: What they are.
+        name: Of the set, where it is not the first one.
+    """
 
     tokens: NDArray[np.int64]
+    limits: NDArray[np.float64]
     source: str
+    name: str = ""
 
     @property
     def sample(self) -> SortedLengths:
         """The lengths as the fitter takes them."""
-        return _sample(self.tokens, MAX_TOKENS)
+        return _sample(self.tokens, self.limits)
+
+    def rows(self, chosen: NDArray[np.intp]) -> Lengths:
+        """Of some of the prompts."""
+        return replace(self, tokens=self.tokens[chosen], limits=self.limits[chosen])
+
+    def where(self, place: str) -> str:
+        """A place in the paper, and the set."""
+        return f"{place}, {self.name}" if self.name else place
 
 
-def _sample(tokens: NDArray[np.int64], limit: float) -> SortedLengths:
+def _sample(tokens: NDArray[np.int64], limits: NDArray[np.float64]) -> SortedLengths:
     offsets = np.arange(len(tokens) + 1) * tokens.shape[1]
-    return SortedLengths.of(
-        np.minimum(tokens, limit).ravel().astype(np.int64), (tokens < limit).ravel(), offsets
-    )
+    shown = np.minimum(tokens, limits[:, None]).ravel().astype(np.int64)
+    return SortedLengths.of(shown, (tokens < limits[:, None]).ravel(), offsets)
 
 
 def lengths(effort: Effort) -> Lengths:
@@ -64,13 +82,52 @@ def lengths(effort: Effort) -> Lengths:
     if castillo is None:
         shape = (effort.num(1000, 60), 100)
         mu, sigma = rng.normal(5.0, 1.0, (shape[0], 1)), np.exp(rng.normal(-0.7, 0.5, (shape[0], 1)))
-        return Lengths(_drawn(rng, mu, sigma, shape), "Lengths drawn from log-t distributions, nu = 3.5")
+        return _lengths(
+            _drawn(rng, mu, sigma, shape), MAX_TOKENS, "Lengths drawn from log-t distributions, nu = 3.5"
+        )
     column = pq.read_table(castillo, columns=["output_tokens"]).column(0).combine_chunks()
     tokens = np.maximum(column.values.to_numpy().reshape(len(column), -1), 1).astype(np.int64)
     rows = rng.permutation(len(tokens))[: effort.num(len(tokens), 500)]
-    return Lengths(
-        tokens[rows], f"CASTILLO, {len(rows)} (prompt, model) pairs, {tokens.shape[1]} samples each"
-    )
+    source = f"CASTILLO, {len(rows)} (prompt, model) pairs, {tokens.shape[1]} samples each"
+    return _lengths(tokens[rows], MAX_TOKENS, source)
+
+
+def all_lengths(effort: Effort) -> list[Lengths]:
+    """CASTILLO's and, where --data has them, GPT-4's in Tree of Thoughts and those of the OASST reports."""
+    sets = [lengths(effort)]
+    tot = effort.file("repeated_samples/tot_gpt4.parquet")
+    if tot is not None:
+        table = pd.read_parquet(tot)
+        table = table[table.n_samples == 100]
+        source = f"Tree of Thoughts, Game of 24, GPT-4, {len(table)} prompts, 100 samples each"
+        sets.append(_lengths(np.stack(table.tokens.to_list()), 1000, source, "ToT"))
+    oasst = effort.file("repeated_samples/oasst_sampling_reports.parquet")
+    if oasst is not None:
+        sets.append(_oasst_lengths(oasst))
+    return sets
+
+
+def _oasst_lengths(path: Path) -> Lengths:
+    """Ten samples of a prompt in a report; its sampling settings, two samples each, count as one."""
+    table = pd.read_parquet(path, columns=["run", "prompt_id", "n_samples", "tokens", "finished"])
+    table = table[(table.n_samples >= 2) & table.finished.map(lambda flags: flags is not None)]
+    groups = table.groupby(["run", "prompt_id"], sort=True)
+    samples = groups[["tokens", "finished"]].agg(lambda lists: np.concatenate(lists.to_list()))
+    flags = samples.finished.map(lambda values: all(value is not None for value in values))
+    samples = samples[flags & (samples.tokens.map(len) == 10)]
+    # A report in which no sample ever ends does not mark ends.
+    ends = samples.finished.map(np.mean).groupby("run").transform("mean") > 0.01
+    samples = samples[ends]
+    tokens, finished = (np.stack(samples[name].to_list()) for name in ("tokens", "finished"))
+    finished = finished.astype(bool)
+    # The cap is in the model's own tokens: the shortest sample that was cut stands for it.
+    limits = np.where(finished, np.inf, tokens).min(axis=1)
+    source = f"OASST sampling reports, {len(tokens)} prompts of {samples.index.get_level_values('run').nunique()} reports, 10 samples each"
+    return Lengths(np.maximum(tokens, 1).astype(np.int64), limits, source, "OASST")
+
+
+def _lengths(tokens: NDArray[np.int64], limit: float, source: str, name: str = "") -> Lengths:
+    return Lengths(np.maximum(tokens, 1).astype(np.int64), np.full(len(tokens), float(limit)), source, name)
 
 
 def _drawn(
@@ -86,7 +143,34 @@ def _tested(fits: Estimates) -> NDArray[np.bool_]:
 
 def table_1(effort: Effort) -> Findings:
     """Table 1: which families pass a test of goodness of fit; section 3.1: how heavy the tails are."""
-    data = lengths(effort)
+    sets = all_lengths(effort)
+    findings = Findings(size="", notes=[f"{data.source}." for data in sets])
+    for data in sets:
+        pass_rates, tested = _families(effort, data, findings)
+        if not data.name:
+            findings.size = f"{tested.sum()} prompts that are not constant"
+            order = sorted(pass_rates, key=lambda label: -pass_rates[label])
+            findings.claims.append(
+                Claim("table 1", "the log-t passes more often than the log-normal, gamma, Weibull and exponential",
+                      set(order[:2]) == {"log_t", "log_t_free"}, ", ".join(f"{FAMILY_NAMES[label]} {pass_rates[label]:.3f}" for label in order))
+            )  # fmt: skip
+        for name, value in tails(data.tokens[tested]).items():
+            paper = None if data.name else TAILS[name]
+            findings.rows.append(
+                Row(
+                    where=data.where("section 3.1"),
+                    what=f"mean {name}",
+                    paper=paper,
+                    ours=float(np.nanmean(value)),
+                )
+            )
+    return findings
+
+
+def _families(
+    effort: Effort, data: Lengths, findings: Findings
+) -> tuple[dict[str, float], NDArray[np.bool_]]:
+    """Adds a row for each family; returns the fraction of prompts that pass and which prompts [G] are tested."""
     sample = data.sample
     counts = np.diff(sample.offsets)
     fits = {label: estimate(sample, family) for label, family in compared_families(NU).items()}
@@ -94,7 +178,6 @@ def table_1(effort: Effort) -> Findings:
     aic = np.stack([2 * fit.family.num_parameters - 2 * fit.log_likelihood for fit in fits.values()])
     regular = tested & np.all([(fit.flags & SIGMA_FLOOR) == 0 for fit in fits.values()], axis=0)
     best = np.argmin(np.where(np.isnan(aic), np.inf, aic), axis=0)[regular]
-    findings = Findings(size=f"{tested.sum()} prompts that are not constant", notes=[f"{data.source}."])
     pass_rates = {}
     for number, (label, fit) in enumerate(fits.items()):
         p = ks_p_values(fit.distances(sample)[0], counts)[tested]
@@ -103,25 +186,18 @@ def table_1(effort: Effort) -> Findings:
             "by bootstrap": _bootstrap_pass_rate(effort, data, fit),
             "best AIC": float(np.mean(best == number)),
         }
+        paper = None if data.name else KS_PASS_RATE[label]
         findings.rows.append(
-            Row(where="table 1", what=f"{FAMILY_NAMES[label]}: KS p > 0.05", paper=KS_PASS_RATE[label],
-                ours=pass_rates[label], more=more)
+            Row(where=data.where("table 1"), what=f"{FAMILY_NAMES[label]}: KS p > 0.05", paper=paper, ours=pass_rates[label],
+                more=more)
         )  # fmt: skip
-    order = sorted(pass_rates, key=lambda label: -pass_rates[label])
-    findings.claims.append(
-        Claim("table 1", "the log-t passes more often than the log-normal, gamma, Weibull and exponential",
-              set(order[:2]) == {"log_t", "log_t_free"}, ", ".join(f"{FAMILY_NAMES[label]} {pass_rates[label]:.3f}" for label in order))
-    )  # fmt: skip
-    for name, value in tails(data.tokens[tested]).items():
-        findings.rows.append(
-            Row(where="section 3.1", what=f"mean {name}", paper=TAILS[name], ours=float(np.nanmean(value)))
-        )
-    return findings
+    return pass_rates, tested
 
 
 def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float:
     rows = np.flatnonzero(_tested(fit))[: effort.num(400, 10)]
-    part = _sample(data.tokens[rows], MAX_TOKENS)
+    chosen = data.rows(rows)
+    part = chosen.sample
     fits = estimate(part, fit.family)
     result = bootstrap(
         part,
@@ -129,7 +205,7 @@ def _bootstrap_pass_rate(effort: Effort, data: Lengths, fit: Estimates) -> float
         replicates=effort.num(199, 19),
         confidence=0.9,
         integers=False,
-        limits=np.full(len(part), float(MAX_TOKENS)),
+        limits=chosen.limits,
         seeds=[group_seed(0, str(row)) for row in rows],
     )
     return float(np.nanmean(result.ks_p > PASS_ABOVE))
@@ -157,54 +233,68 @@ def tails(tokens: NDArray[np.int64]) -> dict[str, NDArray[np.float64]]:
 
 def figure_8(effort: Effort) -> Findings:
     """Figure 8: how well the log-t fits, by its degrees of freedom."""
-    data = lengths(effort)
-    sample = data.sample
-    counts = np.diff(sample.offsets)
-    mean_p, likelihood, tested = {}, {}, np.zeros(len(sample), dtype=bool)
-    for nu in NU_GRID:
-        fits = estimate(sample, family_of("log-t", nu))
-        tested = _tested(fits)
-        mean_p[nu] = float(np.mean(ks_p_values(fits.distances(sample)[0], counts)[tested]))
-        likelihood[nu] = float(np.sum(fits.log_likelihood[tested]) / counts[tested].sum())
-    best = max(mean_p, key=lambda nu: mean_p[nu])
-    findings = Findings(size=f"{tested.sum()} prompts that are not constant", notes=[f"{data.source}."])
-    findings.rows.append(
-        Row(where="figure 8", what="nu with the highest mean KS p", paper=BEST_NU, ours=best)
-    )
-    findings.rows += [
-        Row(where="figure 8", what=f"mean KS p, nu = {nu:g}", paper=None, ours=p, more={"ln L per sample": likelihood[nu]})
-        for nu, p in mean_p.items()
-    ]  # fmt: skip
-    findings.claims.append(
-        Claim("figure 8", "an intermediate nu fits better than the log-normal (nu = inf)", mean_p[BEST_NU] > mean_p[math.inf],
-              f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[math.inf]:.4f} at infinity")
-    )  # fmt: skip
+    sets = all_lengths(effort)
+    findings = Findings(size="", notes=[f"{data.source}." for data in sets])
+    for data in sets:
+        sample = data.sample
+        counts = np.diff(sample.offsets)
+        mean_p, likelihood, tested = {}, {}, np.zeros(len(sample), dtype=bool)
+        for nu in NU_GRID:
+            fits = estimate(sample, family_of("log-t", nu))
+            tested = _tested(fits)
+            mean_p[nu] = float(np.mean(ks_p_values(fits.distances(sample)[0], counts)[tested]))
+            likelihood[nu] = float(np.sum(fits.log_likelihood[tested]) / counts[tested].sum())
+        best = max(mean_p, key=lambda nu: mean_p[nu])
+        where = data.where("figure 8")
+        paper = None if data.name else BEST_NU
+        findings.rows.append(Row(where=where, what="nu with the highest mean KS p", paper=paper, ours=best))
+        findings.rows += [
+            Row(where=where, what=f"mean KS p, nu = {nu:g}", paper=None, ours=p, more={"ln L per sample": likelihood[nu]})
+            for nu, p in mean_p.items()
+        ]  # fmt: skip
+        if not data.name:
+            findings.size = f"{tested.sum()} prompts that are not constant"
+            findings.claims.append(
+                Claim("figure 8", "an intermediate nu fits better than the log-normal (nu = inf)", mean_p[BEST_NU] > mean_p[math.inf],
+                      f"mean KS p {mean_p[BEST_NU]:.4f} at 3.5, {mean_p[math.inf]:.4f} at infinity")
+            )  # fmt: skip
     return findings
 
 
 def figure_7(effort: Effort) -> Findings:
     """Figure 7: errors of mu and sigma by the number of samples per prompt, drawn from the fits to all samples."""
-    data = lengths(effort)
+    sets = all_lengths(effort)
+    findings = Findings(
+        size="",
+        notes=[f"{data.source}; samples are drawn from their fits, so the truth is known." for data in sets],
+    )
+    for data in sets:
+        errors, num = _errors_by_sample_size(effort, data, findings)
+        if not data.name:
+            findings.size = f"{num} prompts"
+            findings.claims.append(
+                Claim("figure 7", "mu is known well from few samples, sigma needs more", errors[3][0] < errors[20][1],
+                      f"mu from 3 samples {errors[3][0]:.3f}, sigma from 20 {errors[20][1]:.3f}")
+            )  # fmt: skip
+    return findings
+
+
+def _errors_by_sample_size(
+    effort: Effort, data: Lengths, findings: Findings
+) -> tuple[dict[int, tuple[float, float]], int]:
+    """Adds a row for each number of samples; returns the mean relative errors of mu and sigma, and the number of prompts."""
     family = family_of("log-t", NU)
     fits = estimate(data.sample, family)
     rows = np.flatnonzero(_tested(fits) & ((fits.flags & SIGMA_FLOOR) == 0) & (fits.solution.m > 1.0))
     rows = rows[: effort.num(1000, 100)]
     mu, sigma = fits.solution.m[rows], np.exp(fits.solution.s[rows])
-    findings = Findings(
-        size=f"{len(rows)} prompts",
-        notes=[f"{data.source}; samples are drawn from their fits, so the truth is known."],
-    )
     errors: dict[int, tuple[float, float]] = {}
     for size in SAMPLE_SIZES:
         rng = np.random.default_rng([7, size])
         repeats = effort.num(20, 4)
-        tokens = _drawn(
-            rng,
-            np.repeat(mu, repeats)[:, None],
-            np.repeat(sigma, repeats)[:, None],
-            (len(rows) * repeats, size),
-        )
-        again = estimate(_sample(tokens, math.inf), family)
+        num = len(rows) * repeats
+        tokens = _drawn(rng, np.repeat(mu, repeats)[:, None], np.repeat(sigma, repeats)[:, None], (num, size))
+        again = estimate(_sample(tokens, np.full(num, math.inf)), family)
         by_mu = again.solution.m - np.repeat(mu, repeats)
         by_sigma = np.exp(again.solution.s) / np.repeat(sigma, repeats) - 1.0
         errors[size] = (
@@ -212,20 +302,16 @@ def figure_7(effort: Effort) -> Findings:
             float(np.mean(np.abs(by_sigma))),
         )
         findings.rows.append(
-            Row(where="figure 7", what=f"mean relative error of sigma, {size} samples", paper=None, ours=errors[size][1],
+            Row(where=data.where("figure 7"), what=f"mean relative error of sigma, {size} samples", paper=None, ours=errors[size][1],
                 more={"of mu": errors[size][0], "predicted rms of mu": float(np.sqrt(np.nanmean(again.solution.se_m**2)))})
         )  # fmt: skip
-    findings.claims.append(
-        Claim("figure 7", "mu is known well from few samples, sigma needs more", errors[3][0] < errors[20][1],
-              f"mu from 3 samples {errors[3][0]:.3f}, sigma from 20 {errors[20][1]:.3f}")
-    )  # fmt: skip
-    return findings
+    return errors, len(rows)
 
 
 _WHY = (
     "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per prompt: a test of "
     "goodness of fit rejects less with 10 samples than with 100, the skewness of N samples is at most (N - 2) / sqrt(N - 1), "
-    "and their P99 hardly exceeds the longest one. The plain p-value ignores that the parameters come from the same samples; "
+    "and their P99 hardly exceeds the longest one. ToT's answers, 100 to a prompt, have few different lengths, which the plain test takes for misfit; OASST's ten are of several sampling settings. The plain p-value ignores that the parameters come from the same samples; "
     "the bootstrap does not (95 % pass if the family is true)."
 )
 STUDIES = (
