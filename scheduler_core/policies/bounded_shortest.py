@@ -33,25 +33,33 @@ _IDLE_REQUESTS = 500
 #: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
 _LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
 
-#: Arrivals or ends between two computations of the quantile or the rank correlation.
-_REFRESH_EVERY = 20
+#: Arrivals between two computations of the quantile, and ends between two of the rank correlation.
+_REFRESH_EVERY, _RANK_EVERY = 20, 40
 
 #: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation.
-_NUM_RANKED, _MIN_RANKED, _MIN_TAU = 256, 40, 0.1
+_NUM_RANKED, _MIN_TAU = 256, 0.1
 
 #: Of its expected work a running request has at least this fraction left.
 _MIN_REMAINING = 0.25
 
 
 class _ArrivalOrder:
-    """The waiting requests in order of arrival, as columns of an array; a request that has left keeps its row, without work."""
+    """The waiting requests in order of arrival, as columns of an array; a request that has left keeps its row, never due.
 
-    _ORDER, _ARRIVAL, _FCFS_WAIT, _WORK, _OVERTAKEN = range(5)
+    Row by row: work, in tokens; work by which later arrivals have overtaken exactly the requests up to this one; arrival
+    number; arrival and wait under first come, first served, in seconds; when the request is due if nothing waits before
+    it, and by how many seconds of work it may be overtaken.
+    """
+
+    _WORK, _OVERTAKEN, _ORDER, _ARRIVAL, _FCFS_WAIT, _LATEST, _SLACK = range(7)
 
     def __init__(self) -> None:
-        self._table = np.zeros((5, 64))
+        self._table = np.zeros((7, 64))
+        self._sums = np.zeros((2, 65))
         self._states: list[RequestState | None] = []
         self._rows: dict[str, int] = {}
+        self._total_work = 0.0
+        self._bound = 1.0, 0.0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,24 +69,31 @@ class _ArrivalOrder:
             self._compact()
         row = self._rows[state.request_id] = len(self._states)
         self._states.append(state)
-        self._table[:, row] = state.order, state.request.arrival_s, fcfs_wait_s, work, 0.0
+        wait_ratio, least_wait_s = self._bound
+        longest_s = wait_ratio * max(fcfs_wait_s, least_wait_s)
+        arrival_s = state.request.arrival_s
+        latest_s, slack_s = arrival_s + longest_s, longest_s - fcfs_wait_s
+        self._table[:, row] = work, 0.0, state.order, arrival_s, fcfs_wait_s, latest_s, slack_s
+        self._total_work += work
 
     def revise(self, state: RequestState, work: float) -> float:
         """Another expectation of its work, if it waits; returns by how much it has grown."""
         row = self._rows.get(state.request_id)
         if row is None:
             return 0.0
-        before, self._table[self._WORK, row] = float(self._table[self._WORK, row]), work
-        return work - before
+        growth = work - float(self._table[self._WORK, row])
+        self._table[self._WORK, row] = work
+        self._total_work += growth
+        return growth
 
     def revise_all(self, work: float) -> float:
         """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
-        used = len(self._states)
-        column = self._table[self._WORK, :used]
+        column = self._table[self._WORK, : len(self._states)]
         before = float(column.sum())
         column[column > 0] = work
-        factor = min(1.0, float(column.sum()) / before) if before > 0 else 1.0
-        self._table[self._FCFS_WAIT, :used] *= factor
+        self._total_work = float(column.sum())
+        factor = min(1.0, self._total_work / before) if before > 0 else 1.0
+        self._table[self._FCFS_WAIT, : len(self._states)] *= factor
         return factor
 
     def remove(self, state: RequestState) -> bool:
@@ -86,28 +101,44 @@ class _ArrivalOrder:
         row = self._rows.pop(state.request_id, None)
         if row is None:
             return False
-        self._states[row], self._table[self._WORK, row] = None, 0.0
+        self._states[row] = None
+        self._total_work -= float(self._table[self._WORK, row])
+        self._table[self._WORK, row] = 0.0
+        self._table[self._ARRIVAL, row] = self._table[self._LATEST, row] = self._table[self._SLACK, row] = (
+            np.inf
+        )
+        self._table[self._FCFS_WAIT, row] = -np.inf
         return True
 
     def overtake(self, state: RequestState, work: float) -> None:
         """The requests that arrived before this one wait for so much of its work."""
-        used = len(self._states)
-        row = np.searchsorted(self._table[self._ORDER, :used], state.order)
-        self._table[self._OVERTAKEN, :row] += work
+        row = self._table[self._ORDER, : len(self._states)].searchsorted(state.order)
+        if row > 0:
+            self._table[self._OVERTAKEN, row - 1] += work
 
     def work_behind(self, num_free: int) -> float:
         """Work of all but the first `num_free` requests."""
+        if not num_free:
+            return self._total_work
         work = self._table[self._WORK, : len(self._states)]
-        return float(work[work > 0][num_free:].sum() if num_free else work.sum())
+        return float(work[work > 0][num_free:].sum())
 
-    def due(self, now: float, token_s: float, wait_ratio: float, least_wait_s: float) -> NDArray[np.intp]:
-        """Rows of the requests that have waited or were overtaken as long as they may."""
-        _, arrival_s, fcfs_wait_s, work, overtaken = self._table[:, : len(self._states)]
+    def set_bound(self, wait_ratio: float, least_wait_s: float) -> None:
+        """No request may wait longer than `wait_ratio` times its wait under first come, first served, or `least_wait_s`."""
+        self._bound = wait_ratio, least_wait_s
+        _, _, _, arrival_s, fcfs_wait_s, latest_s, slack_s = self._table[:, : len(self._states)]
         longest_s = wait_ratio * np.maximum(fcfs_wait_s, least_wait_s)
-        ahead = np.cumsum(work) - work
-        is_due = overtaken * token_s >= longest_s - fcfs_wait_s
-        is_due |= arrival_s + longest_s - ahead * token_s <= now
-        is_due &= work > 0
+        latest_s[:], slack_s[:] = arrival_s + longest_s, longest_s - fcfs_wait_s
+
+    def due(self, now: float, token_s: float) -> NDArray[np.intp]:
+        """Rows of the requests that have waited or were overtaken as long as they may."""
+        used = len(self._states)
+        # To the left of a row: work of the requests before it, and work that has not overtaken it.
+        np.cumsum(self._table[: self._ORDER, :used], axis=1, out=self._sums[:, 1 : used + 1])
+        ahead_s, not_overtaken_s = self._sums[:, :used] * token_s
+        overtaken_s = float(self._sums[1, used]) * token_s - not_overtaken_s
+        is_due = overtaken_s >= self._table[self._SLACK, :used]
+        is_due |= self._table[self._LATEST, :used] - ahead_s <= now
         return np.flatnonzero(is_due)
 
     def orders(self, rows: NDArray[np.intp]) -> FloatArray:
@@ -115,17 +146,22 @@ class _ArrivalOrder:
         orders: FloatArray = self._table[self._ORDER, rows]
         return orders
 
-    def states(self, rows: NDArray[np.intp] | None = None) -> list[RequestState]:
-        """The waiting requests, all or of these rows."""
-        states = self._states if rows is None else [self._states[row] for row in rows.tolist()]
-        return [state for state in states if state is not None]
+    def states(self, rows: NDArray[np.intp]) -> list[RequestState]:
+        """The waiting requests of these rows."""
+        return [state for row in rows.tolist() if (state := self._states[row]) is not None]
 
     def _compact(self) -> None:
-        rows = [row for row, state in enumerate(self._states) if state is not None]
-        table = np.zeros((5, max(64, 2 * len(rows))))
+        """Only the rows of waiting requests stay, in an array for twice as many."""
+        rows = np.array([row for row, state in enumerate(self._states) if state is not None], int)
+        size = max(64, 2 * len(rows))
+        table, overtaken = np.zeros((7, size)), self._table[self._OVERTAKEN, : len(self._states)]
         table[:, : len(rows)] = self._table[:, rows]
-        states = self.states()
-        self._table, self._states = table, [*states]
+        # The sum from a row on stays what it was.
+        from_row = np.cumsum(overtaken[::-1])[::-1][rows]
+        table[self._OVERTAKEN, : len(rows)] = from_row - np.append(from_row[1:], 0.0)
+        states = self.states(rows)
+        self._table, self._sums, self._states = table, np.zeros((2, size + 1)), [*states]
+        self._total_work = float(table[self._WORK].sum())
         self._rows = {state.request_id: row for row, state in enumerate(states)}
 
 
@@ -160,8 +196,7 @@ class _RunningWork:
     def remaining(self, now: float, step_s: float) -> float:
         """Expected work that is left of all."""
         admitted_s, work = self._table
-        left = np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work)
-        return float(left[work > 0].sum())
+        return float(np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work).sum())
 
 
 class _ServiceRate:
@@ -254,8 +289,6 @@ class BoundedShortest(Policy):
     _num_unranked: int = field(default=0, init=False, repr=False)
     _fcfs_waits: deque[float] = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
-    _wait_ratio: float = field(default=_WAIT_RATIO, init=False, repr=False)
-    _least_wait_s: float = field(default=0.0, init=False, repr=False)
     _arrived_work: float = field(default=0.0, init=False, repr=False)
     _arrived_s: float = field(default=0.0, init=False, repr=False)
     _last_arrival_s: float | None = field(default=None, init=False, repr=False)
@@ -268,7 +301,7 @@ class BoundedShortest(Policy):
 
     def __post_init__(self) -> None:
         check_ranges(self, ratio=(1.0, FINITE), prompt_weight=(POSITIVE, FINITE), window=(100, 1_000_000))
-        self._wait_ratio = min(_WAIT_RATIO, self.ratio)
+        self._waiting.set_bound(min(_WAIT_RATIO, self.ratio), 0.0)
         self._fcfs_waits = deque(maxlen=int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
@@ -330,7 +363,7 @@ class BoundedShortest(Policy):
     def take_changed(self, now: float) -> Collection[RequestState]:
         if not len(self._waiting):
             return ()
-        due = self._waiting.due(now, self._rate.token_s, self._wait_ratio, self._least_wait_s)
+        due = self._waiting.due(now, self._rate.token_s)
         orders = self._waiting.orders(due)
         if np.array_equal(orders, self._due_orders):
             return ()
@@ -385,14 +418,14 @@ class BoundedShortest(Policy):
         is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0
         overload = min(max((load - 1.0) / _OVERLOAD, 0.0), is_common)
         normal = min(_WAIT_RATIO, self.ratio)
-        self._wait_ratio = normal + (self.ratio - normal) * overload
-        self._least_wait_s = quantile_s * (_QUANTILE_FRACTION + (1.0 - _QUANTILE_FRACTION) * overload)
+        least_wait_s = quantile_s * (_QUANTILE_FRACTION + (1.0 - _QUANTILE_FRACTION) * overload)
+        self._waiting.set_bound(normal + (self.ratio - normal) * overload, least_wait_s)
 
     def _rank(self, state: RequestState) -> None:
         """Whether predictions rank requests is looked at again with the latest ones that have ended."""
         self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
         self._num_unranked += 1
-        if self._num_unranked < _REFRESH_EVERY or len(self._ranked) < _MIN_RANKED:
+        if self._num_unranked < _RANK_EVERY:
             return
         self._num_unranked = 0
         predicted, true = np.array(self._ranked).T
