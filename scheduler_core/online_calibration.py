@@ -15,7 +15,7 @@ A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision 
 weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, keeps the
 mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit both sides, schedulers need the
 longer one. q^2 = r^2 / (1 + f.(A + P)^-1 f / sigma'^2), also in the w beside it: while mu' is still uncertain, errors of it
-are no reason for a longer sigma'.
+hardly make sigma' longer.
 
 An output known to be longer than x (truncated at max_tokens, or aborted) has the expected score given that: hazard(r) in
 place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, 1 in place of w, the part F(r) that x
