@@ -40,9 +40,9 @@ _LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
 #: Arrivals between two computations of the quantile, and ends between two of the rank correlation.
 _REFRESH_EVERY, _RANK_EVERY = 20, 20
 
-#: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. And
-#: while it is not negative with the newest of them.
-_NUM_RANKED, _MIN_TAU, _NUM_NEWEST = 256, 0.1, 64
+#: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. (With
+#: fewer it may be negative although predictions are good: in a burst the short ones of one moment end one after another.)
+_NUM_RANKED, _MIN_TAU = 256, 0.1
 
 #: Of its expected work a running request has at least this fraction left.
 _MIN_REMAINING = 0.25
@@ -514,7 +514,6 @@ class BoundedShortest(Policy):
         self._num_unranked = 0
         predicted, true = np.array(self._ranked).T
         ranks = (kendall_tau(predicted, true) or 0.0) > _MIN_TAU
-        ranks &= (kendall_tau(predicted[-_NUM_NEWEST:], true[-_NUM_NEWEST:]) or 0.0) >= 0.0
         if ranks == self._ranks:
             return
         self._ranks, self._all_changed = ranks, True
