@@ -29,7 +29,7 @@ _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 _OVERLOAD = 0.05
 
 #: The load starts as if so many requests had arrived at load 1, and anew after a gap in which so many could have been served.
-_PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 500
+_PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100
 
 #: The load's error is that of at most so many blocks of equal time, in which so many requests, at first and later, can be served.
 _NUM_BLOCKS, _FIRST_BLOCK_REQUESTS, _BLOCK_REQUESTS = 32, 20, 100
@@ -275,7 +275,8 @@ class _ServiceRate:
     """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
 
     def __init__(self) -> None:
-        self._busy_s, self._busy_work = 0.8, 2000.0
+        # Of one short request: an engine may be ten times slower, and its load must not seem that low for long.
+        self._busy_s, self._busy_work = 0.04, 100.0
         self._decode_s, self._decode_tokens = 1.0, 50.0
         self.mean_work = 0.0
         self._last_s, self._has_queue = 0.0, False
