@@ -256,6 +256,15 @@ class _RunningWork:
         row = self._rows[request_id] = self._free.pop()
         self._table[:, row] = now, work
 
+    def revise(self, request_id: str, work: float) -> float:
+        """Another expectation of its work, if it runs; returns by how much it has grown."""
+        row = self._rows.get(request_id)
+        if row is None:
+            return 0.0
+        growth = work - float(self._table[1, row])
+        self._table[1, row] = work
+        return growth
+
     def remove(self, request_id: str) -> float | None:
         """Its expected work; None if it does not run."""
         row = self._rows.pop(request_id, None)
@@ -396,10 +405,14 @@ class BoundedShortest(Policy):
             return
         work = self._work(state)
         self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
-        self._load.grow(self._waiting.revise(state, work))
         fcfs_wait_s = self._waiting.fcfs_wait_s(state)
         if fcfs_wait_s is not None:
+            self._load.grow(self._waiting.revise(state, work))
             self._fcfs_latencies.append(fcfs_wait_s + work * self._rate.step_s)
+        else:  # it was admitted before
+            growth = self._running.revise(state.request_id, work)
+            self._load.grow(growth)
+            self._waiting.overtake(state, growth)
 
     def on_pressure(self, num_waiting: int, max_num_seqs: int) -> bool:
         self._max_num_seqs = max_num_seqs

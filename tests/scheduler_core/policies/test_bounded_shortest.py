@@ -71,9 +71,9 @@ def _predictions(trace: Trace, medians: list[float]) -> Predictions:
     )
 
 
-def waits(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
+def waits(policy: str, trace: Trace, predictions: Predictions, delay_s: float | None = None) -> np.ndarray:
     """Seconds from arrival to admission, in the order of the trace."""
-    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions)])
+    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions, delay_s)])
 
 
 def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
@@ -81,9 +81,12 @@ def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray
     return np.array([record.ttlt_s for record in records_of(policy, trace, predictions)])
 
 
-def records_of(policy: str, trace: Trace, predictions: Predictions) -> list[RequestRecord]:
-    """In the order of the trace."""
-    records = run_simulation(replace(CONFIG, policy=policy), trace=trace, predictions=predictions).records
+def records_of(
+    policy: str, trace: Trace, predictions: Predictions, delay_s: float | None = None
+) -> list[RequestRecord]:
+    """In the order of the trace; predictions come `delay_s` after the requests."""
+    config = replace(CONFIG, policy=policy, predictor_delay_s=delay_s)
+    records = run_simulation(config, trace=trace, predictions=predictions).records
     by_id = {record.request_id: record for record in records}
     return [by_id[row.request_id] for row in trace.requests]
 
@@ -203,9 +206,10 @@ def test_predictions_that_become_useless_are_given_up_and_used_again_when_they_a
     assert excess(ours, fcfs) < 1.5
 
 
+@pytest.mark.parametrize("delay_s", [None, 0.5])
 @pytest.mark.parametrize("before", ["short outputs", "low load"])
-def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
-    """Short requests just before it, or many at a low load and a long time without any."""
+def test_an_overload_is_noticed_whatever_was_before(before: str, delay_s: float | None) -> None:
+    """Short requests just before it, or many at a low load and a long time without any; predictions after the admission."""
     first = trace_of(5, 0.5, 200).requests
     if before == "short outputs":
         first = tuple(replace(row, output_tokens=8, max_tokens=8, arrival_s=0.0) for row in first[:60])
@@ -216,7 +220,9 @@ def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
     rows = [*first, *(replace(row, arrival_s=start_s + row.arrival_s) for row in overload)]
     trace = Trace(tuple(rows), source="test")
     predictions = oracle_predictions(trace)
-    fcfs, ours = (waits(name, trace, predictions)[len(first) :] for name in ("fcfs", "bounded_shortest"))
+    fcfs, ours = (
+        waits(name, trace, predictions, delay_s)[len(first) :] for name in ("fcfs", "bounded_shortest")
+    )
     assert ours.mean() < 0.65 * fcfs.mean()
 
 
