@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
-from scheduler_core.policies.bounded_shortest import _ArrivalOrder, _Load
+from scheduler_core.policies.bounded_shortest import BoundedShortest, _ArrivalOrder, _Load
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import SchedulerConfig
@@ -71,9 +71,9 @@ def _predictions(trace: Trace, medians: list[float]) -> Predictions:
     )
 
 
-def waits(policy: str, trace: Trace, predictions: Predictions, delay_s: float | None = None) -> np.ndarray:
+def waits(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
     """Seconds from arrival to admission, in the order of the trace."""
-    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions, delay_s)])
+    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions)])
 
 
 def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
@@ -81,12 +81,9 @@ def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray
     return np.array([record.ttlt_s for record in records_of(policy, trace, predictions)])
 
 
-def records_of(
-    policy: str, trace: Trace, predictions: Predictions, delay_s: float | None = None
-) -> list[RequestRecord]:
-    """In the order of the trace; predictions come `delay_s` after the requests."""
-    config = replace(CONFIG, policy=policy, predictor_delay_s=delay_s)
-    records = run_simulation(config, trace=trace, predictions=predictions).records
+def records_of(policy: str, trace: Trace, predictions: Predictions) -> list[RequestRecord]:
+    """In the order of the trace."""
+    records = run_simulation(replace(CONFIG, policy=policy), trace=trace, predictions=predictions).records
     by_id = {record.request_id: record for record in records}
     return [by_id[row.request_id] for row in trace.requests]
 
@@ -172,6 +169,28 @@ def test_bursts_are_no_overload() -> None:
     assert np.mean([share(1.25, seed) for seed in range(20)]) > 0.8
 
 
+def test_a_prediction_after_the_admission_counts_as_one_before() -> None:
+    """In the load and in what runs; after short requests, whose mean stands for the unknown length."""
+    loads = []
+    for is_late in (False, True):
+        policy = BoundedShortest()
+        for order in range(200):
+            max_tokens = 8 if order < 100 else 800
+            request = Request(
+                request_id=f"r{order}", arrival_s=float(order), prompt_tokens=1, max_tokens=max_tokens
+            )
+            state = RequestState(request, order=order)
+            policy.on_arrival(state, request.arrival_s)
+            if is_late:
+                policy.on_admit(state, request.arrival_s)
+            state.apply_prediction(Prediction(length=LengthPrediction(math.log(max_tokens / 2), 0.3, 3.5)))
+            policy.on_prediction(state)
+            if not is_late:
+                policy.on_admit(state, request.arrival_s)
+        loads.append((policy._load.lower_bound(0.001, 0.1), policy._running.remaining(200.0, 1.0)))
+    assert loads[0] == pytest.approx(loads[1])
+
+
 def test_most_of_the_gain_is_kept_in_an_overload_that_starves_others() -> None:
     trace = trace_of(1, 1.2, 2000)
     predictions = oracle_predictions(trace)
@@ -206,10 +225,9 @@ def test_predictions_that_become_useless_are_given_up_and_used_again_when_they_a
     assert excess(ours, fcfs) < 1.5
 
 
-@pytest.mark.parametrize("delay_s", [None, 0.5])
 @pytest.mark.parametrize("before", ["short outputs", "low load"])
-def test_an_overload_is_noticed_whatever_was_before(before: str, delay_s: float | None) -> None:
-    """Short requests just before it, or many at a low load and a long time without any; predictions after the admission."""
+def test_an_overload_is_noticed_whatever_was_before(before: str) -> None:
+    """Short requests just before it, or many at a low load and a long time without any."""
     first = trace_of(5, 0.5, 200).requests
     if before == "short outputs":
         first = tuple(replace(row, output_tokens=8, max_tokens=8, arrival_s=0.0) for row in first[:60])
@@ -220,9 +238,7 @@ def test_an_overload_is_noticed_whatever_was_before(before: str, delay_s: float 
     rows = [*first, *(replace(row, arrival_s=start_s + row.arrival_s) for row in overload)]
     trace = Trace(tuple(rows), source="test")
     predictions = oracle_predictions(trace)
-    fcfs, ours = (
-        waits(name, trace, predictions, delay_s)[len(first) :] for name in ("fcfs", "bounded_shortest")
-    )
+    fcfs, ours = (waits(name, trace, predictions)[len(first) :] for name in ("fcfs", "bounded_shortest"))
     assert ours.mean() < 0.65 * fcfs.mean()
 
 
