@@ -344,8 +344,8 @@ class BoundedShortest(Policy):
     Work is E[min(X, M)], corrected by how long outputs of such a prediction have been. W is the work that waits when the
     request arrives, and by how much the running requests have more or less left than on average: both orders have the same
     total. Reordering does not change t, so W needs no second engine. Load is the arriving work over what the engine does in
-    the same time; its standard error tells bursts from overload. Without predictions, or while they rank the finished requests no better than chance, the order is that of
-    arrival.
+    the same time; its standard error tells bursts from overload. Without predictions, or while they rank the finished
+    requests no better than chance, the order is that of arrival.
 
     Raises:
         InputError: A parameter is outside its range.
