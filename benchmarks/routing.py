@@ -227,6 +227,16 @@ def _is_healthy(port: int) -> bool:
         return False
 
 
+async def pieces(send: Send, chat: Chat) -> AsyncIterator[object]:
+    """What `send` yields; an error has a note with the request."""
+    try:
+        async for piece in send(chat):
+            yield piece
+    except Exception as error:
+        error.add_note(f"request {chat.seed}: {chat.prompt[:60]!r}")
+        raise
+
+
 async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) -> FloatArray:
     """[6] the summary of one run, latencies from the time at which a request is due."""
     begin = time.perf_counter()
@@ -234,14 +244,8 @@ async def send_all(send: Send, items: Sequence[Chat], due_s: Sequence[float]) ->
     async def one(chat: Chat, at_s: float) -> tuple[float, float]:
         await asyncio.sleep(at_s - (time.perf_counter() - begin))
         first_s = None
-        try:
-            async for _ in send(chat):
-                first_s = first_s or time.perf_counter() - begin
-        except Exception as error:
-            error.add_note(
-                f"request {chat.seed} of {len(items)}, due after {at_s:.2f} s: {chat.prompt[:60]!r}"
-            )
-            raise
+        async for _ in pieces(send, chat):
+            first_s = first_s or time.perf_counter() - begin
         end_s = time.perf_counter() - begin  # also of the first token where the output is empty
         return (first_s or end_s) - at_s, end_s - at_s
 
@@ -256,7 +260,7 @@ async def measured_capacity_rps(send: Send, items: Sequence[Chat]) -> float:
 
     async def client() -> None:
         while waiting:
-            async for _ in send(waiting.pop()):
+            async for _ in pieces(send, waiting.pop()):
                 pass
 
     await asyncio.gather(*(client() for _ in range(2 * SLOTS)))
@@ -305,7 +309,7 @@ async def rounds(
             break
         for side in missing:
             async with sides[side]() as send:
-                await measured_capacity_rps(send, items[:SLOTS])  # loads the predictor
+                await measured_capacity_rps(send, items[: 4 * SLOTS])  # the predictor loads meanwhile
                 summaries[number, side] = result = await send_all(send, items, due_s)
             append({"round": number, "side": side, "summary": result.tolist()})
             print(number, side, result.round(2), file=sys.stderr)
@@ -328,9 +332,9 @@ def litellm_sides(urls: Sequence[str]) -> dict[str, Callable[[], Any]]:
             {
                 "model_name": "smollm2",
                 "litellm_params": {"model": "openai/smollm2", "api_base": url, "api_key": "none"},
-                "model_info": {"id": f"engine-{number}"},
+                "model_info": {"id": url},
             }
-            for number, url in enumerate(urls)
+            for url in urls
         ]
         router = litellm.Router(
             model_list=deployments, routing_strategy=own or "simple-shuffle", num_retries=0

@@ -8,13 +8,14 @@ f within +-4. Zero coefficients leave a prediction as it is. They are the MAP es
 scoring step for each request: with r = (ln x - mu') / sigma' and w = (nu + 1) / (nu + r^2),
 
     score of mu'        g = w r / sigma'          information  i = w (nu + 1) / (nu + 3) / sigma'^2
-    score of ln sigma'  g = h (w r^2 - 1)         information  i = 2 nu / (nu + 3)
+    score of ln sigma'  g = h (w q^2 - 1)         information  i = 2 nu / (nu + 3)
 
 (Lange, Little and Taylor 1989; w has mean 1 where the parameters are right, and i that of the expected information),
 A <- k A + i f f^T, c <- k c + (i f.a + g) f, a = (A + P)^-1 c, P the precision of the prior: recursive least squares whose
 weights bound what one output can do. k = 1 - 1 / memory forgets. h, `RIGHT` for r > 0 and 2 - `RIGHT` for r < 0, keeps the
 mean of the score at 0: log lengths are skewed to the left, and where one sigma cannot fit both sides, schedulers need the
-longer one.
+longer one. q^2 = r^2 / (1 + f.(A + P)^-1 f / sigma'^2), also in the w beside it: while mu' is still uncertain, errors of it
+hardly make sigma' longer.
 
 An output known to be longer than x (truncated at max_tokens, or aborted) has the expected score given that: hazard(r) in
 place of w r, r hazard(r) in place of w r^2 - 1; and of the expected information, 1 in place of w, the part F(r) that x
@@ -113,9 +114,9 @@ class _ServedModel:
     """What is known of one served model."""
 
     def __init__(self, config: OnlineCalibrationConfig) -> None:
-        #: A [2, 4, 4], c [2, 4] and the coefficients, of mu' and of ln sigma'.
+        #: A [2, 4, 4] and c [2, 4], of mu' and of ln sigma'; see `solve`.
         self.information, self.response = np.zeros((2, 4, 4)), np.zeros((2, 4))
-        self.coefficients = [[0.0] * 4] * 2
+        self.solve()
         self.num_outputs = self.num_censored = self.num_alarms = self.num_since_alarm = 0
         self.detector = DriftDetector(config.arl)
         self.kept = 1.0 - 1.0 / config.memory
@@ -198,7 +199,8 @@ class _ServedModel:
         if finished:
             fraction, weight = 1.0, (nu + 1) / (nu + residual * residual)
             weighted = weight * residual
-            growth = weighted * residual - 1.0
+            square = residual * residual / (1.0 + features @ self.covariance @ features / (sigma * sigma))
+            growth = (nu + 1) * square / (nu + square) - 1.0
         else:
             fraction, weighted = student_t_cdf(residual, nu), student_t_hazard(residual, nu)
             weight = 1.0
@@ -214,9 +216,10 @@ class _ServedModel:
         self.solve()
 
     def solve(self) -> None:
-        """Brings the coefficients up to date."""
-        solution = np.linalg.solve(self.information + _PRECISION, self.response[:, :, None])
-        self.coefficients = solution[:, :, 0].tolist()
+        """Brings the coefficients, and the covariance of those of mu' [4, 4], up to date."""
+        inverse = np.linalg.inv(self.information + _PRECISION)
+        self.covariance = inverse[0]
+        self.coefficients = (inverse @ self.response[:, :, None])[:, :, 0].tolist()
 
     def state(self) -> dict[str, Any]:
         """See `OnlineCalibration.state`."""

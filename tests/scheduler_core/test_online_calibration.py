@@ -110,6 +110,21 @@ def test_50_outputs_of_right_predictions_do_little_harm() -> None:
             assert 0.5 < corrected.sigma / prediction.sigma < 2.0
 
 
+def test_a_location_that_is_still_wrong_hardly_widens_the_scale() -> None:
+    """After 50 outputs of 2.7 times the predicted lengths; 17 % wider if errors of mu' counted in full."""
+
+    def longer(prediction: LengthPrediction, prompt_tokens: int, rng: np.random.Generator) -> float:
+        return prediction.mu + 1.0 + prediction.sigma * float(rng.standard_t(NU))
+
+    prediction = LengthPrediction(6.0, 0.4, NU)
+    widths = []
+    for seed in range(20):
+        calibration = OnlineCalibration()
+        feed(calibration, 50, longer, seed=seed)
+        widths.append(math.log(calibration.correct("m", prediction, 150).sigma / prediction.sigma))
+    assert np.mean(widths) == pytest.approx(0.0, abs=0.08)
+
+
 def test_aborted_outputs_are_lower_bounds() -> None:
     """Aborted at a random time: shorter than they would have been, and no part of the coverage."""
     rng = np.random.default_rng(3)

@@ -59,7 +59,7 @@ def options(path: Path, **changes: Any) -> argparse.Namespace:
 async def test_rounds_go_on_after_a_failure(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError) as failure:
         await rounds(options(tmp_path), Sides(limit=8)())
-    assert any("of 6, due after" in note for note in failure.value.__notes__)
+    assert failure.value.__notes__[0].startswith("request ")
     finished = (tmp_path / "runs.jsonl").read_text().splitlines()
     sides = Sides()
     runs, capacity_rps = await rounds(options(tmp_path), sides())
@@ -68,7 +68,7 @@ async def test_rounds_go_on_after_a_failure(tmp_path: Path) -> None:
     assert lines[: len(finished)] == finished
     assert len(lines) == 3
     assert json.loads(lines[0])["capacity_rps"] == capacity_rps
-    assert sides.num_sent["least busy"] == 4 + 6  # its warm-up and its run
+    assert sides.num_sent["least busy"] == 6 + 6  # its warm-up and its run
     again = Sides()
     assert (await rounds(options(tmp_path), again()))[1] == capacity_rps
     assert set(again.num_sent.values()) == {0}

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
+from scheduler_core.policies.bounded_shortest import BoundedShortest, _ArrivalOrder, _Load
 from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
@@ -69,12 +71,21 @@ def _predictions(trace: Trace, medians: list[float]) -> Predictions:
     )
 
 
-def waits(policy: str, trace: Trace, predictions: Predictions, **parameters: float) -> np.ndarray:
+def waits(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
     """Seconds from arrival to admission, in the order of the trace."""
-    config = replace(CONFIG, policy=policy, policy_parameters=parameters)
-    records = run_simulation(config, trace=trace, predictions=predictions).records
-    by_id: dict[str, RequestRecord] = {record.request_id: record for record in records}
-    return np.array([by_id[row.request_id].queueing_delay_s for row in trace.requests])
+    return np.array([record.queueing_delay_s for record in records_of(policy, trace, predictions)])
+
+
+def latencies(policy: str, trace: Trace, predictions: Predictions) -> np.ndarray:
+    """Seconds from arrival to the last token, in the order of the trace."""
+    return np.array([record.ttlt_s for record in records_of(policy, trace, predictions)])
+
+
+def records_of(policy: str, trace: Trace, predictions: Predictions) -> list[RequestRecord]:
+    """In the order of the trace."""
+    records = run_simulation(replace(CONFIG, policy=policy), trace=trace, predictions=predictions).records
+    by_id = {record.request_id: record for record in records}
+    return [by_id[row.request_id] for row in trace.requests]
 
 
 def excess(ours: np.ndarray, fcfs: np.ndarray) -> float:
@@ -97,6 +108,87 @@ def test_no_request_waits_much_longer_than_promised(seed: int, load: float, is_b
         reversed_predictions(trace),
     ):
         assert np.all(waits("bounded_shortest", trace, predictions) <= promised)
+
+
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10_000), is_bursty=st.booleans())
+def test_long_outputs_end_within_the_promise(seed: int, is_bursty: bool) -> None:
+    """True predictions; a tenth of the P99 is left to the estimates."""
+    trace = trace_of(seed, 0.95, 800, is_bursty=is_bursty)
+    predictions = oracle_predictions(trace)
+    fcfs, ours = (latencies(name, trace, predictions) for name in ("fcfs", "bounded_shortest"))
+    p99_s = np.quantile(fcfs, 0.99)
+    assert np.all(ours <= 1.25 * np.maximum(fcfs, p99_s) + 0.1 * p99_s)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 99), st.integers(1, 500), st.integers(0, 90)), max_size=150),
+    st.integers(0, 99),
+)
+def test_who_is_due_is_what_the_definition_gives(events: list[tuple[int, int, int]], now: int) -> None:
+    """Requests come, are overtaken and leave; numbers are such that sums are exact."""
+    waiting, expected = _ArrivalOrder(), {}
+    waiting.set_bound(1.25, 20.0, 40.0, 1 / 64)
+    for order, (choice, work, wait_s) in enumerate(events):
+        state = RequestState(
+            Request(request_id=f"r{order}", arrival_s=0.0, prompt_tokens=1, max_tokens=9), order=order
+        )
+        waiting.add(state, wait_s, work)
+        expected[order] = [state, wait_s, work, 0.0]
+        if choice % 2:
+            chosen = sorted(expected)[choice % len(expected)]
+            leaving, _, work, _ = expected.pop(chosen)
+            waiting.remove(leaving)
+            waiting.overtake(leaving, work)
+            for earlier in expected:
+                expected[earlier][3] += work * (earlier < chosen)
+    due, ahead = [], 0.0
+    for order, (_, wait_s, work, overtaken) in sorted(expected.items()):
+        service_s = work / 64
+        longest_s = min(1.25 * max(wait_s, 20.0), 1.25 * max(wait_s + service_s, 40.0) - service_s)
+        if overtaken / 64 >= longest_s - wait_s or longest_s - ahead / 64 <= now:
+            due.append(order)
+        ahead += work
+    assert waiting.orders(waiting.due(now, 1 / 64)).tolist() == due
+    assert waiting.work_behind(0) == pytest.approx(ahead)
+
+
+def test_bursts_are_no_overload() -> None:
+    """Bursts of 20 requests that keep the engine busy for 20 s: how often the load is surely above 1.05."""
+
+    def share(load: float, seed: int) -> float:
+        times = np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist()
+        estimate, bounds = _Load(), []
+        for time_s in times:
+            for _ in range(20):
+                estimate.arrived(time_s, 1.0, 1.0)
+            bounds.append(estimate.lower_bound(1.0, 1.0))
+        return float(np.mean(np.array(bounds[150:]) > 1.05))
+
+    assert np.mean([share(0.95, seed) for seed in range(20)]) < 0.1
+    assert np.mean([share(1.25, seed) for seed in range(20)]) > 0.8
+
+
+def test_a_prediction_after_the_admission_counts_as_one_before() -> None:
+    """In the load and in what runs; after short requests, whose mean stands for the unknown length."""
+    loads = []
+    for is_late in (False, True):
+        policy = BoundedShortest()
+        for order in range(200):
+            max_tokens = 8 if order < 100 else 800
+            request = Request(
+                request_id=f"r{order}", arrival_s=float(order), prompt_tokens=1, max_tokens=max_tokens
+            )
+            state = RequestState(request, order=order)
+            policy.on_arrival(state, request.arrival_s)
+            if is_late:
+                policy.on_admit(state, request.arrival_s)
+            state.apply_prediction(Prediction(length=LengthPrediction(math.log(max_tokens / 2), 0.3, 3.5)))
+            policy.on_prediction(state)
+            if not is_late:
+                policy.on_admit(state, request.arrival_s)
+        loads.append((policy._load.lower_bound(0.001, 0.1), policy._running.remaining(200.0, 1.0)))
+    assert loads[0] == pytest.approx(loads[1])
 
 
 def test_most_of_the_gain_is_kept_in_an_overload_that_starves_others() -> None:
@@ -130,7 +222,7 @@ def test_predictions_that_become_useless_are_given_up_and_used_again_when_they_a
     short = lengths < np.median(lengths)
     last = np.arange(len(lengths)) > 2400
     assert ours[last & short].mean() < 0.9 * fcfs[last & short].mean()
-    assert excess(ours, fcfs) < 1.4
+    assert excess(ours, fcfs) < 1.5
 
 
 @pytest.mark.parametrize("before", ["short outputs", "low load"])
