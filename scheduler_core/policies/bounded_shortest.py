@@ -317,6 +317,14 @@ class _ServiceRate:
             self._decode_tokens = 0.99 * self._decode_tokens + state.num_output_tokens - 1
 
 
+def _are_in(values: FloatArray, others: FloatArray) -> NDArray[np.bool_]:
+    """Which of the values [N], ascending, are among the others, ascending."""
+    if not len(others):
+        return np.zeros(len(values), dtype=bool)
+    are_equal: NDArray[np.bool_] = others.take(others.searchsorted(values), mode="clip") == values
+    return are_equal
+
+
 @dataclass(kw_only=True, slots=True)
 class BoundedShortest(Policy):
     """Shortest predicted length first; a request that has waited as long as it may goes in front, by arrival.
@@ -361,7 +369,7 @@ class BoundedShortest(Policy):
     prompt_weight: float = 0.1
     window: float = 2000
     _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
-    _due: dict[str, RequestState] = field(default_factory=dict, init=False, repr=False)
+    _due: dict[int, RequestState] = field(default_factory=dict, init=False, repr=False)
     _due_orders: FloatArray = field(default_factory=lambda: np.empty(0), init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
     _running: _RunningWork = field(default_factory=_RunningWork, init=False, repr=False)
@@ -428,7 +436,7 @@ class BoundedShortest(Policy):
             if state.prediction is None:
                 self._fcfs_latencies.append(fcfs_wait_s + work * self._rate.step_s)
         self._rate.advance(now, len(self._waiting) > 0)
-        self._due.pop(state.request_id, None)
+        self._due.pop(state.order, None)
         self._preempted.discard(state.request_id)
         self._running.add(state.request_id, now, work)
 
@@ -438,7 +446,7 @@ class BoundedShortest(Policy):
 
     def on_finish(self, state: RequestState) -> None:
         self._waiting.remove(state)
-        self._due.pop(state.request_id, None)
+        self._due.pop(state.order, None)
         self._preempted.discard(state.request_id)
         expected = self._running.remove(state.request_id)
         if expected is None or state.last_token_s is None:
@@ -458,14 +466,17 @@ class BoundedShortest(Policy):
         orders = self._waiting.orders(due)
         if np.array_equal(orders, self._due_orders):
             return ()
-        self._due_orders = orders
-        before, self._due = self._due, {state.request_id: state for state in self._waiting.states(due)}
-        return [
-            state for name, state in (before | self._due).items() if (name in before) != (name in self._due)
-        ]
+        before, self._due_orders = self._due_orders, orders
+        changed = self._waiting.states(due[~_are_in(orders, before)])
+        self._due.update((state.order, state) for state in changed)
+        for order in before[~_are_in(before, orders)].tolist():
+            state = self._due.pop(int(order), None)  # unless it has left
+            if state is not None:
+                changed.append(state)
+        return changed
 
     def key(self, state: RequestState, now: float) -> float:
-        if state.request_id in self._due or state.request_id in self._preempted:
+        if state.order in self._due or state.request_id in self._preempted:
             return _FRONT + state.order
         return median_tokens(state) if self._ranks else float(state.order)
 
