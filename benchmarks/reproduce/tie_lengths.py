@@ -311,7 +311,9 @@ def _errors_by_sample_size(
 _WHY = (
     "The paper's 1,000 LMSYS prompts with 100 outputs each are not public. CASTILLO has 10 samples per prompt: a test of "
     "goodness of fit rejects less with 10 samples than with 100, the skewness of N samples is at most (N - 2) / sqrt(N - 1), "
-    "and their P99 hardly exceeds the longest one. ToT's answers, 100 to a prompt, have few different lengths, which the plain test takes for misfit; OASST's ten are of several sampling settings. The plain p-value ignores that the parameters come from the same samples; "
+    "and their P99 hardly exceeds the longest one. ToT's answers, 100 to a prompt, have few different lengths, which the plain "
+    "test takes for misfit; OASST's ten are of several sampling settings. The plain p-value ignores that the parameters come "
+    "from the same samples; "
     "the bootstrap does not (95 % pass if the family is true)."
 )
 STUDIES = (

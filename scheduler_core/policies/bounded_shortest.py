@@ -37,8 +37,8 @@ _NUM_BLOCKS, _FIRST_BLOCK_REQUESTS, _BLOCK_REQUESTS = 32, 20, 100
 #: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
 _LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
 
-#: Arrivals between two computations of the quantile, and ends between two of the rank correlation.
-_REFRESH_EVERY, _RANK_EVERY = 20, 20
+#: Arrivals between two computations of the quantiles, or ends between two of the rank correlation.
+_REFRESH_EVERY = 20
 
 #: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. (With
 #: fewer it may be negative although predictions are good: in a burst the short ones of one moment end one after another.)
@@ -534,7 +534,7 @@ class BoundedShortest(Policy):
         """Whether predictions rank requests is looked at again with the latest ones that have ended."""
         self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
         self._num_unranked += 1
-        if self._num_unranked < _RANK_EVERY:
+        if self._num_unranked < _REFRESH_EVERY:
             return
         self._num_unranked = 0
         predicted, true = np.array(self._ranked).T
