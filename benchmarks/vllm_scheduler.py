@@ -85,7 +85,9 @@ class Side:
         self._rng = np.random.default_rng(0)
         self._predictions = Predictions(np.random.default_rng(1))
         self._num_requests = 0
-        settings = {} if policy is None else {"additional_config": {"tailcast": {"policy": policy}}}
+        # With a predictor, so that there is online calibration; its predictions are made here.
+        ours = {"tailcast": {"policy": policy, "predictor": "tiny"}}
+        settings = {} if policy is None else {"additional_config": ours}
         config = EngineArgs(
             model=str(model), dtype="float32", max_model_len=2048, max_num_seqs=options.running, async_scheduling=True,
             enable_prefix_caching=False, block_size=BLOCK_TOKENS, max_num_batched_tokens=8192, **settings,
@@ -102,6 +104,7 @@ class Side:
             block_size=BLOCK_TOKENS,
         )
         if policy is not None:
+            self._scheduler._tailcast_thread.close()
             self._scheduler._tailcast_thread = self._predictions
         for _ in range(options.running + options.waiting):
             self._add()

@@ -243,7 +243,9 @@ class _ServedModel:
 
 
 class OnlineCalibration:
-    """Corrected predictions for each served model; constant memory, no I/O. Not for several threads at once.
+    """Corrected predictions for each served model; constant memory, no I/O.
+
+    Not for several threads at once, except for `correct`, which may run while one other thread observes.
 
     Args:
         config: Parameters.

@@ -370,7 +370,7 @@ class ProxyServer:
 
     async def _get_metrics(self, request: web.Request) -> web.Response:
         if self._recorder.calibration is not None:
-            self._recorder.calibration.publish()
+            await asyncio.to_thread(self._recorder.calibration.publish)
         text = generate_latest(self._metrics.registry)
         return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
 

@@ -6,10 +6,12 @@ mode: PROMETHEUS_MULTIPROC_DIR must name an empty folder before vLLM starts.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
 from scheduler_core.adapters.live_calibration import CalibrationGauges
+from scheduler_core.lengths.student_t import student_t_cdf
 from scheduler_core.predictor import PredictionEvent, PredictionStatus
 from scheduler_core.request import RequestState
 
@@ -65,8 +67,10 @@ class EngineMetrics:
 
     def observe_length(self, state: RequestState, num_output_tokens: int) -> None:
         """Observes the quantile of a complete output's length in its predicted distribution."""
-        if state.prediction is not None and num_output_tokens > 0:
-            self._quantile.observe(float(state.prediction.distribution().cdf(num_output_tokens)))
+        predicted = state.prediction
+        if predicted is not None and num_output_tokens > 0:
+            z = (math.log(num_output_tokens) - predicted.mu) / predicted.sigma
+            self._quantile.observe(student_t_cdf(z, predicted.nu))
 
 
 @cache

@@ -6,7 +6,8 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class CalibrationGauges:
 
 
 class LiveCalibration:
-    """Corrects predictions and learns from ended requests; never fails a request, never waits for the disk.
+    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request.
 
     Args:
         file: JSON file that keeps what has been learned over restarts; None: nothing is kept.
@@ -88,8 +89,8 @@ class LiveCalibration:
         self._clock = clock
         self._saved_s = self._published_s = clock()
         self._has_changed = False
-        self._writer = ThreadPoolExecutor(1, "tailcast-calibration")
-        self._write: Future[None] | None = None
+        #: All that is learned, published and written, in order.
+        self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
         if self._file is not None and self._file.exists():
             self.calibration.restore(_content(self._file))
 
@@ -113,54 +114,51 @@ class LiveCalibration:
         finished: bool,
         max_tokens: int | None,
     ) -> None:
-        """Learns from an ended request, see `OnlineCalibration.observe`; an impossible one is logged and left out."""
+        """An ended request to learn from soon, see `OnlineCalibration.observe`; an impossible one is logged and left out."""
         if prediction is None or prediction.length is None or output_tokens < 1:
             return
         limit = max_tokens if max_tokens is not None and max_tokens >= output_tokens else None
+        arguments = served_model, prediction.length, prompt_tokens, output_tokens
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(self._learn, *arguments, finished=finished, max_tokens=limit)
+
+    def publish(self) -> None:
+        """Brings the metrics up to date; waits until all observed requests have been learned from."""
+        self._thread.submit(self._gauges.publish, self.calibration).result()
+
+    def publish_if_due(self) -> None:
+        """Brings the metrics up to date soon, at most every `PUBLISH_S`."""
+        if self._has_changed and self._clock() - self._published_s >= PUBLISH_S:
+            self._published_s = self._clock()
+            self._thread.submit(self._gauges.publish, self.calibration)
+
+    def close(self) -> None:
+        """Learns from what has been observed, and writes the file; again does nothing."""
+        with suppress(RuntimeError):  # closed
+            self._thread.submit(self._save)
+        self._thread.shutdown()
+
+    def _learn(self, *args: Any, **kwargs: Any) -> None:
         try:
-            alarm = self.calibration.observe(
-                served_model,
-                prediction.length,
-                prompt_tokens,
-                output_tokens,
-                finished=finished,
-                max_tokens=limit,
-            )
+            alarm = self.calibration.observe(*args, **kwargs)
         except InputError as error:
             logger.warning("a length that calibration cannot use: %s", error)
             return
         self._has_changed = True
         if alarm is not None:
             text = "outputs of %r are %s than predicted since about %d of them: the calibration begins anew"
-            logger.warning(text, served_model, alarm.reason.replace("_", " "), alarm.num_outputs)
+            logger.warning(text, args[0], alarm.reason.replace("_", " "), alarm.num_outputs)
         if self._clock() - self._saved_s >= SAVE_S:
             self._save()
 
-    def publish(self) -> None:
-        """Brings the metrics up to date; some milliseconds for each served model."""
-        self._published_s = self._clock()
-        self._gauges.publish(self.calibration)
-
-    def publish_if_due(self) -> None:
-        """`publish`, but at most every `PUBLISH_S`."""
-        if self._has_changed and self._clock() - self._published_s >= PUBLISH_S:
-            self.publish()
-
-    def close(self) -> None:
-        """Writes what has been learned."""
-        if self._write is not None:
-            self._write.result()
-        self._save()
-        self._writer.shutdown()
-
     def _save(self) -> None:
-        """Writes the file in a thread, unless the last write goes on."""
         if self._file is None or not self._has_changed:
             return
-        if self._write is not None and not self._write.done():
-            return
         self._saved_s, self._has_changed = self._clock(), False
-        self._write = self._writer.submit(_write, self._file, self.calibration.state())
+        try:
+            write_json(self._file, self.calibration.state())
+        except (OSError, TailcastError) as error:
+            logger.warning("what calibration has learned cannot be written: %s", error)
 
 
 def _content(file: Path) -> Any:
@@ -170,10 +168,3 @@ def _content(file: Path) -> Any:
         raise InputError(
             "calibration_file", str(file), f"a file that calibration has written ({error})"
         ) from error
-
-
-def _write(file: Path, state: dict[str, Any]) -> None:
-    try:
-        write_json(file, state)
-    except (OSError, TailcastError) as error:
-        logger.warning("what calibration has learned cannot be written: %s", error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import median_tokens, risk_tokens
+from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RunningWork, ServiceRate
 from scheduler_core.policies.virtual_fcfs import PredictionBias
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
@@ -28,14 +28,8 @@ _WAIT_RATIO, _WAIT_FRACTION, _LATENCY_FRACTION = 1.05, 0.9, 0.8
 #: By how much the load, less its standard error, exceeds 1 where r is `ratio`.
 _OVERLOAD = 0.05
 
-#: The load starts as if so many requests had arrived at load 1, and anew after a gap in which so many could have been served.
-_PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100
-
-#: The load's error is that of at most so many blocks of equal time, in which so many requests, at first and later, can be served.
-_NUM_BLOCKS, _FIRST_BLOCK_REQUESTS, _BLOCK_REQUESTS = 32, 20, 100
-
-#: Weights of old arrivals in the load, of old requests in the mean work, and of old busy time fall by this with each new one.
-_LOAD_FADE, _WORK_FADE, _RATE_FADE = 0.9998, 0.999, 0.9995
+#: Weights of old requests in the mean work fall by this with each new one.
+_WORK_FADE = 0.999
 
 #: Arrivals between two computations of the quantiles, or ends between two of the rank correlation.
 _REFRESH_EVERY = 20
@@ -43,278 +37,6 @@ _REFRESH_EVERY = 20
 #: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. (With
 #: fewer it may be negative although predictions are good: in a burst the short ones of one moment end one after another.)
 _NUM_RANKED, _MIN_TAU = 256, 0.1
-
-#: Of its expected work a running request has at least this fraction left.
-_MIN_REMAINING = 0.25
-
-
-class _ArrivalOrder:
-    """The waiting requests in order of arrival, as columns of an array; a request that has left keeps its row, never due.
-
-    Row by row: work, in tokens; work by which later arrivals have overtaken exactly the requests up to this one; arrival
-    number; arrival and wait under first come, first served, in seconds; when the request is due if nothing waits before
-    it, and by how many seconds of work it may be overtaken.
-    """
-
-    _WORK, _OVERTAKEN, _ORDER, _ARRIVAL, _FCFS_WAIT, _LATEST, _SLACK = range(7)
-
-    def __init__(self) -> None:
-        self._table = np.zeros((7, 64))
-        self._sums = np.zeros((2, 65))
-        self._states: list[RequestState | None] = []
-        self._rows: dict[str, int] = {}
-        self._total_work = 0.0
-        self._bound = 1.0, 0.0, 0.0, 0.0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, state: RequestState, fcfs_wait_s: float, work: float) -> None:
-        if len(self._states) == self._table.shape[1]:
-            self._compact()
-        row = self._rows[state.request_id] = len(self._states)
-        self._states.append(state)
-        self._table[:, row] = work, 0.0, state.order, state.request.arrival_s, fcfs_wait_s, 0.0, 0.0
-        self._total_work += work
-        self._bound_rows(slice(row, row + 1))
-
-    def revise(self, state: RequestState, work: float) -> float:
-        """Another expectation of its work, if it waits; returns by how much it has grown."""
-        row = self._rows.get(state.request_id)
-        if row is None:
-            return 0.0
-        growth = work - float(self._table[self._WORK, row])
-        self._table[self._WORK, row] = work
-        self._total_work += growth
-        self._bound_rows(slice(row, row + 1))
-        return growth
-
-    def revise_all(self, work: float) -> float:
-        """All have the same expectation of work; returns by which factor, at most 1, the total and so all waits fall."""
-        column = self._table[self._WORK, : len(self._states)]
-        before = float(column.sum())
-        column[column > 0] = work
-        self._total_work = float(column.sum())
-        factor = min(1.0, self._total_work / before) if before > 0 else 1.0
-        self._table[self._FCFS_WAIT, : len(self._states)] *= factor
-        return factor
-
-    def fcfs_wait_s(self, state: RequestState) -> float | None:
-        """Its wait under first come, first served, in seconds; None if it is not here."""
-        row = self._rows.get(state.request_id)
-        return None if row is None else float(self._table[self._FCFS_WAIT, row])
-
-    def remove(self, state: RequestState) -> None:
-        """The request does not wait any more, if it did."""
-        row = self._rows.pop(state.request_id, None)
-        if row is None:
-            return
-        self._states[row] = None
-        self._total_work -= float(self._table[self._WORK, row])
-        self._table[self._WORK, row] = 0.0
-        self._table[self._ARRIVAL, row] = self._table[self._LATEST, row] = self._table[self._SLACK, row] = (
-            np.inf
-        )
-        self._table[self._FCFS_WAIT, row] = -np.inf
-
-    def overtake(self, state: RequestState, work: float) -> None:
-        """The requests that arrived before this one wait for so much of its work."""
-        row = self._table[self._ORDER, : len(self._states)].searchsorted(state.order)
-        if row > 0:
-            self._table[self._OVERTAKEN, row - 1] += work
-
-    def work_behind(self, num_free: int) -> float:
-        """Work of all but the first `num_free` requests."""
-        if not num_free:
-            return self._total_work
-        work = self._table[self._WORK, : len(self._states)]
-        return float(work[work > 0][num_free:].sum())
-
-    def set_bound(self, ratio: float, least_wait_s: float, least_end_s: float, step_s: float) -> None:
-        """A request may wait `ratio` times its wait under first come, first served, or `least_wait_s`, and end likewise.
-
-        Args:
-            ratio: Of both.
-            least_wait_s: Bound of shorter waits, in seconds.
-            least_end_s: Bound of shorter latencies, in seconds.
-            step_s: Seconds of a running request per token of work.
-        """
-        self._bound = ratio, least_wait_s, least_end_s, step_s
-        self._bound_rows(slice(0, len(self._states)))
-
-    def _bound_rows(self, rows: slice) -> None:
-        ratio, least_wait_s, least_end_s, step_s = self._bound
-        work, _, _, arrival_s, fcfs_wait_s, latest_s, slack_s = self._table[:, rows]
-        service_s = work * step_s
-        longest_s = ratio * np.maximum(fcfs_wait_s + service_s, least_end_s) - service_s
-        np.minimum(longest_s, ratio * np.maximum(fcfs_wait_s, least_wait_s), out=longest_s)
-        latest_s[:], slack_s[:] = arrival_s + longest_s, longest_s - fcfs_wait_s
-
-    def due(self, now: float, token_s: float) -> NDArray[np.intp]:
-        """Rows of the requests that have waited or were overtaken as long as they may."""
-        used = len(self._states)
-        # To the left of a row: work of the requests before it, and work that has not overtaken it.
-        np.cumsum(self._table[: self._ORDER, :used], axis=1, out=self._sums[:, 1 : used + 1])
-        ahead_s, not_overtaken_s = self._sums[:, :used] * token_s
-        overtaken_s = float(self._sums[1, used]) * token_s - not_overtaken_s
-        is_due = overtaken_s >= self._table[self._SLACK, :used]
-        is_due |= self._table[self._LATEST, :used] - ahead_s <= now
-        return np.flatnonzero(is_due)
-
-    def orders(self, rows: NDArray[np.intp]) -> FloatArray:
-        """Arrival numbers of these rows."""
-        orders: FloatArray = self._table[self._ORDER, rows]
-        return orders
-
-    def states(self, rows: NDArray[np.intp]) -> list[RequestState]:
-        """The waiting requests of these rows."""
-        return [state for row in rows.tolist() if (state := self._states[row]) is not None]
-
-    def _compact(self) -> None:
-        """Only the rows of waiting requests stay, in an array for twice as many."""
-        rows = np.array([row for row, state in enumerate(self._states) if state is not None], int)
-        size = max(64, 2 * len(rows))
-        table, overtaken = np.zeros((7, size)), self._table[self._OVERTAKEN, : len(self._states)]
-        table[:, : len(rows)] = self._table[:, rows]
-        # The sum from a row on stays what it was.
-        from_row = np.cumsum(overtaken[::-1])[::-1][rows]
-        table[self._OVERTAKEN, : len(rows)] = from_row - np.append(from_row[1:], 0.0)
-        states = self.states(rows)
-        self._table, self._sums, self._states = table, np.zeros((2, size + 1)), [*states]
-        self._total_work = float(table[self._WORK].sum())
-        self._rows = {state.request_id: row for row, state in enumerate(states)}
-
-
-class _Load:
-    """Arriving work over what the engine can do meanwhile.
-
-    Its standard error is that of the mean over blocks of equal time, since arrivals come in bursts. Blocks become twice
-    as long whenever there are `_NUM_BLOCKS` of them, until `_BLOCK_REQUESTS` can be served in one; then the oldest goes.
-    """
-
-    def __init__(self) -> None:
-        self.last_arrival_s: float | None = None
-        self._seconds = self._work = 0.0
-        self._blocks: list[float] = []
-        self._block_s = self._block_begin_s = 0.0
-
-    def arrived(self, now: float, work: float, service_s: float) -> None:
-        """A request of so much work, in tokens; the engine is busy with the mean request for `service_s` seconds."""
-        gap_s = 0.0 if self.last_arrival_s is None else now - self.last_arrival_s
-        if not self._blocks or gap_s > _IDLE_REQUESTS * service_s:
-            self._seconds = self._work = gap_s = 0.0
-            self._blocks, self._block_begin_s = [0.0], now
-            self._block_s = _FIRST_BLOCK_REQUESTS * service_s
-        self.last_arrival_s = now
-        self._seconds, self._work = _LOAD_FADE * self._seconds + gap_s, _LOAD_FADE * self._work + work
-        while now >= self._block_begin_s + self._block_s:
-            self._block_begin_s += self._block_s
-            if len(self._blocks) == _NUM_BLOCKS and self._block_s < _BLOCK_REQUESTS * service_s:
-                pairs = zip(self._blocks[::2], self._blocks[1::2], strict=True)
-                self._blocks, self._block_s = [sum(pair) for pair in pairs], 2.0 * self._block_s
-            self._blocks = [*self._blocks[1 - _NUM_BLOCKS :], 0.0]
-        self._blocks[-1] += work
-
-    def grow(self, work: float) -> None:
-        """A request that arrived has so much more work than expected, in tokens."""
-        self._work += work
-        self._blocks[-1] += work
-
-    def lower_bound(self, token_s: float, service_s: float) -> float:
-        """The load less its standard error; 0 with too few blocks for that.
-
-        Args:
-            token_s: Seconds of the engine per token of work.
-            service_s: Seconds of the engine for the mean request.
-        """
-        ended = self._blocks[:-1]
-        if len(ended) < 4:
-            return 0.0
-        prior_s = _PRIOR_ARRIVALS * service_s
-        error_s = (
-            float(np.std(ended, ddof=1)) / math.sqrt(len(ended)) / self._block_s * self._seconds * token_s
-        )
-        return (self._work * token_s + prior_s - error_s) / (self._seconds + prior_s)
-
-
-class _RunningWork:
-    """The running requests, as columns of an array: when they were admitted, in seconds, and their expected work."""
-
-    def __init__(self) -> None:
-        self._table = np.zeros((2, 64))
-        self._rows: dict[str, int] = {}
-        self._free = list(range(64))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def add(self, request_id: str, now: float, work: float) -> None:
-        if not self._free:
-            size = self._table.shape[1]
-            self._table = np.concatenate([self._table, np.zeros((2, size))], axis=1)
-            self._free = list(range(size, 2 * size))
-        row = self._rows[request_id] = self._free.pop()
-        self._table[:, row] = now, work
-
-    def revise(self, request_id: str, work: float) -> float:
-        """Another expectation of its work, if it runs; returns by how much it has grown."""
-        row = self._rows.get(request_id)
-        if row is None:
-            return 0.0
-        growth = work - float(self._table[1, row])
-        self._table[1, row] = work
-        return growth
-
-    def remove(self, request_id: str) -> float | None:
-        """Its expected work; None if it does not run."""
-        row = self._rows.pop(request_id, None)
-        if row is None:
-            return None
-        self._free.append(row)
-        work, self._table[1, row] = float(self._table[1, row]), 0.0
-        return work
-
-    def remaining(self, now: float, step_s: float) -> float:
-        """Expected work that is left of all."""
-        admitted_s, work = self._table
-        return float(np.maximum(work - (now - admitted_s) / step_s, _MIN_REMAINING * work).sum())
-
-
-class _ServiceRate:
-    """Seconds of the engine per token of work, while requests wait, and of a running request per output token."""
-
-    def __init__(self) -> None:
-        # Of one short request: an engine may be ten times slower, and its load must not seem that low for long.
-        self._busy_s, self._busy_work = 0.04, 100.0
-        self._decode_s, self._decode_tokens = 1.0, 50.0
-        self.mean_work = 0.0
-        self._last_s, self._has_queue = 0.0, False
-
-    @property
-    def token_s(self) -> float:
-        return self._busy_s / self._busy_work
-
-    @property
-    def step_s(self) -> float:
-        return self._decode_s / self._decode_tokens
-
-    def advance(self, now: float, has_queue: bool) -> None:
-        """Something has happened; whether requests wait from now on."""
-        # An aborted request had its last token before the latest event.
-        now = max(now, self._last_s)
-        if self._has_queue:
-            self._busy_s += now - self._last_s
-        self._last_s, self._has_queue = now, has_queue
-
-    def finished(self, state: RequestState, work: float) -> None:
-        """A request has ended; half of the busy time is forgotten after some 1,400 of them."""
-        self._busy_s, self._busy_work = self._busy_s * _RATE_FADE, self._busy_work * _RATE_FADE
-        if self._has_queue:
-            self._busy_work += work
-        self.mean_work = work if self.mean_work == 0.0 else 0.99 * self.mean_work + 0.01 * work
-        if state.num_output_tokens > 1 and state.first_token_s is not None and state.last_token_s is not None:
-            self._decode_s = 0.99 * self._decode_s + state.last_token_s - state.first_token_s
-            self._decode_tokens = 0.99 * self._decode_tokens + state.num_output_tokens - 1
 
 
 def _are_in(values: FloatArray, others: FloatArray) -> NDArray[np.bool_]:
@@ -368,12 +90,12 @@ class BoundedShortest(Policy):
     ratio: float = 1.25
     prompt_weight: float = 0.1
     window: float = 2000
-    _waiting: _ArrivalOrder = field(default_factory=_ArrivalOrder, init=False, repr=False)
+    _waiting: ArrivalOrder = field(default_factory=ArrivalOrder, init=False, repr=False)
     _due: dict[int, RequestState] = field(default_factory=dict, init=False, repr=False)
     _due_orders: FloatArray = field(default_factory=lambda: np.empty(0), init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
-    _running: _RunningWork = field(default_factory=_RunningWork, init=False, repr=False)
-    _rate: _ServiceRate = field(default_factory=_ServiceRate, init=False, repr=False)
+    _running: RunningWork = field(default_factory=RunningWork, init=False, repr=False)
+    _rate: ServiceRate = field(default_factory=ServiceRate, init=False, repr=False)
     _bias: PredictionBias = field(default_factory=PredictionBias, init=False, repr=False)
     _ranked: deque[tuple[float, float]] = field(
         default_factory=lambda: deque(maxlen=_NUM_RANKED), init=False, repr=False
@@ -383,7 +105,7 @@ class BoundedShortest(Policy):
     _fcfs_waits: deque[float] = field(init=False, repr=False)
     _fcfs_latencies: deque[float] = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
-    _load: _Load = field(default_factory=_Load, init=False, repr=False)
+    _load: Load = field(default_factory=Load, init=False, repr=False)
     _sum_work: float = field(default=256.0, init=False, repr=False)
     _num_work: float = field(default=1.0, init=False, repr=False)
     _remaining_s: float = field(default=0.0, init=False, repr=False)

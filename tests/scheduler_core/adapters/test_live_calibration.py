@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from scheduler_core.adapters.live_calibration import SAVE_S, CalibrationGauges, LiveCalibration
+from scheduler_core.adapters.live_calibration import PUBLISH_S, SAVE_S, CalibrationGauges, LiveCalibration
 from scheduler_core.errors import InputError
 from scheduler_core.predictions import LengthPrediction, PointPrediction, Prediction
 
@@ -32,6 +32,7 @@ def live(file: Path | None, clock: Clock | None = None) -> LiveCalibration:
 def feed(calibration: LiveCalibration, count: int = 60, tokens: int = 200) -> None:
     for _ in range(count):
         calibration.observe("m", PREDICTION, 10, tokens, finished=True, max_tokens=None)
+    calibration.publish()
 
 
 def test_what_was_learned_outlasts_a_restart(tmp_path: Path) -> None:
@@ -57,8 +58,6 @@ def test_the_file_is_written_while_it_serves(tmp_path: Path) -> None:
     assert not file.exists()
     clock.now = SAVE_S
     feed(calibration, 1)
-    assert calibration._write is not None
-    calibration._write.result()
     assert json.loads(file.read_text())["served_models"]["m"]["num_outputs"] == 6
     calibration.close()
 
@@ -92,12 +91,15 @@ def test_predictions_without_a_length_and_impossible_lengths_are_left_out(
     for prediction in (None, other):
         calibration.observe("m", prediction, 10, 20, finished=True, max_tokens=None)
     calibration.observe("m", PREDICTION, 10, 0, finished=False, max_tokens=None)
+    calibration.publish()
     assert not calibration.calibration.served_models
     calibration.observe("m", PREDICTION, -1, 20, finished=True, max_tokens=None)
+    calibration.publish()
     assert "prompt_tokens: got -1" in caplog.text
     calibration.observe(
         "m", PREDICTION, 10, 20, finished=True, max_tokens=5
     )  # an engine that counts in another way
+    calibration.publish()
     assert calibration.calibration.metrics("m")["num_outputs"] == 1
     calibration.close()
 
@@ -113,12 +115,15 @@ def test_an_alarm_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 def test_the_metrics_before_and_after() -> None:
     registry, clock = CollectorRegistry(), Clock()
     calibration = LiveCalibration(None, CalibrationGauges("tailcast_", registry), clock)
-    feed(calibration, 100)
-    calibration.publish_if_due()
-    assert registry.get_sample_value("tailcast_calibration_outputs", {"served_model": "m"}) is None
-    clock.now = 60.0
-    calibration.publish_if_due()
     of_model = {"served_model": "m"}
+    feed(calibration, 99)
+    calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)
+    calibration.publish_if_due()
+    assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 99
+    clock.now = PUBLISH_S
+    calibration.publish_if_due()
+    calibration.close()
+    calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)  # too late: left out
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
     assert registry.get_sample_value("tailcast_calibration_in_use", of_model) == 1
     scores = {
@@ -130,4 +135,3 @@ def test_the_metrics_before_and_after() -> None:
     assert 0 < (scores["corrected"] or 0) < 0.5 * (scores["raw"] or 0)
     labels = of_model | {"predictions": "raw", "quantile": "p50"}
     assert registry.get_sample_value("tailcast_calibration_coverage", labels) == 0.0
-    calibration.close()

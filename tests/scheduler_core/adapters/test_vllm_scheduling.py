@@ -238,6 +238,7 @@ def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_
         add(scheduler, ends(number))
         drain(scheduler)
     assert not scheduler._tailcast_predictions
+    scheduler._tailcast_calibration.publish()
     metrics = scheduler._tailcast_calibration.calibration.metrics("")
     assert (metrics["num_outputs"], metrics["num_censored"]) == (40, 0)
 
@@ -249,6 +250,7 @@ def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_
     corrected = median(scheduler, "r40")
     assert corrected == pytest.approx(4, abs=1.5)
     scheduler.finish_requests("r40")
+    scheduler._tailcast_calibration.publish()
     assert scheduler._tailcast_calibration.calibration.metrics("")["num_censored"] == 1
     scheduler.shutdown()
     again = make("ssjf", **options)
@@ -265,4 +267,5 @@ def test_lengths_of_ended_requests_correct_the_next_predictions(make: Make, tmp_
 def test_requests_without_a_prediction_teach_nothing(make: Make) -> None:
     scheduler = make("ssjf", 3, 5, mode="garbage")
     drain(scheduler)
+    scheduler._tailcast_calibration.publish()
     assert not scheduler._tailcast_calibration.calibration.served_models

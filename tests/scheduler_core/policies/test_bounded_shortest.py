@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
-from scheduler_core.policies.bounded_shortest import BoundedShortest, _ArrivalOrder, _Load
+from scheduler_core.policies.bounded_shortest import BoundedShortest
+from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import SchedulerConfig
@@ -127,7 +128,7 @@ def test_long_outputs_end_within_the_promise(seed: int, is_bursty: bool) -> None
 )
 def test_who_is_due_is_what_the_definition_gives(events: list[tuple[int, int, int]], now: int) -> None:
     """Requests come, are overtaken and leave; numbers are such that sums are exact."""
-    waiting, expected = _ArrivalOrder(), {}
+    waiting, expected = ArrivalOrder(), {}
     waiting.set_bound(1.25, 20.0, 40.0, 1 / 64)
     for order, (choice, work, wait_s) in enumerate(events):
         state = RequestState(
@@ -158,7 +159,7 @@ def test_bursts_are_no_overload() -> None:
 
     def share(load: float, seed: int) -> float:
         times = np.cumsum(np.random.default_rng(seed).exponential(20.0 / load, 300)).tolist()
-        estimate, bounds = _Load(), []
+        estimate, bounds = Load(), []
         for time_s in times:
             for _ in range(20):
                 estimate.arrived(time_s, 1.0, 1.0)
