@@ -4,9 +4,10 @@
                                                                    [--running 256] [--waiting 2000] [--steps 2000]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache manager; ours has a policy,
-a prediction for each request, which comes one step after the request, and online calibration. Every request that ends is replaced
-by a new one, so that as many run and wait in every step. The schedulers take turns, step by step, without garbage collection.
-Per step: CPU time of `schedule`, `update_from_output` and the arrivals in it.
+a prediction for each request, which comes one step after the request, and online calibration, which learns in a thread of its
+own. Every request that ends is replaced by a new one, so that as many run and wait in every step; shorter first, more of them
+end, and vLLM's own parts have more to do, too. The schedulers take turns, step by step, without garbage collection. Per step:
+CPU time of `schedule`, `update_from_output` and the arrivals in it, in the thread that calls them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Side:
         options: Of the command.
     """
 
-    _num_ended = 0
+    num_ended = 0
 
     def __init__(self, policy: str | None, model: Path, options: argparse.Namespace) -> None:
         self._rng = np.random.default_rng(0)
@@ -120,10 +121,10 @@ class Side:
         result = ModelRunnerOutput(req_ids=names, req_id_to_index=rows, sampled_token_ids=samples)
         generated = time.thread_time()
         self._scheduler.update_from_output(plan, result)
-        ended = self._num_requests - len(self._scheduler.requests) - self._num_ended
+        ended = self._num_requests - len(self._scheduler.requests) - self.num_ended
         for _ in range(ended):
             self._add()
-        self._num_ended += ended
+        self.num_ended += ended
         return time.thread_time() - generated + planned - begin
 
     def counts(self) -> tuple[int, int]:
@@ -168,6 +169,7 @@ def main() -> None:
             running, waiting = sides[name].counts()
             row = {"scheduler": name, "running": running, "waiting": waiting, "mean_ms": round(mean, 3)}
             row |= {"p99_ms": round(p99, 3), "more_than_vllm_ms": round(mean - 1e3 * base, 3)}
+            row["ended_per_step"] = round(sides[name].num_ended / (options.steps + WARM_UP), 2)
             sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
     os._exit(0)

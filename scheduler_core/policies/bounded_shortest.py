@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import median_tokens, risk_tokens
-from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RunningWork, ServiceRate
+from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValues, RunningWork, ServiceRate
 from scheduler_core.policies.virtual_fcfs import PredictionBias
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
@@ -31,8 +31,11 @@ _OVERLOAD = 0.05
 #: Weights of old requests in the mean work fall by this with each new one.
 _WORK_FADE = 0.999
 
-#: Arrivals between two computations of the quantiles, or ends between two of the rank correlation.
-_REFRESH_EVERY = 20
+#: Arrivals between two computations of the quantiles, and ends between two of the rank correlation.
+_REFRESH_EVERY, _RANK_EVERY = 20, 40
+
+#: With more than so many waiting requests, who is due is computed once in the time of so many output tokens.
+_LONG_QUEUE, _DUE_EVERY_TOKENS = 256, 4
 
 #: Predictions are used while tau-b with the latest ends is above 0.1; its standard error is 0.04 without any correlation. (With
 #: fewer it may be negative although predictions are good: in a burst the short ones of one moment end one after another.)
@@ -93,6 +96,7 @@ class BoundedShortest(Policy):
     _waiting: ArrivalOrder = field(default_factory=ArrivalOrder, init=False, repr=False)
     _due: dict[int, RequestState] = field(default_factory=dict, init=False, repr=False)
     _due_orders: FloatArray = field(default_factory=lambda: np.empty(0), init=False, repr=False)
+    _next_due_s: float = field(default=0.0, init=False, repr=False)
     _preempted: set[str] = field(default_factory=set, init=False, repr=False)
     _running: RunningWork = field(default_factory=RunningWork, init=False, repr=False)
     _rate: ServiceRate = field(default_factory=ServiceRate, init=False, repr=False)
@@ -102,8 +106,8 @@ class BoundedShortest(Policy):
     )
     _ranks: bool = field(default=True, init=False, repr=False)
     _num_unranked: int = field(default=0, init=False, repr=False)
-    _fcfs_waits: deque[float] = field(init=False, repr=False)
-    _fcfs_latencies: deque[float] = field(init=False, repr=False)
+    _fcfs_waits: RecentValues = field(init=False, repr=False)
+    _fcfs_latencies: RecentValues = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
     _load: Load = field(default_factory=Load, init=False, repr=False)
     _sum_work: float = field(default=256.0, init=False, repr=False)
@@ -115,8 +119,8 @@ class BoundedShortest(Policy):
 
     def __post_init__(self) -> None:
         check_ranges(self, ratio=(1.0, FINITE), prompt_weight=(POSITIVE, FINITE), window=(100, 1_000_000))
-        self._fcfs_waits = deque(maxlen=int(self.window))
-        self._fcfs_latencies = deque(maxlen=int(self.window))
+        self._fcfs_waits = RecentValues(int(self.window))
+        self._fcfs_latencies = RecentValues(int(self.window))
 
     def on_arrival(self, state: RequestState, now: float) -> None:
         work = self._work(state)
@@ -135,10 +139,10 @@ class BoundedShortest(Policy):
             return
         work = self._work(state)
         self._sum_work, self._num_work = _WORK_FADE * self._sum_work + work, _WORK_FADE * self._num_work + 1.0
-        fcfs_wait_s = self._waiting.fcfs_wait_s(state)
-        if fcfs_wait_s is not None:
+        waiting = self._waiting.get(state)
+        if waiting is not None:
             self._load.grow(self._waiting.revise(state, work))
-            self._fcfs_latencies.append(fcfs_wait_s + work * self._rate.step_s)
+            self._fcfs_latencies.append(waiting[1] + work * self._rate.step_s)
         else:  # it was admitted before
             growth = self._running.revise(state.request_id, work)
             self._load.grow(growth)
@@ -150,9 +154,11 @@ class BoundedShortest(Policy):
         return changed
 
     def on_admit(self, state: RequestState, now: float) -> None:
-        work = self._work(state)
-        fcfs_wait_s = self._waiting.fcfs_wait_s(state)
-        if fcfs_wait_s is not None:
+        waiting = self._waiting.get(state)
+        if waiting is None:
+            work = self._work(state)
+        else:
+            work, fcfs_wait_s = waiting
             self._waiting.remove(state)
             self._waiting.overtake(state, work)
             if state.prediction is None:
@@ -182,8 +188,10 @@ class BoundedShortest(Policy):
             self._rank(state)
 
     def take_changed(self, now: float) -> Collection[RequestState]:
-        if not len(self._waiting):
+        num_waiting = len(self._waiting)
+        if not num_waiting or (num_waiting > _LONG_QUEUE and now < self._next_due_s):
             return ()
+        self._next_due_s = now + _DUE_EVERY_TOKENS * self._rate.step_s
         due = self._waiting.due(now, self._rate.token_s)
         orders = self._waiting.orders(due)
         if np.array_equal(orders, self._due_orders):
@@ -234,13 +242,11 @@ class BoundedShortest(Policy):
 
     def _refresh_bound(self) -> None:
         """r, g Q and h R."""
-        waits = np.fromiter(self._fcfs_waits, float)
-        quantile_s = float(np.quantile(waits, 0.99))
+        quantile_s = self._fcfs_waits.quantile(0.99)
         # Where the queue only grows, waits are uniform between 0 and their largest, so their mean is half of that.
-        is_common = min(1.0, 2.0 * float(waits.mean()) / quantile_s) if quantile_s > 0 else 0.0
+        is_common = min(1.0, 2.0 * self._fcfs_waits.mean / quantile_s) if quantile_s > 0 else 0.0
         load = self._load.lower_bound(self._rate.token_s, self._mean_service_s())
         overload = min(max((load - 1.0) / _OVERLOAD, 0.0), is_common)
-        latencies = np.fromiter(self._fcfs_latencies or [0.0], float)
 
         def blend(normal: float, overloaded: float) -> float:
             return normal + (overloaded - normal) * overload
@@ -248,7 +254,7 @@ class BoundedShortest(Policy):
         self._waiting.set_bound(
             ratio=blend(min(_WAIT_RATIO, self.ratio), self.ratio),
             least_wait_s=blend(_WAIT_FRACTION, 1.0) * quantile_s,
-            least_end_s=blend(_LATENCY_FRACTION, 1.0) * float(np.quantile(latencies, 0.99)),
+            least_end_s=blend(_LATENCY_FRACTION, 1.0) * self._fcfs_latencies.quantile(0.99),
             step_s=self._rate.step_s,
         )
 
@@ -256,7 +262,7 @@ class BoundedShortest(Policy):
         """Whether predictions rank requests is looked at again with the latest ones that have ended."""
         self._ranked.append((median_tokens(state), float(state.num_output_tokens)))
         self._num_unranked += 1
-        if self._num_unranked < _REFRESH_EVERY:
+        if self._num_unranked < _RANK_EVERY:
             return
         self._num_unranked = 0
         predicted, true = np.array(self._ranked).T
@@ -266,8 +272,6 @@ class BoundedShortest(Policy):
         self._ranks, self._all_changed = ranks, True
         if not ranks:  # those that wait are those predicted long, so that the waits have been overestimated
             factor = self._waiting.revise_all(self._rate.mean_work)
-            self._fcfs_waits = deque(
-                (factor * wait_s for wait_s in self._fcfs_waits), self._fcfs_waits.maxlen
-            )
+            self._fcfs_waits.scale(factor)
             self._fcfs_latencies.clear()
             self._refresh_bound()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,47 @@ _LOAD_FADE, _RATE_FADE = 0.9998, 0.9995
 
 #: Of its expected work a running request has at least this fraction left.
 _MIN_REMAINING = 0.25
+
+
+class RecentValues:
+    """The latest values of a quantity.
+
+    Args:
+        window: How many of them.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._values = np.zeros(window)
+        self._num = 0
+
+    def __len__(self) -> int:
+        return min(self._num, len(self._values))
+
+    def append(self, value: float) -> None:
+        self._values[self._num % len(self._values)] = value
+        self._num += 1
+
+    def clear(self) -> None:
+        self._num = 0
+
+    def scale(self, factor: float) -> None:
+        self._values *= factor
+
+    @property
+    def mean(self) -> float:
+        """0 without values."""
+        return float(self._values[: len(self)].mean()) if self._num else 0.0
+
+    def quantile(self, level: float) -> float:
+        """Linear between the order statistics, as `numpy.quantile`; 0 without values."""
+        if not self._num:
+            return 0.0
+        place = level * (len(self) - 1)
+        low = int(place)
+        high = min(low + 1, len(self) - 1)
+        ordered = np.partition(self._values[: len(self)], (low, high))
+        below, above = float(ordered[low]), float(ordered[high])
+        return below + (above - below) * (place - low)
 
 
 class ArrivalOrder:
@@ -52,7 +94,7 @@ class ArrivalOrder:
         self._states.append(state)
         self._table[:, row] = work, 0.0, state.order, state.request.arrival_s, fcfs_wait_s, 0.0, 0.0
         self._total_work += work
-        self._bound_rows(slice(row, row + 1))
+        self._bound_row(row)
 
     def revise(self, state: RequestState, work: float) -> float:
         """Another expectation of its work, if it waits; returns by how much it has grown."""
@@ -62,7 +104,7 @@ class ArrivalOrder:
         growth = work - float(self._table[self._WORK, row])
         self._table[self._WORK, row] = work
         self._total_work += growth
-        self._bound_rows(slice(row, row + 1))
+        self._bound_row(row)
         return growth
 
     def revise_all(self, work: float) -> float:
@@ -75,10 +117,12 @@ class ArrivalOrder:
         self._table[self._FCFS_WAIT, : len(self._states)] *= factor
         return factor
 
-    def fcfs_wait_s(self, state: RequestState) -> float | None:
-        """Its wait under first come, first served, in seconds; None if it is not here."""
+    def get(self, state: RequestState) -> tuple[float, float] | None:
+        """Its work, and its wait in seconds under first come, first served; None if it is not here."""
         row = self._rows.get(state.request_id)
-        return None if row is None else float(self._table[self._FCFS_WAIT, row])
+        if row is None:
+            return None
+        return float(self._table[self._WORK, row]), float(self._table[self._FCFS_WAIT, row])
 
     def remove(self, state: RequestState) -> None:
         """The request does not wait any more, if it did."""
@@ -101,10 +145,10 @@ class ArrivalOrder:
 
     def work_behind(self, num_free: int) -> float:
         """Work of all but the first `num_free` requests."""
-        if not num_free:
-            return self._total_work
-        work = self._table[self._WORK, : len(self._states)]
-        return float(work[work > 0][num_free:].sum())
+        if num_free >= len(self._rows):
+            return 0.0
+        first = list(islice(self._rows.values(), num_free))
+        return self._total_work - float(self._table[self._WORK, first].sum()) if first else self._total_work
 
     def set_bound(self, ratio: float, least_wait_s: float, least_end_s: float, step_s: float) -> None:
         """A request may wait `ratio` times its wait under first come, first served, or `least_wait_s`, and end likewise.
@@ -116,15 +160,22 @@ class ArrivalOrder:
             step_s: Seconds of a running request per token of work.
         """
         self._bound = ratio, least_wait_s, least_end_s, step_s
-        self._bound_rows(slice(0, len(self._states)))
-
-    def _bound_rows(self, rows: slice) -> None:
-        ratio, least_wait_s, least_end_s, step_s = self._bound
-        work, _, _, arrival_s, fcfs_wait_s, latest_s, slack_s = self._table[:, rows]
+        work, _, _, arrival_s, fcfs_wait_s, latest_s, slack_s = self._table[:, : len(self._states)]
         service_s = work * step_s
         longest_s = ratio * np.maximum(fcfs_wait_s + service_s, least_end_s) - service_s
         np.minimum(longest_s, ratio * np.maximum(fcfs_wait_s, least_wait_s), out=longest_s)
         latest_s[:], slack_s[:] = arrival_s + longest_s, longest_s - fcfs_wait_s
+
+    def _bound_row(self, row: int) -> None:
+        """`set_bound` of one request."""
+        ratio, least_wait_s, least_end_s, step_s = self._bound
+        work, _, _, arrival_s, fcfs_wait_s, *_ = self._table[:, row].tolist()
+        service_s = work * step_s
+        longest_s = min(
+            ratio * max(fcfs_wait_s + service_s, least_end_s) - service_s,
+            ratio * max(fcfs_wait_s, least_wait_s),
+        )
+        self._table[self._LATEST :, row] = arrival_s + longest_s, longest_s - fcfs_wait_s
 
     def due(self, now: float, token_s: float) -> NDArray[np.intp]:
         """Rows of the requests that have waited or were overtaken as long as they may."""
@@ -147,9 +198,9 @@ class ArrivalOrder:
         return [state for row in rows.tolist() if (state := self._states[row]) is not None]
 
     def _compact(self) -> None:
-        """Only the rows of waiting requests stay, in an array for twice as many."""
+        """Only the rows of waiting requests stay, in an array for some more."""
         rows = np.array([row for row, state in enumerate(self._states) if state is not None], int)
-        size = max(64, 2 * len(rows))
+        size = max(64, len(rows) + len(rows) // 4)
         table, overtaken = np.zeros((7, size)), self._table[self._OVERTAKEN, : len(self._states)]
         table[:, : len(rows)] = self._table[:, rows]
         # The sum from a row on stays what it was.
