@@ -1,7 +1,7 @@
 """The default order against first come, first served and the other orders, on realistic arrivals and live predictions.
 
-    python -m benchmarks.default_order --data FOLDER [--requests 3000] [--seeds 5] [--loads 0.6 0.8 0.95 1.1 1.2]
-                                       [--arrivals azure gamma spikes] [--frontier]
+    python -m benchmarks.default_order --data FOLDER [--requests 3000] [--seeds 5] [--first_seed 0] [--orders ORDER ...]
+                                       [--loads 0.6 0.8 0.95 1.1 1.2] [--arrivals azure gamma spikes] [--frontier]
 
 FOLDER has the public sets: castillo_validation.parquet and traces/azure2023_conv.parquet. A request is a prompt of CASTILLO's
 report split, which the shipped predictor tailcast-minilm was not trained on, with one of its ten sampled lengths; the predictor
@@ -131,12 +131,12 @@ def rows_of(
     population: Population, arrivals: str, load: float, options: argparse.Namespace
 ) -> Iterator[list[str]]:
     """Rows of the table: each side's ratios to FCFS."""
-    sides: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in POLICIES]
+    sides: list[tuple[str, str, dict[str, float]]] = [(name, name, {}) for name in options.orders]
     sides.append((TRUE_LENGTHS, "bounded_shortest", {}))
     if options.frontier:
         sides = [(f"ratio {ratio}", "bounded_shortest", {"ratio": ratio}) for ratio in RATIOS]
     ratios: dict[str, list[Values]] = {label: [] for label, _, _ in sides}
-    for seed in range(options.seeds):
+    for seed in range(options.first_seed, options.first_seed + options.seeds):
         trace, predictions = draw(population, arrivals, load, seed, options.requests)
         reference = run("fcfs", trace, predictions, {})
         for label, policy, parameters in sides:
@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first_seed", type=int, default=0)
+    parser.add_argument("--orders", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.6, 0.8, 0.95, 1.1, 1.2])
     parser.add_argument(
         "--arrivals", nargs="+", choices=["azure", "gamma", "spikes"], default=["azure", "gamma", "spikes"]

@@ -1,13 +1,15 @@
-"""What a step costs in vLLM's own scheduler and in ours, at the same moment, without a model.
+"""What a step costs in vLLM's own scheduler and in ours, without a model.
 
-    PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_scheduler [--policies bounded_shortest tie ssjf]
-                                                                   [--running 256] [--waiting 2000] [--steps 2000]
+    PYTHONPATH=. .venv-vllm/bin/python -m benchmarks.vllm_scheduler [--policies vllm bounded_shortest tie ssjf] [--rounds 3]
+                                                   [--together] [--running 256] [--waiting 2000] [--steps 2000]
 
 Run by vLLM's Python (`make vllm-env`). Every scheduler is vLLM's real AsyncScheduler with its KV cache manager; ours has a policy,
 a prediction for each request, which comes one step after the request, and online calibration, which learns in a thread of its
 own. Every request that ends is replaced by a new one, so that as many run and wait in every step; shorter first, more of them
-end, and vLLM's own parts have more to do, too. The schedulers take turns, step by step, without garbage collection. Per step:
-CPU time of `schedule`, `update_from_output` and the arrivals in it, in the thread that calls them.
+end, and vLLM's own parts have more to do, too. Per step: CPU time of `schedule`, `update_from_output` and the arrivals in it, in
+the thread that calls them, without garbage collection. Each scheduler has a process of its own, as in an engine, round by round.
+
+--together: all in one process, in turn, step by step: each finds the CPU's caches full of the others' data.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import gc
 import json
 import math
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,8 +41,12 @@ from benchmarks.vllm_runs.model import NAME, packaged_model
 from scheduler_core.adapters.vllm import scheduler_class
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.predictor import PredictionEvent, PredictionStatus
+from scheduler_core.report.page import markdown_table
 
 BLOCK_TOKENS, PROMPT_TOKENS, MAX_TOKENS, SIGMA, NU = 16, 100, 1500, 0.5, 3.5
+
+#: vLLM's own scheduler.
+VLLM = "vllm"
 
 #: Steps before those that count.
 WARM_UP = 400
@@ -141,20 +148,13 @@ class Side:
         self._scheduler.add_request(Request(name, [5] * PROMPT_TOKENS, sampling, None))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--policies", nargs="+", default=["bounded_shortest", "tie", "ssjf"])
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--waiting", type=int, default=2000)
-    parser.add_argument("--steps", type=int, default=2000)
-    options = parser.parse_args()
+def measured(options: argparse.Namespace) -> None:
+    """Prints a row for each scheduler, all in this process, and ends it."""
     model = Path(sys.executable).parents[1] / "models" / NAME
     packaged_model(model)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-        sides = {name or "vLLM": Side(name, model, options) for name in (None, *options.policies)}
+        sides = {name: Side(None if name == VLLM else name, model, options) for name in options.policies}
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         gc.disable()
         for number in range(options.steps + WARM_UP):
@@ -163,16 +163,57 @@ def main() -> None:
                 if number >= WARM_UP:
                     seconds[name].append(spent)
         gc.enable()
-        base = float(np.mean(seconds["vLLM"]))
         for name, values in seconds.items():
-            mean, p99 = 1e3 * float(np.mean(values)), 1e3 * float(np.percentile(values, 99))
             running, waiting = sides[name].counts()
-            row = {"scheduler": name, "running": running, "waiting": waiting, "mean_ms": round(mean, 3)}
-            row |= {"p99_ms": round(p99, 3), "more_than_vllm_ms": round(mean - 1e3 * base, 3)}
-            row["ended_per_step"] = round(sides[name].num_ended / (options.steps + WARM_UP), 2)
+            row = {"scheduler": name, "running": running, "waiting": waiting}
+            row |= {
+                "mean_ms": 1e3 * float(np.mean(values)),
+                "p99_ms": 1e3 * float(np.percentile(values, 99)),
+                "ended_per_step": sides[name].num_ended / (options.steps + WARM_UP),
+            }
             sys.stdout.write(json.dumps(row) + "\n")
     sys.stdout.flush()
     os._exit(0)
+
+
+def rows_of(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one round."""
+    groups = [options.policies] if options.together else [[name] for name in options.policies]
+    rows: list[dict[str, Any]] = []
+    for names in groups:
+        command = [sys.executable, "-m", "benchmarks.vllm_scheduler", "--measure", "--policies", *names]
+        for name in ("running", "waiting", "steps"):
+            command += [f"--{name}", str(getattr(options, name))]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        rows += [json.loads(line) for line in output.splitlines() if line.startswith('{"scheduler"')]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--policies", nargs="+", default=[VLLM, "bounded_shortest", "tie", "ssjf"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--together", action="store_true")
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measured(options)
+    rounds = [{row["scheduler"]: row for row in rows_of(options)} for _ in range(options.rounds)]
+    lines = []
+    for name in options.policies:
+        values = {key: [one[name][key] for one in rounds] for key in ("mean_ms", "p99_ms", "ended_per_step")}
+        extra = [one[name]["mean_ms"] - one[options.policies[0]]["mean_ms"] for one in rounds]
+        more = "-" if name == options.policies[0] else f"{min(extra):.2f} to {max(extra):.2f}"
+        cells = (f"{np.mean(one):.2f}" for one in values.values())
+        lines.append((name, *cells, more))
+    header = ("scheduler", "mean, ms", "P99, ms", "ended per step", f"more than {options.policies[0]}, ms")
+    print(f"{options.running} running, {options.waiting:,} waiting, {options.rounds} rounds:\n")
+    print(markdown_table(header, lines))
 
 
 if __name__ == "__main__":
