@@ -128,7 +128,7 @@ class Prepared:
 
 
 def prepare(data: Path, out: Path) -> Prepared:
-    """Writes one Parquet file of lists (prompt, served model, lengths) for each part; files that are there are kept.
+    """Writes one Parquet file of lists (prompt, served model, lengths) for each part, in place of what is there.
 
     Args:
         data: Folder of the public sets.

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,8 @@ from scheduler_core.predictions import Prediction
 logger = logging.getLogger(__name__)
 #: Seconds between two writes of the file, and between two updates of the metrics by `publish_if_due`.
 SAVE_S, PUBLISH_S = 60.0, 10.0
+#: Ended requests that wait to be learned from, as while the disk stalls; further ones are left out.
+MAX_PENDING = 10_000
 
 
 class CalibrationGauges:
@@ -89,6 +91,7 @@ class LiveCalibration:
         self._clock = clock
         self._saved_s = self._published_s = clock()
         self._has_changed = False
+        self._num_observed = self._num_learned = 0
         #: All that is learned, published and written, in order.
         self._thread = ThreadPoolExecutor(1, "tailcast-calibration")
         if self._file is not None and self._file.exists():
@@ -117,28 +120,38 @@ class LiveCalibration:
         """An ended request to learn from soon, see `OnlineCalibration.observe`; an impossible one is logged and left out."""
         if prediction is None or prediction.length is None or output_tokens < 1:
             return
+        if self._num_observed - self._num_learned >= MAX_PENDING:
+            return
+        self._num_observed += 1
         limit = max_tokens if max_tokens is not None and max_tokens >= output_tokens else None
         arguments = served_model, prediction.length, prompt_tokens, output_tokens
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(self._learn, *arguments, finished=finished, max_tokens=limit)
+        self._submit(self._learn, *arguments, finished=finished, max_tokens=limit)
 
     def publish(self) -> None:
         """Brings the metrics up to date; waits until all observed requests have been learned from."""
-        self._thread.submit(self._gauges.publish, self.calibration).result()
+        published = self._submit(self._gauges.publish, self.calibration)
+        if published is not None:
+            published.result()
 
     def publish_if_due(self) -> None:
         """Brings the metrics up to date soon, at most every `PUBLISH_S`."""
         if self._has_changed and self._clock() - self._published_s >= PUBLISH_S:
             self._published_s = self._clock()
-            self._thread.submit(self._gauges.publish, self.calibration)
+            self._submit(self._gauges.publish, self.calibration)
 
     def close(self) -> None:
         """Learns from what has been observed, and writes the file; again does nothing."""
-        with suppress(RuntimeError):  # closed
-            self._thread.submit(self._save)
+        self._submit(self._save)
         self._thread.shutdown()
 
+    def _submit(self, task: Callable[..., None], *args: Any, **kwargs: Any) -> Future[None] | None:
+        """Runs a task in the thread; None where that has been closed."""
+        with suppress(RuntimeError):
+            return self._thread.submit(_run, task, *args, **kwargs)
+        return None
+
     def _learn(self, *args: Any, **kwargs: Any) -> None:
+        self._num_learned += 1
         try:
             alarm = self.calibration.observe(*args, **kwargs)
         except InputError as error:
@@ -159,6 +172,13 @@ class LiveCalibration:
             write_json(self._file, self.calibration.state())
         except (OSError, TailcastError) as error:
             logger.warning("what calibration has learned cannot be written: %s", error)
+
+
+def _run(task: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    try:
+        task(*args, **kwargs)
+    except Exception:
+        logger.exception("online calibration has failed")
 
 
 def _content(file: Path) -> Any:

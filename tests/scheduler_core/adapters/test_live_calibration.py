@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,8 @@ def test_the_metrics_before_and_after() -> None:
     calibration.publish_if_due()
     calibration.close()
     calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)  # too late: left out
+    calibration.publish()
+    calibration.close()
     assert registry.get_sample_value("tailcast_calibration_outputs", of_model) == 100
     assert registry.get_sample_value("tailcast_calibration_in_use", of_model) == 1
     scores = {
@@ -135,3 +138,28 @@ def test_the_metrics_before_and_after() -> None:
     assert 0 < (scores["corrected"] or 0) < 0.5 * (scores["raw"] or 0)
     labels = of_model | {"predictions": "raw", "quantile": "p50"}
     assert registry.get_sample_value("tailcast_calibration_coverage", labels) == 0.0
+
+
+def test_an_error_in_the_thread_is_logged_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calibration = live(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration.calibration, "observe", lambda *_, **__: 1 / 0)
+        feed(calibration, 1)
+    assert "online calibration has failed" in caplog.text
+    feed(calibration, 1)
+    assert calibration.calibration.metrics("m")["num_outputs"] == 1
+    calibration.close()
+
+
+def test_what_waits_to_be_learned_from_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler_core.adapters.live_calibration.MAX_PENDING", 5)
+    calibration, stalls = live(None), threading.Event()
+    calibration._thread.submit(stalls.wait)
+    for _ in range(20):
+        calibration.observe("m", PREDICTION, 10, 200, finished=True, max_tokens=None)
+    stalls.set()
+    calibration.publish()
+    assert calibration.calibration.metrics("m")["num_outputs"] == 5
+    calibration.close()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scheduler_core.adapters.live_order import order_policy
 from scheduler_core.errors import InputError
 from scheduler_core.policies.bounded_shortest import BoundedShortest
-from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load
+from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValues
 from scheduler_core.predictions import LengthPrediction, Prediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.scheduler import SchedulerConfig
@@ -254,3 +254,18 @@ def test_it_is_refused_where_keys_are_sent_once() -> None:
     with pytest.raises(InputError, match="bounded_shortest"):
         order_policy("bounded_shortest", {}, sent_once=True)
     order_policy("bounded_shortest", {})
+
+
+@pytest.mark.parametrize("num", [0, 1, 2, 7, 8, 9, 30])
+def test_recent_values_are_those_of_the_window(num: int) -> None:
+    values = np.random.default_rng(num).exponential(size=num)
+    recent = RecentValues(8)
+    for value in values.tolist():
+        recent.append(value)
+    latest = 2.0 * values[-8:] if num else np.zeros(1)
+    recent.scale(2.0)
+    assert len(recent) == min(num, 8)
+    assert recent.mean == pytest.approx(latest.mean())
+    assert recent.quantile(0.99) == pytest.approx(np.quantile(latest, 0.99))
+    recent.clear()
+    assert (len(recent), recent.mean, recent.quantile(0.5)) == (0, 0.0, 0.0)
