@@ -58,12 +58,12 @@ class RecentValues:
         """Linear between the order statistics, as `numpy.quantile`; 0 without values."""
         if not self._num:
             return 0.0
-        place = level * (len(self) - 1)
-        low = int(place)
+        position = level * (len(self) - 1)
+        low = int(position)
         high = min(low + 1, len(self) - 1)
         ordered = np.partition(self._values[: len(self)], (low, high))
         below, above = float(ordered[low]), float(ordered[high])
-        return below + (above - below) * (place - low)
+        return below + (above - below) * (position - low)
 
 
 class ArrivalOrder:
