@@ -222,6 +222,7 @@ def test_calibration_shifts_and_stretches_by_served_model(bert_folder):
 
 
 def test_an_unknown_served_model_may_be_the_mean_over_the_known_ones(bert_folder):
+    torch.manual_seed(0)
     learned = predictor(bert_folder)
     model = predictor(bert_folder, conditioning=replace(CONDITIONING, unknown_is_mean=True))
     for each in (learned, model):
@@ -236,12 +237,11 @@ def test_an_unknown_served_model_may_be_the_mean_over_the_known_ones(bert_folder
     for name, values in found.items():
         torch.testing.assert_close(values[[0, 2]], known[name][[0, 2]])
         if name not in ("sigma", "urgency"):
-            torch.testing.assert_close(
-                values[[1, 3]], known[name][[0, 2]].mean(0, keepdim=True).expand_as(values[[1, 3]])
-            )
+            mean = known[name][[0, 2]].mean(0, keepdim=True).expand_as(values[[1, 3]])
+            torch.testing.assert_close(values[[1, 3]], mean, rtol=1e-4, atol=1e-5)
             assert not torch.allclose(values[1], known[name][1]), name
     variance = (known["sigma"][[0, 2]] ** 2).mean() + known["mu"][[0, 2]].var(correction=0)
-    assert found["sigma"][1].item() == pytest.approx(math.sqrt(variance))
+    assert found["sigma"][1].item() == pytest.approx(math.sqrt(variance), rel=1e-4)  # single precision
 
 
 @pytest.mark.parametrize(

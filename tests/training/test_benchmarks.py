@@ -59,7 +59,7 @@ def test_drift_on_a_file_of_two_served_models(tmp_path, capsys):
     assert drift.main([]) == 0
 
 
-def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys):
+def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys, monkeypatch):
     """Outputs of model b are three times as long as those of a and c."""
     rng = np.random.default_rng(0)
     rows = []
@@ -69,11 +69,11 @@ def test_online_calibration_of_a_model_and_a_source_left_out(tmp_path, capsys):
             tokens = np.exp(np.log(10 * words * factor) + 0.3 * rng.standard_t(3.5, 4)).astype(int) + 1
             row = {"prompt": f"prompt {number}", "model": model, "dataset": "xy"[number % 2]}
             rows.append(row | {"prompt_tokens": words, "output_tokens": tokens.tolist()})
-    data, cache, page, out = (str(tmp_path / name) for name in ("d.parquet", "e.npz", "page.md", "out.json"))
+    data, page, out = (str(tmp_path / name) for name in ("d.parquet", "page.md", "out.json"))
     pq.write_table(pa.Table.from_pylist(rows), data)
-    digests = [online_calibration._digest(f"prompt {number}") for number in range(600)]
-    np.savez(cache, digests=np.array(digests), embeddings=rng.normal(size=(600, 3)))
-    words = [data, "--embeddings", cache, "--counts", "0", "200", "--seeds", "2"]
+    features = rng.normal(size=(600, 3 * 3 + 1))
+    monkeypatch.setattr(online_calibration, "pooled", lambda encoder, texts, cache: features[: len(texts)])
+    words = [data, "--work", str(tmp_path), "--counts", "0", "200", "--seeds", "2"]
     more = ["--markdown", page, "--json", out, "--load", "1.5", "--requests", "300"]
     assert online_calibration.main([*words, *more]) == 0
     found = json.loads(Path(out).read_text())
