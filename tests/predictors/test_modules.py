@@ -232,10 +232,11 @@ def test_an_unknown_served_model_may_be_the_mean_over_the_known_ones(bert_folder
     with torch.no_grad():
         known, found = (each.predict(features, numbers, temperature) for each in (learned, model))
         unset = model.predict(features)
-        torch.testing.assert_close(unset, model.predict(features, torch.zeros(4, dtype=torch.int64)))
+        zero = model.predict(features, torch.zeros(4, dtype=torch.int64))
+        torch.testing.assert_close(unset, zero, rtol=1e-4, atol=1e-5)
     assert set(found) == set(known)
     for name, values in found.items():
-        torch.testing.assert_close(values[[0, 2]], known[name][[0, 2]])
+        torch.testing.assert_close(values[[0, 2]], known[name][[0, 2]], rtol=1e-4, atol=1e-5)
         if name not in ("sigma", "urgency"):
             mean = known[name][[0, 2]].mean(0, keepdim=True).expand_as(values[[1, 3]])
             torch.testing.assert_close(values[[1, 3]], mean, rtol=1e-4, atol=1e-5)
