@@ -23,11 +23,6 @@ class HttpRunner(web.AppRunner):
 
     A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is not whole
     by then. Malformed requests get a fixed page and a line in the log without their bytes.
-
-    Args:
-        application: The application.
-        request_timeout_s: For the head of a request.
-        options: Further ones of `web.AppRunner`.
     """
 
     def __init__(
@@ -44,11 +39,7 @@ class HttpRunner(web.AppRunner):
         self._request_timeout_s = request_timeout_s
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
-        """Binds a port and answers; returns its number.
-
-        Raises:
-            InputError: The port of the option `field` cannot be bound.
-        """
+        """Binds the port of the option `field` (InputError if it cannot) and answers; returns its number."""
         await self.setup()
         try:
             await web.TCPSite(self, host, port, **options).start()

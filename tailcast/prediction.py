@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
@@ -56,16 +56,13 @@ class LengthPredictor(ABC):
         if isinstance(prompt, str):
             text = prompt
         else:
-            messages = (
-                [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, Sequence) else []
-            )
-            if not isinstance(prompt, Sequence) or len(messages) < len(prompt):
+            messages: Any = prompt
+            if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
                 raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
             turns = [(str(message.get("role")), content_text(message.get("content"))) for message in messages]
-            if not turns or turns[-1][0] != "user":
-                raise InputError(
-                    "messages", turns[-1][0] if turns else None, "a last message of the role user"
-                )
+            last = turns[-1][0] if turns else None
+            if last != "user":
+                raise InputError("messages", last, "a last message of the role user")
             text = conversation_text(turns) if self.conversations else turns[-1][1]
         if not text.strip():
             raise InputError("prompt", text[:20], "a text that is not empty")
@@ -128,9 +125,8 @@ class _ServicePredictor(LengthPredictor):
         lengths = []
         for prediction in self._client.predict(requests):
             if prediction.length is None:
-                raise InputError(
-                    "predictor", self._client.address, "a service of an artifact with a length head"
-                )
+                allowed = "a service of an artifact with a length head"
+                raise InputError("predictor", self._client.address, allowed)
             lengths.append(prediction.length)
         return lengths
 

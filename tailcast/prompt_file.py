@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,6 @@ class _BadRows:
             log.warning("%s row %d skipped: %s", self.name, number, error)
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
-    def add_line(self, number: int, error: InputError) -> None:
-        """Counts a line that is no row."""
-        self.add(number, error, "format")
-
     def __str__(self) -> str:
         return ", ".join(f"{count} for {reason}" for reason, count in self.counts.items()) or "none"
 
@@ -102,7 +99,8 @@ def _prompt_rows(
     file: Path, predictor: LengthPredictor, config: PredictConfig, bad: _BadRows
 ) -> Iterator[_PromptRow]:
     columns = (*_OF_REQUEST, *_NAMES, *_NESTED)
-    for number, values in file_rows(file, "data", columns, on_bad_row=bad.add_line):
+    on_bad_row = partial(bad.add, reason="format")
+    for number, values in file_rows(file, "data", columns, on_bad_row=on_bad_row):
         try:
             yield _prompt_row(number, values, predictor, config)
         except InputError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
 from types import TracebackType
@@ -10,7 +11,6 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from predictors.client.channel import checked_timeout
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import (
@@ -25,7 +25,8 @@ from scheduler_core.predictor import PredictionRequest
 
 T = TypeVar("T")
 
-# Largest sum of prompt bytes in one call of more than one request.
+# Most requests of one call, and largest sum of their prompts' bytes; more are sent in several calls at the same time.
+MAX_BATCH_REQUESTS = 64
 MAX_BATCH_BYTES = 2 * 2**20
 
 
@@ -59,7 +60,6 @@ class AsyncClient(ABC):
     """What the asynchronous clients have in common; implements `scheduler_core.predictor.Predictor`."""
 
     address: str
-    #: Deadline of calls that name none.
     timeout_s: float
 
     async def predict(
@@ -67,9 +67,7 @@ class AsyncClient(ABC):
     ) -> list[Prediction]:
         """Predictions of all heads of the artifact, in the order of `requests`.
 
-        Args:
-            requests: Any number.
-            timeout_s: Deadline of this call; None: that of the client.
+        `timeout_s` is the deadline of this call; None: that of the client.
 
         Raises:
             PredictorError: The service could not be reached in time, or refused or failed one of the requests.
@@ -84,13 +82,8 @@ class AsyncClient(ABC):
         timeout_s: float | None = None,
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
-        """The service's responses, in the order of `requests`; raises as `predict`.
-
-        Args:
-            requests: Any number.
-            timeout_s: Deadline of this call; None: that of the client.
-            truncated_length: Also request the statistics of the length truncated at each request's max_tokens.
-        """
+        """The service's responses, as `predict`; with `truncated_length` they have the statistics of the length truncated at
+        each request's max_tokens too."""
         messages = [request_message(request, truncated_length) for request in requests]
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
@@ -131,13 +124,13 @@ def request_message(request: PredictionRequest, truncated_length: bool) -> pb.Pr
         ) from error
 
 
-def chunks(messages: Sequence[pb.PredictRequest], max_requests: int) -> Iterator[list[pb.PredictRequest]]:
+def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictRequest]]:
     """Consecutive parts within the limits of one call; a prompt over the byte limit has its own."""
     chunk: list[pb.PredictRequest] = []
     num_bytes = 0
     for message in messages:
         size = len(message.prompt) * 4  # bytes of a character in UTF-8: at most 4
-        if chunk and (len(chunk) >= max_requests or num_bytes + size > MAX_BATCH_BYTES):
+        if chunk and (len(chunk) >= MAX_BATCH_REQUESTS or num_bytes + size > MAX_BATCH_BYTES):
             yield chunk
             chunk, num_bytes = [], 0
         chunk.append(message)
@@ -208,3 +201,10 @@ def prediction(response: pb.PredictResponse) -> Prediction:
     if response.HasField("regression_tokens"):
         point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has a token at least
     return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank, point=point)
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """`timeout_s` itself, if it is one; otherwise raises InputError."""
+    if not 0 < timeout_s < math.inf:
+        raise InputError("timeout_s", timeout_s, "a finite number of seconds > 0")
+    return timeout_s

@@ -50,5 +50,5 @@ class Calibration:
         return self == Calibration.identity(self.num_models)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Lists in place of tuples."""
         return {"sigma_scale": list(self.sigma_scale), "mu_shift": list(self.mu_shift)}

@@ -62,12 +62,9 @@ def save_checkpoint(
     extra_files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder atomically.
+    """Writes a checkpoint folder atomically, weights in float32.
 
     Args:
-        path: The folder.
-        model: The predictor; its weights are written in float32.
-        tokenizer: The encoder's tokenizer.
         training_info: Content of `training.json`; JSON without NaN.
         extra_files: Name in the folder -> file to copy, for logs.
         overwrite: Replace an earlier checkpoint.

@@ -158,9 +158,7 @@ class UrgencyHead(Head):
         if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
             raise InputError("levels", self.levels, "two or more different names, the most urgent first")
 
-    def build(
-        self, num_features: int, num_conditions: int, generator: torch.Generator | None
-    ) -> ProportionalOdds | FreeOdds:
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
         """Logits of P(level > k) [B, K-1], descending in k."""
         module = ProportionalOdds if self.odds == "proportional" else FreeOdds
         return module(num_features, self, generator)
@@ -182,18 +180,11 @@ class ProportionalOdds(nn.Module):
         self.gaps = nn.Parameter(torch.log(torch.expm1(thresholds.diff())))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Sets the thresholds [K-1], such as the logits of the levels' cumulative frequencies.
-
-        Raises:
-            InputError: They are not finite and ascending, or not K - 1.
-        """
+        """Sets the thresholds: K - 1 finite ascending numbers, such as the logits of the levels' cumulative frequencies."""
         gaps = thresholds.diff()
-        if thresholds.shape != (len(self.gaps) + 1,) or not (
-            torch.isfinite(thresholds).all() and (gaps > 0).all()
-        ):
-            raise InputError(
-                "thresholds", thresholds.tolist(), f"{len(self.gaps) + 1} finite ascending numbers"
-            )
+        count = len(self.gaps) + 1
+        if len(thresholds) != count or not (torch.isfinite(thresholds).all() and (gaps > 0).all()):
+            raise InputError("thresholds", thresholds.tolist(), f"{count} finite ascending numbers")
         with torch.no_grad():
             self.first.copy_(thresholds[:1])
             self.gaps.copy_(gaps + torch.log(-torch.expm1(-gaps)))

@@ -22,10 +22,7 @@ class ClientRules:
         self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """The tenant's name: the header's value, else a hash of the API key, else empty.
-
-        Only twelve digits of the hash are kept: keys are in no log.
-        """
+        """The header's value, else twelve digits of a hash of the API key (keys are in no log), else empty."""
         name = headers.get(self._config.tenant_header, "").strip()
         if name:
             return name
@@ -33,11 +30,7 @@ class ClientRules:
         return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
 
     def tier(self, headers: Mapping[str, str]) -> int:
-        """The declared level of urgency, or the default.
-
-        Raises:
-            InputError: It is not a level, or one that clients may not declare.
-        """
+        """The declared level of urgency, or the default; InputError for one that clients may not declare."""
         config = self._config
         text = headers.get(config.tier_header)
         if text is None:
@@ -48,11 +41,8 @@ class ClientRules:
         return int(text)
 
     def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
-        """Refuses what could not be passed on as it came, or be read in two ways.
-
-        Raises:
-            InputError: A value is not UTF-8, or the tenant's or the tier's header is repeated.
-        """
+        """Raises InputError for a value that is not UTF-8, and for a repeated header of the tenant or the tier: they could not
+        be passed on as they came, or be read in two ways."""
         for name, value in headers.items():
             try:
                 value.encode()

@@ -59,19 +59,11 @@ class PriorityEngine:
         self._factor = resolution if lower_first else -resolution
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """The hint of a request with a parsed body and the policy's key, smaller first.
-
-        Raises:
-            InputError: The key has no integer in the engine's range.
-        """
+        """The hint of a request with a parsed body and the policy's key, smaller first; raises as `priority`."""
         return Hint(members={"priority": self.priority(key)})
 
     def priority(self, key: float) -> int:
-        """The priority of a key.
-
-        Raises:
-            InputError: It lies outside the engine's range, or the key is not finite.
-        """
+        """The priority of a key; InputError if it lies outside the engine's range, or the key is not finite."""
         scaled = key * self._factor
         if not math.isfinite(scaled):
             raise InputError("policy key", key, f"finite numbers (times resolution {abs(self._factor):g})")
@@ -86,7 +78,6 @@ class Dynamo(PriorityEngine):
     """NVIDIA Dynamo: `osl` and `priority` in `nvext.agent_hints`; other members of the client's there stay."""
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """See `PriorityEngine.hint`."""
         extension = content.get("nvext")
         own = extension.get("agent_hints") if isinstance(extension, dict) else None
         if not isinstance(extension, dict | None) or not isinstance(own, dict | None):
@@ -113,7 +104,6 @@ class LlmD:
         }
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """See `PriorityEngine.hint`."""
         level = state.effective_level()
         headers = {name: values[level] for name, values in self._levels.items() if values}
         if state.request.tenant:

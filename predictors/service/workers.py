@@ -39,11 +39,7 @@ class _Worker:
 
 
 def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
-    """Holds a port for the workers without listening on it; 0 takes a free one.
-
-    Raises:
-        InputError: It is in use, or may not be bound.
-    """
+    """Holds a port for the workers without listening on it; 0 takes a free one. InputError if it cannot be bound."""
     bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # nobody else listens on it
     holder = stack.enter_context(bound_socket(host, port, name, socket.SO_REUSEPORT))
     bound: int = holder.getsockname()[1]
@@ -81,11 +77,8 @@ class Supervisor:
         self._num_early_ends = 0
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`.
-
-        Returns:
-            0 if every worker drained; else the exit code of one that could not start, or 1.
-        """
+        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`; returns 0 if
+        every worker drained, else the exit code of one that could not start, or 1."""
         tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
         all_ready = asyncio.gather(*(worker.was_ready.wait() for worker in self._workers))
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -120,12 +113,8 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     async def _keep(self, worker: _Worker) -> int:
-        """Starts a worker again whenever it ends.
-
-        Returns:
-            The exit code of the last process; 0 where it was not ready yet, or still to be started when all were
-            stopped: there was nothing to drain.
-        """
+        """Starts a worker again whenever it ends; returns the exit code of the last process, or 0 where it was not ready yet
+        or still to be started when all were stopped: there was nothing to drain."""
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -191,8 +180,7 @@ class Supervisor:
 def main(arguments: Sequence[str]) -> int:
     """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code.
 
-    Args:
-        arguments: A JSON object with the fields of ServeConfig, the worker's number, and the file descriptor.
+    The arguments are a JSON object with the fields of ServeConfig, the worker's number, and the file descriptor.
     """
     from predictors.cli import ServeConfig, serve_worker
 
