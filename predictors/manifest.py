@@ -99,8 +99,8 @@ class EncoderCard(BaseModel):
         architecture: Model type, as transformers names it.
         source: Where training took it from, as the user named it.
         num_parameters: Weights of the encoder, heads not counted.
-        num_layers: If its configuration has it.
-        width: Of its hidden states.
+        num_layers: Number of layers, if its configuration has it.
+        width: Width of its hidden states.
     """
 
     model_config = _STRICT
@@ -238,6 +238,7 @@ class Manifest(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def format_version(self) -> Literal[6]:
+        """`FORMAT_VERSION`."""
         return FORMAT_VERSION
 
     @computed_field  # type: ignore[prop-decorator]

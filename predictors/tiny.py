@@ -156,10 +156,8 @@ class TinyPredictor:
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
         """One prediction for each request, in their order; raises as `length`."""
-        return [
-            Prediction(length=self.length(valid_unicode(request.prompt), request.served_model))
-            for request in requests
-        ]
+        texts = [(valid_unicode(request.prompt), request.served_model) for request in requests]
+        return [Prediction(length=self.length(*text)) for text in texts]
 
     async def close(self) -> None:
         """Does nothing: there is nothing to close."""

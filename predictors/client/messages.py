@@ -6,7 +6,6 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -48,9 +47,7 @@ class PredictorError(TailcastError):
         return type(self), (str(self), self.code, self.request_id)
 
     @classmethod
-    def about(
-        cls, message: pb.PredictRequest, code: str, details: str | None, address: str
-    ) -> PredictorError:
+    def about(cls, message: pb.PredictRequest, code: str, details: str | None, address: str) -> Self:
         """The error about one request."""
         text = f"predictor {address}: request {message.request_id!r}: {code}: {details}"
         return cls(text, code, message.request_id)
@@ -102,9 +99,7 @@ class AsyncClient(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -119,9 +114,8 @@ def request_message(request: PredictionRequest, truncated_length: bool) -> pb.Pr
             max_tokens=request.max_tokens if truncated_length else None,
         )
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"prompt of request {request.request_id!r}", request.prompt[:40], f"valid Unicode text ({error})"
-        ) from error
+        field, allowed = f"prompt of request {request.request_id!r}", f"valid Unicode text ({error})"
+        raise InputError(field, request.prompt[:40], allowed) from error
 
 
 def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictRequest]]:

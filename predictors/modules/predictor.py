@@ -95,16 +95,14 @@ class PromptPredictor(nn.Module):
         self.normalization = normalization
         self.encoder = encoder
         self.num_features = state_width(encoder) * len(config.pooling) + config.prompt_length
-        self.conditions = (
-            None if config.conditioning is None else ConditionFeatures(config.conditioning, generator)
-        )
-        num_conditions = 0 if self.conditions is None else self.conditions.num_features
-        self.heads = nn.ModuleDict(
-            {
-                name: head.build(self.num_features, num_conditions, generator)
-                for name, head in config.heads.items()
-            }
-        )
+        self.conditions: ConditionFeatures | None = None
+        num_conditions = 0
+        if config.conditioning is not None:
+            self.conditions = ConditionFeatures(config.conditioning, generator)
+            num_conditions = self.conditions.num_features
+        self.heads = nn.ModuleDict()
+        for name, head in config.heads.items():
+            self.heads[name] = head.build(self.num_features, num_conditions, generator)
         self.set_calibration(calibration)
 
     @property

@@ -28,17 +28,8 @@ KEEPALIVE_S = 2.0
 LARGE_BYTES = 2**19
 #: Headers of one connection (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
-    [
-        "connection",
-        "keep-alive",
-        "proxy-connection",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    ]
+    {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 _NOT_SENT = frozenset({"host", "content-length", "expect"})
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")

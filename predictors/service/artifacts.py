@@ -176,9 +176,8 @@ class ArtifactTable:
                     raise ClosedError
             except Exception as error:  # whatever it is, what is in service must stay
                 served.metrics.reload(False)
-                raise ReloadError(
-                    f"artifact {served.name}: a new version was refused, {served.version} stays: {error}"
-                ) from error
+                text = f"artifact {served.name}: a new version was refused, {served.version} stays: {error}"
+                raise ReloadError(text) from error
             self._served[served.name] = successor
             served.metrics.reload(True)
             served.metrics.loaded(successor.version, runtime.provider, served.version)
