@@ -149,16 +149,15 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
-    """One of several workers, numbered from 0: as `serve`, but it shares its ports, and ends when its standard input does.
-
-    The file descriptor `ready_fd` gets a byte when the worker is ready.
-    """
+def serve_worker(config: ServeConfig, number: int) -> int:
+    """One of several workers, numbered from 0: as `serve`, but it shares its ports, ends when its standard input does, and
+    writes a byte to its standard output when it is ready; later output goes to standard error."""
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
-        os.write(ready_fd, b"\n")
-        os.close(ready_fd)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     set_up_logs(config.log_format)
     if config.http_port is not None:

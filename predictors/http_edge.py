@@ -65,14 +65,8 @@ class HttpRunner(web.AppRunner):
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-    """The body of a request.
-
-    Raises:
-        InputError: Its chunks are malformed.
-        web.HTTPUnsupportedMediaType: It is compressed: a MiB may unpack to a GiB.
-        web.HTTPRequestEntityTooLarge: It is larger than the application's `client_max_size`.
-        web.HTTPRequestTimeout: It was not complete in time.
-    """
+    """The body of a request; InputError for malformed chunks, 408 if it is not complete in time, 413 if it is larger than the
+    application's `client_max_size`, 415 if it is compressed: a MiB may unpack to a GiB."""
     if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
         raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "identity"})
     try:

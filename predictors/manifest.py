@@ -288,12 +288,8 @@ def content_version(content: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
-    """The manifest that `content`, the parsed JSON, describes.
-
-    Raises:
-        InputError: The format is of another version, a field is missing, unknown, wrong or contradicts another one, or
-            the artifact version is not that of the content.
-    """
+    """The manifest that `content`, the parsed JSON, describes; InputError if the format is of another version, a field is
+    missing, unknown, wrong or contradicts another one, or the artifact version is not that of the content."""
     version = content.get("format_version")
     check_format("artifact manifest, format_version", version, FORMAT_VERSION, "export it again")
     fields = {name: value for name, value in content.items() if name not in _DERIVED}

@@ -112,13 +112,7 @@ def check_range(rows: Iterable[PredictedRow]) -> None:
 
 
 class ArtifactRuntime:
-    """Runs one artifact. `run` may be called from several threads at a time.
-
-    Attributes:
-        artifact: The artifact.
-        tokenizer: Text to token ids.
-        provider: ONNX Runtime's execution provider in use, "auto" resolved.
-    """
+    """Runs one artifact, on ONNX Runtime's execution provider `provider`. `run` may be called from several threads at a time."""
 
     def __init__(
         self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession | TinySession
@@ -144,8 +138,7 @@ class ArtifactRuntime:
         Args:
             prompts: Token ids of B prompts, each int64 [tokens], at least one token.
             served_models: Names of the requests' LLMs [B]; None: unknown. See `Manifest.served_model_number`.
-            temperatures: Sampling temperatures [B], at least 0; None: unknown. Ignored by an artifact without
-                conditioning.
+            temperatures: At least 0 [B]; None: unknown. Ignored by an artifact without conditioning.
             seq: Pad to so many columns instead of to the longest prompt; changes no number.
 
         Raises:

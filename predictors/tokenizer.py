@@ -25,12 +25,7 @@ MAX_CHARS_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as input of an encoder.
-
-    Attributes:
-        ids: Token ids int64 [tokens], special tokens included.
-        truncated: Whether the prompt had more of them.
-    """
+    """Token ids of a prompt, int64 [tokens], special tokens included; `truncated`: it had more of them."""
 
     ids: NDArray[np.int64]
     truncated: bool

@@ -34,18 +34,7 @@ class LengthPredictor(ABC):
         model: str | None = None,
         temperature: float | None = None,
     ) -> OutputLength:
-        """The output length of a prompt.
-
-        Args:
-            prompt: The text sent to the LLM, or a list of OpenAI's messages.
-            max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
-            model: Name of the LLM; None: unknown.
-            temperature: Its sampling temperature, >= 0; None: unknown.
-
-        Raises:
-            InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
-            TailcastError: The predictor fails or cannot be reached.
-        """
+        """The output length of a prompt; arguments and errors as of `tailcast.predict`."""
         [prediction] = self.predictions([self.text(prompt)], [model], [temperature])
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
@@ -142,7 +131,6 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
 
     Raises:
         InputError: The artifact is missing or refused, or predicts no length.
-        MissingExtraError: The extra is not installed.
     """
     try:
         from predictors.runtime import open_runtime
@@ -156,11 +144,8 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     """A client of a running `serve-predictor`, over gRPC; it connects at the first prediction. Needs the extra `client`.
 
     Args:
-        address: "host:port", or with grpc:// before it.
+        address: "host:port", or with grpc:// before it; InputError for another form.
         settings: Deadline, retries, encryption, token.
-
-    Raises:
-        InputError: The address has another form.
     """
     from predictors.client import SyncPredictor
 
@@ -193,6 +178,7 @@ def predict(
         predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
 
     Raises:
-        InputError, TailcastError: As of `load` or `connect`, and `LengthPredictor.predict`.
+        InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
+        TailcastError: The predictor fails, or cannot be opened or reached.
     """
     return _opened(predictor).predict(prompt, max_tokens=max_tokens, model=model, temperature=temperature)

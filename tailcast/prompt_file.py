@@ -73,11 +73,7 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
     """Writes `config.out`, one row for each usable row of `config.data`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens, expected_tokens (of
-    lengths truncated at max_tokens), artifact_id, artifact_version.
-
-    Raises:
-        InputError: A file cannot be read or written, or no row can be used.
-        TailcastError: A row cannot be used and `config.on_error` is stop, or the predictor cannot be reached.
+    lengths truncated at max_tokens), artifact_id, artifact_version. InputError if no row can be used.
     """
     assert config.data is not None
     assert config.out is not None

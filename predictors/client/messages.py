@@ -30,13 +30,8 @@ MAX_BATCH_BYTES = 2 * 2**20
 
 
 class PredictorError(TailcastError):
-    """The service could not be reached, refused a request or failed.
-
-    Args:
-        message: What happened, naming the address.
-        code: Name of the gRPC status, for example "RESOURCE_EXHAUSTED".
-        request_id: The request it is about, if it is about one.
-    """
+    """The service could not be reached, refused a request (`request_id` where it is about one) or failed; `code` is the name
+    of the gRPC status, for example "RESOURCE_EXHAUSTED"."""
 
     def __init__(self, message: str, code: str, request_id: str | None = None) -> None:
         super().__init__(message)

@@ -30,9 +30,7 @@ SIGMA_FLOOR = 1e-6
 class Head:
     """Options of a head, what they build, and what its scores mean.
 
-    Attributes:
-        is_conditioned: Also sees the served model and the temperature, one row per (prompt, served model, temperature).
-        tower: Layers.
+    One that `is_conditioned` also sees the served model and the temperature, a row per (prompt, served model, temperature).
     """
 
     is_conditioned: ClassVar[bool] = True
@@ -60,7 +58,6 @@ class LengthHead(Head):
     sigma_within that of samples of one prompt. For a predictor without error in mu they would be equal.
 
     Attributes:
-        tower: Layers.
         nu: Degrees of freedom; with `learn_nu` the output of an untrained head, inside (1, 100).
         learn_nu: Predict nu, between 1 and 100, instead of keeping it fixed.
         within: Also predict sigma_within.
@@ -86,10 +83,8 @@ class LengthHead(Head):
     ) -> dict[str, Tensor]:
         """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] where it is predicted.
 
-        Args:
-            scores: [B, 2 to 4].
-            statistics: Of the training targets.
-            differentiable_floor: Let the gradient of sigma pass its floor, so that training can leave it again.
+        The scores are [B, 2 to 4]; through a `differentiable_floor` of sigma the gradient passes, so that training can leave
+        it again.
         """
         scores = scores.float()  # expm1 of a half-precision number has no digits to spare
         sigma = torch.expm1(scores[:, 1] * statistics.sigma_log_std + statistics.sigma_log_mean)
@@ -143,10 +138,7 @@ class UrgencyHead(Head):
     Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
     "free": a score for each level, P(level) their softmax; levels that are different kinds of text do not lie on a line.
 
-    Attributes:
-        tower: Layers of f, or of the scores.
-        levels: Names, the most urgent first.
-        odds: proportional or free.
+    `levels` are their names, the most urgent first.
     """
 
     is_conditioned: ClassVar[bool] = False
@@ -237,9 +229,7 @@ def level_probabilities(logits: Tensor) -> Tensor:
 class BucketHead(Head):
     """Probabilities of length buckets. Source: S3 (equal buckets over the maximum length).
 
-    Attributes:
-        tower: Layers.
-        edges: Bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
+    `edges` are bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
     """
 
     edges: tuple[float, ...] = ()

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from predictors.modules.calibration import Calibration
-from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.config import Calibration, Conditioning, PredictorConfig
 from predictors.modules.encoder import num_positions, pool, state_width
 from predictors.modules.heads import SIGMA_FLOOR
 from predictors.modules.normalization import Normalization
@@ -27,9 +26,7 @@ EMBEDDING_STD = 0.1
 class ConditionFeatures(nn.Module):
     """Embedding of the served model, ln temperature, and whether the temperature is known.
 
-    Args:
-        conditioning: Served models and options.
-        generator: Draws the initial embeddings, N(0, 0.1^2); unset, torch's global generator does.
+    `generator` draws the initial embeddings, N(0, 0.1^2); unset, torch's global generator does.
     """
 
     def __init__(self, conditioning: Conditioning, generator: torch.Generator | None = None) -> None:
@@ -65,9 +62,7 @@ class PromptPredictor(nn.Module):
     """Prompt tokens in; length distribution, urgency, bucket, length and rank out.
 
     Args:
-        config: Poolings, heads and conditioning.
         encoder: A transformers encoder: called with input_ids and attention_mask, gives last_hidden_state.
-        normalization: Statistics of the targets.
         calibration: Applied to mu and sigma by `outputs`; None: identity.
         generator: Draws the heads' initial weights; unset, torch's global generator does.
 

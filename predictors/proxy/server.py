@@ -16,9 +16,8 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
-from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.engines import CLIENT_HEADERS, Hint, make_engine
+from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics

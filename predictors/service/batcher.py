@@ -185,12 +185,10 @@ class Batcher(Generic[I, R]):
         Args:
             item: What `work` gets.
             length: What padding is counted in, >= 1 (tokens).
-            deadline: Time of the clock after which the item is dropped instead of worked on.
+            deadline: Time of the clock at which an item that still waits is dropped: ExpiredError.
 
         Raises:
-            QueueFullError: `max_queue` items are waiting; raised at once.
-            ClosedError: The batcher is closing.
-            ExpiredError: The deadline passed while the item was waiting; raised at that moment.
+            QueueFullError, ClosedError: At once.
             BatchError: The item's batch failed.
         """
         if self._closing:

@@ -102,12 +102,8 @@ class PredictorCalls:
     async def predict_batch(
         self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
     ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome.
-
-        Raises:
-            InputError: Too many or none.
-            ClosedError: The service took none of them: as a status of the whole call, which gRPC clients retry.
-        """
+        """Many prompts, each with its own outcome; InputError for too many or none, and ClosedError where the service took none
+        of them: as a status of the whole call, which gRPC clients retry."""
         check_batch(len(request.requests))
         outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(

@@ -129,16 +129,10 @@ class ServedArtifact:
         self.state = "ready"
 
     async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
-        """Predicts one prompt.
+        """Predicts one prompt, checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
 
-        Args:
-            request: Checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
-            deadline: Time of the clock after which no more work is done for it.
-
-        Raises:
-            ClosedError, QueueFullError, ExpiredError, BatchError: See `errors`.
-            InputError: The text has no tokens.
-            TailcastError: The model gave numbers that no scheduler can use.
+        After `deadline`, a time of the clock, no more work is done for it. Errors are those of `errors`, InputError for a text
+        without tokens, and TailcastError for numbers of the model that no scheduler can use.
         """
         if self.state != "ready":
             raise ClosedError(self.state)

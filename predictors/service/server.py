@@ -89,11 +89,8 @@ class PredictionServer:
         self._gateway: AppRunner | None = None
 
     async def start(self) -> int:
-        """Binds, answers, warms up, then reports SERVING; returns the gRPC port.
-
-        Raises:
-            InputError: A port is in use or may not be bound, or a certificate cannot be read.
-        """
+        """Binds, answers, warms up, then reports SERVING; returns the gRPC port. InputError for a port that cannot be bound, or
+        a certificate that cannot be read."""
         port = self.config.port
         if not self._shares_ports:
             bound_socket(self.config.host, port, "port", socket.SO_REUSEADDR).close()
