@@ -208,7 +208,6 @@ def run_simulation(
             "aborted_migrations": {
                 reason.value: num for reason, num in outcome.aborted_migrations.items()
             },
-            "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }  # fmt: skip
     predictor = predictor_statistics(predictions, schedulers)
