@@ -82,7 +82,7 @@ class Simulation:
         trace: The requests.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
-        step_time: Durations of steps, of all replicas or by id.
+        step_time: Durations of steps.
         predictions: Reach the schedulers as `update` events.
         router: Chooses the replica of each request; a fresh one. None with one replica.
         delays_s: By request id: seconds from arrival to its prediction; 0 where missing.
@@ -111,7 +111,7 @@ class Simulation:
         self,
         trace: Trace,
         schedulers: Scheduler | Mapping[str, Scheduler],
-        step_time: StepTime | Mapping[str, StepTime],
+        step_time: StepTime,
         predictions: Predictions,
         router: Router | None = None,
         *,
@@ -149,7 +149,7 @@ class Simulation:
             name: SimulatedReplica(
                 name,
                 scheduler,
-                step_time[name] if isinstance(step_time, Mapping) else step_time,
+                step_time,
                 self._rows,
                 prefix_cache_tokens=prefix_cache_tokens,
                 exact=exact_steps or planner is not None,

@@ -119,14 +119,7 @@ def prepare_predictions(
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
     if "://" not in source and source not in SHIPPED and not Path(source).is_dir():
         raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
-    return fetch_predictions(
-        trace,
-        source,
-        served_model=config.served_model,
-        max_in_flight=config.max_in_flight,
-        timeout_s=config.predictor_timeout_s,
-        progress=progress,
-    )
+    return fetch_predictions(trace, source, served_model=config.served_model, progress=progress)
 
 
 def run_simulation(
