@@ -111,9 +111,8 @@ async def test_metadata_tells_heads_and_conditions(stub: Any) -> None:
 
 async def test_artifact_that_knows_only_its_own_models_refuses_others(tmp_path: Path) -> None:
     conditioning = Conditions(unknown_models=False, temperature=True)
-    async with server_and_stub(
-        open_runtime(write_rich_artifact(tmp_path / "a", conditioning=conditioning))
-    ) as (_, stub):
+    folder = write_rich_artifact(tmp_path / "a", conditioning=conditioning)
+    async with server_and_stub(open_runtime(folder)) as (_, stub):
         for name in ("other", ""):
             _, message = await status(stub.Predict(pb.PredictRequest(prompt="sea", served_model=name)))
             assert message == f"served_model: got {name!r}; allowed: one of tiny-llm, huge-llm"

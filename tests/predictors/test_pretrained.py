@@ -107,10 +107,8 @@ def test_simulate_names_all_sources(
 def test_the_shipped_one_predicts_for_any_model() -> None:
     predictor = tailcast.load()
     for model in (None, "a-model-that-nobody-trained-on"):
-        short, long = (
-            predictor.predict(prompt, max_tokens=4096, model=model)
-            for prompt in ("Say yes.", "Write a detailed essay of 2000 words about the history of Rome.")
-        )
+        prompts = ("Say yes.", "Write a detailed essay of 2000 words about the history of Rome.")
+        short, long = (predictor.predict(prompt, max_tokens=4096, model=model) for prompt in prompts)
         assert 1 < short.median < long.median < 4096
 
 
