@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,6 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.ranges import INTEGERS, check_ranges
 
-_TOKENIZER_BATCH = 256
 #: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
 PIECE = 5
 _MINHASH_SEED = 1
@@ -79,21 +77,66 @@ def filtered(
         dropped: Counts dropped prompts, by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
-    passed = iter(prompts)
+    passed = _passing(prompts, list(_checks(filters)), counts)
+    if filters.sample is None:
+        return passed
+    return iter(stratified(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts))
+
+
+#: Why a prompt is dropped; None if it passes.
+Check = Callable[[Prompt], str | None]
+
+
+def _passing(prompts: Iterable[Prompt], checks: Sequence[Check], counts: Counter[str]) -> Iterator[Prompt]:
+    for prompt in prompts:
+        reason = next(filter(None, (check(prompt) for check in checks)), None)
+        if reason is None:
+            yield prompt
+        else:
+            counts[reason] += 1
+
+
+def _checks(filters: PromptFilters) -> Iterator[Check]:
     if filters.deduplicate:
-        passed = _once(passed, counts)
+        digests: set[int] = set()
+
+        def repeated(prompt: Prompt) -> str | None:
+            digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
+            if digest in digests:
+                return "duplicate text"
+            digests.add(digest)
+            return None
+
+        yield repeated
     if filters.near_duplicates is not None:
-        passed = _unlike(passed, filters.near_duplicates, counts)
-    sized: Iterator[tuple[Prompt, int]] = ((prompt, len(whole_text(prompt))) for prompt in passed)
-    passed = _within(sized, filters.min_characters, filters.max_characters, "characters", counts)
+        index = NearDuplicates(filters.near_duplicates)
+
+        def alike(prompt: Prompt) -> str | None:
+            is_new = index.add("\n".join(normalized(message.content) for message in prompt.chat))
+            return None if is_new else "near-duplicate text"
+
+        yield alike
+    yield _bounds(filters.min_characters, filters.max_characters, "characters", len)
     if filters.tokenizer is not None:
-        sized = _counted(passed, filters.tokenizer)
-        passed = _within(sized, filters.min_prompt_tokens, filters.max_prompt_tokens, "tokens", counts)
+        count = token_counter(filters.tokenizer)
+        limits = (filters.min_prompt_tokens, filters.max_prompt_tokens)
+        yield _bounds(*limits, "tokens", lambda text: count([text])[0])
     if filters.split is not None:
-        passed = _in_split(passed, filters.split, filters.split_seed, counts)
-    if filters.sample is not None:
-        passed = iter(stratified(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts))
-    return passed
+        yield (
+            lambda prompt: (
+                None if split_of(prompt.prompt_id, filters.split_seed) == filters.split else "other split"
+            )
+        )
+
+
+def _bounds(low: int | None, high: int | None, unit: str, length_of: Callable[[str], int]) -> Check:
+    def out_of_bounds(prompt: Prompt) -> str | None:
+        length = length_of(whole_text(prompt))
+        if low is not None and length < low:
+            return f"fewer than {low} {unit}"
+        return f"more than {high} {unit}" if high is not None and length > high else None
+
+    return out_of_bounds
 
 
 def normalized(text: str) -> str:
@@ -166,47 +209,8 @@ def similarity(one: frozenset[str], other: frozenset[str]) -> float:
     return common / (len(one) + len(other) - common)
 
 
-def _once(prompts: Iterator[Prompt], counts: Counter[str]) -> Iterator[Prompt]:
-    digests: set[int] = set()
-    for prompt in prompts:
-        digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
-        if digest in digests:
-            counts["duplicate text"] += 1
-        else:
-            digests.add(digest)
-            yield prompt
-
-
-def _unlike(prompts: Iterator[Prompt], threshold: float, counts: Counter[str]) -> Iterator[Prompt]:
-    index = NearDuplicates(threshold)
-    for prompt in prompts:
-        if index.add("\n".join(normalized(message.content) for message in prompt.chat)):
-            yield prompt
-        else:
-            counts["near-duplicate text"] += 1
-
-
-def _within(
-    prompts: Iterable[tuple[Prompt, int]], low: int | None, high: int | None, unit: str, counts: Counter[str]
-) -> Iterator[Prompt]:
-    for prompt, length in prompts:
-        if low is not None and length < low:
-            counts[f"fewer than {low} {unit}"] += 1
-        elif high is not None and length > high:
-            counts[f"more than {high} {unit}"] += 1
-        else:
-            yield prompt
-
-
-def _counted(prompts: Iterator[Prompt], tokenizer: str) -> Iterator[tuple[Prompt, int]]:
-    encode = load_tokenizer(tokenizer)
-    while batch := list(itertools.islice(prompts, _TOKENIZER_BATCH)):
-        for prompt, encoding in zip(batch, encode([whole_text(prompt) for prompt in batch]), strict=True):
-            yield prompt, len(encoding.ids)
-
-
-def load_tokenizer(path: str) -> Callable[[list[str]], list[Any]]:
-    """Encodes texts without special tokens; `ids` of each encoding are its tokens.
+def token_counter(path: str) -> Callable[[list[str]], list[int]]:
+    """Counts the tokens of texts, without special tokens.
 
     Args:
         path: A tokenizer.json, or a folder with one.
@@ -224,15 +228,9 @@ def load_tokenizer(path: str) -> Callable[[list[str]], list[Any]]:
         raise InputError("tokenizer", path, f"a tokenizer.json ({str(error)[:120]})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return lambda texts: list(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-
-
-def _in_split(prompts: Iterator[Prompt], split: Split, seed: int, counts: Counter[str]) -> Iterator[Prompt]:
-    for prompt in prompts:
-        if split_of(prompt.prompt_id, seed) == split:
-            yield prompt
-        else:
-            counts["other split"] += 1
+    return lambda texts: [
+        len(one.ids) for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    ]
 
 
 def stratified(

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from data_gen.filters import load_tokenizer
+from data_gen.filters import token_counter
 from data_gen.importers.values import LENGTH, STOP, Row, SkippedRows, table_rows
 from data_gen.sources.layouts import check_order, layout_of
 from data_gen.splits import digest64, turn_id
@@ -93,7 +93,7 @@ def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator
     Raises:
         InputError: A row is no conversation, or the tokenizer cannot be read.
     """
-    encode = load_tokenizer(tokenizer)
+    count_tokens = token_counter(tokenizer)
     layout = None
     identifiers: set[int] = set()
     for number, raw in file_rows(path, "file"):
@@ -110,7 +110,7 @@ def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator
             skipped["repeated conversation"] += 1
             continue
         identifiers.add(digest)
-        lengths = [len(one.ids) for one in encode([message.content for message in conversation.messages])]
+        lengths = count_tokens([message.content for message in conversation.messages])
         turn = 0
         for position, message in enumerate(conversation.messages):
             if message.role == "assistant":
