@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import unicodedata
 import zlib
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
@@ -48,16 +49,12 @@ class PromptFilters:
     """Seed of the splits."""
     sample: int | None = None
     """Draw so many prompts; unset: all."""
-    stratify_by: Literal["category", "dataset", "length"] | None = None
-    """Strata that the sample is spread over evenly: category, dataset or length (in characters, by powers of two); unset: draw from all alike."""
     sample_seed: int = 0
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
         counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), near_duplicates=(0.5, 1.0))
-        if self.stratify_by is not None and self.sample is None:
-            raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
         if by_tokens and self.tokenizer is None:
             raise InputError("tokenizer", None, "a tokenizer.json, since prompts are filtered by tokens")
@@ -69,7 +66,7 @@ def filtered(
     """The prompts that pass, in their order.
 
     Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
-    `near_duplicates` passes, `sample` prompts for each stratum.
+    `near_duplicates` passes, `sample` prompts.
 
     Args:
         prompts: The stream.
@@ -80,7 +77,7 @@ def filtered(
     passed = _passing(prompts, list(_checks(filters)), counts)
     if filters.sample is None:
         return passed
-    return iter(stratified(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts))
+    return _drawn(passed, filters.sample, filters.sample_seed, counts)
 
 
 #: Why a prompt is dropped; None if it passes.
@@ -233,53 +230,12 @@ def token_counter(path: str) -> Callable[[list[str]], list[int]]:
     ]
 
 
-def stratified(
-    prompts: Iterable[Prompt], count: int, by: str | None, seed: int, dropped: Counter[str] | None = None
-) -> list[Prompt]:
-    """`count` prompts, spread over the strata as evenly as these allow, in the order of the stream.
-
-    A prompt's rank is a hash of (seed, its id), so the draw does not depend on the order of the stream. Strata with
-    fewer prompts than their quota give all, and the others fill the rest.
-
-    Args:
-        prompts: The stream; `count` prompts of each stratum are held.
-        count: How many to draw; fewer come back if there are fewer.
-        by: "category", "dataset", "length" or None.
-        seed: Another seed draws others.
-        dropped: Counts prompts that were not drawn.
-    """
-    heaps: dict[str, list[tuple[float, int, Prompt]]] = {}
-    total = 0
-    for position, prompt in enumerate(prompts):
-        total += 1
-        heap = heaps.setdefault(_stratum(prompt, by), [])
-        # The worst rank is on top of the heap, to be replaced.
-        entry = (-unit_hash(f"{seed}\x00{prompt.prompt_id}"), position, prompt)
-        if len(heap) < count:
-            heapq.heappush(heap, entry)
-        elif entry > heap[0]:
-            heapq.heapreplace(heap, entry)
-    chosen = [
-        entry for name, quota in _quotas(heaps, count).items() for entry in heapq.nlargest(quota, heaps[name])
-    ]
-    if dropped is not None and total > len(chosen):
-        dropped["not drawn"] += total - len(chosen)
-    return [prompt for _, _, prompt in sorted(chosen, key=lambda entry: entry[1])]
-
-
-def _stratum(prompt: Prompt, by: str | None) -> str:
-    if by is None:
-        return ""
-    if by == "length":
-        return str(int(math.log2(max(1, len(whole_text(prompt))))))
-    return prompt.category if by == "category" else prompt.dataset
-
-
-def _quotas(heaps: dict[str, list[tuple[float, int, Prompt]]], count: int) -> dict[str, int]:
-    """How many each stratum gives: the smallest first, each an even part of the rest."""
-    quotas: dict[str, int] = {}
-    rest = count
-    for number, name in enumerate(sorted(heaps, key=lambda name: (len(heaps[name]), name))):
-        quotas[name] = min(len(heaps[name]), -(-rest // (len(heaps) - number)))
-        rest -= quotas[name]
-    return quotas
+def _drawn(prompts: Iterable[Prompt], count: int, seed: int, counts: Counter[str]) -> Iterator[Prompt]:
+    """`count` prompts in the order of the stream, by a hash of (seed, id): whatever the order of the stream is."""
+    numbers = itertools.count()  # of all prompts that come
+    hashes = ((unit_hash(f"{seed}\x00{prompt.prompt_id}"), next(numbers), prompt) for prompt in prompts)
+    drawn = heapq.nsmallest(count, hashes)
+    if surplus := next(numbers) - len(drawn):
+        counts["not drawn"] += surplus
+    for _, _, prompt in sorted(drawn, key=lambda entry: entry[1]):
+        yield prompt

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from data_gen.card import dispersion_of, survival, write_card
+from data_gen.card import dispersion_of, write_card
 from data_gen.samples import write_samples
 from scheduler_core.errors import InputError
 from tests.data_gen.sample_rows import SampleRow, to_table
@@ -75,13 +75,6 @@ def test_dispersion_is_within_each_prompt() -> None:
     }
     measures = {name: summary["mean"] for name, summary in content["measures"].items()}
     assert measures == pytest.approx(expected)
-
-
-def test_survival_takes_truncated_outputs_for_at_least_that_long() -> None:
-    at, alive = survival(np.array([1, 2, 2, 3, 4], np.int32), np.array([False, False, True, False, True]))
-    # Kaplan-Meier by hand: 4/5, then 3/4 of that, then 1/2 of that; the last is truncated, so nothing ends at 4.
-    assert at.tolist() == [1, 2, 3]
-    assert alive == pytest.approx([0.8, 0.6, 0.3])
 
 
 def test_extreme_sets_have_cards_too(tmp_path: Path) -> None:
