@@ -66,12 +66,7 @@ def filtered(
     """The prompts that pass, in their order.
 
     Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
-    `near_duplicates` passes, `sample` prompts.
-
-    Args:
-        prompts: The stream.
-        filters: The conditions.
-        dropped: Counts dropped prompts, by reason.
+    `near_duplicates` passes, `sample` prompts. `dropped` counts the dropped ones by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
     passed = _passing(prompts, list(_checks(filters)), counts)
@@ -149,11 +144,8 @@ def whole_text(prompt: Prompt) -> str:
 class NearDuplicates:
     """Texts of which no two are alike: datasketch's MinHashLSH finds candidates, the texts themselves decide.
 
-    Two texts are alike by the Jaccard similarity of their sets of five-character pieces. What passes depends on the
-    texts and their order alone.
-
-    Args:
-        threshold: Similarity from which two texts are alike, 0.5 to 1.
+    Two texts are alike from a Jaccard similarity `threshold` (0.5 to 1) of their sets of five-character pieces on. What passes
+    depends on the texts and their order alone.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -207,10 +199,7 @@ def similarity(one: frozenset[str], other: frozenset[str]) -> float:
 
 
 def token_counter(path: str) -> Callable[[list[str]], list[int]]:
-    """Counts the tokens of texts, without special tokens.
-
-    Args:
-        path: A tokenizer.json, or a folder with one.
+    """Counts the tokens of texts, without special tokens, by a tokenizer.json or that of a folder.
 
     Raises:
         InputError: There is no such tokenizer.

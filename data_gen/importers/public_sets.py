@@ -83,12 +83,8 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
     """One request for each reply of the assistant; its prompt is the conversation so far, its tenant the conversation.
 
-    Lengths are tokens of the texts, without a chat template; an output also has its end marker.
-
-    Args:
-        path: The file.
-        tokenizer: A tokenizer.json, or a folder with one.
-        skipped: Counts conversations that cannot be sent (an empty text, a missing beginning), or repeated.
+    Lengths are tokens of the texts, without a chat template; an output also has its end marker. Conversations that cannot be
+    sent (an empty text, a missing beginning) or repeat one are skipped.
 
     Raises:
         InputError: A row is no conversation, or the tokenizer cannot be read.

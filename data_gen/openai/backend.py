@@ -49,11 +49,8 @@ _ROUNDS_TO_FULL = 50
 class OpenAIBackend:
     """Samples from any server that speaks the OpenAI API; see `OpenAIOptions` for how it is used.
 
-    One iterator at a time. Nothing is sent before the first property is read or the first result requested.
-
-    Args:
-        options: Servers and how to use them.
-        environment: Where the API key and the headers `env:NAME` are taken from.
+    One iterator at a time. Nothing is sent before the first property is read or the first result requested. The API key and
+    the headers `env:NAME` are taken from `environment`.
 
     Raises:
         InputError: If a header names a variable that is not set.
@@ -213,9 +210,7 @@ class _Server:
     """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes.
 
     Attributes:
-        url: Base address.
-        max_in_flight: Highest limit.
-        limit: Highest number of requests in flight at present.
+        limit: Highest number of requests in flight at present, at most `max_in_flight`.
         num_workers: Tasks that send to it, each one request at a time.
         paused_until: No request is sent before this time (Retry-After).
         down_since: When it was found to be away; None while it is in use.
@@ -260,8 +255,7 @@ class _Dispatcher:
     Args:
         client: Open client of this event loop.
         identity: What all servers are; one that comes back as something else is not used.
-        options: How to use them.
-        settings: How outputs are drawn.
+        options, settings: How to use the servers, and how outputs are drawn.
         deliver: Gets finished results, or the error that ends the run; called in the event loop.
         counters: Counts events beside outputs.
         absent: Addresses that did not respond at first.

@@ -139,11 +139,7 @@ class CompletionsClient:
         return error
 
     async def identify(self, base_url: str, model: str) -> ServerIdentity:
-        """The engine, version and model at an address.
-
-        Args:
-            base_url: Address up to /v1.
-            model: Name that it must serve; empty takes the only one.
+        """The engine and version at an address up to /v1, and the model: `model`, or if that is empty the only one.
 
         Raises:
             InputError: If it does not serve the model, or the key is not accepted.

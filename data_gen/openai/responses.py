@@ -44,13 +44,7 @@ _TOO_LONG = (
 
 
 class ResponseError(Exception):
-    """A response that cannot be used.
-
-    Args:
-        kind: Short stable word that failures are counted by.
-        reason: One line for people.
-        retry: Whether another attempt may help.
-    """
+    """A response that cannot be used; kind and reason as of a `SampleFailure`, `retry` if another attempt may help."""
 
     def __init__(self, kind: str, reason: str, *, retry: bool) -> None:
         super().__init__(f"{kind}: {reason}")
@@ -65,12 +59,9 @@ class ServerResponse:
     """The output of one request.
 
     Attributes:
-        text: The output.
-        finish_reason: "stop" or "length".
         prompt_tokens: None if the server does not count them.
         output_tokens: Its length as the server counts it, end marker included.
-        first_at: When its first token arrived in a stream.
-        last_at: When its finish_reason arrived in a stream.
+        first_at, last_at: When its first token and its finish_reason arrived in a stream.
     """
 
     text: str
