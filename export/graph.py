@@ -28,12 +28,12 @@ def export_graph(
 ) -> None:
     """Writes `model` as an ONNX file with free batch and sequence.
 
-    De-normalization, sigma floor and calibration are inside.
+    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it.
 
     Args:
         model: Predictor in eval mode on the CPU.
         manifest: Names the inputs and outputs.
-        path: File to write; weights beyond 1.9 GB go to a second file beside it.
+        path: File to write.
         legacy_exporter: Use torch's TorchScript exporter: faster, a larger graph.
 
     Raises:

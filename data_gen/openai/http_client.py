@@ -35,6 +35,13 @@ _KEEP_ALIVE_S = 30.0
 _PROBE_S = 10.0
 _SPARE_DESCRIPTORS = 128
 
+#: Kinds of failure by what aiohttp raises; the first match counts.
+_KINDS = (
+    ((aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError), UNREACHABLE),
+    (TimeoutError, "timeout"),
+    (aiohttp.ClientPayloadError, "truncated"),
+    ((aiohttp.ClientConnectionError, OSError), DISCONNECTED),
+)
 #: Engine by `owned_by` of /v1/models.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "library": "ollama"}
 #: (engine, page, field of its version).
@@ -122,15 +129,7 @@ class CompletionsClient:
         reason = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise EngineError(f"too many open connections for this process: {reason}") from error
-        kind = "malformed"
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            kind = UNREACHABLE
-        elif isinstance(error, TimeoutError):
-            kind = "timeout"
-        elif isinstance(error, aiohttp.ClientPayloadError):
-            kind = "truncated"
-        elif isinstance(error, aiohttp.ClientConnectionError | OSError):
-            kind = DISCONNECTED
+        kind = next((kind for types, kind in _KINDS if isinstance(error, types)), "malformed")
         return self._redacted(ResponseError(kind, reason, retry=True))
 
     def _redacted(self, error: ResponseError) -> ResponseError:

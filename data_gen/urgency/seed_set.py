@@ -39,7 +39,7 @@ class ClaimPair:
     claimed_text: str
     level: str
     claim: str
-    position: str
+    position: str  # of the claim: before, in the middle of, or after the text
     language: str
     split: Split
 

@@ -59,15 +59,12 @@ class Reading:
 
 
 def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
-    """Puts every attention that can be proved into one operator.
+    """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many.
 
     Args:
-        model: A simplified graph; it is changed.
+        model: The graph.
         max_length: Most tokens the graph reads.
         vocabulary: Number of token ids.
-
-    Returns:
-        Number of attention layers that were rewritten; 0 leaves the graph as it was.
     """
     graph = model.graph
     softmaxes = [node for node in graph if node.op_type == "Softmax"]

@@ -97,12 +97,7 @@ def _agrees(line: Array, index: Array) -> bool:
 
 
 class RelativeBias:
-    """Adds the nodes that calculate terms of relative positions; what depends on S alone is calculated once for all layers.
-
-    Args:
-        graph: The graph.
-        max_length: Most tokens P that it reads.
-    """
+    """Adds the nodes that calculate terms of relative positions; what depends on S alone is calculated once for all layers."""
 
     def __init__(self, graph: ir.Graph, max_length: int) -> None:
         self._graph = graph
@@ -121,7 +116,7 @@ class RelativeBias:
 
         Args:
             query, key: Projections [B, S, H D].
-            terms: The terms, at least one.
+            terms: At least one.
             tables: Table of each term by distance [H, D, 2 P], scaled.
             num_heads: Heads H.
         """

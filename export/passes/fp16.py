@@ -29,15 +29,12 @@ LOWEST = -6e4
 
 
 def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
-    """Puts the encoder into half precision, in place; inputs and outputs keep their types.
+    """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes.
 
     Args:
-        model: A simplified graph.
+        model: The graph; its inputs and outputs keep their types.
         last_states: The encoder's last hidden states.
         feed: Inputs, to see the types of tensors.
-
-    Returns:
-        Number of nodes in half precision.
 
     Raises:
         TailcastError: No word embeddings lead to `last_states`.

@@ -128,13 +128,7 @@ class Range:
 def measure_ranges(
     model: ir.Model, values: Iterable[ir.Value], feeds: Iterable[Feed]
 ) -> Mapping[ir.Value, Range]:
-    """Smallest and largest value of each channel of some tensors.
-
-    Args:
-        model: The graph.
-        values: Tensors [B, S, K].
-        feeds: Inputs without padding.
-    """
+    """Smallest and largest value of each channel of some tensors [B, S, K] over inputs without padding."""
     values = list(dict.fromkeys(values))
     runner = session(part(model, values))
     ranges: dict[ir.Value, Range] = {}
@@ -155,13 +149,7 @@ _NARROW = 1e-5
 
 
 def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
-    """Rewrites a graph in place, with the same numbers; returns how many tensors were smoothed.
-
-    Args:
-        model: The graph.
-        products: Its products.
-        ranges: Of the products' sources.
-    """
+    """Rewrites a graph in place, with the same numbers; returns how many of the products' sources were smoothed."""
     graph = model.graph
     groups: dict[ir.Value, list[Product]] = defaultdict(list)
     for product in products:
@@ -235,13 +223,7 @@ MARGIN = 1.05
 
 
 def quantize(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
-    """Puts products into 8-bit integers, in place; returns how many.
-
-    Args:
-        model: The graph.
-        products: Its products.
-        ranges: Of the products' sources.
-    """
+    """Puts products into 8-bit integers, in place, by the ranges of their sources; returns how many."""
     graph = model.graph
     quantized: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
     for product in products:
@@ -299,11 +281,7 @@ def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
     """Stores embedding tables in bytes with a scale per row, in place; returns how many.
 
     A row is turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding
-    error far below that of the products.
-
-    Args:
-        model: The graph.
-        least_rows: Smaller tables stay as they are.
+    error far below that of the products. Tables of less than `least_rows` stay as they are.
     """
     graph = model.graph
     done = 0

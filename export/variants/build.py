@@ -41,8 +41,7 @@ def build_variant(
         path: The graph in single precision, as export-onnx writes it.
         kind: One of `PRECISION`.
         calibration: Token ids of prompts that calibrate int8, each [tokens].
-        max_length: Maximum number of tokens of a row.
-        vocabulary: Number of token ids.
+        max_length, vocabulary: Maximum number of tokens of a row; number of token ids.
         seed: Of random tokens.
 
     Raises:
@@ -104,7 +103,10 @@ def simplified(path: str | Path) -> ir.Model:
 
 
 def keep_residuals_apart(model: ir.Model) -> int:
-    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many."""
+    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many.
+
+    ONNX Runtime would make one operator of Add and normalization, which is slower than both on a CPU.
+    """
     sums = []
     for node in model.graph:
         if node.op_type == "LayerNormalization" and node.inputs[0] is not None:
@@ -127,14 +129,7 @@ def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
 
 
 def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mapping[str, Any]) -> None:
-    """Writes an artifact folder with another graph; all other files are those of `artifact`, without its signature.
-
-    Args:
-        artifact: Origin of the variant.
-        model: Its graph.
-        folder: A new folder with the name of the variant.
-        run: Content of run.json.
-    """
+    """Writes an artifact folder, named like the variant; all but the graph and run.json are files of `artifact`."""
     folder.mkdir(parents=True)
     for file in artifact.manifest.files:
         if not file.startswith(MODEL) and file != "run.json":
