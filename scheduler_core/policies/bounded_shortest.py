@@ -85,9 +85,6 @@ class BoundedShortest(Policy):
     total. Reordering does not change t, so W needs no second engine. Load is the arriving work over what the engine does in
     the same time; its standard error tells bursts from overload. Without predictions, or while they rank the finished
     requests no better than chance, the order is that of arrival.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     key_changes = "on_event"

@@ -170,9 +170,6 @@ class MigrationPlanner:
     Differs from the paper: a request moves only where it fits now (blocks and slot), or a waiting one would move back at
     the next tick because its demand goes with it; from a draining replica waiting requests move in any case. While a
     replica drains the others are balanced too.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     headroom: Headroom = field(default_factory=exponential_headroom)
@@ -277,9 +274,6 @@ class AutoScaler:
 
     Differs from the paper: draining replicas are left out of the mean (their infinite usage would always scale out);
     the number of replicas and the rate of signals are bounded.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     out_below: float = -0.5
