@@ -12,7 +12,7 @@ class TailcastError(Exception):
 class InputError(TailcastError, ValueError):
     """Input that is not allowed: `InputError(field, value, allowed)` for ranges, `InputError(sentence)` otherwise.
 
-    `field` is the argument, column or file as the user wrote it; a sentence says what is wrong and what to do.
+    `field` is the argument, column or file as the user wrote it; a sentence holds what is wrong and what to do.
     """
 
     def __init__(self, field: str, value: object = None, allowed: str | None = None) -> None:
