@@ -43,9 +43,14 @@ def new_figure(
     return figure, axes
 
 
-def svg(figure: Any) -> str:
-    """A figure as SVG text, equal for equal figures."""
+def svg(figure: Any, legend_of: Any = None) -> str:
+    """A figure as SVG text, equal for equal figures, with a legend outside the panels if the axis `legend_of` has several
+    curves and not too many to be told apart."""
     import matplotlib
+
+    handles, labels = ([], []) if legend_of is None else legend_of.get_legend_handles_labels()
+    if 1 < len(labels) <= MAX_NAMED_CURVES:
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right upper")
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tailcast"}):

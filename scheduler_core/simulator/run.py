@@ -119,14 +119,7 @@ def prepare_predictions(
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
     if "://" not in source and source not in SHIPPED and not Path(source).is_dir():
         raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
-    return fetch_predictions(
-        trace,
-        source,
-        served_model=config.served_model,
-        max_in_flight=config.max_in_flight,
-        timeout_s=config.predictor_timeout_s,
-        progress=progress,
-    )
+    return fetch_predictions(trace, source, served_model=config.served_model, progress=progress)
 
 
 def run_simulation(
@@ -208,7 +201,6 @@ def run_simulation(
             "aborted_migrations": {
                 reason.value: num for reason, num in outcome.aborted_migrations.items()
             },
-            "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }  # fmt: skip
     predictor = predictor_statistics(predictions, schedulers)

@@ -180,7 +180,7 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
         words = ["run", "--config", str(spec), "--policy", policy, "--json", str(folder / f"{policy}.json")]
         assert main([*words, "--num_seeds", "2", "--requests", str(folder / f"{policy}.parquet")]) == 0
     capsys.readouterr()
-    both = [str(folder / "fcfs.json"), str(folder / "hpjf.json"), "--num_resamples", "50"]
+    both = [str(folder / "fcfs.json"), str(folder / "hpjf.json")]
     assert main(["compare", *both]) == 0
     text = capsys.readouterr().out
     assert "80 requests, b - a" in text
@@ -221,7 +221,7 @@ def test_any_number_of_runs_by_name_with_a_verdict(
         assert main([*words, "--requests", str(folder / f"{policy}.parquet")]) == 0
     capsys.readouterr()
     words = ["compare", str(folder / "fcfs.json"), f"bound={folder / 'sjf.json'}", str(folder / "spf.json")]
-    assert main([*words, "--json", str(folder / "c.json"), "--num_resamples", "200"]) == 0
+    assert main([*words, "--json", str(folder / "c.json")]) == 0
     comparison = json.loads((folder / "c.json").read_text())
     assert list(comparison["runs"]) == ["bound", "spf"]
     verdicts = comparison["runs"]["bound"]["verdict"]

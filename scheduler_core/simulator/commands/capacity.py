@@ -49,10 +49,8 @@ class CapacityConfig(BaseConfig):
     """A load that does not."""
     tolerance: float = 0.02
     """Stop when the two ends differ by less than this, relatively."""
-    min_seeds: int = 2
-    """Minimum number of seeds at every load."""
     max_seeds: int = 8
-    """Maximum number of seeds at every load; if that leaves it open, the mean decides."""
+    """Maximum number of seeds at every load, at least 2; if that leaves it open, the mean decides."""
     cells: str | None = None
     """Folder where simulations are kept, so that an interrupted search can continue. Unset: none."""
 
@@ -64,7 +62,7 @@ class CapacityConfig(BaseConfig):
             allowed = "numbers with 1e-09 <= low < high <= 1e+09"
             raise InputError("low, high", (self.low, self.high), allowed)
         check_choice("unit", self.unit, ("load", "rate"))
-        check_ranges(self, tolerance=(1e-6, 0.999), min_seeds=(2, self.max_seeds), max_seeds=(2, MAX_SEEDS))
+        check_ranges(self, tolerance=(1e-6, 0.999), max_seeds=(2, MAX_SEEDS))
 
 
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
@@ -104,7 +102,7 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
     load, rate = (level, None) if config.unit == "load" else (None, level)
     targets = [(name, bound, 1) for name, bound in config.at_most.items()]
     targets = sorted([*targets, *((name, bound, -1) for name, bound in config.at_least.items())])
-    num_seeds = config.min_seeds
+    num_seeds = 2
     while True:
         seeds = range(base.seed, base.seed + num_seeds)
         results = simulate([

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target, write_json
 from scheduler_core.options import check_outputs
-from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page, format_cell
 from scheduler_core.simulator.metrics import flat, leaves
 from scheduler_core.simulator.records import LATENCIES
@@ -29,10 +28,10 @@ from scheduler_core.statistics import FloatArray, interval
 logger = logging.getLogger(__name__)
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+#: Samples of the bootstrap.
+_NUM_RESAMPLES = 1000
 #: Columns of the tables of requests that are read.
 _COLUMNS = ("seed", "request_id", "arrival_s", "prompt_tokens", "output_tokens", *LATENCIES)
-
-
 #: Metrics of the verdict; lower is better.
 _VERDICT = ("ttft_s", "ttlt_s")
 
@@ -56,11 +55,8 @@ class CompareConfig:
     """Where to write the comparison as JSON."""
     report: str | None = None
     """Where to write it as a page (.html)."""
-    num_resamples: int = 1000
-    """Samples of the bootstrap."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, num_resamples=(1, 1_000_000))
         if len(self.paths) < 2:
             raise InputError("runs", self.runs, "two results or more")
 
@@ -112,7 +108,7 @@ def paired(a: Columns, b: Columns) -> tuple[Columns, Columns]:
 
 
 def bootstrap_interval(
-    differences: FloatArray, seeds: NDArray[np.int64], num_resamples: int, rng: np.random.Generator
+    differences: FloatArray, seeds: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """95 % percentile interval of the mean of paired differences [n]; None with fewer than two blocks.
 
@@ -120,13 +116,13 @@ def bootstrap_interval(
     intervals far too narrow. Blocks of ceil(sqrt(n)) consecutive requests of a seed [n], which do not overlap, are drawn
     with replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
     """
-    totals, sizes = np.zeros(num_resamples), np.zeros(num_resamples)
+    totals, sizes = np.zeros(_NUM_RESAMPLES), np.zeros(_NUM_RESAMPLES)
     num_all = 0
     for seed in np.unique(seeds):
         values = differences[seeds == seed]
         num_blocks = math.ceil(len(values) / math.ceil(math.sqrt(len(values))))
         blocks = np.arange(len(values)) * num_blocks // len(values)
-        counts = rng.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), num_resamples)
+        counts = rng.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), _NUM_RESAMPLES)
         totals += counts @ np.bincount(blocks, values)
         sizes += counts @ np.bincount(blocks)
         num_all += num_blocks
@@ -136,7 +132,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def latency_differences(a: Columns, b: Columns, num_resamples: int) -> dict[str, Any]:
+def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
     """Requests `paired` in two runs, by name of the latency.
 
     - `num`: requests that have it in both runs; `lower_fraction`: of these, those for which b is lower, by more than
@@ -150,14 +146,13 @@ def latency_differences(a: Columns, b: Columns, num_resamples: int) -> dict[str,
         if not rows.any():
             continue
         own, other = a[name][rows], b[name][rows]
-        ends = bootstrap_interval(other - own, a["seed"][rows], num_resamples, rng)
+        ends = bootstrap_interval(other - own, a["seed"][rows], rng)
         statistics = {"mean": difference(float(own.mean()), float(other.mean()), ends)}
         for key, level in _QUANTILES.items():
             statistics[key] = difference(float(np.quantile(own, level)), float(np.quantile(other, level)))
         lower = (other < own) & ~np.isclose(own, other, rtol=1e-9, atol=1e-12)
-        latencies[name] = {
-            "num": len(own), "statistics": statistics, "lower_fraction": float(lower.mean())
-        }  # fmt: skip
+        fraction = float(lower.mean())
+        latencies[name] = {"num": len(own), "statistics": statistics, "lower_fraction": fraction}
     return latencies
 
 
@@ -204,7 +199,7 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         metrics = _metric_differences(a["runs"], b["runs"])
         requests = None
         if first in columns and name in columns:
-            requests = _by_request(columns[first], columns[name], config.num_resamples)
+            requests = _by_request(columns[first], columns[name])
         settings, changed = dict(leaves(a["config"])), dict(leaves(b["config"]))
         comparisons[name] = {
             "verdict": _verdict(metrics, requests),
@@ -222,14 +217,14 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _by_request(a: Columns, b: Columns, num_resamples: int) -> dict[str, Any]:
+def _by_request(a: Columns, b: Columns) -> dict[str, Any]:
     own, other = paired(a, b)
     num_pairs = len(own["seed"])
     return {
         "num_pairs": num_pairs,
         "num_only_a": len(a["seed"]) - num_pairs,
         "num_only_b": len(b["seed"]) - num_pairs,
-        "latencies": latency_differences(own, other, num_resamples),
+        "latencies": latency_differences(own, other),
     }
 
 

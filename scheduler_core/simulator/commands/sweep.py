@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scheduler_core.errors import InputError
 from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
-from scheduler_core.simulator import figures
+from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.metrics import flat
@@ -163,7 +165,7 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
                 panels[title].setdefault(system or "all", []).append(position)
         page.heading("Latency over load")
         caption = "Means over seeds; bars: 95 % confidence of the mean."
-        page.figure(figures.load_latency(panels, _AXES[axis]), caption)
+        page.figure(_load_latency(panels, _AXES[axis]), caption)
     page.heading("All points")
     page.note(
         "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
@@ -178,6 +180,29 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
     ]
     page.table([*settings, *_TABLE], rows)
     page.write(path)
+
+
+def _load_latency(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], x_label: str
+) -> str:
+    """One panel per latency, in each one curve per system of points (load, mean, low, high); the bar is the interval."""
+    figure, axes = new_figure(3.2 * len(panels), 3.2, columns=len(panels))
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        means: list[float] = []
+        for index, (name, points) in enumerate(curves.items()):
+            x, mean, low, high = np.array(sorted(points)).T
+            style = {"color": color(index), "markersize": 3.5, "linewidth": 1.3}
+            axis.plot(x, mean, f"o{dash(index)}", label=name, **style)
+            finite = np.isfinite(low) & np.isfinite(high)
+            axis.vlines(x[finite], np.maximum(low, 1e-9)[finite], high[finite], color=color(index), alpha=0.4)
+            means.extend(mean[np.isfinite(mean) & (mean > 0)])
+        if means:  # an interval that reaches below 0 must not stretch the axis
+            axis.set_ylim(min(means) / 2, max(means) * 2)
+        axis.set_yscale("log")
+        mark_decades(axis.yaxis, axis.get_ylim())
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(f"{title}, s")
+    return svg(figure, axes[0])
 
 
 def _text(one: Interval | None) -> str:

@@ -14,7 +14,7 @@ from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialR
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
+    """NVIDIA's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
 
     flops: float
     bytes_per_s: float
@@ -61,35 +61,14 @@ class ModelSize:
 
 
 GPUS: dict[str, Gpu] = {
-    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "NVIDIA A100 Tensor Core GPU data sheet, 40GB PCIe and SXM"),
-    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
-    "h100-80gb": Gpu(
-        989.4e12,
-        3350e9,
-        80e9,
-        "NVIDIA H100 Tensor Core GPU data sheet, SXM5; half of the 1,979 TFLOPS with sparsity",
-    ),
-    "h200-141gb": Gpu(
-        989.4e12,
-        4800e9,
-        141e9,
-        "NVIDIA H200 Tensor Core GPU data sheet, SXM; half of the 1,979 TFLOPS with sparsity",
-    ),
-    "a6000-48gb": Gpu(
-        154.8e12, 768e9, 48e9, "NVIDIA RTX A6000 data sheet; half of the 309.7 TFLOPS with sparsity"
-    ),
-    "rtx6000ada-48gb": Gpu(
-        364.2e12,
-        960e9,
-        48e9,
-        "NVIDIA RTX 6000 Ada Generation data sheet; a quarter of the 1,457 TFLOPS in FP8 with sparsity",
-    ),
-    "a5000-24gb": Gpu(
-        111.1e12, 768e9, 24e9, "NVIDIA RTX A5000 data sheet; half of the 222.2 TFLOPS with sparsity"
-    ),
+    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "A100 Tensor Core GPU, 40GB PCIe and SXM"),
+    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "A100 Tensor Core GPU, 80GB SXM"),
+    "h100-80gb": Gpu(989.4e12, 3350e9, 80e9, "H100 SXM5; half of the 1,979 TFLOPS with sparsity"),
+    "h200-141gb": Gpu(989.4e12, 4800e9, 141e9, "H200 SXM; half of the 1,979 TFLOPS with sparsity"),
+    "a6000-48gb": Gpu(154.8e12, 768e9, 48e9, "RTX A6000; half of the 309.7 TFLOPS with sparsity"),
+    "rtx6000ada-48gb": Gpu(364.2e12, 960e9, 48e9, "RTX 6000 Ada; a quarter of 1,457 in FP8 with sparsity"),
+    "a5000-24gb": Gpu(111.1e12, 768e9, 24e9, "RTX A5000; half of the 222.2 TFLOPS with sparsity"),
 }
-
-
 MODELS: dict[str, ModelSize] = {
     "llama-2-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 32000, "meta-llama/Llama-2-7b-hf"),
     "llama-2-13b": ModelSize(40, 5120, 40, 40, 128, 13824, 32000, "meta-llama/Llama-2-13b-hf"),
