@@ -52,18 +52,14 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def metric(tree: Mapping[str, Any], name: str) -> float:
-    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance.
-
-    Raises:
-        InputError: There is none; names those that begin like it.
-    """
+    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance; an `InputError` names
+    those that begin like it."""
     numbers = dict(flat(tree))
     if name not in numbers:
-        head = name.partition(".")[0]
-        similar = [other for other in numbers if other.partition(".")[0] == head]
-        raise InputError(
-            "metric", name, ", ".join(similar or dict.fromkeys(other.split(".")[0] for other in numbers))
-        )
+        head = name.split(".")[0]
+        heads = dict.fromkeys(other.split(".")[0] for other in numbers)
+        similar = [other for other in numbers if other.split(".")[0] == head]
+        raise InputError("metric", name, ", ".join(similar or heads))
     return numbers[name]
 
 
@@ -124,9 +120,7 @@ def run_metrics(
     `isolated_latency_s` has by request id the latency on an idle engine.
     """
     requests = request_columns(outcome.records)
-    requests["slowdown"] = requests["ttlt_s"] / [
-        isolated_latency_s[one.request_id] for one in outcome.records
-    ]
+    requests["slowdown"] = requests["ttlt_s"] / [isolated_latency_s[one] for one in requests["request_id"]]
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
