@@ -24,11 +24,7 @@ _DPI = 130
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A figure without pyplot's global state, width and height in inches, and its axes in reading order.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure without pyplot's global state, width and height in inches, and its axes in reading order."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
