@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ DASHES = ("-", "--", ":")
 INK, GRAY = "#1c2733", "#9aa5b1"
 #: Curves that can be told apart by color and dash; a figure with more names none of them.
 MAX_NAMED_CURVES = len(COLORS) * len(DASHES)
-_MIN_TICKS = 3
 _DPI = 130
 
 
@@ -74,16 +72,8 @@ def dash(index: int) -> str:
 def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
     """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`): at 1 alone where
     that would be many, at evenly spaced numbers where it would be too few."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
-    low, high = limits
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    ticks = [
-        digit * 10.0**power for power in decades for digit in digits if low <= digit * 10.0**power <= high
-    ]
-    if len(ticks) < _MIN_TICKS:
-        ticks = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
-    axis.set_ticks(ticks)
-    axis.set_ticks([], minor=True)
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if limits[1] / limits[0] <= 150 else (1,)))
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: f"{value:g}")
