@@ -72,8 +72,10 @@ def dash(index: int) -> str:
 def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
     """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`): at 1 alone where
     that would be many, at evenly spaced numbers where it would be too few."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if limits[1] / limits[0] <= 150 else (1,)))
-    axis.set_minor_locator(NullLocator())
+    low, high = limits
+    ticks = LogLocator(subs=(1, 2, 5) if high / low <= 150 else (1,)).tick_values(low, high)
+    axis.set_ticks([tick for tick in ticks if low <= tick <= high])
+    axis.set_ticks([], minor=True)
     axis.set_major_formatter(lambda value, _: f"{value:g}")
