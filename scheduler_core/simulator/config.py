@@ -90,8 +90,9 @@ class ClusterConfig:
         if not 0 <= prefill < self.num_replicas:
             raise InputError("num_prefill_replicas", prefill, "fewer than num_replicas")
         if self.migration and disaggregated:
-            allowed = "false with router disaggregated, which moves requests itself"
-            raise InputError("migration", True, allowed)
+            raise InputError(
+                "migration", True, "false with router disaggregated, which moves requests itself"
+            )
         self.headroom()
         self.make_router(0)
 
