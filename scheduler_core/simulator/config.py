@@ -12,11 +12,15 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS, make_router
-from scheduler_core.routing.autoscaling import AutoScaler
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
-from scheduler_core.routing.llumnix import Headroom, Llumnix, exponential_headroom
-from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.llumnix import (
+    AutoScaler,
+    Headroom,
+    Llumnix,
+    MigrationPlanner,
+    exponential_headroom,
+)
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import make_step_time
@@ -86,8 +90,9 @@ class ClusterConfig:
         if not 0 <= prefill < self.num_replicas:
             raise InputError("num_prefill_replicas", prefill, "fewer than num_replicas")
         if self.migration and disaggregated:
-            allowed = "false with router disaggregated, which moves requests itself"
-            raise InputError("migration", True, allowed)
+            raise InputError(
+                "migration", True, "false with router disaggregated, which moves requests itself"
+            )
         self.headroom()
         self.make_router(0)
 

@@ -18,12 +18,11 @@ from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.plan import Finished
 from scheduler_core.predictions import Prediction
-from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
+from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
-from scheduler_core.routing.migration_planner import MigrationPlanner
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.predictions import Predictions, Progress
@@ -47,16 +46,11 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order they finished.
         refused: By request id: the reason why it could never run.
-        start_s: First arrival.
-        end_s: End of the last step.
-        busy_s: Time spent in steps, summed over replicas.
-        num_steps: Steps, summed over replicas.
-        request_seconds: Integral over time of the number of requests in the system (arrived, not finished).
-        waiting_seconds: Integral over time of the number of waiting requests.
-        replica_seconds: Integral over time of the number of replicas that run, drain or start.
-        num_migrations: Requests that changed their replica.
-        num_migrated_blocks: Blocks copied for them.
-        aborted_migrations: Migrations that were aborted, by reason.
+        start_s, end_s: First arrival, end of the last step.
+        busy_s, num_steps: Of all replicas together.
+        request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
+            (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
+        num_migrated_blocks: Blocks copied for requests that changed their replica.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -79,24 +73,21 @@ class Simulation:
     """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace: The requests.
+        trace, step_time: The requests, the durations of the engine's steps.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
-        step_time: Durations of steps.
         predictions: Reach the schedulers as `update` events.
         router: Chooses the replica of each request; a fresh one. None with one replica.
         delays_s: By request id: seconds from arrival to its prediction; 0 where missing.
         clients: A closed loop of clients; None: requests arrive at their times.
         prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops.
-        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then,
-            and learns from each request that finishes; None: predictions stay as they are.
+        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
         served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
-        watch: Observes the run; None: nothing does.
+        watch: Observes the run.
         progress: Called with the number of requests finished or refused since the last call.
         roles: By replica: the phases it runs; both where missing.
-        planner: Moves requests between replicas every `interval_s`; None: none move.
-        interval_s: Time between two decisions of planner and scaler.
+        planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
         standby: Replicas that only the scaler starts. A drained one can be started again.
@@ -218,10 +209,7 @@ class Simulation:
 
     def _advance(self, now: float) -> float:
         """All events of this time: steps and copies end, requests and predictions arrive, requests move, steps begin.
-
-        Returns:
-            Time of the next event; infinite if none will come.
-        """
+        Returns the time of the next event; infinite if none will come."""
         replicas, source = self._replicas, self._source
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
@@ -321,8 +309,9 @@ class Simulation:
         self._delivered[name] = prediction
         replica_id = self._dispatcher.replica_of(name)
         if replica_id is not None:
-            self._reach(self._replicas[replica_id], now)
-            self._replicas[replica_id].scheduler.update(name, prediction, now)
+            replica = self._replicas[replica_id]
+            self._reach(replica, now)
+            replica.scheduler.update(name, prediction, now)
 
     def _arrive(self, row: TraceRequest) -> None:
         name, now = row.request_id, row.arrival_s

@@ -66,15 +66,12 @@ class CapacityConfig(BaseConfig):
 
 
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
-    """Bisects between `low`, which must meet the targets, and `high`, which must not.
+    """Bisects between `low`, which must meet the targets, and `high`, which must not, else `InputError`.
 
     Returns:
         `level`: the highest that meets the targets; `failing`: the lowest that does not; `probes`: all that were tried, in
         order, each with its `level`; `meets`: whether the targets were met; `clear`: whether the confidence intervals
         decided, else the means did; `estimates`: by metric, the interval over seeds.
-
-    Raises:
-        InputError: `low` does not meet the targets, or `high` does.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):
@@ -127,11 +124,8 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
 def run(config: CapacityConfig) -> None:
     """Carries out `simulate capacity`."""
     target = writable_target(config.json, "json")
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        progress_bar(None, "simulating", "run") as bar,
-        config.ready(),
-    ):
+    bar = progress_bar(None, "simulating", "run")
+    with tempfile.TemporaryDirectory() as scratch, bar, config.ready():
         store = CellStore(config.cells or scratch)
 
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
@@ -142,6 +136,5 @@ def run(config: CapacityConfig) -> None:
         capacity = find_capacity(config, simulate)
     about = {"schema": "tailcast.capacity/2", "config": asdict(config), "unit": config.unit}
     write_json(target, about | capacity)
-    logger.info(
-        "%s %.4g meets the targets, %.4g does not", config.unit, capacity["level"], capacity["failing"]
-    )
+    text = "%s %.4g meets the targets, %.4g does not"
+    logger.info(text, config.unit, capacity["level"], capacity["failing"])

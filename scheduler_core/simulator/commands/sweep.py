@@ -36,15 +36,8 @@ _PANELS = {
     "TTLT, P99": "ttlt_s.p99",
 }
 _TABLE = (
-    "ttft_s.mean",
-    "ttft_s.p50",
-    "ttft_s.p99",
-    "tbt_s.p99",
-    "ttlt_s.mean",
-    "ttlt_s.p99",
-    "throughput_rps",
-    "slo_attainment",
-)
+    "ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "tbt_s.p99", "ttlt_s.mean", "ttlt_s.p99", "throughput_rps", "slo_attainment",
+)  # fmt: skip
 _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests per second"}
 
 
@@ -137,18 +130,11 @@ def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
         metrics = points.setdefault(point_of(one["settings"]), {})
         for name, value in flat(one["metrics"]):
             metrics.setdefault(name, []).append(value)
-    return {
-        point: {name: interval(values) for name, values in metrics.items()}
-        for point, metrics in points.items()
-    }
+    return {point: {name: interval(values) for name, values in one.items()} for point, one in points.items()}
 
 
 def write_sweep_page(results: Results, path: str | Path) -> None:
-    """Writes the HTML report of a sweep: latency over load, and a table of all points.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Writes the HTML report of a sweep: latency over load, and a table of all points."""
     points = over_points(results)
     page = Page(f"Sweep: {len(results)} simulations, {len(points)} points")
     axis = next((name for name in _AXES if all(name in dict(point) for point in points)), None)
@@ -156,13 +142,11 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
         panels: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {name: {} for name in _PANELS}
         for point, metrics in points.items():
             others = [(name.split(".")[-1], value) for name, value in point if name != axis]
-            system = ", ".join(
-                str(value) if name == "policy" else f"{name}={value}" for name, value in others
-            )
+            words = [str(value) if name == "policy" else f"{name}={value}" for name, value in others]
             for title, name in _PANELS.items():
                 one = metrics[name]
                 position = (float(dict(point)[axis]), one.mean, one.low, one.high)
-                panels[title].setdefault(system or "all", []).append(position)
+                panels[title].setdefault(", ".join(words) or "all", []).append(position)
         page.heading("Latency over load")
         caption = "Means over seeds; bars: 95 % confidence of the mean."
         page.figure(_load_latency(panels, _AXES[axis]), caption)
@@ -171,13 +155,10 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
         "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
     )
     settings = list(dict.fromkeys(name for point in points for name, _ in point))
-    rows = [
-        [
-            *(str(dict(point).get(name, "")) for name in settings),
-            *(_text(metrics.get(name)) for name in _TABLE),
-        ]
-        for point, metrics in points.items()
-    ]
+    rows = []
+    for point, metrics in points.items():
+        values = [str(dict(point).get(name, "")) for name in settings]
+        rows.append([*values, *(_text(metrics.get(name)) for name in _TABLE)])
     page.table([*settings, *_TABLE], rows)
     page.write(path)
 

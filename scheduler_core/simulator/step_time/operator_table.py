@@ -157,14 +157,10 @@ def read_operator_table(
     follow.
 
     Args:
-        directory: Folder of the files.
+        directory: Folder of the files. Sizes that a table lacks are an error when they are needed.
         num_layers: Layers of the model, or of one pipeline stage.
         tensor_parallel: Devices that share a layer; above 1 every layer has two collectives.
         batching_overhead: See `OperatorTable`.
-
-    Raises:
-        InputError: A file is missing or cannot be read. Sizes that a table lacks are an error when they are needed.
-        MissingExtraError: pyarrow is not installed.
     """
     folder = Path(directory)
     if not folder.is_dir():

@@ -24,14 +24,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are.
-
-    Attributes:
-        head: Size of a head.
-        vocabulary: Number of tokens.
-        source: Model whose config.json has these numbers.
-        tied: Input and output embeddings are one matrix.
-    """
+    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are; `source` is the model whose
+    config.json has these numbers. If `tied`, input and output embeddings are one matrix."""
 
     num_layers: int
     hidden: int
@@ -53,6 +47,11 @@ class ModelSize:
     def num_parameters(self) -> int:
         """Weights of all matrices, embeddings among them."""
         return self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def attention_flops(self) -> float:
+        """Operations of the attention of one token to another, in all layers."""
+        return 4.0 * self.num_layers * self.num_heads * self.head
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -105,9 +104,6 @@ class RooflineStepTime:
     Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The efficiencies
     are typical of such kernels: within 20 % of Vidur's profile of Llama-3-8B on an A100
     from 1 to 128 decodes and from 256 to 4,096 prompt tokens (tests). For numbers to rely on, calibrate.
-
-    Raises:
-        InputError: Model or GPU are unknown, or a value is outside its range.
     """
 
     model: str = "llama-3-8b"
@@ -156,11 +152,7 @@ class RooflineStepTime:
         return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
     def num_kv_blocks(self) -> int:
-        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights.
-
-        Raises:
-            InputError: The weights do not fit.
-        """
+        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights, which must fit."""
         memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
         blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
         if blocks <= 0:
@@ -196,12 +188,9 @@ class RooflineStepTime:
 
     def _decodes(self, num: int, context: int) -> float:
         """Attention of decodes, each of which also reads what it has just written."""
-        tokens = context + num
-        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
         reading = self.size.kv_bytes_per_token / self._bytes_per_s
-        return tokens * max(per_token / self._flops, reading)
+        return (context + num) * max(self.size.attention_flops / self._flops, reading)
 
     def _chunk(self, start: int, num: int) -> float:
-        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
-        computing = per_token * num * (start + (num + 1) / 2) / self._flops
+        computing = self.size.attention_flops * num * (start + (num + 1) / 2) / self._flops
         return max(computing, (start + num) * self.size.kv_bytes_per_token / self._bytes_per_s)
