@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler_core.request import RequestState
-from scheduler_core.simulator.step_time.decode_run import StepGroups
+from scheduler_core.simulator.step_time.base import StepGroups
 
 #: Ratio of the bounds of a bin: quantiles are right to half a percent.
 _RATIO = math.log(1.005)
