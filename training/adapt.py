@@ -41,14 +41,8 @@ MIN_PROMPTS = 20
 _BASE_REQUESTS = 100
 _RESAMPLES = 400
 _COLUMNS = (
-    "prompt_id",
-    "prompt",
-    "messages",
-    "model",
-    "temperature",
-    "max_tokens",
-    "output_tokens",
-    "finish_reason",
+    *("prompt_id", "prompt", "messages", "model"),
+    *("temperature", "max_tokens", "output_tokens", "finish_reason"),
 )
 #: Largest difference between the graph's predictions and the fitted ones, in log tokens.
 _TOLERANCE = 1e-3
@@ -355,12 +349,7 @@ class MetricComparison:
 
 
 def compare(before: Requests, after: Requests, seed: int) -> dict[str, MetricComparison]:
-    """Compares two predictions of the same requests.
-
-    Args:
-        before, after: With the predictions of the old and of the new artifact.
-        seed: Of the bootstrap over prompts that gives the intervals.
-    """
+    """Compares the old and the new artifact's predictions of the same requests; intervals are of a bootstrap over prompts."""
     sides = [(requests, requests.scores()) for requests in (before, after)]
     _, prompt = np.unique(before.prompts.astype(str), return_inverse=True)
     order = np.argsort(prompt, kind="stable")

@@ -30,12 +30,11 @@ from scheduler_core.files import (
 from scheduler_core.report.page import Page
 from scheduler_core.report.plotting import GRAY, color, new_figure, svg
 from training.config import FILE_OPTIONS, TrainConfig
-from training.data import SplitData
+from training.data import SplitData, UrgencyLabels, read_split_labels
 from training.distributed import node_rank
 from training.evaluating.baselines import Baselines
 from training.failures import NoProgressError
 from training.initial_model import InitialModel, initial_model, with_architecture_of_init
-from training.labels import UrgencyLabels, read_split_labels
 from training.prediction import pick_device
 from training.rows import Rows, SplitRows, read_split_rows
 from training.trainer import COUNTS, LAST, History, best_row, train_stages, write_history
@@ -266,13 +265,7 @@ def _throughput(history: History) -> dict[str, Any]:
 
 
 def _write_report(path: Path, info: dict[str, Any], history: History) -> None:
-    """The HTML page of a run: losses over the epochs of both stages, and a table of all numbers of each epoch.
-
-    Args:
-        path: The page.
-        info: Content of `training.json`.
-        history: A row for each epoch of both stages.
-    """
+    """The HTML page of a run: losses over the epochs of both stages, and a table of all numbers of each epoch."""
     metrics, data = info["metrics"], info["data"]
     lead = (
         f"Heads {', '.join(info['heads'])}; {data['num_prompts']['train']} prompts and {data['num_labels']['train']} "

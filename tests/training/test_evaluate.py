@@ -222,7 +222,7 @@ def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_
 
 def test_conformal_quantiles_of_a_checkpoint_are_evaluated(folder, tmp_path):
     from predictors.manifest import CONFORMAL
-    from training.evaluating.conformal import ConformalQuantiles
+    from training.calibrating.estimation import ConformalQuantiles
 
     shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
     offsets = np.array([[0.0], [10.0], [np.inf]])

@@ -211,7 +211,7 @@ def test_a_checkpoint_is_compared_with_baselines_and_other_seeds(tmp_path, data,
 
 
 def test_claims_that_jump_the_queue_fail_the_command(tmp_path, data, monkeypatch):
-    monkeypatch.setattr("training.urgency.cli._open", lambda *_: loud)
+    monkeypatch.setattr("training.urgency.evaluation._open", lambda *_: loud)
     options = ["--baselines", "false", "--risk_rate", "0.99", "--jump_rate", "0.001"]
     monkeypatch.setattr(
         "training.urgency.evaluation.choose_threshold",

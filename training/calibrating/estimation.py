@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from predictors.modules.calibration import Calibration
-from training.evaluating.conformal import ConformalQuantiles
-from training.evaluating.scores import COVERAGE_LEVELS, percent
+from training.evaluating.evaluation import CONFORMAL_SCHEMA
+from training.evaluating.scores import COVERAGE_LEVELS, finite, percent
 
 FloatArray = NDArray[np.float64]
 
@@ -125,6 +125,46 @@ def censored_cdf(residuals: Residuals) -> Any:
 MIN_ROWS = 50
 
 
+@dataclass(frozen=True, slots=True)
+class ConformalQuantiles:
+    """Offsets in units of the calibrated sigma.
+
+    Attributes:
+        levels: Ascending [L].
+        served_models: Names [M].
+        offsets: By number of the served model, 0 = unknown or all together; infinite where data do not reach [M + 1, L].
+        num_rows: Rows behind each entry [M + 1, L].
+        own: False where a served model uses those of all models together [M + 1, L].
+    """
+
+    levels: tuple[float, ...]
+    served_models: tuple[str, ...]
+    offsets: FloatArray
+    num_rows: NDArray[np.int64]
+    own: NDArray[np.bool_]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON content; an infinite offset is null."""
+        names = ["unknown", *self.served_models]
+        return {
+            "schema": CONFORMAL_SCHEMA,
+            "levels": list(self.levels),
+            "served_models": list(self.served_models),
+            "guarantee": "P(length <= exp(mu + offset sigma)) >= level for a row exchangeable with the calibration rows",
+            "offsets": {
+                name: {
+                    percent(level): {
+                        "offset": finite(self.offsets[row, column]),
+                        "num_rows": int(self.num_rows[row, column]),
+                        "own": bool(self.own[row, column]),
+                    }
+                    for column, level in enumerate(self.levels)
+                }
+                for row, name in enumerate(names)
+            },
+        }
+
+
 def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -> float:
     """The k-th smallest residual, k = ceil((n + 1) level), censored ones infinite; infinite if k > n."""
     rank = math.ceil((len(z) + 1) * level - 1e-9)
@@ -139,13 +179,9 @@ def fit_conformal(
     rng: np.random.Generator,
     levels: Sequence[float] = COVERAGE_LEVELS,
 ) -> ConformalQuantiles:
-    """Offsets of all models together and of each served model.
+    """Offsets of all models together and of each served model, from residuals of the calibrated predictor.
 
-    Args:
-        residuals: Of the calibrated predictor.
-        served_models: That the predictor tells apart [M].
-        rng: Draws the sample of each row, and the row of each prompt, that counts.
-        levels: Ascending.
+    `rng` draws the sample of each row, and the row of each prompt, that counts; levels are ascending.
     """
     one_per_row = residuals.take(_sample_one(residuals.row, rng))
     pooled = one_per_row.take(_sample_one(one_per_row.prompt, rng))
@@ -182,12 +218,11 @@ Estimator = Callable[[Residuals], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalibration:
-    """A calibration and how it was selected.
+    """A calibration, fitted on all of the data, and how it was selected.
 
     Attributes:
         method: Name of the estimator; "identity" if nothing is better than no change.
         pooling: Weight of all models together in the numbers of each.
-        calibration: Fitted on all of the data.
         trials: "method, pooling" -> coverage on held-out prompts.
     """
 
@@ -274,13 +309,9 @@ METHODS: dict[str, Estimator] = {
 
 
 def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling: float) -> Calibration:
-    """Tables for the unknown model (all samples together) and for each served model.
+    """Tables for the unknown model (all samples together) and for each of the served models that the predictor tells apart.
 
-    Args:
-        residuals: At least one.
-        num_models: Served models that the predictor tells apart.
-        method: One of METHODS.
-        pooling: Weight of all models together in the numbers of each, in [0, 1].
+    `pooling` in [0, 1] is the weight of all models together in the numbers of each.
     """
     return _pool(*_estimates(residuals, num_models, METHODS[method]), pooling)
 
@@ -305,13 +336,8 @@ def _pool(together: FloatArray, by_model: FloatArray, pooling: float) -> Calibra
 def select_calibration(
     folds: Sequence[Residuals], num_models: int, methods: Sequence[str]
 ) -> SelectedCalibration:
-    """Cross-validates methods and poolings; those with the best held-out coverage are fitted on all folds.
-
-    Args:
-        folds: Residuals of different prompts each, two or more.
-        num_models: Served models that the predictor tells apart.
-        methods: Some of METHODS.
-    """
+    """Cross-validates methods and poolings on two or more folds of different prompts; those with the best held-out coverage are
+    fitted on all folds."""
     poolings = POOLINGS if num_models else (1.0,)
     candidates = [
         (name, pooling) for name in methods for pooling in (poolings if name != "identity" else (1.0,))

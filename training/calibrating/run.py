@@ -19,7 +19,7 @@ from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, sav
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, folder_target, sha256_file, writable_target, write_json
 from scheduler_core.report.page import Page
-from training.calibrating.config import CalibrateConfig
+from training.calibrating.cli import CalibrateConfig
 from training.calibrating.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
@@ -34,8 +34,13 @@ FOLDS = 5
 _COPIED_FILES = ("metrics.csv", "run.json")
 
 
+def calibrate_command(config: CalibrateConfig) -> int:
+    """Runs the command; returns 3 where coverage is worse than before, else 0."""
+    return 3 if calibrate(config)["is_worse"] else 0
+
+
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """Runs the command; returns the summary that is written beside the calibrated predictor.
+    """Calibrates; returns the summary that is written beside the calibrated predictor.
 
     Raises:
         InputError: Predictor, data or options cannot be used together.

@@ -72,21 +72,16 @@ def fit_file(
     progress: bool = False,
     fit: Fit = fit_block,
 ) -> dict[str, Any]:
-    """Fits all groups of a file of any format and size.
+    """Fits all groups of a file of any format and size; the options are those of `fit-dist`.
 
     After an interruption of any kind the same call resumes with the finished blocks of the folder OUT.parts, which is
     removed at the end, and at an early end before the first block is finished.
 
     Args:
-        samples: The input, see `sample_files`.
-        out: The Parquet file to write.
+        samples, out: The input, see `sample_files`, and the Parquet file to write.
         options: How groups are made and fitted.
-        versions: Packages that the result depends on.
-        block_groups: Maximum number of groups fitted at a time by one process.
-        processes: Number of processes, or processors of a local Ray cluster.
-        ray: Address of a Ray cluster, `local` to start one; None: no Ray.
-        resume: Use finished blocks; False: start over.
-        progress: Show a bar on stderr.
+        versions: Of packages that the result depends on.
+        block_groups, processes, ray, resume, progress: As `fit-dist --help` explains them.
         fit: Fits a block; the same for a group whatever is around it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Rows of a file by group: as they are where each row is a group, else by DuckDB, which needs no memory for them all."""
+"""Rows of a file by group, by DuckDB, which needs no memory for them all."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.json_text import parse_json
-from scheduler_core.table_files import open_parquet, readable, require_unique
+from scheduler_core.table_files import readable, require_unique
 from training.fitting.samples import GROUP, ROW, candidate_columns, check_columns, used_columns
 
 MEMORY_LIMIT, THREADS = "1GB", 2
@@ -58,9 +57,7 @@ class GroupingQuery:
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
         """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
 
-        Args:
-            work: Folder for what does not fit into memory.
-            locate: Row -> its name in messages.
+        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages.
 
         Raises:
             InputError: The file is damaged, or keys come again in a file of one row for each group.
@@ -123,49 +120,7 @@ class GroupingQuery:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetLists:
-    """Parquet files with a list of lengths in each row; attributes as of `GroupingQuery`."""
-
-    path: Path
-    files: tuple[Path, ...]
-    keys: tuple[str, ...]
-    columns: tuple[str, ...]
-
-    def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
-        """As `GroupingQuery.tables`; DuckDB, whose start costs a tenth of a small file's fits, only if keys may repeat."""
-        if not self._keys_differ():
-            query = query_stored(self.path, self.files, self.keys, self.columns, lists=True)
-            yield from query.tables(work, locate)
-            return
-        first = 0
-        for batch in self._batches(self.columns):
-            rows = pa.array(np.arange(first, first + batch.num_rows))
-            yield pa.Table.from_batches([batch]).append_column(ROW, rows).append_column(GROUP, rows)
-            first += batch.num_rows
-
-    def _batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        for file in self.files:
-            with readable(file, "samples", "Parquet"):
-                yield from open_parquet(file, "samples").iter_batches(BATCH_ROWS, columns=list(columns))
-
-    def _keys_differ(self) -> bool:
-        """Whether the hashes of the rows' keys differ, so the keys do."""
-        try:
-            hashes = np.fromiter(
-                (
-                    hash(row)
-                    for batch in self._batches(self.keys)
-                    for row in zip(*batch.to_pydict().values(), strict=True)
-                ),
-                np.int64,
-            )
-        except UnicodeDecodeError:
-            return False
-        return len(np.unique(hashes)) == len(hashes)
-
-
-def connect() -> Any:
+def _connect() -> Any:
     """A connection to an empty database in memory."""
     import duckdb
 
@@ -178,7 +133,7 @@ def query_stored(
     path: Path, rows: pa.Table | Sequence[Path], keys: tuple[str, ...], columns: Sequence[str], *, lists: bool
 ) -> GroupingQuery:
     """A query of a table in memory, or of Parquet files."""
-    connection = connect()
+    connection = _connect()
     if isinstance(rows, pa.Table):
         connection.register("samples", rows)
         relation = "samples"
@@ -206,7 +161,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
             f"read_json({_path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
             f"maximum_object_size = {MAX_LINE_BYTES})"
         )
-    connection = connect()
+    connection = _connect()
     # A column without any value is no column.
     counts = first_row(
         path,

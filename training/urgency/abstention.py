@@ -33,11 +33,10 @@ STEP = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRows:
-    """Predictions for P texts with and without a claim of urgency.
+    """Predictions for P texts without and with a claim of urgency.
 
     Attributes:
-        plain: Probabilities without the claim [P, K].
-        claimed: With it [P, K].
+        plain, claimed: Probabilities [P, K].
         tiers: Declared tiers [P], the true levels of the texts.
         max_promotion: Maximum number of levels that a text raises itself.
         under_triage_cost: Cost the levels are decided with.
@@ -78,9 +77,7 @@ class AbstainThreshold:
             true; far = more than one level away.
         allowed_rate: With confidence 1 - delta, at most this fraction of the answered texts fails.
         delta: Probability that the guarantee does not hold.
-        num_texts: Validation texts.
-        num_answered: Of them, those at or above the threshold.
-        num_failures: Of those, failures.
+        num_texts, num_answered, num_failures: Validation texts, those of them at or above the threshold, failures of those.
         bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
         under_triage_cost: Cost the levels were decided with.
         jumps: What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not
@@ -129,14 +126,13 @@ def choose_threshold(
     With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too.
 
     Args:
-        probabilities: Of validation texts, which nothing else of the predictor was fitted to [N, K].
-        true: Their levels [N].
-        allowed_rate: Largest fraction of failures among answered texts, between 0 and 1.
-        delta: Probability, over validation sets, of certifying a threshold that is worse; between 0 and 1.
+        probabilities, true: Of validation texts, which nothing else of the predictor was fitted to [N, K], and their levels [N].
+        allowed_rate: Largest fraction of failures among answered texts.
+        delta: Probability, over validation sets, of certifying a threshold that is worse.
         risk: What a failure is.
         under_triage_cost: Cost the levels are decided with.
         claims: Of validation pairs, which nothing was fitted to; None: claims are not measured.
-        jump_rate: Largest fraction of pairs that may gain, between 0 and 1.
+        jump_rate: Largest fraction of pairs that may gain.
 
     Raises:
         InputError: A number is outside its range.
