@@ -54,7 +54,6 @@ class Page:
         header: Sequence[str],
         rows: Iterable[Sequence[object]],
         text_columns: Collection[int] = (),
-        best_row: int | None = None,
     ) -> None:
         """Adds a table.
 
@@ -62,7 +61,6 @@ class Page:
             header: Names of the columns.
             rows: Cells, formatted by `format_cell`.
             text_columns: Indices of columns of prose, aligned left.
-            best_row: Index of the row to highlight.
         """
         cells = [[format_cell(value) for value in row] for row in rows]
         self._parts.append(
@@ -71,7 +69,6 @@ class Page:
                 "header": list(header),
                 "rows": cells,
                 "text_columns": set(text_columns),
-                "best_row": best_row,
             }
         )
 

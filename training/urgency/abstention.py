@@ -26,7 +26,7 @@ from training.urgency.metrics import upper_bound
 
 #: N texts -> probabilities [N, K], the most urgent level first.
 Predict = Callable[[Sequence[str]], NDArray[np.float64]]
-Risk = Literal["under-triage", "wrong", "far"]
+Risk = Literal["under-triage", "wrong"]
 CHAIN_STARTS = (0.9, 0.75, 0.6, 0.45)
 STEP = 0.01
 
@@ -73,8 +73,7 @@ class AbstainThreshold:
 
     Attributes:
         threshold: Least highest probability that counts; None: none could be certified, so abstain always.
-        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = decided otherwise than
-            true; far = more than one level away.
+        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = otherwise than true.
         allowed_rate: With confidence 1 - delta, at most this fraction of the answered texts fails.
         delta: Probability that the guarantee does not hold.
         num_texts, num_answered, num_failures: Validation texts, those of them at or above the threshold, failures of those.
@@ -105,9 +104,7 @@ def failures(
     """Whether the level of least expected cost out of probabilities [N, K] fails against true levels [N]; see
     `AbstainThreshold.risk`."""
     decided = expected_cost_levels(probabilities, under_triage_cost)
-    if risk == "under-triage":
-        return np.asarray(decided > true)
-    return np.asarray(decided != true if risk == "wrong" else np.abs(decided - true) > 1)
+    return np.asarray(decided > true if risk == "under-triage" else decided != true)
 
 
 def choose_threshold(

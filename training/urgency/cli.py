@@ -33,20 +33,14 @@ class EvaluateUrgencyConfig:
     """Texts to evaluate; validation while a predictor is being chosen."""
     under_triage_cost: float = 3.0
     """Cost of deciding one level too low, where one level too high costs 1."""
-    risk: Literal["under-triage", "wrong", "far"] = "under-triage"
-    """What the abstain threshold bounds: levels decided too low, wrong ones, or ones more than one level away."""
     risk_rate: float = 0.1
-    """Largest fraction of such failures among the texts that are answered."""
+    """Largest fraction of levels decided too low among the texts that are answered, which the abstain threshold bounds."""
     delta: float = 0.1
     """Probability, over validation sets, that the bound does not hold."""
     jump_rate: float = 0.05
     """Largest fraction of adversarial pairs whose scheduled level a claim of urgency may raise; the abstain threshold is certified for it, too."""
     max_promotion: int = 1
     """Maximum number of levels by which a text raises its own request."""
-    max_demotion: int = 0
-    """Maximum number of levels by which a text lowers its own request."""
-    declared_tier: str = "standard"
-    """Level that all texts declare, for the metrics of scheduled levels."""
     name: str = "predictor"
     """Name of the predictor in the log and in the JSON."""
     compare: list[str] | None = None

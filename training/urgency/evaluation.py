@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.urgency.labels import LabeledText, level_number, read_labels
+from data_gen.urgency.labels import LabeledText, read_labels
 from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
 from scheduler_core.errors import InputError
 from scheduler_core.files import sha256_file, writable_target, write_json
@@ -52,6 +52,8 @@ COLUMNS = {
 }
 SCORES = ("kappa", "macro F1")
 FROZEN = "frozen:"
+#: Level that all texts declare, for the metrics of scheduled levels.
+DECLARED_TIER = LEVELS.index("standard")
 
 
 def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
@@ -60,7 +62,6 @@ def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
     Returns:
         0 if claims of urgency jump at most as often as allowed, else 3; the JSON is written in both cases.
     """
-    level_number(config.declared_tier, "declared_tier")
     target = writable_target(config.json, "json")
     texts = read_labels(config.data)
     measured = _split(texts, config.split, config.data)
@@ -160,18 +161,16 @@ def evaluate_urgency(
         _levels(validation),
         allowed_rate=config.risk_rate,
         delta=config.delta,
-        risk=config.risk,
         under_triage_cost=cost,
         claims=ClaimRows.of(predict, validation_pairs, **limits) if validation_pairs else None,
         jump_rate=config.jump_rate,
     )
     rows, true = predict([text.text for text in texts]), _levels(texts)
     predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
-    tier = level_number(config.declared_tier, "declared_tier")
-    scheduled = effective_level(rows, tier, chosen.threshold, max_demotion=config.max_demotion, **limits)
+    scheduled = effective_level(rows, DECLARED_TIER, chosen.threshold, **limits)
     answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
     right = predicted == true
-    failed = failures(rows, true, config.risk, cost)
+    failed = failures(rows, true, "under-triage", cost)
     is_quiet = np.array([text.source == "seed-quiet" for text in texts])
     return {
         "predicted": urgency_metrics(true, predicted),
