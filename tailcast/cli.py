@@ -53,7 +53,3 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0 if words else 2
     code: int = imported(COMMANDS[name][0])(words[1:])
     return code
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

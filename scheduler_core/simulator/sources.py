@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -27,23 +26,16 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """Clients that each send the next request after the output of their last one and a time to think.
+    """Clients that each send the next request after the output of their last one and a time to think (by `rng` exponential
+    with this mean, without it constant).
 
     The requests come in the order of the trace, whose own arrival times are ignored but for the first: then all clients
     begin.
-
-    Attributes:
-        num_clients: Clients, > 0.
-        think_time_s: Mean seconds between an output and the next request, >= 0.
-        rng: Draws exponential think times; None: all are equal.
     """
 
     num_clients: int
     think_time_s: float = 0.0
     rng: np.random.Generator | None = None
-
-    def __post_init__(self) -> None:
-        check_ranges(self, num_clients=(1, 2**63), think_time_s=(0, FINITE))
 
 
 class EventSource:
@@ -53,11 +45,8 @@ class EventSource:
 
     - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
       own `arrival_s`. A turn that was refused has ended when it arrived.
-    - With `clients` every request waits for a client.
+    - With `clients` every request waits for a client; the trace then may have no think times.
     - A prediction comes `delays_s` after the arrival.
-
-    Raises:
-        InputError: A closed loop with a trace that has think times.
     """
 
     def __init__(

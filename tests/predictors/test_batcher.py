@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -75,14 +74,6 @@ async def test_waiting_requests_are_joined_by_length_starting_from_the_oldest() 
     assert bench.batches[3] == [53]
     answers = await asyncio.gather(*callers)
     assert outcomes(answers) == [f"r{item}" for item in (50, 10, 51, 11, 52, 49, 53)]
-
-
-async def test_arrival_order_ignores_length() -> None:
-    bench = Bench(order="arrival", max_batch=3)
-    await bench.submit(1)
-    await bench.submit(50, 10, 51, 11)
-    await bench.release(0)
-    assert bench.batches[1] == [50, 10, 51]
 
 
 async def test_waits_for_company_but_not_longer_than_allowed() -> None:
@@ -191,7 +182,6 @@ OPERATIONS = st.lists(
     max_batch=st.integers(1, 5),
     max_wait=st.integers(0, 3),
     workers=st.integers(1, 3),
-    order=st.sampled_from(["length", "arrival"]),
     max_queue=st.integers(1, 12),
 )
 @hypothesis_settings(max_examples=60, deadline=None)
@@ -200,14 +190,12 @@ async def test_every_caller_gets_exactly_its_own_outcome(
     max_batch: int,
     max_wait: int,
     workers: int,
-    order: str,
     max_queue: int,
 ) -> None:
     bench = Bench(
         max_batch=max_batch,
         max_wait_s=float(max_wait),
         num_workers=workers,
-        order=order,
         max_queue=max_queue,
         max_padding=1.5,
         max_padded_tokens=300,
@@ -249,7 +237,7 @@ async def test_every_caller_gets_exactly_its_own_outcome(
         assert 1 <= len(batch) <= max_batch
         real = [lengths[item] for item in batch]
         if len(batch) > 1:
-            assert len(batch) * max(real) <= min(300, math.inf if order == "arrival" else 1.5 * sum(real))
+            assert len(batch) * max(real) <= min(300, 1.5 * sum(real))
     for item, outcome in enumerate(await asyncio.gather(*callers, return_exceptions=True)):
         if isinstance(outcome, BatchedResult):
             assert outcome.result == f"r{item}"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
+from predictors.modules.config import Calibration
 from predictors.modules.encoder import load_tokenizer
 from scheduler_core.errors import InputError
 from tests.predictors.predictors import predictor

@@ -22,8 +22,8 @@ from predictors.client import (
     InProcessPredictor,
     PredictorError,
     SyncPredictor,
-    channel,
     connect,
+    grpc_client,
     load,
     messages,
 )
@@ -178,11 +178,13 @@ async def address(artifact_folder: Path) -> AsyncIterator[str]:
 async def test_predictions_come_in_the_order_of_the_requests(
     address: str, kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)  # so that many are sent in several calls
+    # So that many are sent in several calls.
+    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
+    monkeypatch.setattr(messages, "MAX_BATCH_REQUESTS", 7)
     prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)] + ["the " * 500] * (
         count > 4
     )
-    async with Client(kind, address, max_batch_requests=7) as client:
+    async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
         assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(expected(prompt), rel=1e-5)
@@ -255,8 +257,9 @@ async def test_unreachable_server_is_named(kind: str) -> None:
             await client.metadata()
 
 
-async def test_message_over_the_limit_names_the_limit(address: str) -> None:
-    async with Client("calls", address, max_message_bytes=4096) as client:
+async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_client, "MAX_MESSAGE_BYTES", 4096)
+    async with Client("calls", address) as client:
         error = await client.error(requests(["sea " * 2000]))
     assert error.code == "RESOURCE_EXHAUSTED"
     assert "4096" in str(error)
@@ -310,7 +313,7 @@ async def test_only_what_no_server_took_is_retried_and_not_for_ever(
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
-    monkeypatch.setattr(channel, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
+    monkeypatch.setattr(grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
     servicer = Scripted(num_failures=100)
     async with serving(servicer) as address, Client("calls", address) as client:
         for _ in range(10):

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from predictors.manifest import Head, Manifest
-from predictors.modules.calibration import Calibration
-from predictors.modules.config import Conditioning, PredictorConfig, read_config
+from predictors.modules.config import Calibration, Conditioning, PredictorConfig, read_config
 from predictors.modules.encoder import build_encoder, load_encoder, load_tokenizer, pool, resolve_encoder
 from predictors.modules.heads import HEADS, BucketHead, Heads, LengthHead, RankHead, UrgencyHead
 from predictors.modules.normalization import Normalization

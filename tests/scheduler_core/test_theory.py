@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
-from tests.scheduler_core.helpers import trace_row
+from tests.scheduler_core.helpers import simulate, trace_row
 
 BASE_S = 0.25
 STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
@@ -39,10 +37,8 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_re
         tokens = lengths(rng, num_requests)
         pairs = zip(arrivals.tolist(), tokens.tolist(), strict=True)
         rows = tuple(trace_row(str(i), at_s, 1, num, CAP) for i, (at_s, num) in enumerate(pairs))
-        config = SimulationConfig(
-            trace="", policy=policy, scheduler=SchedulerConfig(max_num_seqs=1), step_time=STEP_TIME
-        )
-        result = run_simulation(config, trace=Trace(rows))
+        limits = SchedulerConfig(max_num_seqs=1)
+        result = simulate(Trace(rows), policy, scheduler=limits, step_time=STEP_TIME)
         assert result.metrics["littles_law_error"] < 1e-9
         assert len(result.records) == num_requests
         means.append(np.mean([r.queueing_delay_s for r in result.records if int(r.request_id) >= WARM_UP]))

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from predictors.modules.calibration import Calibration
+from predictors.modules.config import Calibration
 from training.evaluating.evaluation import CONFORMAL_SCHEMA
 from training.evaluating.scores import COVERAGE_LEVELS, finite, percent
 
