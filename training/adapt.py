@@ -41,8 +41,14 @@ MIN_PROMPTS = 20
 _BASE_REQUESTS = 100
 _RESAMPLES = 400
 _COLUMNS = (
-    *("prompt_id", "prompt", "messages", "model"),
-    *("temperature", "max_tokens", "output_tokens", "finish_reason"),
+    "prompt_id",
+    "prompt",
+    "messages",
+    "model",
+    "temperature",
+    "max_tokens",
+    "output_tokens",
+    "finish_reason",
 )
 #: Largest difference between the graph's predictions and the fitted ones, in log tokens.
 _TOLERANCE = 1e-3

@@ -140,19 +140,20 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
 def test_conformal_quantiles_fall_back_where_rows_are_few():
     data = residuals(4000, shift=(0.0, 1.0))
     few = data.take((data.model == 1) | (np.cumsum(data.model == 2) <= 60))
-    found = fit_conformal(few, MODELS, np.random.default_rng(0))
-    assert found.own[1].all()
+    pooled, many, few = fit_conformal(few, MODELS, np.random.default_rng(0))["offsets"].values()
+    assert all(entry["own"] for entry in many.values())
     # 60 rows are enough for P50 and P90, not for a finite P99
-    assert found.own[2].tolist() == [True, True, False]
-    assert found.offsets[2, 2] == found.offsets[0, 2]
-    assert found.offsets[2, 0] == pytest.approx(1.0, abs=0.5)
+    assert [entry["own"] for entry in few.values()] == [True, True, False]
+    assert few["p99"]["offset"] == pooled["p99"]["offset"]
+    assert few["p50"]["offset"] == pytest.approx(1.0, abs=0.5)
 
 
 def test_one_sample_of_a_row_and_one_row_of_a_prompt_count():
     data = residuals(1000)
-    found = fit_conformal(data.take(np.repeat(np.arange(1000), 5)), MODELS, np.random.default_rng(0))
-    assert found.num_rows[0].tolist() == [500] * 3
-    assert found.num_rows[1:, 0].sum() == 1000
+    repeated = data.take(np.repeat(np.arange(1000), 5))
+    pooled, *models = fit_conformal(repeated, MODELS, np.random.default_rng(0))["offsets"].values()
+    assert [entry["num_rows"] for entry in pooled.values()] == [500] * 3
+    assert sum(entries["p50"]["num_rows"] for entries in models) == 1000
     # Too few or too many truncated samples give an infinite offset.
     assert conformal_offset(np.zeros(10), np.zeros(10, dtype=bool), 0.5) == math.inf
     assert conformal_offset(np.arange(4.0), np.ones(4, dtype=bool), 0.9) == math.inf

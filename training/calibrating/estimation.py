@@ -125,46 +125,6 @@ def censored_cdf(residuals: Residuals) -> Any:
 MIN_ROWS = 50
 
 
-@dataclass(frozen=True, slots=True)
-class ConformalQuantiles:
-    """Offsets in units of the calibrated sigma.
-
-    Attributes:
-        levels: Ascending [L].
-        served_models: Names [M].
-        offsets: By number of the served model, 0 = unknown or all together; infinite where data do not reach [M + 1, L].
-        num_rows: Rows behind each entry [M + 1, L].
-        own: False where a served model uses those of all models together [M + 1, L].
-    """
-
-    levels: tuple[float, ...]
-    served_models: tuple[str, ...]
-    offsets: FloatArray
-    num_rows: NDArray[np.int64]
-    own: NDArray[np.bool_]
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON content; an infinite offset is null."""
-        names = ["unknown", *self.served_models]
-        return {
-            "schema": CONFORMAL_SCHEMA,
-            "levels": list(self.levels),
-            "served_models": list(self.served_models),
-            "guarantee": "P(length <= exp(mu + offset sigma)) >= level for a row exchangeable with the calibration rows",
-            "offsets": {
-                name: {
-                    percent(level): {
-                        "offset": finite(self.offsets[row, column]),
-                        "num_rows": int(self.num_rows[row, column]),
-                        "own": bool(self.own[row, column]),
-                    }
-                    for column, level in enumerate(self.levels)
-                }
-                for row, name in enumerate(names)
-            },
-        }
-
-
 def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -> float:
     """The k-th smallest residual, k = ceil((n + 1) level), censored ones infinite; infinite if k > n."""
     rank = math.ceil((len(z) + 1) * level - 1e-9)
@@ -174,28 +134,32 @@ def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -
 
 
 def fit_conformal(
-    residuals: Residuals,
-    served_models: Sequence[str],
-    rng: np.random.Generator,
-    levels: Sequence[float] = COVERAGE_LEVELS,
-) -> ConformalQuantiles:
-    """Offsets of all models together and of each served model, from residuals of the calibrated predictor.
+    residuals: Residuals, served_models: Sequence[str], rng: np.random.Generator
+) -> dict[str, Any]:
+    """Content of `conformal.json`: offsets of all models together ("unknown") and of each served model, from residuals of the
+    calibrated predictor, in units of its sigma.
 
-    `rng` draws the sample of each row, and the row of each prompt, that counts; levels are ascending.
+    `rng` draws the sample of each row, and the row of each prompt, that counts. An offset is null where the data do not
+    reach it; num_rows is the number of rows behind it; own is false where a served model has those of all together.
     """
     one_per_row = residuals.take(_sample_one(residuals.row, rng))
     pooled = one_per_row.take(_sample_one(one_per_row.prompt, rng))
-    shape = (len(served_models) + 1, len(levels))
-    offsets, counts, own = np.empty(shape), np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
-    for row in range(shape[0]):
-        by_model = one_per_row.take(one_per_row.model == row) if row else pooled
-        for column, level in enumerate(levels):
-            is_enough = len(by_model) >= MIN_ROWS and len(by_model) >= level / (1 - level)
-            own[row, column] = is_enough or row == 0
-            data = by_model if own[row, column] else pooled
-            counts[row, column] = len(data)
-            offsets[row, column] = conformal_offset(data.z, data.finished, level)
-    return ConformalQuantiles(tuple(levels), tuple(served_models), offsets, counts, own)
+    offsets: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(("unknown", *served_models)):
+        by_model = one_per_row.take(one_per_row.model == number) if number else pooled
+        offsets[name] = {}
+        for level in COVERAGE_LEVELS:
+            own = number == 0 or len(by_model) >= max(MIN_ROWS, level / (1 - level))
+            rows = by_model if own else pooled
+            offset = finite(conformal_offset(rows.z, rows.finished, level))
+            offsets[name][percent(level)] = {"offset": offset, "num_rows": len(rows), "own": own}
+    return {
+        "schema": CONFORMAL_SCHEMA,
+        "levels": list(COVERAGE_LEVELS),
+        "served_models": list(served_models),
+        "guarantee": "P(length <= exp(mu + offset sigma)) >= level for a row exchangeable with the calibration rows",
+        "offsets": offsets,
+    }
 
 
 def _sample_one(groups: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:

@@ -90,7 +90,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     checkpoint.model.set_calibration(selected.calibration)
     copies = {name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()}
     with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder) / CONFORMAL, conformal.to_json())
+        write_json(Path(folder) / CONFORMAL, conformal)
         save_checkpoint(
             out,
             checkpoint.model,

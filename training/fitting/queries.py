@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,16 +63,14 @@ class GroupingQuery:
             InputError: The file is damaged, or keys come again in a file of one row for each group.
             TailcastError: The folder cannot be written.
         """
-        values = ", ".join(f"{value} AS {_quoted(name)}" for name, value in self.columns.items())
+        values = ", ".join(f"{value} AS {quoted(name)}" for name, value in self.columns.items())
         rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
-        keys = ", ".join(_quoted(key) for key in self.keys)
+        keys = ", ".join(quoted(key) for key in self.keys)
         if self.lists:
             self._check_keys_once(rows, locate)
             query = f"SELECT *, {ROW} AS {GROUP} FROM {rows}"
         else:
-            same = " AND ".join(
-                f"s.{_quoted(key)} IS NOT DISTINCT FROM g.{_quoted(key)}" for key in self.keys
-            )
+            same = " AND ".join(f"s.{quoted(key)} IS NOT DISTINCT FROM g.{quoted(key)}" for key in self.keys)
             # The prompt of a group's first row is enough, and long ones are costly to sort.
             first_prompt = f"REPLACE (CASE WHEN {ROW} = {GROUP} THEN prompt END AS prompt)"
             is_carried = "prompt" in self.columns and "prompt" not in self.keys
@@ -91,7 +89,7 @@ class GroupingQuery:
                 yield table
 
     def _check_keys_once(self, rows: str, locate: Callable[[int], str]) -> None:
-        keys = [_quoted(key) for key in self.keys]
+        keys = [quoted(key) for key in self.keys]
         repeat = first_row(
             self.path,
             self.connection,
@@ -120,26 +118,13 @@ class GroupingQuery:
             )
 
 
-def _connect() -> Any:
+def connect() -> Any:
     """A connection to an empty database in memory."""
     import duckdb
 
     return duckdb.connect(
         config={"memory_limit": MEMORY_LIMIT, "threads": THREADS, "autoinstall_known_extensions": False}
     )
-
-
-def query_stored(
-    path: Path, rows: pa.Table | Sequence[Path], keys: tuple[str, ...], columns: Sequence[str], *, lists: bool
-) -> GroupingQuery:
-    """A query of a table in memory, or of Parquet files."""
-    connection = _connect()
-    if isinstance(rows, pa.Table):
-        connection.register("samples", rows)
-        relation = "samples"
-    else:
-        relation = f"read_parquet([{', '.join(map(_path_literal, rows))}])"
-    return GroupingQuery(path, connection, relation, keys, lists, {name: _quoted(name) for name in columns})
 
 
 def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
@@ -153,20 +138,20 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)
     if is_csv:
         relation = (
-            f"read_csv({_path_literal(path)}, auto_detect = false, columns = {{{kinds}}}, header = true, delim = ',', "
+            f"read_csv({path_literal(path)}, auto_detect = false, columns = {{{kinds}}}, header = true, delim = ',', "
             f"quote = '\"', escape = '\"', allow_quoted_nulls = false, max_line_size = {MAX_LINE_BYTES})"
         )
     else:
         relation = (
-            f"read_json({_path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
+            f"read_json({path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
             f"maximum_object_size = {MAX_LINE_BYTES})"
         )
-    connection = _connect()
+    connection = connect()
     # A column without any value is no column.
     counts = first_row(
         path,
         connection,
-        f"SELECT count(*), {', '.join(f'count({_quoted(name)})' for name in names)} FROM {relation}",
+        f"SELECT count(*), {', '.join(f'count({quoted(name)})' for name in names)} FROM {relation}",
     )
     assert counts is not None
     num_rows, *filled = counts
@@ -175,7 +160,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     names = [name for name, count in zip(names, filled, strict=True) if count]
     check_columns(names, path, keys, weights)
     text = "nullif(trim({}), '')" if is_csv else "CAST({} AS VARCHAR)"
-    texts = {name: text.format(_quoted(name)) for name in used_columns(names, keys, weights)}
+    texts = {name: text.format(quoted(name)) for name in used_columns(names, keys, weights)}
     length = texts["output_tokens"]
     first = first_row(path, connection, f"SELECT {length} FROM {relation} WHERE {length} IS NOT NULL LIMIT 1")
     lists = first is not None and first[0].startswith("[")
@@ -184,7 +169,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     columns, bad = {}, []
     for name, text in texts.items():
         if name not in types:
-            columns[name] = _quoted(name) if is_csv else f"{_quoted(name)}->>'$'"
+            columns[name] = quoted(name) if is_csv else f"{quoted(name)}->>'$'"
             continue
         kind = types[name]
         # A cast to BIGINT would round 7.5; with a comma it is refused.
@@ -229,7 +214,7 @@ def database_errors(path: Path) -> Iterator[None]:
         raise InputError("samples", str(path), f"a whole file ({' '.join(lines[:2])})") from error
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -237,7 +222,7 @@ def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _path_literal(path: Path) -> str:
+def path_literal(path: Path) -> str:
     return _literal(glob.escape(str(path)))
 
 

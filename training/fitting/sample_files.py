@@ -27,7 +27,7 @@ import pyarrow.compute as pc
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.table_files import open_parquet
-from training.fitting.queries import GroupingQuery, query_stored, query_text
+from training.fitting.queries import GroupingQuery, connect, path_literal, query_text, quoted
 from training.fitting.samples import GROUP, check_columns, is_list, used_columns
 
 ALLOWED = (
@@ -190,7 +190,13 @@ def _stored(
     if num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
     check_columns(schema.names, path, keys, weights)
-    columns = used_columns(schema.names, keys, weights)
+    columns = {name: quoted(name) for name in used_columns(schema.names, keys, weights)}
     lists = pa.types.is_nested(schema.field("output_tokens").type)
-    query = query_stored(path, rows, tuple(keys), columns, lists=lists)
+    connection = connect()
+    if isinstance(rows, pa.Table):
+        connection.register("samples", rows)
+        relation = "samples"
+    else:
+        relation = f"read_parquet([{', '.join(map(path_literal, rows))}])"
+    query = GroupingQuery(path, connection, relation, tuple(keys), lists, columns)
     return SampleFile(path, files, num_rows, query, starts)
