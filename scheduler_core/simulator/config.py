@@ -12,11 +12,15 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS, make_router
-from scheduler_core.routing.autoscaling import AutoScaler
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
-from scheduler_core.routing.llumnix import Headroom, Llumnix, exponential_headroom
-from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.llumnix import (
+    AutoScaler,
+    Headroom,
+    Llumnix,
+    MigrationPlanner,
+    exponential_headroom,
+)
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import make_step_time

@@ -18,12 +18,11 @@ from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.plan import Finished
 from scheduler_core.predictions import Prediction
-from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
+from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
-from scheduler_core.routing.migration_planner import MigrationPlanner
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.predictions import Predictions, Progress

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_gen.samples import write_samples
-from tests.data_gen.sample_rows import SampleRow, to_table
+from tests.data_gen.sample_rows import sample_row, to_table
 
 
 def assert_refused(
@@ -50,7 +50,7 @@ def write_sample_file(
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
             rows.append(
-                SampleRow(
+                sample_row(
                     prompt_id=f"p{index:03d}",
                     prompt=prompt,
                     category=prompt.split()[3],

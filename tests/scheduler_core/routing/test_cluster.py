@@ -11,11 +11,9 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy
 from scheduler_core.routing import ROUTERS
-from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
-from scheduler_core.routing.llumnix import Headroom
-from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.llumnix import AutoScaler, Headroom, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import Simulation, SimulationOutcome
