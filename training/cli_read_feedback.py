@@ -31,11 +31,7 @@ class FeedbackConfig:
 
 
 def read(config: FeedbackConfig) -> None:
-    """Runs the command.
-
-    Raises:
-        InputError: The log cannot be read, or holds no record.
-    """
+    """Runs the command."""
     from data_gen.importers.feedback import feedback_records
     from training.feedback import pair, summarize
 

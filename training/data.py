@@ -30,11 +30,7 @@ UrgencyLabels = dict[str, tuple[int, float]]
 
 
 def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels]:
-    """Labels of the training and of the validation split; both empty without an urgency head.
-
-    Raises:
-        InputError: A file cannot be used, or a split is empty.
-    """
+    """Labels of the training and of the validation split; both empty without an urgency head."""
     if config.urgency is None:
         return {}, {}
     labels: dict[str, UrgencyLabels] = {"urgency_data": {}, "urgency_validation": {}}

@@ -52,11 +52,7 @@ class InitialModel:
 
 
 def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
-    """The predictor that `config` describes, for the rows and labels it is trained on.
-
-    Raises:
-        InputError: Encoder or checkpoint cannot be used, or do not fit the configuration or the data.
-    """
+    """The predictor that `config` describes, for the rows and labels it is trained on."""
     initial = (
         _fresh(config, train, labels) if config.init is None else _from_checkpoint(config, config.init, train)
     )

@@ -38,11 +38,7 @@ def calibrate_command(config: CalibrateConfig) -> int:
 
 
 def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """Calibrates; returns the summary that is written beside the calibrated predictor.
-
-    Raises:
-        InputError: Predictor, data or options cannot be used together.
-    """
+    """Calibrates; returns the summary that is written beside the calibrated predictor."""
     existing_file(config.data, "data")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -168,11 +164,7 @@ def _residuals(
 def _parts(
     residuals: Residuals, rows: EvaluationRows, purpose: str, bounds: Sequence[float] | NDArray[np.float64]
 ) -> list[Residuals]:
-    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1.
-
-    Raises:
-        InputError: A part is empty.
-    """
+    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1."""
     hashes = {text: unit_hash(f"{purpose}\x00{text}") for text in set(rows.prompts)}
     part = np.searchsorted(bounds, [hashes[text] for text in rows.prompts], side="right")
     parts = [residuals.take(part[residuals.row] == number) for number in range(len(bounds) + 1)]

@@ -223,11 +223,7 @@ def predict_rows(
     temperatures: Sequence[float | None],
     options: InferenceOptions,
 ) -> PredictedRows:
-    """Predicts G rows with a checkpoint on any device.
-
-    Raises:
-        InputError: A served model is unknown to a predictor that was not trained for unknown ones.
-    """
+    """Predicts G rows with a checkpoint on any device."""
     from training.prediction import predict_prompts
 
     outputs = predict_prompts(

@@ -30,9 +30,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
     Returns:
         The content of the JSON file; see `docs/evaluation-format.md`.
-
-    Raises:
-        InputError: Folder, data or options cannot be used together.
     """
     targets = {
         name: writable_target(path, name)

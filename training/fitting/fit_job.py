@@ -168,11 +168,7 @@ class _Parts:
         self.folder = out.with_name(out.name + ".parts")
 
     def open(self, manifest: dict[str, Any], *, resume: bool) -> bool:
-        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new.
-
-        Raises:
-            InputError: It belongs to a run with another manifest and `resume` is true, or no run made it.
-        """
+        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new."""
         manifest = json.loads(json.dumps(manifest))
         names = {entry.name for entry in self.folder.iterdir()}
         if MANIFEST in names and resume:
@@ -209,12 +205,7 @@ class _Parts:
             pq.write_table(shard, temporary, compression="zstd")
 
     def assemble(self, samples: Path) -> None:
-        """Writes the output file from all shards in order, atomically.
-
-        Raises:
-            InputError: No group of `samples` has enough samples to be fitted.
-            TailcastError: The file cannot be written, or a shard is damaged.
-        """
+        """Writes the output file from all shards in order, atomically."""
         shards = self.shards()
         largest = 0
         try:

@@ -150,9 +150,6 @@ def evaluate_urgency(
         after abstention and limited promotion; reliability; abstention: the threshold, its guarantee, and how many of
         the evaluated texts it answers and fails; quiet_emergencies_found: of calmly worded emergencies, those decided as
         level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
-
-    Raises:
-        InputError: An option is outside its range.
     """
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}

@@ -111,11 +111,7 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
 
 
 def _trained(train: Sequence[LabeledText], *steps: Any) -> Predict:
-    """A pipeline of scikit-learn trained on labelled texts.
-
-    Raises:
-        InputError: There are no texts, or a regression gets one level alone.
-    """
+    """A pipeline of scikit-learn trained on labelled texts."""
     from sklearn.pipeline import make_pipeline
 
     if not train:
