@@ -181,7 +181,7 @@ def predict(options: argparse.Namespace, prompts: Sequence[str], address: str) -
         )
         for number, prompt in enumerate(prompts)
     )  # fmt: skip
-    content = fetch_predictions(Trace(rows), f"grpc://{address}", timeout_s=60.0)
+    content = fetch_predictions(Trace(rows), f"grpc://{address}")
     lengths_by_id = {}
     for name, prediction in content.by_id.items():
         if prediction is not None and prediction.length is not None:

@@ -62,13 +62,11 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
         verify_file(manifest_path, read_public_key(public_key))
     manifest = parse_manifest(read_json_object(manifest_path, "artifact manifest"))
     for name in (MANIFEST, *manifest.files):
-        file = folder / name
+        file, field = folder / name, f"artifact file {name}"
         if not file.is_file():
-            allowed = "a file that the manifest lists and that exists"
-            raise InputError(f"artifact file {name}", str(file), allowed)
+            raise InputError(field, str(file), "a file that the manifest lists and that exists")
         if file.resolve().parent != folder.resolve():
-            allowed = "a file inside the artifact folder"
-            raise InputError(f"artifact file {name}", str(file.resolve()), allowed)
+            raise InputError(field, str(file.resolve()), "a file inside the artifact folder")
     unlisted = sorted(set(os.listdir(folder)) - manifest.files.keys() - _UNLISTED)
     if unlisted:
         raise InputError("artifact", unlisted, f"a folder with the files that {MANIFEST} lists, and no other")
@@ -82,18 +80,10 @@ def open_artifact(path: str | Path, *, public_key: str | Path | None = None) -> 
 
 
 def write_manifest(folder: str | Path, manifest: Manifest, *, version_prefix: str | None = None) -> Manifest:
-    """Writes `manifest` into `folder`, with the hashes of the files there, the opset of the graph and the version of it all.
+    """Writes `manifest` into a folder with all other files of the artifact, and returns what was written.
 
-    Args:
-        folder: Holds all other files of the artifact.
-        manifest: Its fields `files`, `artifact_version` and, where there is a graph, `opset` are replaced.
-        version_prefix: Put before the version, as "PREFIX+".
-
-    Returns:
-        What was written.
-
-    Raises:
-        InputError: A field is wrong or contradicts another one, so that it would not be read back.
+    Its fields `files`, `artifact_version` (behind "PREFIX+") and, where there is a graph, `opset` are replaced. InputError if
+    a field is wrong or contradicts another one, so that it would not be read back.
     """
     folder = Path(folder)
     update: dict[str, object] = {"files": hash_files(folder)}

@@ -70,8 +70,6 @@ class ServeConfig:
     """Largest ratio of padded to real tokens in a batch; default: 1.1 on a CPU, no limit on a GPU."""
     max_padded_tokens: int | None = None
     """Largest product of a batch's size and its longest prompt's tokens, where it holds more than one; default: 256 on a CPU, 16384 on a GPU."""
-    order: Literal["length", "arrival"] = "length"
-    """Which requests share a batch: the oldest and its nearest neighbours in length, or simply the oldest ones."""
     max_queue: int = 512
     """Maximum number of requests in flight; further ones are refused at once with RESOURCE_EXHAUSTED."""
     num_workers: int | None = None
@@ -151,19 +149,15 @@ def serve(config: ServeConfig) -> int:
     return 0
 
 
-def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
-    """One of several workers: as `serve`, but it shares its ports, and ends when its standard input does.
-
-    Args:
-        config: What to serve, where.
-        number: Of the worker, from 0.
-        ready_fd: File descriptor that gets a byte when the worker is ready.
-    """
+def serve_worker(config: ServeConfig, number: int) -> int:
+    """One of several workers, numbered from 0: as `serve`, but it shares its ports, ends when its standard input does, and
+    writes a byte to its standard output when it is ready; later output goes to standard error."""
     from predictors.service.metrics import count_as_worker
 
     def on_ready(port: int) -> None:
-        os.write(ready_fd, b"\n")
-        os.close(ready_fd)
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
     set_up_logs(config.log_format)
     if config.http_port is not None:
@@ -176,12 +170,8 @@ def serve_worker(config: ServeConfig, number: int, ready_fd: int) -> int:
 def build_server(
     config: ServeConfig, *, worker: int | None = None
 ) -> tuple[PredictionServer, dict[str, ArtifactSource]]:
-    """The server of `config`, nothing bound yet; and the sources of its artifacts by id.
-
-    Args:
-        config: What to serve, where.
-        worker: Number of the worker process that it runs in; None: there is one process.
-    """
+    """The server of `config`, nothing bound yet, and the sources of its artifacts by id; `worker` is the number of its
+    process, None where there is one alone."""
     from predictors.runtime import CPU
     from predictors.service.artifacts import open_sources
     from predictors.service.pipeline import worker_cores
@@ -215,10 +205,10 @@ def batching_settings(config: ServeConfig, provider: str) -> BatchingSettings:
 
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     on_cpu = BatchingSettings.cpu(max(1, num_cores // config.workers))
-    defaults = dataclasses.asdict(on_cpu if provider == CPU else BatchingSettings.gpu())
-    options = {name: getattr(config, name, None) for name in defaults}
-    return BatchingSettings(
-        **{name: defaults[name] if value is None else value for name, value in options.items()}
+    defaults = on_cpu if provider == CPU else BatchingSettings.gpu()
+    options = {name: getattr(config, name, None) for name in dataclasses.asdict(defaults)}
+    return dataclasses.replace(
+        defaults, **{name: value for name, value in options.items() if value is not None}
     )
 
 

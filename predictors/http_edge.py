@@ -23,11 +23,6 @@ class HttpRunner(web.AppRunner):
 
     A connection is closed `request_timeout_s` after the first byte of a head (request line and headers) that is not whole
     by then. Malformed requests get a fixed page and a line in the log without their bytes.
-
-    Args:
-        application: The application.
-        request_timeout_s: For the head of a request.
-        options: Further ones of `web.AppRunner`.
     """
 
     def __init__(
@@ -44,11 +39,7 @@ class HttpRunner(web.AppRunner):
         self._request_timeout_s = request_timeout_s
 
     async def bind(self, field: str, host: str, port: int, **options: Any) -> int:
-        """Binds a port and answers; returns its number.
-
-        Raises:
-            InputError: The port of the option `field` cannot be bound.
-        """
+        """Binds the port of the option `field` (InputError if it cannot) and answers; returns its number."""
         await self.setup()
         try:
             await web.TCPSite(self, host, port, **options).start()
@@ -74,14 +65,8 @@ class HttpRunner(web.AppRunner):
 
 
 async def read_body(request: web.Request, timeout_s: float = REQUEST_TIMEOUT_S) -> bytes:
-    """The body of a request.
-
-    Raises:
-        InputError: Its chunks are malformed.
-        web.HTTPUnsupportedMediaType: It is compressed: a MiB may unpack to a GiB.
-        web.HTTPRequestEntityTooLarge: It is larger than the application's `client_max_size`.
-        web.HTTPRequestTimeout: It was not complete in time.
-    """
+    """The body of a request; InputError for malformed chunks, 408 if it is not complete in time, 413 if it is larger than the
+    application's `client_max_size`, 415 if it is compressed: a MiB may unpack to a GiB."""
     if request.headers.get("Content-Encoding", "").lower() not in ("", "identity"):
         raise web.HTTPUnsupportedMediaType(headers={"Accept-Encoding": "identity"})
     try:

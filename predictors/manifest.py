@@ -254,10 +254,7 @@ class Manifest(BaseModel):
 
     def served_model_number(self, name: str | None) -> int:
         """Value of the graph's input served_model for a model (None or empty: unknown); 0 where there is no such input.
-
-        Raises:
-            InputError: The artifact was not trained on such a model.
-        """
+        InputError if the artifact was not trained on such a model."""
         if name and name in self.served_models:
             return 0 if self.conditioning is None else self.served_models.index(name) + 1
         if self.accepts_unknown_models or (self.conditioning is None and not name):
@@ -282,11 +279,8 @@ def checked_temperature(value: float | None) -> float:
 
 
 def content_version(content: Mapping[str, Any]) -> str:
-    """Twelve hex digits of the SHA-256 of a manifest's canonical JSON (keys sorted, no spaces, ASCII).
-
-    Args:
-        content: The parsed JSON; its fields artifact_version and created, and the hash of run.json, are left out.
-    """
+    """Twelve hex digits of the SHA-256 of a manifest's canonical JSON (keys sorted, no spaces, ASCII), without its fields
+    artifact_version and created, and the hash of run.json."""
     versioned = {name: value for name, value in content.items() if name not in _UNVERSIONED}
     if isinstance(versioned.get("files"), Mapping):
         versioned["files"] = {name: digest for name, digest in versioned["files"].items() if name != _RUN}
@@ -294,12 +288,8 @@ def content_version(content: Mapping[str, Any]) -> str:
 
 
 def parse_manifest(content: Mapping[str, Any]) -> Manifest:
-    """The manifest that `content`, the parsed JSON, describes.
-
-    Raises:
-        InputError: The format is of another version, a field is missing, unknown, wrong or contradicts another one, or
-            the artifact version is not that of the content.
-    """
+    """The manifest that `content`, the parsed JSON, describes; InputError if the format is of another version, a field is
+    missing, unknown, wrong or contradicts another one, or the artifact version is not that of the content."""
     version = content.get("format_version")
     check_format("artifact manifest, format_version", version, FORMAT_VERSION, "export it again")
     fields = {name: value for name, value in content.items() if name not in _DERIVED}
@@ -335,9 +325,8 @@ def check_format(field: str, version: object, expected: int, advice: str) -> Non
     if version == expected and type(version) is int:
         return
     if type(version) is int and version > 0:
-        reason = (
-            f"an older tailcast wrote it: {advice}" if version < expected else "it is newer: upgrade tailcast"
-        )
+        is_older = version < expected
+        reason = f"an older tailcast wrote it: {advice}" if is_older else "it is newer: upgrade tailcast"
         raise InputError(field, version, f"{expected}; {reason}")
     raise InputError(field, version, str(expected))
 

@@ -112,13 +112,7 @@ def check_range(rows: Iterable[PredictedRow]) -> None:
 
 
 class ArtifactRuntime:
-    """Runs one artifact. `run` may be called from several threads at a time.
-
-    Attributes:
-        artifact: The artifact.
-        tokenizer: Text to token ids.
-        provider: ONNX Runtime's execution provider in use, "auto" resolved.
-    """
+    """Runs one artifact, on ONNX Runtime's execution provider `provider`. `run` may be called from several threads at a time."""
 
     def __init__(
         self, artifact: Artifact, tokenizer: PromptTokenizer, session: ort.InferenceSession | TinySession
@@ -144,8 +138,7 @@ class ArtifactRuntime:
         Args:
             prompts: Token ids of B prompts, each int64 [tokens], at least one token.
             served_models: Names of the requests' LLMs [B]; None: unknown. See `Manifest.served_model_number`.
-            temperatures: Sampling temperatures [B], at least 0; None: unknown. Ignored by an artifact without
-                conditioning.
+            temperatures: At least 0 [B]; None: unknown. Ignored by an artifact without conditioning.
             seq: Pad to so many columns instead of to the longest prompt; changes no number.
 
         Raises:
@@ -176,13 +169,8 @@ class ArtifactRuntime:
         *,
         batch_size: int = 4,
     ) -> Predicted:
-        """Predicts any number of prompts, in batches of similar length; the predictions are in the prompts' order.
-
-        Args:
-            prompts: N texts.
-            served_models, temperatures: As in `run`, [N].
-            batch_size: Prompts per model call; on a CPU small batches are the fastest.
-        """
+        """Predicts N texts in batches of similar length (on a CPU small ones are the fastest), the predictions in their order;
+        served_models and temperatures as in `run`, [N]."""
         if batch_size < 1:
             raise InputError("batch_size", batch_size, "an integer >= 1")
         for name, values in (("served_models", served_models), ("temperatures", temperatures)):
@@ -190,31 +178,27 @@ class ArtifactRuntime:
                 raise InputError(name, f"{len(values)} entries", f"{len(prompts)}, one for each prompt")
         tokenized = self.tokenizer(prompts)
         by_length = sorted(range(len(prompts)), key=lambda index: len(tokenized[index].ids))
-        batches = [by_length[start : start + batch_size] for start in range(0, len(prompts), batch_size)]
-        if not batches:
+        if not prompts:
             empty = {tensor.name: np.zeros((0, *map(int, tensor.shape[1:]))) for tensor in self._outputs}
             return Predicted.of(empty, nu=self.artifact.manifest.nu)
-        parts = [
-            self.run(
+        parts = []
+        for start in range(0, len(prompts), batch_size):
+            rows = by_length[start : start + batch_size]
+            batch = self.run(
                 [tokenized[row].ids for row in rows],
                 None if served_models is None else [served_models[row] for row in rows],
                 None if temperatures is None else [temperatures[row] for row in rows],
             )
-            for rows in batches
-        ]
-        order = np.argsort(np.concatenate([np.asarray(rows, dtype=np.int64) for rows in batches]))
-        columns = [part.arrays() for part in parts]
-        joined = {name: np.concatenate([part[name] for part in columns]) for name in columns[0]}
-        return Predicted(**{name: values[order] for name, values in joined.items()})
+            parts.append(batch.arrays())
+        order = np.argsort(by_length)
+        return Predicted(**{name: np.concatenate([part[name] for part in parts])[order] for name in parts[0]})
 
     def warm_up(self) -> None:
         """Runs every kind of request, so that the first one pays no start-up cost and none meets a broken model.
 
         Small batches, one prompt as long as the model reads (up to 2048 tokens) with the highest token id in it, and texts
-        for every served model, with and without a temperature.
-
-        Raises:
-            TailcastError: The model fails, or gives numbers that no scheduler can use.
+        for every served model, with and without a temperature. TailcastError if the model fails, or gives numbers that no
+        scheduler can use.
         """
         manifest = self.artifact.manifest
         names: list[str | None] = list(manifest.served_models)
@@ -273,16 +257,12 @@ def open_runtime(
     threads_per_run: int = 1,
     public_key: str | Path | None = None,
 ) -> ArtifactRuntime:
-    """Verifies the artifact at `path` and loads it.
+    """Verifies an artifact and loads it; InputError if it is refused, or the provider cannot be had.
 
     Args:
-        path: As in `open_artifact`.
+        path, public_key: As in `open_artifact`.
         provider: "auto" takes CUDA where it works, else the CPU; "cuda" fails where it does not work.
         threads_per_run: Threads of one model call on the CPU.
-        public_key: As in `open_artifact`.
-
-    Raises:
-        InputError: The artifact is refused, or the provider cannot be had.
     """
     artifact = open_artifact(path, public_key=public_key)
     manifest = artifact.manifest
@@ -324,8 +304,7 @@ def _open_session(
     try:
         session = ort.InferenceSession(path, options, providers=providers)
     except Exception as error:  # ONNX Runtime's exceptions share no base class
-        reason = " ".join(str(error).split())
-        allowed = f"a valid ONNX model ({reason})"
+        allowed = f"a valid ONNX model ({' '.join(str(error).split())})"
         raise InputError(f"artifact file {MODEL}", path, allowed) from error
     if provider == "cuda" and session.get_providers()[0] != CUDA:
         raise InputError("provider", provider, f"cpu or auto: the session got only {session.get_providers()}")
@@ -352,8 +331,5 @@ def _check_tensors(kind: str, nodes: Sequence[ort.NodeArg], specs: Sequence[Tens
             )
         )
         if node.type != type_name or not fits:
-            raise InputError(
-                f"artifact file {MODEL}, {kind}, {spec.name}",
-                f"{node.type} {node.shape}",
-                f"{type_name} {list(spec.shape)}, as in {MANIFEST}",
-            )
+            field, allowed = f"artifact file {MODEL}, {kind}, {spec.name}", f"{type_name} {list(spec.shape)}"
+            raise InputError(field, f"{node.type} {node.shape}", f"{allowed}, as in {MANIFEST}")

@@ -67,11 +67,7 @@ def length_features(num_tokens: Any) -> list[Any]:
 class TinyModel:
     """Token ids to mu and sigma; its calls may come from several threads at a time.
 
-    Args:
-        path: File of the weights: `TABLES` as int8 with a scale for each row, `LAYERS` as weight and bias in float16.
-
-    Raises:
-        InputError: It is not a whole file of such weights.
+    The file has `TABLES` as int8 with a scale for each row, `LAYERS` as weight and bias in float16; InputError for another.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,12 +86,7 @@ class TinyModel:
             raise InputError(f"artifact file {path.name}", str(path), allowed) from error
 
     def __call__(self, ids: Integers, served_model: int) -> tuple[float, float]:
-        """mu and sigma in log tokens.
-
-        Args:
-            ids: Token ids [n], n >= 0.
-            served_model: 1 + its position in the manifest's served models, 0 = unknown.
-        """
+        """mu and sigma in log tokens of token ids [n], n >= 0; a served model is 1 + its position in the manifest, 0 = unknown."""
         num_tokens = len(ids)
         pairs, starts = hashed_pairs(ids, len(self._pair)), hashed_starts(ids, len(self._start))
         features = np.concatenate((
@@ -133,12 +124,7 @@ class TinySession:
 class TinyPredictor:
     """A `scheduler_core.predictor.Predictor` that calculates where it is called; `length` is the same without an event loop.
 
-    Args:
-        folder: An artifact folder with the weights of a tiny predictor.
-
-    Raises:
-        InputError: A file is missing, or differs from the manifest in its SHA-256.
-        MissingExtraError: The package tokenizers is not installed.
+    InputError if a file of the artifact folder is missing, or differs from the manifest in its SHA-256.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -146,9 +132,8 @@ class TinyPredictor:
         for name in (WEIGHTS, "tokenizer.json"):
             digest = sha256_file(existing_file(folder / name, "artifact"))
             if digest != (expected := manifest["files"].get(name)):
-                raise InputError(
-                    f"artifact file {name}", f"SHA-256 {digest}", f"{expected}, as in manifest.json"
-                )
+                allowed = f"{expected}, as in manifest.json"
+                raise InputError(f"artifact file {name}", f"SHA-256 {digest}", allowed)
         self._model = TinyModel(folder / WEIGHTS)
         try:
             self._tokenizer = PromptTokenizer(
@@ -163,21 +148,16 @@ class TinyPredictor:
         self._artifact = (manifest["artifact_id"], manifest["artifact_version"])
 
     def length(self, prompt: str, served_model: str = "") -> LengthPrediction:
-        """The predicted length of a response; a served model that is not in the manifest is unknown.
-
-        Raises:
-            TailcastError: The prompt is no text, or the numbers are none that a scheduler can use.
-        """
+        """The predicted length of a response; a served model that is not in the manifest is unknown. TailcastError if the
+        prompt is no text, or the numbers are none that a scheduler can use."""
         [tokens] = self._tokenizer([prompt])
         mu, sigma = self._model(tokens.ids, self._numbers.get(served_model, 0))
         return LengthPrediction(mu, sigma, self._nu, *self._artifact)
 
     async def predict(self, requests: Sequence[PredictionRequest]) -> list[Prediction]:
         """One prediction for each request, in their order; raises as `length`."""
-        return [
-            Prediction(length=self.length(valid_unicode(request.prompt), request.served_model))
-            for request in requests
-        ]
+        texts = [(valid_unicode(request.prompt), request.served_model) for request in requests]
+        return [Prediction(length=self.length(*text)) for text in texts]
 
     async def close(self) -> None:
         """Does nothing: there is nothing to close."""

@@ -25,12 +25,7 @@ MAX_CHARS_PER_TOKEN = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """A prompt as input of an encoder.
-
-    Attributes:
-        ids: Token ids int64 [tokens], special tokens included.
-        truncated: Whether the prompt had more of them.
-    """
+    """Token ids of a prompt, int64 [tokens], special tokens included; `truncated`: it had more of them."""
 
     ids: NDArray[np.int64]
     truncated: bool
@@ -42,12 +37,9 @@ class TokenizedPrompt:
 
 
 def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
-    """The messages one after another, each behind its role; a lone user message as it stands.
+    """The messages (role and content of each) one after another, each behind its role; a lone user message as it stands.
 
     With truncation in the middle a long one keeps the system prompt and the end of the last message.
-
-    Args:
-        messages: Role ("system", "user", "assistant", ...) and content of each, in order.
     """
     turns = list(messages)
     if len(turns) == 1 and turns[0][0] == "user":
@@ -56,11 +48,7 @@ def conversation_text(messages: Iterable[tuple[str, str]]) -> str:
 
 
 def content_text(content: object) -> str:
-    """The text of a message's content: a text, or a list of OpenAI's text parts.
-
-    Raises:
-        InputError: It is neither, as with images.
-    """
+    """The text of a message's content: a text, or a list of OpenAI's text parts; InputError for others, such as images."""
     if isinstance(content, str):
         return content
     parts: list[Any] = content if isinstance(content, list) else [content]
@@ -83,14 +71,11 @@ class PromptTokenizer:
 
     Args:
         path: `tokenizer.json`.
-        max_length: Maximum number of tokens of a prompt, special tokens included.
+        max_length: Maximum number of tokens of a prompt, special tokens included; InputError if it leaves no room for others.
         truncation_side: What of a longer prompt is dropped: its left or right end, or its middle.
 
     Attributes:
         vocabulary_size: All its token ids are below it.
-
-    Raises:
-        InputError: The file is not a tokenizer, or `max_length` leaves no room for a prompt's own tokens.
     """
 
     def __init__(self, path: Path, *, max_length: int, truncation_side: TruncationSide) -> None:
@@ -117,13 +102,10 @@ class PromptTokenizer:
             self._tokenizer.enable_truncation(max_length, direction=truncation_side)
 
     def __call__(self, prompts: Sequence[str]) -> list[TokenizedPrompt]:
-        """Token ids of each prompt.
+        """Token ids of each prompt; TailcastError if the tokenizer fails on a text.
 
         Equal to tokenizing the whole text and truncating, as long as the tokenizer splits at white space; a text with
         more than 64 characters per token over its whole length is read only that far.
-
-        Raises:
-            TailcastError: The tokenizer fails on a text.
         """
         encode = self._encode_ends if self.truncation_side == "middle" else self._encode
         try:

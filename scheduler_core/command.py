@@ -47,10 +47,7 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
 def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
     """The sub-command that the first word names; None after the list of all was written, for no word or --help.
 
-    Args:
-        prog: Name of the command.
-        commands: What each sub-command does, by name.
-        words: Words after the name of the command.
+    `commands` has what each of them does, by name.
 
     Raises:
         InputError: There is no such sub-command.
@@ -88,65 +85,40 @@ def _words_to_complete(prog: str, commands: Mapping[str, str]) -> Sequence[str]:
     return words
 
 
-def run_command(
-    prog: str,
-    config_class: type[C],
-    function: Callable[[C], int | None],
-    *,
-    positionals: Sequence[str] = (),
-    extra: str,
-    args: Sequence[str] | None = None,
-) -> int:
-    """Parses `args` (default: the process's) into `config_class`, runs `function`, whose value is the exit code (None: 0).
-
-    Args:
-        prog: Name of the command, for help and errors.
-        config_class, positionals, extra: As of `options.read_config`.
-
-    Returns:
-        0 on success, 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
-    """
-
-    def run() -> int:
-        import logging
-
-        from scheduler_core.options import read_config
-
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
-        )
-        words = sys.argv[1:] if args is None else args
-        return function(read_config(prog, config_class, positionals, extra, words)) or 0
-
-    return _exit_code(prog, extra, run, owns_process=args is None)
-
-
 def command(
     prog: str,
-    config: type[Any] | str,
-    function: Callable[[Any], object] | str,
+    config: type[C] | str,
+    function: Callable[[C], object] | str,
     *,
     positionals: Sequence[str] = (),
     extra: str,
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., int]:
-    """The `main` of a command that takes its words, by default the process's, and returns the exit code.
+    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or what
+    `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
 
     Args:
-        prog, positionals, extra: As of `run_command`.
+        prog: Name of the command, for help and errors.
         config: Class of its options; "module:name" is imported when the command is called.
         function: Runs it; "module:name" is imported once the options are read.
+        positionals, extra: As of `options.read_config`.
         prepare: Called before that import.
     """
 
     @entry_point(prog, extra)
     def main(args: Sequence[str] | None = None) -> int:
-        def run(options: Any) -> int | None:
-            prepare()
-            code = imported(function)(options)
-            return code if isinstance(code, int) else None
+        import logging
 
-        return run_command(prog, imported(config), run, positionals=positionals, extra=extra, args=args)
+        from scheduler_core.options import read_config
+
+        config_class = imported(config)
+        logging.basicConfig(
+            level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s"
+        )
+        options = read_config(prog, config_class, positionals, extra, sys.argv[1:] if args is None else args)
+        prepare()
+        code = imported(function)(options)
+        return code if isinstance(code, int) else 0
 
     return main
 

@@ -12,11 +12,7 @@ class TailcastError(Exception):
 class InputError(TailcastError, ValueError):
     """Input that is not allowed: `InputError(field, value, allowed)` for ranges, `InputError(sentence)` otherwise.
 
-    Args:
-        field: Name of the argument, column or file, as the user wrote it; or a plain sentence: what is
-            wrong and what to do.
-        value: The value of the field.
-        allowed: The values that it may have.
+    `field` is the argument, column or file as the user wrote it; a sentence holds what is wrong and what to do.
     """
 
     def __init__(self, field: str, value: object = None, allowed: str | None = None) -> None:

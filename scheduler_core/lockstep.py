@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from scheduler_core.kv_cache import KVCache
 from scheduler_core.request import RequestState
 
 
+@dataclass(slots=True, eq=False)
 class _Member:
     """The group's record of one request; a request that leaves and comes back is another member.
 
     Attributes:
-        state: The request.
         rank: Its number in the order of admission.
         since: Number of the step up to which its state is in sync.
         due: Number of the step for which it takes its next block; in sync like the state.
         periodic: It takes a block at every border of its own from now on; False: not before `due`.
     """
 
-    __slots__ = ("due", "periodic", "rank", "since", "state")
-
-    def __init__(self, state: RequestState, rank: int, since: int, due: int, periodic: bool) -> None:
-        self.state = state
-        self.rank = rank
-        self.since = since
-        self.due = due
-        self.periodic = periodic
+    state: RequestState
+    rank: int
+    since: int
+    due: int
+    periodic: bool
 
 
 class LockstepGroup:
@@ -38,9 +36,6 @@ class LockstepGroup:
     of a block needs another one at every `block_tokens`-th step from then on, so it is enough to count the requests by the
     step of their next border. `num_steps` steps were taken by all, and the blocks for all steps of a number below
     `allocated_until` are taken.
-
-    Args:
-        kv: Where the blocks come from.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -94,12 +89,8 @@ class LockstepGroup:
             self._is_ordered = True
 
     def join(self, state: RequestState, rank: int) -> None:
-        """A running request decodes from the next step on that the members take.
-
-        Args:
-            state: Has computed all tokens it needs before its next member.
-            rank: Its number in the order of admission.
-        """
+        """A running request, which has computed all tokens before its next one, decodes from the members' next step on; `rank`
+        is its number in the order of admission."""
         now = self.num_steps
         spare = state.kv_tokens - state.num_computed_tokens
         periodic = spare < self._size
@@ -219,11 +210,8 @@ class LockstepGroup:
         member.due = due
 
     def advance(self, num_steps: int, now: float) -> list[RequestState]:
-        """All members have taken so many steps, the last of which ended now.
-
-        Returns:
-            Those that have generated max_tokens, in no particular order.
-        """
+        """All members have taken so many steps, the last of which ended now; returns those that have generated max_tokens, in
+        no particular order."""
         self.num_steps = reached = self.num_steps + num_steps
         if reached > self.allocated_until:
             self.take_until(reached)

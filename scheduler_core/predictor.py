@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from scheduler_core.errors import InputError, TailcastError
@@ -82,7 +82,7 @@ def open_predictor(predictor: str) -> Predictor:
 
 
 class PredictionStatus(Enum):
-    """Outcome of a submitted request: late came after `withdraw`, absent is without a predictor and without a call."""
+    """Outcome of a request: late came after `withdraw`, absent is without a predictor and without a call."""
 
     ANSWERED = "answered"
     LATE = "late"
@@ -95,7 +95,7 @@ class PredictionEvent:
     """Outcome of one submitted request.
 
     Attributes:
-        prediction: The prediction, also a late one; None if the predictor failed or is absent.
+        prediction: The prediction, also a late one; None if the predictor failed.
         error: Why there is none; None if there is one.
         latency_s: Time from the call to its end, in seconds; 0 if there was no call, or it was cancelled.
     """
@@ -114,11 +114,10 @@ class AsyncPredictor:
     call for several fails, each of them is sent once more individually, so that one bad prompt affects no other request.
 
     Args:
-        predictor: The predictor; None: every request fails at once.
+        predictor: The predictor.
         max_in_flight: Maximum number of calls at the same time, > 0; the others wait their turn.
         max_batch: Maximum number of requests in one call, > 0; 1 where the service does the batching.
         timeout_s: Timeout of a call; None waits as long as the predictor does.
-        clock: Monotonic clock in seconds.
 
     Raises:
         InputError: A limit is not above 0.
@@ -126,12 +125,11 @@ class AsyncPredictor:
 
     def __init__(
         self,
-        predictor: Predictor | None,
+        predictor: Predictor,
         *,
         max_in_flight: int = 64,
         max_batch: int = 1,
         timeout_s: float | None = None,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if min(max_in_flight, max_batch) <= 0:
             raise InputError("max_in_flight, max_batch", (max_in_flight, max_batch), "integers > 0")
@@ -141,13 +139,11 @@ class AsyncPredictor:
         self._max_in_flight = max_in_flight
         self._max_batch = max_batch
         self._timeout_s = timeout_s
-        self._clock = clock
-        #: Submitted requests whose event has not been taken.
+        #: Ids of submitted requests whose event has not been taken.
         self._open: set[str] = set()
-        #: Those of them without an event, and those of these that no call has been made for.
-        self._pending: dict[str, PredictionRequest] = {}
-        self._unsent: deque[PredictionRequest] = deque()
-        self._withdrawn: set[str] = set()
+        #: By id, without an event: those that wait for a call, and those in one (True: withdrawn).
+        self._unsent: dict[str, PredictionRequest] = {}
+        self._sent: dict[str, bool] = {}
         self._events: asyncio.Queue[PredictionEvent] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._pump_is_due = False
@@ -171,11 +167,7 @@ class AsyncPredictor:
             raise InputError("request_id", request.request_id, "an id that is not open already")
         loop = asyncio.get_running_loop()
         self._open.add(request.request_id)
-        self._pending[request.request_id] = request
-        if self._predictor is None:
-            self._end(request, error="there is no predictor", status=PredictionStatus.ABSENT)
-            return
-        self._unsent.append(request)
+        self._unsent[request.request_id] = request
         if not self._pump_is_due:  # at the end of this turn: what is submitted together is sent together
             self._pump_is_due = True
             loop.call_soon(self._pump)
@@ -186,14 +178,13 @@ class AsyncPredictor:
         Returns:
             Whether the request was open without an event.
         """
-        request = self._pending.get(request_id)
-        if request is None or request_id in self._withdrawn:
-            return False
-        self._withdrawn.add(request_id)
-        if request in self._unsent:
-            self._unsent.remove(request)
-            self._end(request, error="withdrawn before it was sent")
-        return True
+        if self._unsent.pop(request_id, None) is not None:
+            self._end(request_id, error="withdrawn before it was sent")
+            return True
+        is_withdrawn = self._sent.get(request_id, True)
+        if not is_withdrawn:
+            self._sent[request_id] = True
+        return not is_withdrawn
 
     async def next_event(self) -> PredictionEvent:
         """Waits for the next event."""
@@ -213,18 +204,19 @@ class AsyncPredictor:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for request_id in (*self._sent, *self._unsent):
+            self._end(request_id, error="closed")
         self._unsent.clear()
-        for request in list(self._pending.values()):
-            self._end(request, error="closed")
-        if self._predictor is not None:
-            await self._predictor.close()
+        await self._predictor.close()
 
     def _pump(self) -> None:
         """Starts as many calls as may be in flight."""
         self._pump_is_due = False
         while self._unsent and len(self._tasks) < self._max_in_flight and not self._closed:
-            size = min(self._max_batch, len(self._unsent))
-            batch = [self._unsent.popleft() for _ in range(size)]
+            batch = list(islice(self._unsent.values(), self._max_batch))
+            for request in batch:
+                del self._unsent[request.request_id]
+                self._sent[request.request_id] = False
             task = asyncio.get_running_loop().create_task(self._call(batch))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -232,8 +224,7 @@ class AsyncPredictor:
 
     async def _call(self, batch: list[PredictionRequest]) -> None:
         """One call; if it fails for several other than by the timeout, one for each."""
-        assert self._predictor is not None
-        start = self._clock()
+        start = time.perf_counter()
         predictions: Sequence[Prediction | None] = [None] * len(batch)
         error, retry = None, len(batch) > 1
         try:
@@ -253,22 +244,20 @@ class AsyncPredictor:
             for request in batch:
                 await self._call([request])
             return
-        latency_s = self._clock() - start
+        latency_s = time.perf_counter() - start
         for request, prediction in zip(batch, predictions, strict=True):
-            self._end(request, prediction, error, latency_s)
+            self._end(request.request_id, prediction, error, latency_s)
 
     def _end(
         self,
-        request: PredictionRequest,
+        request_id: str,
         prediction: Prediction | None = None,
         error: str | None = None,
         latency_s: float = 0.0,
-        status: PredictionStatus = PredictionStatus.FAILED,
     ) -> None:
         """Makes the event of a request."""
-        if prediction is not None:
-            late = request.request_id in self._withdrawn
-            status = PredictionStatus.LATE if late else PredictionStatus.ANSWERED
-        del self._pending[request.request_id]
-        self._withdrawn.discard(request.request_id)
-        self._events.put_nowait(PredictionEvent(request.request_id, prediction, error, latency_s, status))
+        is_withdrawn = self._sent.pop(request_id, False)
+        status = PredictionStatus.LATE if is_withdrawn else PredictionStatus.ANSWERED
+        if prediction is None:
+            status = PredictionStatus.FAILED
+        self._events.put_nowait(PredictionEvent(request_id, prediction, error, latency_s, status))

@@ -15,15 +15,9 @@ from scheduler_core.errors import TailcastError
 def worker_processes(
     num: int, dead: str, initializer: Callable[[], None] | None = None
 ) -> Iterator[ProcessPoolExecutor]:
-    """Processes that write nothing themselves; after an error their unfinished work is dropped at once.
+    """`num` processes that write nothing themselves; after an error their unfinished work is dropped at once.
 
-    Args:
-        num: Number of processes.
-        dead: Message of the error if one dies, killed or out of memory.
-        initializer: Called in each process at its start.
-
-    Raises:
-        TailcastError: A process died.
+    If one dies, killed or out of memory, the error is a `TailcastError` with the message `dead`.
     """
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num, mp_context=multiprocessing.get_context("spawn"), initializer=initializer)

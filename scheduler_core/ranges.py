@@ -1,10 +1,12 @@
-"""Checks of settings: numbers in a range, names among the known ones."""
+"""Checks of settings: numbers in a range, names among the known ones, parameters by name."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from scheduler_core.errors import InputError, unknown_name
 
@@ -15,17 +17,14 @@ BELOW_ONE = math.nextafter(1.0, 0.0)
 #: Upper bound of integers that have none.
 INTEGERS = sys.maxsize
 
+K = TypeVar("K")
+
 
 def check_ranges(config: object, prefix: str = "", /, **ranges: tuple[float, float]) -> None:
-    """Checks the fields of a configuration; None is allowed, NaN never.
-
-    Args:
-        config: Has the fields as attributes.
-        prefix: Of the fields' names in an error.
-        ranges: By field: the smallest and the largest value.
+    """Checks the fields of a configuration, by name the smallest and the largest value; None is allowed, NaN never.
 
     Raises:
-        InputError: Names the field, its value and the range.
+        InputError: Names the field, with the prefix, its value and the range.
     """
     for name, (low, high) in ranges.items():
         value = getattr(config, name)
@@ -46,3 +45,16 @@ def check_choice(name: str, value: str, choices: Iterable[str]) -> None:
     """Raises `InputError` if the value is none of the names."""
     if value not in (names := [*choices]):
         raise unknown_name(name, value, names)
+
+
+def construct(registry: str, name: str, kind: type[K], parameters: Mapping[str, Any] | None) -> K:
+    """An object of a dataclass of the registry; `parameters` are values for its fields, the others keep their defaults.
+
+    Raises:
+        InputError: A parameter is unknown, or a value is outside its range.
+    """
+    names = sorted(field.name for field in fields(kind) if field.init)  # type: ignore[arg-type]
+    for parameter in parameters or {}:
+        if parameter not in names:
+            raise unknown_name(f"parameter of {registry} {name}", parameter, names or ["none"])
+    return kind(**(parameters or {}))

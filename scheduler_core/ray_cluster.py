@@ -25,7 +25,7 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
         num_cpus: Processors of the local cluster; None: all.
 
     Raises:
-        TailcastError: There is no cluster at the address, or none can be started, or Ray is not installed.
+        TailcastError: There is no cluster at the address, none can be started, or Ray is not installed.
     """
     try:
         import ray
@@ -42,16 +42,12 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
 
 
 def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
-    """The result of a remote task.
+    """The result of a remote task; raises the task's own `TailcastError`, or one that it was lost again and again.
 
     Args:
-        ray: The module, connected.
-        reference: Reference to the result.
+        ray, reference: The module, connected; reference to the result.
         task, finished: In words, for errors: "a block", "finished blocks are kept".
         retries: How often Ray has tried it again when its worker or node was lost.
-
-    Raises:
-        TailcastError: The task's own, as it was raised there; or it was lost again and again.
     """
     try:
         return ray.get(reference)
@@ -60,10 +56,8 @@ def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: st
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        raise TailcastError(
-            f"{task} was lost on the Ray cluster {retries + 1} times ({_detail(error)}); {finished}, the same command goes on "
-            "from there"
-        ) from error
+        lost = f"{task} was lost on the Ray cluster {retries + 1} times ({_detail(error)})"
+        raise TailcastError(f"{lost}; {finished}, the same command goes on from there") from error
 
 
 def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:

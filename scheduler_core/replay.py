@@ -35,11 +35,7 @@ class ReplayError(TailcastError):
 
 
 def read_log(path: str | Path) -> list[Entry]:
-    """Entries of a written log.
-
-    Raises:
-        InputError: Not a file, a line is not a JSON object, or another version wrote it.
-    """
+    """Entries of a written log; `InputError` if it is none, or of another version."""
     entries: list[Entry] = []
     lines = existing_file(path, "decision log").read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
@@ -55,12 +51,8 @@ def read_log(path: str | Path) -> list[Entry]:
 
 
 def replay(entries: Iterable[Entry]) -> Scheduler:
-    """Repeats the calls on a new scheduler, which is returned, and compares every outcome, number by number.
-
-    Raises:
-        ReplayError: An outcome differs; the message names the entry.
-        InputError: The log does not start with an "open" entry of this schema.
-    """
+    """Repeats the calls on a new scheduler, which is returned, and compares every outcome, number by number; a `ReplayError`
+    names the first entry that differs."""
     entries = list(entries)
     head = entries[0] if entries else {}
     if head.get("op") != "open" or head.get("schema") != SCHEMA:
@@ -92,8 +84,8 @@ def _argument(name: str, content: Any) -> Any:
         case "result":
             ends_s = tuple(content.get("ends_s", ()))
             return StepResult(content["step"], tuple(content["stopped"]), content["num_steps"], ends_s)
-        case "prediction":
-            return None if content is None else _prediction(content)
+        case "prediction" if content is not None:
+            return _prediction(content)
         case "state":
             return _state(content)
     return content

@@ -15,12 +15,7 @@ TokensHook = Callable[[RequestState, int, float], None]
 
 
 class StepEnd:
-    """Counts what a step has done for its requests.
-
-    Args:
-        pool: The live requests.
-        policy: Notified of the work done.
-    """
+    """Counts what a step has done for its requests, and notifies the policy."""
 
     def __init__(self, pool: Pool, policy: Policy) -> None:
         self._pool = pool
@@ -31,11 +26,8 @@ class StepEnd:
         )
 
     def complete(self, batch: Batch, result: StepResult, now: float) -> list[Finished]:
-        """The batch was carried out `result.num_steps` times, to its end now.
-
-        Returns:
-            The finished requests, in the order of the plan.
-        """
+        """The batch was carried out `result.num_steps` times, to its end now; returns the finished requests, in the order of
+        the plan."""
         finished: list[Finished] = []
         stopped = result.stopped
         group = self._pool.lockstep

@@ -41,9 +41,8 @@ class PredictConfig:
 
     def __post_init__(self) -> None:
         if (self.prompt is None) == (self.data is None):
-            raise InputError(
-                "PROMPT, data", (self.prompt, self.data), "one of them: tailcast predict 'Write a haiku'"
-            )
+            allowed = "one of them: tailcast predict 'Write a haiku'"
+            raise InputError("PROMPT, data", (self.prompt, self.data), allowed)
         if (self.data is None) != (self.out is None):
             raise InputError("data, out", (self.data, self.out), "both or none of them")
         check_ranges(self, max_tokens=(1, INTEGERS), temperature=(0.0, FINITE))

@@ -41,7 +41,3 @@ main = command(
     positionals=("artifact",),
     extra="export",
 )
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

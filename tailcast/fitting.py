@@ -35,13 +35,10 @@ def fit(output_tokens: ArrayLike, *, finished: Sequence[bool] | None = None, nu:
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "a package", "train") from error
     lengths = np.asarray(output_tokens)
-    ended = (
-        np.ones(lengths.shape, dtype=np.bool_) if finished is None else np.asarray(finished, dtype=np.bool_)
-    )
+    ended = np.asarray(np.ones(lengths.shape) if finished is None else finished, dtype=np.bool_)
     if lengths.ndim != 1 or len(lengths) < MIN_SAMPLES:
-        raise InputError(
-            "output_tokens", f"shape {lengths.shape}", f"at least {MIN_SAMPLES} lengths, shape [N]"
-        )
+        allowed = f"at least {MIN_SAMPLES} lengths, shape [N]"
+        raise InputError("output_tokens", f"shape {lengths.shape}", allowed)
     if lengths.dtype.kind not in "iu" or lengths.min() < 1:
         raise InputError("output_tokens", lengths.min().item(), "integers >= 1")
     if ended.shape != lengths.shape:

@@ -54,11 +54,7 @@ class OutputLength:
         return float(self.prediction.distribution().sf(tokens)) if tokens < self.max_tokens else 0.0
 
     def plot(self) -> Any:
-        """A figure of the density with median and 90 % quantile, as `matplotlib.figure.Figure`.
-
-        Raises:
-            MissingExtraError: matplotlib is not installed.
-        """
+        """A figure of the density with median and 90 % quantile, as `matplotlib.figure.Figure`; needs matplotlib."""
         from scheduler_core.report.plotting import COLORS, new_figure
 
         figure, [axis] = new_figure(6.0, 3.0)
@@ -81,34 +77,31 @@ class OutputLength:
         edges = sorted({_rounded(edge) for edge in np.geomspace(low, high, _NUM_BARS + 1)[1:-1]})
         edges = [edge for edge in edges if edge < self.max_tokens] or [max(1, self.max_tokens // 2)]
         survival = [1.0, *map(self.probability_longer_than, edges), 0.0]
-        names = [
-            f"1 - {edges[0]}",
-            *(f"{first + 1} - {last}" for first, last in pairwise(edges)),
-            f"> {edges[-1]}",
-        ]
+        names = [f"{first + 1} - {last}" for first, last in pairwise([0, *edges])] + [f"> {edges[-1]}"]
         return [(name, start - end) for name, (start, end) in zip(names, pairwise(survival), strict=True)]
 
     def __str__(self) -> str:
-        largest = max(probability for _, probability in self.bins())
+        bins = self.bins()
+        largest = max(probability for _, probability in bins)
         bars = [
             f"{name:>15} {'█' * round(_BAR_CHARS * probability / largest):<{_BAR_CHARS}} {probability:4.0%}"
-            for name, probability in self.bins()
+            for name, probability in bins
         ]
         return "\n".join([self._summary(), *bars])
 
     def _repr_html_(self) -> str:
-        largest = max(probability for _, probability in self.bins())
+        bins = self.bins()
+        largest = max(probability for _, probability in bins)
         rows = [
             f'<tr><td style="text-align:right">{html.escape(name)}</td><td style="text-align:left"><div style="background:'
             f'#0072B2;height:0.8em;width:{200 * probability / largest:.0f}px"></div></td><td>{probability:.0%}</td></tr>'
-            for name, probability in self.bins()
+            for name, probability in bins
         ]
         return f"<div>{html.escape(self._summary())}<table>{''.join(rows)}</table></div>"
 
     def _summary(self) -> str:
-        numbers = (
-            f"median {self.median:.0f}, P90 {self.quantile(0.9):.0f}, expected {self.expected_tokens:.0f}"
-        )
+        numbers = f"median {self.median:.0f}, P90 {self.quantile(0.9):.0f}"
+        numbers += f", expected {self.expected_tokens:.0f}"
         truncated = float(self.prediction.distribution().sf(self.max_tokens))
         return f"output tokens: {numbers} of at most {self.max_tokens} (reached with probability {truncated:.1%})"
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from scheduler_core.errors import InputError, MissingExtraError
 from scheduler_core.predictions import DEFAULT_MAX_TOKENS, LengthPrediction
@@ -34,18 +34,7 @@ class LengthPredictor(ABC):
         model: str | None = None,
         temperature: float | None = None,
     ) -> OutputLength:
-        """The output length of a prompt.
-
-        Args:
-            prompt: The text sent to the LLM, or a list of OpenAI's messages.
-            max_tokens: Limit of the output; None: `scheduler_core.predictions.DEFAULT_MAX_TOKENS`.
-            model: Name of the LLM; None: unknown.
-            temperature: Its sampling temperature, >= 0; None: unknown.
-
-        Raises:
-            InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
-            TailcastError: The predictor fails or cannot be reached.
-        """
+        """The output length of a prompt; arguments and errors as of `tailcast.predict`."""
         [prediction] = self.predictions([self.text(prompt)], [model], [temperature])
         return OutputLength(prediction, DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens)
 
@@ -56,16 +45,13 @@ class LengthPredictor(ABC):
         if isinstance(prompt, str):
             text = prompt
         else:
-            messages = (
-                [one for one in prompt if isinstance(one, Mapping)] if isinstance(prompt, Sequence) else []
-            )
-            if not isinstance(prompt, Sequence) or len(messages) < len(prompt):
+            messages: Any = prompt
+            if not isinstance(messages, Sequence) or not all(isinstance(one, Mapping) for one in messages):
                 raise InputError("prompt", prompt, "a text, or a list of messages with role and content")
             turns = [(str(message.get("role")), content_text(message.get("content"))) for message in messages]
-            if not turns or turns[-1][0] != "user":
-                raise InputError(
-                    "messages", turns[-1][0] if turns else None, "a last message of the role user"
-                )
+            last = turns[-1][0] if turns else None
+            if last != "user":
+                raise InputError("messages", last, "a last message of the role user")
             text = conversation_text(turns) if self.conversations else turns[-1][1]
         if not text.strip():
             raise InputError("prompt", text[:20], "a text that is not empty")
@@ -128,9 +114,8 @@ class _ServicePredictor(LengthPredictor):
         lengths = []
         for prediction in self._client.predict(requests):
             if prediction.length is None:
-                raise InputError(
-                    "predictor", self._client.address, "a service of an artifact with a length head"
-                )
+                allowed = "a service of an artifact with a length head"
+                raise InputError("predictor", self._client.address, allowed)
             lengths.append(prediction.length)
         return lengths
 
@@ -146,7 +131,6 @@ def load(artifact: str | Path = "pretrained") -> LengthPredictor:
 
     Raises:
         InputError: The artifact is missing or refused, or predicts no length.
-        MissingExtraError: The extra is not installed.
     """
     try:
         from predictors.runtime import open_runtime
@@ -160,11 +144,8 @@ def connect(address: str, settings: ClientSettings | None = None) -> LengthPredi
     """A client of a running `serve-predictor`, over gRPC; it connects at the first prediction. Needs the extra `client`.
 
     Args:
-        address: "host:port", or with grpc:// before it.
+        address: "host:port", or with grpc:// before it; InputError for another form.
         settings: Deadline, retries, encryption, token.
-
-    Raises:
-        InputError: The address has another form.
     """
     from predictors.client import SyncPredictor
 
@@ -197,6 +178,7 @@ def predict(
         predictor: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; it stays open for further calls.
 
     Raises:
-        InputError, TailcastError: As of `load` or `connect`, and `LengthPredictor.predict`.
+        InputError: The prompt is empty or no text, or the predictor refuses the model or the temperature.
+        TailcastError: The predictor fails, or cannot be opened or reached.
     """
     return _opened(predictor).predict(prompt, max_tokens=max_tokens, model=model, temperature=temperature)

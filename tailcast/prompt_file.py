@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,10 +65,6 @@ class _BadRows:
             log.warning("%s row %d skipped: %s", self.name, number, error)
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
-    def add_line(self, number: int, error: InputError) -> None:
-        """Counts a line that is no row."""
-        self.add(number, error, "format")
-
     def __str__(self) -> str:
         return ", ".join(f"{count} for {reason}" for reason, count in self.counts.items()) or "none"
 
@@ -76,11 +73,7 @@ def predict_file(predictor: LengthPredictor, config: PredictConfig) -> None:
     """Writes `config.out`, one row for each usable row of `config.data`.
 
     Columns: row, request_id, model, mu, sigma, nu, max_tokens, median_tokens, p90_tokens, p99_tokens, expected_tokens (of
-    lengths truncated at max_tokens), artifact_id, artifact_version.
-
-    Raises:
-        InputError: A file cannot be read or written, or no row can be used.
-        TailcastError: A row cannot be used and `config.on_error` is stop, or the predictor cannot be reached.
+    lengths truncated at max_tokens), artifact_id, artifact_version. InputError if no row can be used.
     """
     assert config.data is not None
     assert config.out is not None
@@ -102,7 +95,8 @@ def _prompt_rows(
     file: Path, predictor: LengthPredictor, config: PredictConfig, bad: _BadRows
 ) -> Iterator[_PromptRow]:
     columns = (*_OF_REQUEST, *_NAMES, *_NESTED)
-    for number, values in file_rows(file, "data", columns, on_bad_row=bad.add_line):
+    on_bad_row = partial(bad.add, reason="format")
+    for number, values in file_rows(file, "data", columns, on_bad_row=on_bad_row):
         try:
             yield _prompt_row(number, values, predictor, config)
         except InputError as error:

@@ -27,7 +27,6 @@ def simulate(trace: Trace | str | Path, policy: str, **options: Any) -> Simulati
         return run_simulation(SimulationConfig(trace=str(trace), policy=policy, **options))
     for name in ("rate", "load"):
         if options.get(name) is not None:
-            raise InputError(
-                name, options[name], "unset for a trace that was read; see Trace.with_poisson_arrivals"
-            )
+            allowed = "unset for a trace that was read; see Trace.with_poisson_arrivals"
+            raise InputError(name, options[name], allowed)
     return run_simulation(SimulationConfig(trace=trace.source, policy=policy, **options), trace=trace)

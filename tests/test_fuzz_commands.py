@@ -72,7 +72,7 @@ class Command:
         return found
 
 
-_WORKLOAD = '{"num_requests": 4, "lengths": {"prompt": {"law": "fixed", "low": 5}, "output": {"law": "fixed", "low": 3}}}'
+_WORKLOAD = '{"num_requests": 4, "lengths": {"prompt": {"kind": "fixed", "low": 5}, "output": {"kind": "fixed", "low": 3}}}'
 _RUN = {"policy": "fcfs", "workload": _WORKLOAD}
 
 COMMANDS = {

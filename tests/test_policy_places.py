@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import POLICIES
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
-from tests.scheduler_core.adapters.length_reader import LengthReader, of_length
+from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
 from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import scheduler
@@ -146,10 +145,7 @@ def in_vllm(name: str) -> list[str]:
         now = request.arrival_s
         scheduler.add_request(FakeRequest(*sent))
         if request.request_id in ("r0", "r5"):
-            end = time.monotonic() + 60
-            while len(scheduler._tailcast_thread._events) < len(scheduler.waiting):
-                assert time.monotonic() < end
-                time.sleep(0.0005)
+            settle(scheduler._tailcast_thread)
             run_step(scheduler)
     while scheduler.requests:
         now += STEP_S

@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import TRAINING, load_checkpoint
-from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.config import Calibration, Conditioning, PredictorConfig
 from predictors.modules.encoder import load_encoder, load_tokenizer
 from predictors.modules.heads import HEADS, FreeOdds, Heads, ProportionalOdds
 from predictors.modules.normalization import Normalization

@@ -105,18 +105,6 @@ VARIANTS = (
     OURS,
     Variant(name="tailcast, HTTP", path="/v1/predict"),
     Variant(name="tailcast, batch 1", scheme="grpc", arguments=("--max_batch=1",)),
-    Variant(
-        name="tailcast, 32 / 3 ms by arrival",
-        scheme="grpc",
-        arguments=(
-            "--max_batch=32",
-            "--max_wait_s=0.003",
-            "--order=arrival",
-            "--max_padded_tokens=16384",
-            "--num_workers=1",
-            f"--threads_per_worker={CORES}",
-        ),
-    ),
     *(
         Variant(
             name=f"{peer.label}, {setting}",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.errors import InputError
 from scheduler_core.files import shared_folder
 
@@ -52,9 +51,7 @@ def castillo(config: CastilloConfig) -> None:
     sys.stdout.write(f"done in {time.monotonic() - start:.0f} s\n")
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m examples.castillo`."""
-    return run_command("castillo", CastilloConfig, castillo, extra="dev", args=args)
+main = command("castillo", CastilloConfig, castillo, extra="dev")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from examples.pretrained.prepare import Prepared, prepare
 from examples.pretrained.unseen import score_sources
 from examples.shell import Shell
 from predictors.pretrained import FOLDERS, PRETRAINED, pin
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.files import shared_folder
 
 FOLDER = FOLDERS[PRETRAINED]
@@ -115,9 +115,7 @@ class _Steps:
         self.shell.finished(letter, name, "", since, result)
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m examples.pretrained`."""
-    return run_command("pretrained", PretrainedConfig, pretrained, extra="dev", args=args)
+main = command("pretrained", PretrainedConfig, pretrained, extra="dev")
 
 
 if __name__ == "__main__":

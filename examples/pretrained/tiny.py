@@ -42,7 +42,7 @@ from predictors.tiny import (
     length_features,
 )
 from predictors.tokenizer import PromptTokenizer
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.files import atomic_file, shared_folder
 from training.data import SampleLengths
 from training.losses import log_t_nll
@@ -448,9 +448,7 @@ def report(shell: Shell, out: Path, folder: Path, files: Prepared, made_up: int)
     )
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m examples.pretrained.tiny`."""
-    return run_command("tiny", TinyConfig, tiny, extra="dev", args=args)
+main = command("tiny", TinyConfig, tiny, extra="dev")
 
 
 if __name__ == "__main__":

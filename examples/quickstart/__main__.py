@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from scheduler_core.files import shared_folder
 
 
@@ -43,9 +42,7 @@ def quickstart(config: QuickstartConfig) -> None:
     sys.stdout.write(f"done in {time.monotonic() - start:.0f} s\n")
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m examples.quickstart`."""
-    return run_command("quickstart", QuickstartConfig, quickstart, extra="dev", args=args)
+main = command("quickstart", QuickstartConfig, quickstart, extra="dev")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,7 @@ except ModuleNotFoundError as error:
         raise
     raise MissingExtraError(package, "client") from error
 
-from predictors.client.channel import ClientSettings, TlsSettings
-from predictors.client.grpc_client import GrpcPredictor, SyncPredictor
+from predictors.client.grpc_client import ClientSettings, GrpcPredictor, SyncPredictor, TlsSettings
 from predictors.client.in_process import InProcessPredictor
 from predictors.client.messages import AsyncClient, PredictorError
 
@@ -49,12 +48,7 @@ def connect(address: str) -> GrpcPredictor:
 def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
     """A client for an artifact run in this process, loaded at the first call, as `open_predictor(artifact)` makes it.
 
-    Args:
-        artifact: "pretrained", "tiny", or an artifact folder.
-        field: Name of the option, for errors.
-
-    Raises:
-        InputError: There is no such folder.
+    The artifact is "pretrained", "tiny", or a folder; InputError, about the option `field`, if there is none.
     """
     folder = artifact_folder(artifact)
     if not folder.is_dir():
@@ -63,7 +57,7 @@ def load(artifact: str, field: str = "predictor") -> InProcessPredictor:
 
 
 def open_client(predictor: str, field: str = "predictor") -> AsyncClient:
-    """The client of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; arguments and errors as of `load`."""
+    """The client of a spelling: "pretrained", "tiny", an artifact folder, or grpc://HOST:PORT; raises as `load`."""
     scheme, separator, address = predictor.partition("://")
     if not separator or scheme not in ("grpc", "local"):
         return load(predictor, field)

@@ -5,42 +5,165 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 
-from predictors.client.channel import ClientSettings, checked_address, checked_timeout
 from predictors.client.messages import (
     AsyncClient,
     PredictorError,
     batch_responses,
+    checked_timeout,
     chunks,
     gathered,
     predictions,
     request_message,
 )
 from predictors.proto import predictor_v1_pb2 as pb
-from predictors.proto import predictor_v1_pb2_grpc
+from predictors.proto.predictor_v1_pb2_grpc import PredictorStub
+from scheduler_core.errors import InputError
+from scheduler_core.files import existing_file
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
+from scheduler_core.ranges import INTEGERS, check_ranges
 
-PredictorStub: Any = predictor_v1_pb2_grpc.PredictorStub
+# Largest message of a call: far above the service's own limit.
+MAX_MESSAGE_BYTES = 16 * 2**20
+# gRPC's retry policy and throttling (https://grpc.io/docs/guides/retry). Retried are calls that no server answered:
+# UNAVAILABLE, and CANCELLED, the status of a call that reaches a server in the moment of its shutdown. A prediction
+# changes nothing, so that a second attempt does no harm. RESOURCE_EXHAUSTED is not retried: more calls are the last thing
+# a full server needs. While the failed attempts of a channel (minus a fifth of its successes) are more than 50, nothing is
+# retried, so that retries never turn a fault into an overload.
+RETRY_POLICY = {
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
+}
+RETRY_THROTTLING = {"maxTokens": 100, "tokenRatio": 0.2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsSettings:
+    """Encryption. Paths of PEM files.
+
+    Attributes:
+        ca: Certificates that the server's is checked against; None: the system's.
+        certificate, key: The client's own, for mutual TLS; both or neither.
+    """
+
+    ca: str | None = None
+    certificate: str | None = None
+    key: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.certificate is None) != (self.key is None):
+            allowed = "a certificate together with its key, or neither"
+            raise InputError("certificate", self.certificate, allowed)
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files; raises InputError naming the one that is missing."""
+        ca, key, certificate = (
+            None if path is None else existing_file(path, f"tls {name}").read_bytes()
+            for name, path in (("ca", self.ca), ("key", self.key), ("certificate", self.certificate))
+        )
+        return grpc.ssl_channel_credentials(ca, key, certificate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """Limits of a client.
+
+    Attributes:
+        timeout_s: Deadline of `predict`, retries included; a call may name a shorter or longer one.
+        num_connections: Channels with a connection each, used in turn: several workers may listen on one address.
+        wait_for_ready: Whether a call waits, up to its deadline, for a service that cannot be reached; otherwise it fails
+            as soon as its attempts have.
+        max_attempts: Attempts of one call, the first included, 1 to 5 (gRPC's limit); 1: no retries.
+        tls: Encryption; None: none.
+        token: Bearer token that every call carries; None: none.
+    """
+
+    timeout_s: float = 10.0
+    num_connections: int = 1
+    wait_for_ready: bool = False
+    max_attempts: int = 5
+    tls: TlsSettings | None = None
+    token: str | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        checked_timeout(self.timeout_s)
+        check_ranges(self, max_attempts=(1, 5), num_connections=(1, INTEGERS))
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
+            raise InputError("token", "...", "printable ASCII characters, at least one")
+
+    def call_options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Deadline (default: the client's) and metadata of a call."""
+        metadata = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return {"timeout": timeout_s or self.timeout_s, "metadata": metadata}
+
+    def channels(self, package: Any, address: str) -> list[Any]:
+        """New channels of `grpc` or `grpc.aio`."""
+        options, count = self._channel_options(), range(self.num_connections)
+        if self.tls is None:
+            return [package.insecure_channel(address, options=options) for _ in count]
+        credentials = self.tls.credentials()
+        return [package.secure_channel(address, credentials, options=options) for _ in count]
+
+    def _channel_options(self) -> list[tuple[str, Any]]:
+        method: dict[str, Any] = {"name": [{}], "waitForReady": self.wait_for_ready}
+        # A name with several addresses (a headless Kubernetes service) is balanced over all of them.
+        config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}], "methodConfig": [method]}
+        if self.max_attempts > 1:
+            method["retryPolicy"] = RETRY_POLICY | {"maxAttempts": self.max_attempts}
+            config["retryThrottling"] = RETRY_THROTTLING
+        return [
+            ("grpc.service_config", json.dumps(config)),
+            # A call is only retried while its request is buffered; the default is 256 KiB.
+            ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            # Reconnect quickly: a restarted server is back in about a second.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+            # In spite of its name the limit of setting up a connection: a busy server, or a far one with TLS, needs some.
+            ("grpc.min_reconnect_backoff_ms", 10_000),
+            # A connection that died without a close is detected within half a minute; servers allow such pings.
+            ("grpc.keepalive_time_ms", 20_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            ("grpc.http2.max_pings_without_data", 0),
+            # Otherwise channels to the same address share one connection.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+
+
+def checked_address(address: str) -> str:
+    """The address itself if it is "host:port" or "unix:PATH"; raises InputError otherwise."""
+    if re.fullmatch(r"unix:.+", address):
+        return address
+    match = re.fullmatch(r"(?:[\w.-]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})", address)
+    if match is None or not 1 <= int(match[1]) <= 65535:
+        raise InputError("predictor address", address, "HOST:PORT with a port from 1 to 65535, or unix:PATH")
+    return address
+
+
+def _failure(error: Any, address: str, message: pb.PredictRequest | None = None) -> PredictorError:
+    """The error of a call that ended with a status, about a request if it is about one."""
+    code, details = error.code().name, error.details()
+    if message is not None:
+        return PredictorError.about(message, code, details, address)
+    return PredictorError(f"predictor {address}: {code}: {details}", code)
 
 
 class GrpcPredictor(AsyncClient):
-    """Asynchronous client.
+    """Asynchronous client of "host:port" or "unix:PATH" (else InputError); nothing is connected yet.
 
     It never blocks the event loop: connecting, name look-ups, waits and retries happen beside the caller.
-
-    Args:
-        address: "host:port" or "unix:PATH".
-        settings: Limits.
-
-    Raises:
-        InputError: The address has another form. Nothing is connected yet.
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
@@ -52,18 +175,15 @@ class GrpcPredictor(AsyncClient):
         self._stubs: Iterator[Any] = iter(())
 
     async def send(self, messages: Sequence[pb.PredictRequest], timeout_s: float) -> list[pb.PredictResponse]:
-        batches = chunks(messages, self.settings.max_batch_requests)
-        responses = await gathered([self._call(self._stub(), batch, timeout_s) for batch in batches])
+        responses = await gathered([self._call(self._stub(), batch, timeout_s) for batch in chunks(messages)])
         return list(itertools.chain.from_iterable(responses))
 
     async def metadata(self) -> pb.GetMetadataResponse:
+        request, options = pb.GetMetadataRequest(), self.settings.call_options()
         try:
-            response: pb.GetMetadataResponse = await self._stub().GetMetadata(
-                pb.GetMetadataRequest(), timeout=self.settings.timeout_s, metadata=self.settings.metadata
-            )
+            response: pb.GetMetadataResponse = await self._stub().GetMetadata(request, **options)
         except grpc.aio.AioRpcError as error:
-            text = f"predictor {self.address}: {error.code().name}: {error.details()}"
-            raise PredictorError(text, error.code().name) from error
+            raise _failure(error, self.address) from error
         return response
 
     async def close(self) -> None:
@@ -85,16 +205,13 @@ class GrpcPredictor(AsyncClient):
     async def _call(
         self, stub: Any, messages: Sequence[pb.PredictRequest], timeout_s: float
     ) -> list[pb.PredictResponse]:
-        metadata = self.settings.metadata
+        options = self.settings.call_options(timeout_s)
         try:
             if len(messages) == 1:
-                return [await stub.Predict(messages[0], timeout=timeout_s, metadata=metadata)]
-            batch = pb.PredictBatchRequest(requests=messages)
-            outcomes = await stub.PredictBatch(batch, timeout=timeout_s, metadata=metadata)
+                return [await stub.Predict(messages[0], **options)]
+            outcomes = await stub.PredictBatch(pb.PredictBatchRequest(requests=messages), **options)
         except grpc.aio.AioRpcError as error:
-            raise PredictorError.about(
-                messages[0], error.code().name, error.details(), self.address
-            ) from error
+            raise _failure(error, self.address, messages[0]) from error
         return batch_responses(outcomes, messages, self.address)
 
 
@@ -102,10 +219,6 @@ class SyncPredictor:
     """Blocking client with the same limits and errors; thread-safe.
 
     It uses gRPC's blocking interface and no event loop, so it works in a process that runs loops of its own.
-
-    Args:
-        address: "host:port" or "unix:PATH".
-        settings: Limits.
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
@@ -129,24 +242,20 @@ class SyncPredictor:
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
         """The service's responses, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
-        seconds = self.settings.timeout_s if timeout_s is None else checked_timeout(timeout_s)
+        options = self.settings.call_options(None if timeout_s is None else checked_timeout(timeout_s))
         messages = [request_message(request, truncated_length) for request in requests]
         results: list[pb.PredictResponse] = []
         with contextlib.ExitStack() as calls:
             pending = []
-            for chunk in chunks(messages, self.settings.max_batch_requests):
-                batch = pb.PredictBatchRequest(requests=chunk)
-                call = self._stub().PredictBatch.future(
-                    batch, timeout=seconds, metadata=self.settings.metadata
-                )
+            for chunk in chunks(messages):
+                call = self._stub().PredictBatch.future(pb.PredictBatchRequest(requests=chunk), **options)
                 calls.callback(call.cancel)
                 pending.append((call, chunk))
             for call, chunk in pending:
                 try:
                     outcomes = call.result()
                 except grpc.RpcError as error:
-                    code, details = error.code().name, error.details()
-                    raise PredictorError.about(chunk[0], code, details, self.address) from error
+                    raise _failure(error, self.address, chunk[0]) from error
                 except grpc.FutureCancelledError as error:
                     details = "the client was closed"
                     raise PredictorError.about(chunk[0], "CANCELLED", details, self.address) from error
@@ -155,13 +264,11 @@ class SyncPredictor:
 
     def metadata(self) -> pb.GetMetadataResponse:
         """Artifact, limits and provider of the service."""
+        request, options = pb.GetMetadataRequest(), self.settings.call_options()
         try:
-            response: pb.GetMetadataResponse = self._stub().GetMetadata(
-                pb.GetMetadataRequest(), timeout=self.settings.timeout_s, metadata=self.settings.metadata
-            )
+            response: pb.GetMetadataResponse = self._stub().GetMetadata(request, **options)
         except grpc.RpcError as error:
-            text = f"predictor {self.address}: {error.code().name}: {error.details()}"
-            raise PredictorError(text, error.code().name) from error
+            raise _failure(error, self.address) from error
         return response
 
     def close(self) -> None:
@@ -174,9 +281,7 @@ class SyncPredictor:
     def __enter__(self) -> SyncPredictor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _stub(self) -> Any:

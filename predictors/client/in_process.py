@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from predictors.client.channel import checked_timeout
-from predictors.client.messages import AsyncClient, PredictorError, gathered, response
+from predictors.client.messages import AsyncClient, PredictorError, checked_timeout, gathered, response
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import TailcastError
 
@@ -63,11 +62,7 @@ class InProcessPredictor(AsyncClient):
             await calls.artifacts.close()
 
     async def calls(self) -> PredictorCalls:
-        """The service's methods, of this event loop; loaded once.
-
-        Raises:
-            InputError: The artifact is refused.
-        """
+        """The service's methods, of this event loop; loaded once. InputError if the artifact is refused."""
         loop = asyncio.get_running_loop()
         if self._started is None or self._started[0] is not loop:
             self._started = (loop, asyncio.ensure_future(self._start()))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 
-from predictors.client.channel import checked_timeout
 from predictors.proto import predictor_v1_pb2 as pb
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import (
@@ -25,18 +24,14 @@ from scheduler_core.predictor import PredictionRequest
 
 T = TypeVar("T")
 
-# Largest sum of prompt bytes in one call of more than one request.
+# Most requests of one call, and largest sum of their prompts' bytes; more are sent in several calls at the same time.
+MAX_BATCH_REQUESTS = 64
 MAX_BATCH_BYTES = 2 * 2**20
 
 
 class PredictorError(TailcastError):
-    """The service could not be reached, refused a request or failed.
-
-    Args:
-        message: What happened, naming the address.
-        code: Name of the gRPC status, for example "RESOURCE_EXHAUSTED".
-        request_id: The request it is about, if it is about one.
-    """
+    """The service could not be reached, refused a request (`request_id` where it is about one) or failed; `code` is the name
+    of the gRPC status, for example "RESOURCE_EXHAUSTED"."""
 
     def __init__(self, message: str, code: str, request_id: str | None = None) -> None:
         super().__init__(message)
@@ -47,9 +42,7 @@ class PredictorError(TailcastError):
         return type(self), (str(self), self.code, self.request_id)
 
     @classmethod
-    def about(
-        cls, message: pb.PredictRequest, code: str, details: str | None, address: str
-    ) -> PredictorError:
+    def about(cls, message: pb.PredictRequest, code: str, details: str | None, address: str) -> Self:
         """The error about one request."""
         text = f"predictor {address}: request {message.request_id!r}: {code}: {details}"
         return cls(text, code, message.request_id)
@@ -59,7 +52,6 @@ class AsyncClient(ABC):
     """What the asynchronous clients have in common; implements `scheduler_core.predictor.Predictor`."""
 
     address: str
-    #: Deadline of calls that name none.
     timeout_s: float
 
     async def predict(
@@ -67,9 +59,7 @@ class AsyncClient(ABC):
     ) -> list[Prediction]:
         """Predictions of all heads of the artifact, in the order of `requests`.
 
-        Args:
-            requests: Any number.
-            timeout_s: Deadline of this call; None: that of the client.
+        `timeout_s` is the deadline of this call; None: that of the client.
 
         Raises:
             PredictorError: The service could not be reached in time, or refused or failed one of the requests.
@@ -84,13 +74,8 @@ class AsyncClient(ABC):
         timeout_s: float | None = None,
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
-        """The service's responses, in the order of `requests`; raises as `predict`.
-
-        Args:
-            requests: Any number.
-            timeout_s: Deadline of this call; None: that of the client.
-            truncated_length: Also request the statistics of the length truncated at each request's max_tokens.
-        """
+        """The service's responses, as `predict`; with `truncated_length` they have the statistics of the length truncated at
+        each request's max_tokens too."""
         messages = [request_message(request, truncated_length) for request in requests]
         return await self.send(messages, self.timeout_s if timeout_s is None else checked_timeout(timeout_s))
 
@@ -109,9 +94,7 @@ class AsyncClient(ABC):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 
@@ -126,18 +109,17 @@ def request_message(request: PredictionRequest, truncated_length: bool) -> pb.Pr
             max_tokens=request.max_tokens if truncated_length else None,
         )
     except (TypeError, ValueError) as error:
-        raise InputError(
-            f"prompt of request {request.request_id!r}", request.prompt[:40], f"valid Unicode text ({error})"
-        ) from error
+        field, allowed = f"prompt of request {request.request_id!r}", f"valid Unicode text ({error})"
+        raise InputError(field, request.prompt[:40], allowed) from error
 
 
-def chunks(messages: Sequence[pb.PredictRequest], max_requests: int) -> Iterator[list[pb.PredictRequest]]:
+def chunks(messages: Sequence[pb.PredictRequest]) -> Iterator[list[pb.PredictRequest]]:
     """Consecutive parts within the limits of one call; a prompt over the byte limit has its own."""
     chunk: list[pb.PredictRequest] = []
     num_bytes = 0
     for message in messages:
         size = len(message.prompt) * 4  # bytes of a character in UTF-8: at most 4
-        if chunk and (len(chunk) >= max_requests or num_bytes + size > MAX_BATCH_BYTES):
+        if chunk and (len(chunk) >= MAX_BATCH_REQUESTS or num_bytes + size > MAX_BATCH_BYTES):
             yield chunk
             chunk, num_bytes = [], 0
         chunk.append(message)
@@ -208,3 +190,10 @@ def prediction(response: pb.PredictResponse) -> Prediction:
     if response.HasField("regression_tokens"):
         point = PointPrediction(max(response.regression_tokens, 1.0))  # an output has a token at least
     return Prediction(length=length, urgency=urgency, bucket=bucket, rank=rank, point=point)
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """`timeout_s` itself, if it is one; otherwise raises InputError."""
+    if not 0 < timeout_s < math.inf:
+        raise InputError("timeout_s", timeout_s, "a finite number of seconds > 0")
+    return timeout_s

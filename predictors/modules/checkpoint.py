@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from predictors.manifest import NORMALIZATION, TOKENIZER, check_format
-from predictors.modules.calibration import Calibration
-from predictors.modules.config import PredictorConfig, read_config
+from predictors.modules.config import Calibration, PredictorConfig, read_config
 from predictors.modules.encoder import build_encoder, config_of, load_tokenizer
 from predictors.modules.normalization import Normalization
 from predictors.modules.predictor import PromptPredictor
@@ -62,18 +61,12 @@ def save_checkpoint(
     extra_files: Mapping[str, Path] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Writes a checkpoint folder atomically.
+    """Writes a checkpoint folder atomically, weights in float32; InputError if it holds a checkpoint and `overwrite` is false,
+    or something else.
 
     Args:
-        path: The folder.
-        model: The predictor; its weights are written in float32.
-        tokenizer: The encoder's tokenizer.
         training_info: Content of `training.json`; JSON without NaN.
         extra_files: Name in the folder -> file to copy, for logs.
-        overwrite: Replace an earlier checkpoint.
-
-    Raises:
-        InputError: The folder holds a checkpoint and `overwrite` is false, or something else.
     """
     from safetensors.torch import save_file
 
@@ -101,12 +94,8 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
-    """Reads a checkpoint folder.
-
-    Raises:
-        InputError: The folder or a file is missing or broken, its format is of another version, or the weights do
-            not fit the configuration.
-    """
+    """Reads a checkpoint folder; InputError if it or a file is missing or broken, its format is of another version, or the
+    weights do not fit the configuration."""
     folder = Path(path)
     if not folder.is_dir():
         raise InputError("checkpoint", str(path), "an existing checkpoint folder of train")

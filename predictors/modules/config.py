@@ -1,10 +1,11 @@
-"""Configuration of a predictor: encoder, pooling, heads, and the conditions of the heads."""
+"""Configuration of a predictor: encoder, pooling, heads, the conditions of the heads, and calibration."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -51,7 +52,6 @@ class PredictorConfig:
 
     Attributes:
         encoder: Where the encoder came from, as the user named it (for the record; a checkpoint does not need it).
-        heads: Heads.
         conditioning: Conditions of the heads; None: the prompt alone.
         max_length: Maximum number of tokens of a prompt, special tokens included; the rest is truncated.
         truncation_side: Which part of a longer prompt is dropped: its left or right end, or its middle.
@@ -91,15 +91,55 @@ class PredictorConfig:
         return self.served_models if self.conditioning is None else self.conditioning.served_models
 
 
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Post-hoc calibration: mu' = mu + mu_shift[m] sigma, sigma' = sigma sigma_scale[m], m the served model's number.
+
+    Attributes:
+        sigma_scale: Above 0 [num_models + 1]; entry 0 is for an unknown served model (unused where that is the mean over
+            the known ones), and for predictors that are not conditioned on it.
+        mu_shift: In units of the uncalibrated sigma [num_models + 1].
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    sigma_scale: tuple[float, ...]
+    mu_shift: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("sigma_scale", "mu_shift"):
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        if not self.sigma_scale or not all(0 < value < math.inf for value in self.sigma_scale):
+            raise InputError("sigma_scale", self.sigma_scale, "finite numbers > 0")
+        if len(self.mu_shift) != len(self.sigma_scale) or not all(map(math.isfinite, self.mu_shift)):
+            raise InputError("mu_shift", self.mu_shift, f"{len(self.sigma_scale)} finite numbers")
+
+    @classmethod
+    def identity(cls, num_models: int = 0) -> Calibration:
+        """No shift, scale 1."""
+        return cls((1.0,) * (num_models + 1), (0.0,) * (num_models + 1))
+
+    @property
+    def num_models(self) -> int:
+        """Served models without the unknown one."""
+        return len(self.sigma_scale) - 1
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether it changes nothing."""
+        return self == Calibration.identity(self.num_models)
+
+    def to_json(self) -> dict[str, Any]:
+        """Lists in place of tuples."""
+        return {"sigma_scale": list(self.sigma_scale), "mu_shift": list(self.mu_shift)}
+
+
 Config = TypeVar("Config")
 
 
 def read_config(kind: type[Config], content: object, field: str) -> Config:
-    """A configuration from the JSON of its `dataclasses.asdict`.
-
-    Raises:
-        InputError: A field is missing, unknown or wrong; `field` is the start of its name.
-    """
+    """A configuration from the JSON of its `dataclasses.asdict`; InputError for a missing, unknown or wrong field, whose name
+    begins with `field`."""
     try:
         # Of JSON text, for which pydantic's strict mode takes an array for a tuple.
         return TypeAdapter(kind).validate_json(json.dumps(content))

@@ -29,11 +29,8 @@ OFFSET_POSITIONS = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mp
 
 
 def resolve_encoder(encoder: str) -> str:
-    """Local folder or hub name of an encoder; `package:NAME/PATH` is a folder inside an installed package.
-
-    Raises:
-        InputError: The package is not installed or has no such folder, or a path does not exist.
-    """
+    """Local folder or hub name of an encoder; `package:NAME/PATH` is a folder inside an installed package. InputError if
+    there is none."""
     if encoder.startswith(PACKAGE_SCHEME):
         path = inside_package(encoder, "encoder")
     else:
@@ -49,14 +46,8 @@ def resolve_encoder(encoder: str) -> str:
 
 
 def load_encoder(encoder: str) -> nn.Module:
-    """A pretrained encoder in float32 without its pooling layer, in eval mode.
-
-    Args:
-        encoder: Local folder, `package:NAME/PATH` or hub name.
-
-    Raises:
-        InputError: It cannot be found or read, or its folder lacks weights of the encoder.
-    """
+    """A pretrained encoder, spelled as in `resolve_encoder`, in float32 without its pooling layer, in eval mode; InputError
+    if it cannot be found or read, or its folder lacks weights of the encoder."""
     source = resolve_encoder(encoder)
     import transformers
 
@@ -73,11 +64,7 @@ def load_encoder(encoder: str) -> nn.Module:
 
 
 def build_encoder(config: Any) -> nn.Module:
-    """An encoder with random weights from the content of a transformers `config.json`.
-
-    Raises:
-        InputError: The configuration is of no known architecture.
-    """
+    """An encoder with random weights from the content of a transformers `config.json`; InputError for an unknown one."""
     import transformers
 
     try:
@@ -91,11 +78,8 @@ def build_encoder(config: Any) -> nn.Module:
 
 
 def load_tokenizer(encoder: str, *, truncation_side: str = "right") -> PreTrainedTokenizerBase:
-    """The tokenizer of an encoder; it pads on the right, because CLS pooling reads position 0.
-
-    Raises:
-        InputError: It cannot be found or read, or it has no padding token.
-    """
+    """The tokenizer of an encoder; it pads on the right, because CLS pooling reads position 0. InputError if it cannot be
+    found or read, or it has no padding token."""
     source = resolve_encoder(encoder)
     import transformers
 
@@ -121,13 +105,10 @@ def tokenize(
     max_length: int,
     truncation_side: str = "right",
 ) -> list[NDArray[np.int32]]:
-    """Token ids of each prompt, special tokens included.
+    """Token ids of each prompt, at most `max_length`, special tokens included.
 
-    Args:
-        tokenizer: From `load_tokenizer` with the same truncation side.
-        prompts: N texts.
-        max_length: Maximum number of tokens of each.
-        truncation_side: left, right or middle: which part of a longer prompt is dropped.
+    The tokenizer is from `load_tokenizer` with the same truncation side: left, right or middle, the part of a longer prompt
+    that is dropped.
     """
     if not prompts:
         return []
@@ -195,15 +176,12 @@ POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def pool(states: Tensor, attention_mask: Tensor, poolings: Sequence[str]) -> Tensor:
-    """Concatenation of the named poolings.
+    """Features [B, len(poolings) * H]: the named poolings, concatenated.
 
     Args:
         states: Last hidden states [B, S, H].
         attention_mask: 1 at tokens, 0 at padding [B, S]; at least one token in each row, padding on the right.
         poolings: Names out of `POOLINGS`, in order.
-
-    Returns:
-        Features [B, len(poolings) * H].
     """
     mask = attention_mask.to(torch.bool)
     return torch.cat([POOLINGS[name](states, mask) for name in poolings], dim=-1)

@@ -30,9 +30,7 @@ SIGMA_FLOOR = 1e-6
 class Head:
     """Options of a head, what they build, and what its scores mean.
 
-    Attributes:
-        is_conditioned: Also sees the served model and the temperature, one row per (prompt, served model, temperature).
-        tower: Layers.
+    One that `is_conditioned` also sees the served model and the temperature, a row per (prompt, served model, temperature).
     """
 
     is_conditioned: ClassVar[bool] = True
@@ -60,7 +58,6 @@ class LengthHead(Head):
     sigma_within that of samples of one prompt. For a predictor without error in mu they would be equal.
 
     Attributes:
-        tower: Layers.
         nu: Degrees of freedom; with `learn_nu` the output of an untrained head, inside (1, 100).
         learn_nu: Predict nu, between 1 and 100, instead of keeping it fixed.
         within: Also predict sigma_within.
@@ -86,10 +83,8 @@ class LengthHead(Head):
     ) -> dict[str, Tensor]:
         """Uncalibrated mu and sigma in log tokens [B]; nu [B] where it is learned, sigma_within [B] where it is predicted.
 
-        Args:
-            scores: [B, 2 to 4].
-            statistics: Of the training targets.
-            differentiable_floor: Let the gradient of sigma pass its floor, so that training can leave it again.
+        The scores are [B, 2 to 4]; through a `differentiable_floor` of sigma the gradient passes, so that training can leave
+        it again.
         """
         scores = scores.float()  # expm1 of a half-precision number has no digits to spare
         sigma = torch.expm1(scores[:, 1] * statistics.sigma_log_std + statistics.sigma_log_mean)
@@ -143,10 +138,7 @@ class UrgencyHead(Head):
     Odds "proportional" (McCullagh 1980): logit P(level > k) = f(prompt) - theta_k with ascending thresholds theta. Odds
     "free": a score for each level, P(level) their softmax; levels that are different kinds of text do not lie on a line.
 
-    Attributes:
-        tower: Layers of f, or of the scores.
-        levels: Names, the most urgent first.
-        odds: proportional or free.
+    `levels` are their names, the most urgent first.
     """
 
     is_conditioned: ClassVar[bool] = False
@@ -158,9 +150,7 @@ class UrgencyHead(Head):
         if len(self.levels) < 2 or len(set(self.levels)) < len(self.levels) or not all(self.levels):
             raise InputError("levels", self.levels, "two or more different names, the most urgent first")
 
-    def build(
-        self, num_features: int, num_conditions: int, generator: torch.Generator | None
-    ) -> ProportionalOdds | FreeOdds:
+    def build(self, num_features: int, num_conditions: int, generator: torch.Generator | None) -> nn.Module:
         """Logits of P(level > k) [B, K-1], descending in k."""
         module = ProportionalOdds if self.odds == "proportional" else FreeOdds
         return module(num_features, self, generator)
@@ -182,18 +172,11 @@ class ProportionalOdds(nn.Module):
         self.gaps = nn.Parameter(torch.log(torch.expm1(thresholds.diff())))
 
     def set_thresholds(self, thresholds: Tensor) -> None:
-        """Sets the thresholds [K-1], such as the logits of the levels' cumulative frequencies.
-
-        Raises:
-            InputError: They are not finite and ascending, or not K - 1.
-        """
+        """Sets the thresholds: K - 1 finite ascending numbers, such as the logits of the levels' cumulative frequencies."""
         gaps = thresholds.diff()
-        if thresholds.shape != (len(self.gaps) + 1,) or not (
-            torch.isfinite(thresholds).all() and (gaps > 0).all()
-        ):
-            raise InputError(
-                "thresholds", thresholds.tolist(), f"{len(self.gaps) + 1} finite ascending numbers"
-            )
+        count = len(self.gaps) + 1
+        if len(thresholds) != count or not (torch.isfinite(thresholds).all() and (gaps > 0).all()):
+            raise InputError("thresholds", thresholds.tolist(), f"{count} finite ascending numbers")
         with torch.no_grad():
             self.first.copy_(thresholds[:1])
             self.gaps.copy_(gaps + torch.log(-torch.expm1(-gaps)))
@@ -246,9 +229,7 @@ def level_probabilities(logits: Tensor) -> Tensor:
 class BucketHead(Head):
     """Probabilities of length buckets. Source: S3 (equal buckets over the maximum length).
 
-    Attributes:
-        tower: Layers.
-        edges: Bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
+    `edges` are bounds in tokens, ascending; bucket k holds edges[k-1] <= tokens < edges[k], so K = len(edges) + 1.
     """
 
     edges: tuple[float, ...] = ()

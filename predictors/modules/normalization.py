@@ -49,14 +49,12 @@ class Normalization:
     ) -> Normalization:
         """Statistics of training targets; those of an unset one stay at 0 and 1.
 
+        InputError if there are fewer than two, or all are alike, so that there is nothing to learn.
+
         Args:
-            mu: Fitted mu [N], log tokens.
-            sigma: Fitted sigma [N], log tokens, above 0.
+            mu, sigma: Fitted parameters [N], log tokens, sigma above 0.
             tokens: Targets of the regression head [M], tokens, at least 0.
             within: Fitted sigma as target of sigma_within [K], log tokens, above 0.
-
-        Raises:
-            InputError: Fewer than two targets, or all of them alike, so that there is nothing to learn.
         """
         targets = {
             "mu": ("mu", mu),

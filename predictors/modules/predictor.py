@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from predictors.modules.calibration import Calibration
-from predictors.modules.config import Conditioning, PredictorConfig
+from predictors.modules.config import Calibration, Conditioning, PredictorConfig
 from predictors.modules.encoder import num_positions, pool, state_width
 from predictors.modules.heads import SIGMA_FLOOR
 from predictors.modules.normalization import Normalization
@@ -27,9 +26,7 @@ EMBEDDING_STD = 0.1
 class ConditionFeatures(nn.Module):
     """Embedding of the served model, ln temperature, and whether the temperature is known.
 
-    Args:
-        conditioning: Served models and options.
-        generator: Draws the initial embeddings, N(0, 0.1^2); unset, torch's global generator does.
+    `generator` draws the initial embeddings, N(0, 0.1^2); unset, torch's global generator does.
     """
 
     def __init__(self, conditioning: Conditioning, generator: torch.Generator | None = None) -> None:
@@ -40,15 +37,12 @@ class ConditionFeatures(nn.Module):
         nn.init.normal_(self.served_model.weight, std=EMBEDDING_STD, generator=generator)
 
     def forward(self, features: Tensor, served_model: Tensor | None, temperature: Tensor | None) -> Tensor:
-        """The conditions of each row.
+        """The conditions of each row [B, num_features].
 
         Args:
             features: The prompts' features [B, F], for their number, dtype and device.
             served_model: Numbers of served models, int64 [B]; 0 = unknown; None = all unknown.
             temperature: Sampling temperatures, at least 0, [B]; NaN = unknown; None = all unknown.
-
-        Returns:
-            [B, num_features].
         """
         if served_model is None:
             served_model = torch.zeros(features.shape[0], dtype=torch.int64, device=features.device)
@@ -68,9 +62,7 @@ class PromptPredictor(nn.Module):
     """Prompt tokens in; length distribution, urgency, bucket, length and rank out.
 
     Args:
-        config: Poolings, heads and conditioning.
         encoder: A transformers encoder: called with input_ids and attention_mask, gives last_hidden_state.
-        normalization: Statistics of the targets.
         calibration: Applied to mu and sigma by `outputs`; None: identity.
         generator: Draws the heads' initial weights; unset, torch's global generator does.
 
@@ -98,16 +90,14 @@ class PromptPredictor(nn.Module):
         self.normalization = normalization
         self.encoder = encoder
         self.num_features = state_width(encoder) * len(config.pooling) + config.prompt_length
-        self.conditions = (
-            None if config.conditioning is None else ConditionFeatures(config.conditioning, generator)
-        )
-        num_conditions = 0 if self.conditions is None else self.conditions.num_features
-        self.heads = nn.ModuleDict(
-            {
-                name: head.build(self.num_features, num_conditions, generator)
-                for name, head in config.heads.items()
-            }
-        )
+        self.conditions: ConditionFeatures | None = None
+        num_conditions = 0
+        if config.conditioning is not None:
+            self.conditions = ConditionFeatures(config.conditioning, generator)
+            num_conditions = self.conditions.num_features
+        self.heads = nn.ModuleDict()
+        for name, head in config.heads.items():
+            self.heads[name] = head.build(self.num_features, num_conditions, generator)
         self.set_calibration(calibration)
 
     @property
@@ -121,11 +111,7 @@ class PromptPredictor(nn.Module):
         return 0 if self.config.conditioning is None else len(self.config.conditioning.served_models)
 
     def set_calibration(self, calibration: Calibration | None) -> None:
-        """Replaces the calibration that `outputs` applies; None: identity.
-
-        Raises:
-            InputError: It has another number of served models than the predictor.
-        """
+        """Replaces the calibration that `outputs` applies (None: identity); InputError for one of other served models."""
         calibration = calibration or Calibration.identity(self.num_models)
         if calibration.num_models != self.num_models:
             allowed = f"{self.num_models} of them"
@@ -137,14 +123,9 @@ class PromptPredictor(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def features(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Features of prompts; they depend neither on the other rows of the batch nor on how far a row is padded.
+        """Features [B, F] of prompts' token ids [B, S], with a mask that is 1 at tokens and 0 at padding on the right [B, S].
 
-        Args:
-            input_ids: Token ids [B, S].
-            attention_mask: 1 at tokens, 0 at padding on the right [B, S].
-
-        Returns:
-            [B, F].
+        They depend neither on the other rows of the batch nor on how far a row is padded.
         """
         states = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         features = pool(states, attention_mask, self.config.pooling)
@@ -161,17 +142,13 @@ class PromptPredictor(nn.Module):
         temperature: Tensor | None = None,
         row_prompt: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Scores of each head, which training compares with its targets; see the heads' `build`.
+        """Scores of each head, which training compares with its targets (see the heads' `build`): [R, ...], of heads that are
+        not conditioned [P, ...].
 
         Args:
-            features: Features of prompts [P, F].
-            served_model: Numbers of served models, int64 [R], 0 = unknown; None: all unknown.
-            temperature: Sampling temperatures [R], at least 0, NaN = unknown; None: all unknown.
-                A predictor without conditioning ignores both.
+            features: Of prompts [P, F].
+            served_model, temperature: As in `ConditionFeatures.forward`, [R]; a predictor without conditioning ignores both.
             row_prompt: Prompt of each row (prompt, served model, temperature), int64 [R]; None: one row per prompt.
-
-        Returns:
-            By head: [R, ...], of heads that are not conditioned [P, ...].
         """
         conditions = None
         if self.conditions is not None:
@@ -249,11 +226,6 @@ class PromptPredictor(nn.Module):
         served_model: Tensor | None = None,
         temperature: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Outputs of all heads, float32, as `outputs`.
-
-        Args:
-            input_ids: Token ids, int64 [B, S].
-            attention_mask: 1 at tokens, 0 at padding, int64 [B, S]; at least one token in each row.
-            served_model, temperature: As in `scores`, [B].
-        """
+        """Outputs of all heads, float32, as `outputs`, of int64 token ids and mask [B, S] with at least one token in each row;
+        served_model and temperature as in `scores`, [B]."""
         return self.predict(self.features(input_ids, attention_mask), served_model, temperature)

@@ -98,15 +98,12 @@ class ConditionedTower(nn.Module):
     def forward(
         self, features: Tensor, conditions: Tensor | None, row_prompt: Tensor | None = None
     ) -> Tensor:
-        """Scores of R rows.
+        """Scores of R rows, [R, num_outputs] or [R].
 
         Args:
             features: Of P prompts [P, F].
             conditions: Of the rows [R, C]; None where there are none.
             row_prompt: Prompt of each row, int64 [R]; None: R = P, one row for each.
-
-        Returns:
-            [R, num_outputs] or [R].
         """
         if conditions is None or self.shift is None:
             scores: Tensor = self.rest(features if row_prompt is None else features[row_prompt])

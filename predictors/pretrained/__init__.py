@@ -23,11 +23,8 @@ _TRAINING = "training.json"
 
 
 def shipped_folder(predictor: str) -> Path:
-    """The folder of the artifact of a spelling in `FOLDERS`.
-
-    Raises:
-        InputError: It is not part of this installation, or its manifest is not the pinned one.
-    """
+    """The folder of the artifact of a spelling in `FOLDERS`; InputError if it is not part of this installation, or its
+    manifest is not the pinned one."""
     folder = FOLDERS[predictor]
     manifest, sums = folder / _MANIFEST, folder.parent / _SUMS
     if not sums.is_file() or not manifest.is_file():

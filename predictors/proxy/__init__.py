@@ -2,7 +2,7 @@
 
 | step | module |
 |---|---|
-| parse | `parsing`, `client_rules` |
+| parse | `parsing`, `engines` (rules for clients) |
 | predict | `prediction` |
 | order | `order` |
 | route | `engines`: the order as the engine understands it |

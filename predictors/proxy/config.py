@@ -125,9 +125,8 @@ class ProxyConfig:
 
     def __post_init__(self) -> None:
         if not _is_http_url(self.engine_url):
-            raise InputError(
-                "engine_url", self.engine_url, "http://HOST:PORT or https://HOST:PORT, maybe with a path"
-            )
+            allowed = "http://HOST:PORT or https://HOST:PORT, maybe with a path"
+            raise InputError("engine_url", self.engine_url, allowed)
         if self.shadow_predictor is not None and self.feedback is None:
             raise InputError("shadow_predictor", self.shadow_predictor, "only together with feedback")
         check_ranges(self, **RANGES)

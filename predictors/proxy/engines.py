@@ -1,4 +1,5 @@
-"""The order as each engine understands it: members of the body, or headers, that are added to a request.
+"""Hints to engines: the order as each engine understands it (members of the body, or headers, that are added to a request),
+and the rules for what clients may declare.
 
 docs/proxy.md has the hints of each engine and the options it has to be started with. Dynamo's 32 bits last 24 days for
 `fcfs` (seconds since 2026 in thousandths): a lower resolution lasts longer. None of the engines ages priorities: that is in
@@ -7,16 +8,20 @@ the key.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from multidict import CIMultiDictProxy
 
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.parsing import CHAT, TEXT
 from scheduler_core.errors import InputError
 from scheduler_core.lengths import expected_and_cvar
 from scheduler_core.request import RequestState
+from scheduler_core.urgency import LEVELS
 
 #: Hints with which a client could set its own order, of all engines: behind a gateway of one kind there are engines of
 #: another. Members of the body by path, and beginnings of header names, in lower case.
@@ -59,19 +64,11 @@ class PriorityEngine:
         self._factor = resolution if lower_first else -resolution
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """The hint of a request with a parsed body and the policy's key, smaller first.
-
-        Raises:
-            InputError: The key has no integer in the engine's range.
-        """
+        """The hint of a request with a parsed body and the policy's key, smaller first; raises as `priority`."""
         return Hint(members={"priority": self.priority(key)})
 
     def priority(self, key: float) -> int:
-        """The priority of a key.
-
-        Raises:
-            InputError: It lies outside the engine's range, or the key is not finite.
-        """
+        """The priority of a key; InputError if it lies outside the engine's range, or the key is not finite."""
         scaled = key * self._factor
         if not math.isfinite(scaled):
             raise InputError("policy key", key, f"finite numbers (times resolution {abs(self._factor):g})")
@@ -86,7 +83,6 @@ class Dynamo(PriorityEngine):
     """NVIDIA Dynamo: `osl` and `priority` in `nvext.agent_hints`; other members of the client's there stay."""
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """See `PriorityEngine.hint`."""
         extension = content.get("nvext")
         own = extension.get("agent_hints") if isinstance(extension, dict) else None
         if not isinstance(extension, dict | None) or not isinstance(own, dict | None):
@@ -113,7 +109,6 @@ class LlmD:
         }
 
     def hint(self, content: Mapping[str, Any], key: float, state: RequestState) -> Hint:
-        """See `PriorityEngine.hint`."""
         level = state.effective_level()
         headers = {name: values[level] for name, values in self._levels.items() if values}
         if state.request.tenant:
@@ -137,3 +132,61 @@ def make_engine(config: ProxyConfig) -> PriorityEngine | LlmD | None:
             return LlmD(config)
         case _:
             return None
+
+
+class ClientRules:
+    """What clients may declare; `restricts` where their own hints are replaced, so that none may pass unread."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self.restricts = config.client_priority == "replace" or config.most_urgent_tier > 0
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The header's value, else twelve digits of a hash of the API key (keys are in no log), else empty."""
+        name = headers.get(self._config.tenant_header, "").strip()
+        if name:
+            return name
+        key = headers.get("Authorization", "") or headers.get("api-key", "")
+        return "key-" + hashlib.sha256(key.encode()).hexdigest()[:12] if key else ""
+
+    def tier(self, headers: Mapping[str, str]) -> int:
+        """The declared level of urgency, or the default; InputError for one that clients may not declare."""
+        config = self._config
+        text = headers.get(config.tier_header)
+        if text is None:
+            return config.default_tier
+        levels = range(config.most_urgent_tier, len(LEVELS))
+        if text not in map(str, levels):
+            raise InputError(config.tier_header, text, f"integers from {levels[0]} to {levels[-1]}")
+        return int(text)
+
+    def check_headers(self, headers: CIMultiDictProxy[str]) -> None:
+        """Raises InputError for a value that is not UTF-8, and for a repeated header of the tenant or the tier: they could not
+        be passed on as they came, or be read in two ways."""
+        for name, value in headers.items():
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise InputError(name, "other bytes", "UTF-8") from None
+        for name in (self._config.tenant_header, self._config.tier_header):
+            values = headers.getall(name, ())
+            if len(values) > 1:
+                raise InputError(name, f"{len(values)} times", "once")
+
+    def allowed_content(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A body's members without the client's hints; `content` itself where there are none."""
+        allowed = content
+        for path in CLIENT_MEMBERS:
+            allowed = _without(allowed, path)
+        return content if allowed == content else allowed
+
+
+def _without(node: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The object without a member, whatever the case of its name."""
+    others: dict[str, Any] = {}
+    for name, value in node.items():
+        if name.casefold() != path[0]:
+            others[name] = value
+        elif len(path) > 1:
+            others[name] = _without(value, path[1:]) if isinstance(value, dict) else value
+    return others

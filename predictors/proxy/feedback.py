@@ -54,11 +54,7 @@ class Exchange:
 
 
 class Recorder:
-    """Learns from finished completions and writes records of them, if that is on; never waits, never fails a request.
-
-    Raises:
-        InputError: The folder or the calibration's file cannot be used.
-    """
+    """Learns from finished completions and writes records of them, if that is on; never waits, never fails a request."""
 
     def __init__(self, config: ProxyConfig, metrics: ProxyMetrics) -> None:
         self.shadow = Forecaster(config.shadow_predictor, "shadow_predictor", SHADOW_DEADLINE_S)
@@ -86,15 +82,10 @@ class Recorder:
 
     def requests_usage(self, parsed: ParsedRequest) -> bool:
         """Whether the proxy should request the token counts of a stream that the client has not requested."""
-        wants = (
-            self.is_on
-            and self._requests_usage
-            and parsed.is_completion
-            and parsed.stream
-            and not parsed.include_usage
-        )
+        is_single_stream = parsed.is_completion and parsed.stream and parsed.num_choices == 1
         is_readable = isinstance(parsed.content.get("stream_options"), dict | None)
-        return wants and is_readable and parsed.num_choices == 1
+        is_wanted = self.is_on and self._requests_usage and not parsed.include_usage
+        return is_wanted and is_single_stream and is_readable
 
     def start_shadow(self, exchange: Exchange) -> None:
         """Queries the shadow predictor, if there is one, without delaying the request."""

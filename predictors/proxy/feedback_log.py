@@ -37,7 +37,7 @@ RETRY_S = (1.0, 60.0)
 
 
 class FeedbackLog:
-    """Takes records without waiting for the disk.
+    """Takes records without waiting for the disk; InputError if the folder cannot be written to.
 
     Lines that come within `LINGER_S` are written and forced to the disk (fsync) together.
 
@@ -47,9 +47,6 @@ class FeedbackLog:
         on_outcome: Called for each record with "written" (it is on the disk, and survives a crash), "dropped" (the disk is
             too slow, or has refused for long) or "failed" (it is not JSON, or the disk still refused it at the end).
         retry_s: Seconds until the first new attempt and longest time between attempts where the disk refuses.
-
-    Raises:
-        InputError: The folder cannot be written to.
     """
 
     def __init__(
@@ -133,11 +130,7 @@ class FeedbackLog:
             return True
 
     def _write(self) -> None:
-        """Writes all lines and confirms them.
-
-        Raises:
-            OSError: Some are not on the disk: they are still in `_lines`.
-        """
+        """Writes all lines and confirms them; OSError if some are not on the disk: they are still in `_lines`."""
         while self._lines:
             if self._size >= self._segment_bytes:
                 self._close_segment()

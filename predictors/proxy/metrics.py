@@ -34,11 +34,8 @@ class ProxyMetrics:
         self.records = counter("feedback_records", "Records of the feedback log, by outcome.", "outcome")
         self.counts = counter("feedback_counts", "Lengths in the feedback log, by what counted.", "by")
         self.calibration = CalibrationGauges("tailcast_proxy_", registry)
-        self.overhead = seconds(
-            "overhead",
-            "From a completion's arrival to the engine, without prediction and queue.",
-            SHORT_SECONDS,
-        )
+        overhead = "From a completion's arrival to the engine, without prediction and queue."
+        self.overhead = seconds("overhead", overhead, SHORT_SECONDS)
         self.prediction = seconds("prediction", "Waiting for a prediction.", SECONDS)
         self.held = seconds("held", "Waiting in the proxy's own queue.", LONG_SECONDS)
         self.request = seconds("request", "From a completion's arrival to its last byte.", LONG_SECONDS)

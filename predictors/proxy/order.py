@@ -30,7 +30,6 @@ class AgingPolicy:
         return getattr(self._policy, name)
 
     def key(self, state: RequestState, now: float) -> float:
-        """See `Policy.key`."""
         return self._policy.key(state, now) + self._aging_per_s * state.request.arrival_s
 
 
@@ -43,10 +42,8 @@ class EngineOrder:
     gets its second piece; a response that comes as a whole ends one as well.
 
     Attributes:
-        policy: The order.
         max_num_seqs: Requests the engine runs at a time.
         clock: Seconds, as of the requests' arrivals.
-        aging_per_s: See `AgingPolicy`.
         num_running: Requests that were let through and have not left.
     """
 
@@ -151,11 +148,7 @@ class HoldQueue(EngineOrder):
         return len(self._order.waiting)
 
     async def enter(self, request: Request) -> None:
-        """Waits for the request's turn; a cancelled one has left.
-
-        Raises:
-            Refusal: The queue is full (429).
-        """
+        """Waits for the request's turn; a cancelled one has left. Refusal (429) if the queue is full."""
         if self.num_running >= self.max_num_seqs and self.num_waiting >= self.max_waiting:
             text = f"the queue of the proxy is full: {self.max_waiting} requests wait"
             raise Refusal(429, text, "queue_full")

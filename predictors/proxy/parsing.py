@@ -51,13 +51,10 @@ class JsonBody:
 
 
 def json_body(data: bytes) -> JsonBody:
-    """Parses a body; refuses what parsers read differently.
+    """Parses a body; a Refusal if it is no JSON object, or parsers read it differently.
 
     That is other encodings than UTF-8, byte order marks, NaN and Infinity, numbers out of range, lone surrogates. Of
     members with the same name the last one counts, and only that one is sent on.
-
-    Raises:
-        Refusal: It is not a JSON object, or one of these.
     """
     sent: bytes | None = data
     try:
@@ -118,11 +115,8 @@ class ParsedRequest:
         return self.path in (CHAT, TEXT)
 
     def prompt_tokens(self, counted: int | None = None) -> int:
-        """Length of the whole conversation, at least 1.
-
-        Args:
-            counted: Tokens of `prompt`, whose tokens per character are taken for all messages; None: CHARS_PER_TOKEN.
-        """
+        """Length of the whole conversation, at least 1, at the tokens per character of `prompt`, of which `counted` are known;
+        None: at CHARS_PER_TOKEN."""
         texts = [text for _, text in self.messages or ()] or [self.prompt or ""]
         num_chars = sum(map(len, texts))
         if counted is None or not self.prompt:

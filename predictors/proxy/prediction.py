@@ -34,15 +34,10 @@ class Forecast:
 
 
 class Forecaster:
-    """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline in any case.
+    """Queries one predictor about one request at a time; a `Forecast` comes back by the deadline (seconds) in any case.
 
-    Args:
-        predictor: pretrained, tiny, an artifact folder, or grpc://HOST:PORT; None: every forecast is absent.
-        field: The option that names it.
-        deadline_s: Time for a response, in seconds > 0.
-
-    Raises:
-        InputError: It is none of these.
+    `predictor` is pretrained, tiny, an artifact folder, or grpc://HOST:PORT, or else an InputError about `field`; None:
+    every forecast is absent.
     """
 
     def __init__(self, predictor: str | None, field: str, deadline_s: float) -> None:

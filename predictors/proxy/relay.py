@@ -28,17 +28,8 @@ KEEPALIVE_S = 2.0
 LARGE_BYTES = 2**19
 #: Headers of one connection (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
-    [
-        "connection",
-        "keep-alive",
-        "proxy-connection",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-    ]
+    {"connection", "keep-alive", "proxy-connection", "proxy-authenticate", "proxy-authorization"}
+    | {"te", "trailer", "transfer-encoding", "upgrade"}
 )
 _NOT_SENT = frozenset({"host", "content-length", "expect"})
 _OWN_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
@@ -49,10 +40,8 @@ def end_to_end(
 ) -> CIMultiDict[str]:
     """The headers that pass, in their order; repeated ones stay repeated.
 
-    Args:
-        headers: Of a request or response.
-        without: Further names to leave out, in lower case.
-        prefixes: Beginnings of further names to leave out, in lower case; `_` counts as `-`, as some servers take it.
+    `without` has further names to leave out, `prefixes` beginnings of them, in lower case; there `_` counts as `-`, as some
+    servers take it.
     """
     dropped = HOP_BY_HOP | without
     if "Connection" in headers:
@@ -85,7 +74,6 @@ class LiveConnector(aiohttp.TCPConnector):
         self._used = WeakSet[ResponseHandler]()
 
     async def connect(self, *arguments: Any, **options: Any) -> Connection:
-        """See `aiohttp.BaseConnector.connect`."""
         while True:
             connection = await super().connect(*arguments, **options)
             protocol = connection.protocol
@@ -146,11 +134,7 @@ class Relay:
             await self._session.close()
 
     async def read(self, request: web.Request) -> bytes:
-        """The body of a request.
-
-        Raises:
-            Refusal: It is too large (413), late (408), or breaks the rules of HTTP (400).
-        """
+        """The body of a request; a Refusal if it is too large (413), late (408), or breaks the rules of HTTP (400)."""
         limit = self._config.max_body_mib * 2**20
         if request.content_length is not None and request.content_length > limit:
             raise _too_large(f"{request.content_length} bytes", limit)
@@ -186,11 +170,10 @@ class Relay:
         *,
         without: tuple[str, ...] = (),
     ) -> aiohttp.ClientResponse:
-        """Sends a request on, once; returns with the head of the response.
+        """Sends a request on, once, with method, path, query and headers; returns with the head of the response.
 
         Args:
-            request: Method, path, query and headers are sent on.
-            body: Its body, if there is one.
+            request, body: The client's.
             headers: Further ones; a header of the client's wins over one of these, but for Accept-Encoding.
             without: Beginnings of names of the client's headers to leave out.
 

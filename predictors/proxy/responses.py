@@ -94,7 +94,6 @@ class EventStreamReader:
         self._is_reading = True
 
     def feed(self, data: bytes) -> bytes:
-        """See `JsonReader.feed`."""
         if not self._is_reading:
             return data
         buffer = self._rest + data
@@ -112,7 +111,6 @@ class EventStreamReader:
         return b"".join(passed) if self.shortens else data
 
     def end(self) -> bytes:
-        """See `JsonReader.end`."""
         rest, self._rest = self._rest, b""
         return rest if self.shortens else b""
 

@@ -16,9 +16,8 @@ from aiohttp import web
 from prometheus_client import Gauge, generate_latest
 
 from predictors.http_edge import HttpRunner
-from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
-from predictors.proxy.engines import CLIENT_HEADERS, Hint, make_engine
+from predictors.proxy.engines import CLIENT_HEADERS, ClientRules, Hint, make_engine
 from predictors.proxy.errors import EngineLostError, Refusal
 from predictors.proxy.feedback import Exchange, Recorder
 from predictors.proxy.metrics import ProxyMetrics
@@ -50,9 +49,6 @@ class ProxyServer:
     """Serves until it is stopped; nothing is bound or connected before `start`.
 
     `num_in_flight` counts requests whose responses are not complete; `queue` has the held ones, None where the engine orders.
-
-    Raises:
-        InputError: An option, the policy or one of its parameters is not allowed.
     """
 
     def __init__(self, config: ProxyConfig) -> None:
@@ -89,11 +85,7 @@ class ProxyServer:
             Gauge(f"tailcast_proxy_{name}", text, registry=metrics.registry).set_function(value)
 
     async def start(self) -> tuple[int, int | None]:
-        """Binds both ports; returns them.
-
-        Raises:
-            InputError: A port cannot be bound.
-        """
+        """Binds both ports and returns them; InputError for one that cannot be bound."""
         config = self._config
         await self._relay.start()
         application = web.Application(client_max_size=config.max_body_mib * 2**20)
@@ -170,11 +162,7 @@ class ProxyServer:
                 logger.info("%s %s", request.method, path, extra=fields)
 
     def _check(self, request: web.Request) -> None:
-        """Refuses a request that could not be passed on as it came.
-
-        Raises:
-            Refusal: 400.
-        """
+        """Refuses (400) a request that could not be passed on as it came."""
         target = request.raw_path
         try:
             self._rules.check_headers(request.headers)
@@ -186,12 +174,8 @@ class ProxyServer:
             raise Refusal.of(error) from error
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """The engine's response to a chat or text completion, or to whatever else may make it generate.
-
-        Raises:
-            Refusal: The request is refused, or the engine does not respond.
-            EngineLostError: The response broke off.
-        """
+        """The engine's response to a chat or text completion, or to whatever else may make it generate; raises as `_send`, and
+        a Refusal of the request itself."""
         limit = self._config.max_in_flight
         if self.num_in_flight > limit:
             text = f"requests in flight: got {self.num_in_flight}; allowed: {limit}"
@@ -323,12 +307,8 @@ class ProxyServer:
     async def _send(
         self, request: web.Request, body: bytes | None, hint: Hint = NO_HINT, exchange: Exchange | None = None
     ) -> web.StreamResponse:
-        """Sends a request, and passes the response on.
-
-        Raises:
-            Refusal: The engine does not respond.
-            EngineLostError: The response broke off.
-        """
+        """Sends a request, and passes the response on; a Refusal if the engine does not respond, EngineLostError if its
+        response breaks off."""
         without = CLIENT_HEADERS if self._rules.restricts else ()
         upstream = await self._relay.send(request, body, hint.headers, without=without)
         hides_usage = "stream_options" in hint.members

@@ -78,12 +78,7 @@ def open_sources(config: ServeConfig) -> tuple[dict[str, ArtifactSource], list[A
 class ArtifactTable:
     """Name -> artifact in service; the name is the artifact's id, the first one is the default.
 
-    Args:
-        runtimes: One or more loaded artifacts of different ids.
-        batching, cache_entries, max_prompt_chars: As of `ServedArtifact`.
-        worker_cores: As of `ServiceThreads`.
-        metrics: Where to count; default: nowhere.
-        reopen: Loads the artifact of a name again, called in a thread; None: nothing can be replaced.
+    `reopen` loads the artifact of a name again, in a thread; without it nothing can be replaced.
     """
 
     def __init__(
@@ -105,9 +100,8 @@ class ArtifactTable:
         self._reloading = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.is_ending = (
-            False  # reports not ready, so that load balancers look away; requests are still taken
-        )
+        # Reports not ready, so that load balancers look away; requests are still taken.
+        self.is_ending = False
         self._served: dict[str, ServedArtifact] = {}
         metrics = metrics or ServiceMetrics()
         for runtime in runtimes:
@@ -146,11 +140,7 @@ class ArtifactTable:
         return not self.is_ending and served.state == "ready"
 
     def get(self, name: str) -> ServedArtifact:
-        """The artifact of that id; the default if it is empty.
-
-        Raises:
-            UnknownArtifactError: There is none.
-        """
+        """The artifact of that id; the default if it is empty. Raises UnknownArtifactError if there is none."""
         if not name:
             return self.default
         served = self._served.get(name)
@@ -159,11 +149,7 @@ class ArtifactTable:
         return served
 
     async def start(self) -> None:
-        """Warms up and verifies; requests are accepted from then on.
-
-        Raises:
-            TailcastError: A model fails, or gives numbers that no scheduler can use.
-        """
+        """Warms up and verifies all; requests are accepted from then on. Raises as `ArtifactRuntime.warm_up`."""
         for served in self._served.values():
             await served.start()
             served.metrics.loaded(served.version, served.runtime.provider, None)
@@ -172,10 +158,7 @@ class ArtifactTable:
         """Replaces an artifact by the current content of its source; True if it has changed.
 
         The new one is verified (files, session, some predictions) and warmed up before a single request meets it;
-        requests in flight in the old one are answered by it. If anything is wrong with the new one, nothing changes.
-
-        Raises:
-            ReloadError: The new artifact was refused.
+        requests in flight in the old one are answered by it. If anything is wrong with the new one, nothing changes: ReloadError.
         """
         served = self.get(name)
         if self._reopen is None:
@@ -193,9 +176,8 @@ class ArtifactTable:
                     raise ClosedError
             except Exception as error:  # whatever it is, what is in service must stay
                 served.metrics.reload(False)
-                raise ReloadError(
-                    f"artifact {served.name}: a new version was refused, {served.version} stays: {error}"
-                ) from error
+                text = f"artifact {served.name}: a new version was refused, {served.version} stays: {error}"
+                raise ReloadError(text) from error
             self._served[served.name] = successor
             served.metrics.reload(True)
             served.metrics.loaded(successor.version, runtime.provider, served.version)

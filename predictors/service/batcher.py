@@ -19,8 +19,8 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Literal, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
 
 from predictors.service.errors import BatchError, ClosedError, ExpiredError, QueueFullError
 from scheduler_core.errors import TailcastError
@@ -56,8 +56,7 @@ class BatchingSettings:
         max_batch: Maximum number of requests in a batch.
         max_wait_s: How long the oldest request waits for a full batch while a worker is free; 0 = not at all.
         flush_when_idle: Nothing waits while no batch is running; a wait then only fills the second worker's batch.
-        order: "length" joins the oldest request with its nearest neighbors in length, "arrival" takes the oldest.
-        max_padding: Largest ratio of padded to real tokens of a batch of more than one; read with order "length".
+        max_padding: Largest ratio of padded to real tokens of a batch of more than one.
         max_padded_tokens: Largest batch x longest of a batch of more than one.
         max_queue: Maximum number of requests waiting; one more is refused.
         num_workers: Batches that run at the same time.
@@ -68,7 +67,6 @@ class BatchingSettings:
     max_batch: int
     max_wait_s: float
     flush_when_idle: bool = False
-    order: Literal["length", "arrival"] = "length"
     max_padding: float = math.inf
     max_padded_tokens: int = 16_384
     max_queue: int = 512
@@ -86,8 +84,14 @@ class BatchingSettings:
         From 256 tokens on a batch costs as much for each prompt as one prompt alone; it only takes memory, and lets all
         wait for all.
         """
-        limits = cls(max_batch=4, max_wait_s=0.0, max_padding=1.1, max_padded_tokens=256)
-        return replace(limits, num_workers=num_workers, num_ahead=1)
+        return cls(
+            max_batch=4,
+            max_wait_s=0.0,
+            max_padding=1.1,
+            max_padded_tokens=256,
+            num_workers=num_workers,
+            num_ahead=1,
+        )
 
     @classmethod
     def gpu(cls) -> BatchingSettings:
@@ -110,16 +114,10 @@ class BatchingSettings:
 
 
 def nearest_in_length(lengths: Sequence[int], start: int, settings: BatchingSettings) -> range:
-    """Positions of the batch around one request.
+    """Positions of the batch around the request at `start`, out of lengths in ascending order, each >= 1.
 
-    Args:
-        lengths: Lengths of the waiting requests, ascending, each >= 1.
-        start: Position of the request that must be in the batch.
-        settings: Limits on size and padding.
-
-    Returns:
-        A contiguous range of positions holding `start`: grown by the neighbor nearer in length (the longer one when
-        equally near) as long as the limits hold.
+    They are contiguous: grown by the neighbor nearer in length (the longer one when equally near) as long as the limits
+    on size and padding hold.
     """
     low, high = start, start + 1
     real, longest = lengths[start], lengths[start]
@@ -159,12 +157,9 @@ class _Entry(Generic[I, R]):
 
 
 class Batcher(Generic[I, R]):
-    """Groups concurrent `submit` calls into calls of `work`.
+    """Groups concurrent `submit` calls into calls of `work`, at most `max_running` at a time.
 
-    Args:
-        work: Takes 1..max_batch items, calls back with one result each, in order. At most `max_running` batches at a time.
-        settings: Limits and grouping.
-        clock: Source of time; default: the system's.
+    `work` takes 1..max_batch items and calls back with one result each, in order.
     """
 
     def __init__(self, work: Work[I, R], settings: BatchingSettings, clock: Clock | None = None) -> None:
@@ -190,12 +185,10 @@ class Batcher(Generic[I, R]):
         Args:
             item: What `work` gets.
             length: What padding is counted in, >= 1 (tokens).
-            deadline: Time of the clock after which the item is dropped instead of worked on.
+            deadline: Time of the clock at which an item that still waits is dropped: ExpiredError.
 
         Raises:
-            QueueFullError: `max_queue` items are waiting; raised at once.
-            ClosedError: The batcher is closing.
-            ExpiredError: The deadline passed while the item was waiting; raised at that moment.
+            QueueFullError, ClosedError: At once.
             BatchError: The item's batch failed.
         """
         if self._closing:
@@ -267,23 +260,14 @@ class Batcher(Generic[I, R]):
         return self._oldest.arrived + self._settings.max_wait_s
 
     def _take(self) -> list[_Entry[I, R]]:
-        """Removes the next group from the queue."""
-        entries: list[_Entry[I, R]] = []
-        if self._settings.order == "arrival":
-            longest = 0
-            for entry in itertools.islice(self._waiting.values(), self._settings.max_batch):
-                longest = max(longest, entry.length)
-                if entries and (len(entries) + 1) * longest > self._settings.max_padded_tokens:
-                    break
-                entries.append(entry)
-        else:
-            oldest = self._oldest
-            # No batch reaches further than max_batch places from the oldest request.
-            at = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
-            first = max(0, at - self._settings.max_batch)
-            near = self._by_length[first : at + self._settings.max_batch]
-            chosen = nearest_in_length([length for length, _ in near], at - first, self._settings)
-            entries = [self._waiting[near[position][1]] for position in chosen]
+        """Removes the oldest request and its neighbors in length from the queue."""
+        oldest = self._oldest
+        # No batch reaches further than max_batch places from the oldest request.
+        at = bisect.bisect_left(self._by_length, (oldest.length, oldest.number))
+        first = max(0, at - self._settings.max_batch)
+        near = self._by_length[first : at + self._settings.max_batch]
+        chosen = nearest_in_length([length for length, _ in near], at - first, self._settings)
+        entries = [self._waiting[near[position][1]] for position in chosen]
         for entry in entries:
             self._remove(entry)
         return entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Coroutine, Iterable, Mapping
@@ -38,11 +39,7 @@ class PredictorCalls:
         self._max_message_bytes = max_message_bytes
 
     def check_capacity(self, method: str) -> None:
-        """Refuses a request before it is even parsed, where any request is refused.
-
-        Raises:
-            QueueFullError: No artifact has a free slot.
-        """
+        """Raises QueueFullError, before a request is even parsed, where no artifact has a free slot."""
         if self.artifacts.is_full and self.tracing is None:  # a traced refusal needs its span
             served = self.artifacts.default
             error = QueueFullError(served.settings.max_queue)
@@ -57,16 +54,13 @@ class PredictorCalls:
         method: str,
         trace: Mapping[str, str] | None = None,
     ) -> pb.PredictResponse:
-        """One prompt.
+        """One prompt; errors as in `errors.STATUS`.
 
         Args:
             request: The request.
             timeout_s: Seconds until the caller gives up; None: never.
             method: Name for metrics and spans.
             trace: The caller's W3C trace context.
-
-        Raises:
-            TailcastError: See `errors.STATUS`.
         """
         served = self.artifacts.get(request.artifact_id)
         start = time.monotonic()
@@ -108,20 +102,12 @@ class PredictorCalls:
     async def predict_batch(
         self, request: pb.PredictBatchRequest, timeout_s: float | None, trace: Mapping[str, str] | None = None
     ) -> pb.PredictBatchResponse:
-        """Many prompts, each with its own outcome.
-
-        Raises:
-            InputError: Too many or none.
-            ClosedError: The service took none of them: as a status of the whole call, which gRPC clients retry.
-        """
+        """Many prompts, each with its own outcome; InputError for too many or none, and ClosedError where the service took none
+        of them: as a status of the whole call, which gRPC clients retry."""
         check_batch(len(request.requests))
+        outcome = functools.partial(self.outcome, timeout_s=timeout_s, method="PredictBatch", trace=trace)
         outcomes = await gather_in_chunks(
-            (
-                one.ByteSize(),
-                self.outcome(
-                    one, timeout_s, method="PredictBatch", prefix=f"requests[{index}].", trace=trace
-                ),
-            )
+            (one.ByteSize(), outcome(one, prefix=f"requests[{index}]."))
             for index, one in enumerate(request.requests)
         )
         if all(outcome.error.code == grpc.StatusCode.UNAVAILABLE.value[0] for outcome in outcomes):
@@ -163,11 +149,8 @@ def check_batch(num_requests: int) -> None:
 
 
 async def gather_in_chunks(calls: Iterable[tuple[int, Coroutine[Any, Any, T]]]) -> list[T]:
-    """Results of concurrent coroutines; between starting large ones, other tasks get their turns.
-
-    Args:
-        calls: Size in bytes of each one's input, and the coroutine, which must not raise.
-    """
+    """Results of concurrent coroutines, which must not raise; between starting ones whose inputs (sizes in bytes) are large,
+    other tasks get their turns."""
     tasks, size = [], 0
     async with asyncio.TaskGroup() as group:
         for num_bytes, call in calls:

@@ -93,7 +93,6 @@ STATUS: dict[type[Exception], tuple[grpc.StatusCode, int]] = {
     QueueFullError: (grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
     ExpiredError: (grpc.StatusCode.DEADLINE_EXCEEDED, 504),
     ClosedError: (grpc.StatusCode.UNAVAILABLE, 503),
-    TailcastError: (grpc.StatusCode.INTERNAL, 500),
     Exception: (grpc.StatusCode.INTERNAL, 500),
 }
 DETAILS_KEY = "grpc-status-details-bin"
@@ -143,9 +142,7 @@ class ErrorStatus:
         status = status_pb2.Status(code=self.code.value[0], message=self.message)
         details: list[Message] = [error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)]
         if self.field:
-            violation = error_details_pb2.BadRequest.FieldViolation(
-                field=self.field, description=self.message
-            )
+            violation = {"field": self.field, "description": self.message}
             details.append(error_details_pb2.BadRequest(field_violations=[violation]))
         if self.code in RETRY_AFTER_S:
             delay = timedelta(seconds=RETRY_AFTER_S[self.code])

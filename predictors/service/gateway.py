@@ -57,10 +57,8 @@ async def start_gateway(
 ) -> web.AppRunner:
     """Binds the HTTP port of a server, in the same event loop, and answers; `cleanup` of the result closes it.
 
-    A body over the configured size gets 413. A caller that hangs up takes its request out of the queue.
-
-    Raises:
-        InputError: The port cannot be bound.
+    A body over the configured size gets 413. A caller that hangs up takes its request out of the queue. InputError if the
+    port cannot be bound.
     """
     from predictors.service.oip_http import open_inference_routes
 
@@ -130,11 +128,9 @@ def _middleware(tokens: BearerTokens | None) -> Any:
             raise
         except Exception as error:
             status = ErrorStatus.of(error)
-            content = (
-                {"error": status.message}
-                if request.path.startswith("/v2")
-                else MessageToDict(status.message_with_details())
-            )
+            content: dict[str, Any] = {"error": status.message}
+            if not request.path.startswith("/v2"):
+                content = MessageToDict(status.message_with_details())
             return web.json_response(content, status=status.http_status)
 
     return handle
@@ -146,10 +142,9 @@ def _trace(request: web.Request) -> dict[str, str]:
 
 
 async def json_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body, in UTF-8; other tasks get their turns meanwhile.
+    """The JSON object in a body, in UTF-8; UnparsableError if there is none, or it has more than `MAX_JSON_VALUES` values.
 
-    Raises:
-        UnparsableError: There is none, or it has more than `MAX_JSON_VALUES` values.
+    Other tasks get their turns meanwhile.
     """
     if await _num_symbols(body) > MAX_JSON_VALUES:
         reason = f"more than {MAX_JSON_VALUES} values; larger requests go over gRPC or as binary tensors"
@@ -197,10 +192,8 @@ def _unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def request_message(content: Any) -> pb.PredictRequest:
     """The request of a JSON object: protobuf's mapping, with token_ids and messages as plain lists.
 
-    The content of a message may be a list of OpenAI's text parts.
-
-    Raises:
-        UnparsableError: A field is unknown or of another type, or a list is too long.
+    The content of a message may be a list of OpenAI's text parts. UnparsableError if a field is unknown or of another type,
+    or a list is too long.
     """
     if not isinstance(content, dict):
         raise UnparsableError("PredictRequest", f"an object, not {type(content).__name__}")

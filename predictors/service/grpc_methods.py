@@ -109,10 +109,10 @@ class PredictorMethods:
             async with asyncio.TaskGroup() as responses:
                 reader = asyncio.ensure_future(read(responses))
                 self._readers.add(reader)
+                reader.add_done_callback(self._readers.discard)
                 try:
                     await asyncio.wait([reader])
                 finally:
-                    self._readers.discard(reader)
                     reader.cancel()
                 end = ClosedError() if reader.cancelled() else reader.exception()
         except ExceptionGroup as errors:  # of writing

@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -39,11 +39,7 @@ DEFAULT_QUANTILE_LEVELS = (0.5, 0.9, 0.99)
 
 
 def parse(kind: type[M], data: bytes) -> M:
-    """The message of some bytes.
-
-    Raises:
-        UnparsableError: They are not one, for example truncated, or text that is not UTF-8; or too many elements.
-    """
+    """The message of some bytes; UnparsableError for truncated ones, text that is not UTF-8, or too many elements."""
     if len(data) > UNCOUNTED_BYTES:
         elements = _elements(kind.DESCRIPTOR, data, 0, len(data))  # type: ignore[attr-defined]
         if next(itertools.islice(elements, MAX_ELEMENTS, None), 1) is None:
@@ -209,7 +205,7 @@ def predict_response(
 ) -> pb.PredictResponse:
     """The response to a valid request with a prediction that the runtime has checked."""
     prediction, bucket = result.prediction, result.prediction.bucket
-    truncated = _truncated_length(request, prediction)
+    declared_tier = request.declared_tier if request.HasField("declared_tier") else None
     return pb.PredictResponse(
         request_id=request.request_id,
         mu=prediction.mu,
@@ -217,8 +213,7 @@ def predict_response(
         nu=prediction.nu,
         artifact_id=manifest.artifact_id,
         artifact_version=manifest.artifact_version,
-        truncated_length=truncated,
-        **_length_numbers(prediction, truncated),
+        **_length_numbers(request, prediction),
         prompt_tokens=result.prompt_tokens,
         truncated=result.truncated,
         durations=pb.Durations(
@@ -230,11 +225,7 @@ def predict_response(
         served_model_known=None if manifest.conditioning is None else is_trained_model,
         urgency=None
         if prediction.urgency is None
-        else urgency(
-            prediction.urgency,
-            manifest.abstain_threshold,
-            request.declared_tier if request.HasField("declared_tier") else None,
-        ),
+        else urgency(prediction.urgency, manifest.abstain_threshold, declared_tier),
         bucket_probabilities=None if bucket is None else _distribution(bucket),
         bucket=None if bucket is None else most_likely(bucket),
         bucket_edges=None if bucket is None else manifest.bucket_edges,
@@ -245,32 +236,30 @@ def predict_response(
     )
 
 
-def _length_numbers(prediction: PredictedRow, truncated: pb.TruncatedLength | None) -> dict[str, float]:
-    """Median, P90 and mean of the length, truncated at the request's max_tokens or the default; by field of the response."""
+def _length_numbers(request: pb.PredictRequest, prediction: PredictedRow) -> dict[str, Any]:
+    """Statistics of the length truncated at the request's max_tokens or the default, by field of the response."""
     if prediction.mu is None:
         return {}
     assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
     mu, sigma, nu = prediction.mu, prediction.sigma, prediction.nu
-    max_tokens = DEFAULT_MAX_TOKENS if truncated is None else truncated.max_tokens
-    expected = (
-        expected_and_cvar(mu, sigma, nu, max_tokens)[0] if truncated is None else truncated.expected_tokens
-    )
-    median, p90 = (_truncated_quantile(mu, sigma, nu, level, max_tokens) for level in (0.5, 0.9))
-    return {"median_tokens": median, "p90_tokens": p90, "expected_tokens": expected}
-
-
-def _truncated_length(request: pb.PredictRequest, prediction: PredictedRow) -> pb.TruncatedLength | None:
-    if not request.HasField("max_tokens") or prediction.mu is None:
-        return None
-    assert prediction.sigma is not None and prediction.nu is not None  # noqa: PT018
-    return truncated_length(
-        prediction.mu,
-        prediction.sigma,
-        prediction.nu,
-        max_tokens=request.max_tokens,
-        cvar_level=request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL,
-        levels=request.quantile_levels or DEFAULT_QUANTILE_LEVELS,
-    )
+    numbers: dict[str, Any] = {}
+    max_tokens = DEFAULT_MAX_TOKENS
+    if request.HasField("max_tokens"):
+        max_tokens = request.max_tokens
+        truncated = truncated_length(
+            mu,
+            sigma,
+            nu,
+            max_tokens=max_tokens,
+            cvar_level=request.cvar_level if request.HasField("cvar_level") else DEFAULT_CVAR_LEVEL,
+            levels=request.quantile_levels or DEFAULT_QUANTILE_LEVELS,
+        )
+        numbers |= {"truncated_length": truncated, "expected_tokens": truncated.expected_tokens}
+    else:
+        numbers["expected_tokens"] = expected_and_cvar(mu, sigma, nu, max_tokens)[0]
+    for name, level in (("median_tokens", 0.5), ("p90_tokens", 0.9)):
+        numbers[name] = _truncated_quantile(mu, sigma, nu, level, max_tokens)
+    return numbers
 
 
 def urgency(
@@ -280,9 +269,9 @@ def urgency(
 
     Args:
         probabilities: Of the levels, the most urgent first.
-        abstain_threshold: The manifest's: lowest probability of the likeliest level that counts; None: any; 1: none,
-            even one that rounding made certain.
-        declared_tier: The tier that the client declared; with it the message has the level to schedule at.
+        abstain_threshold: Lowest probability of the likeliest level that counts; None: any; 1: none, even one that rounding
+            made certain.
+        declared_tier: The client's; with it the message has the level to schedule at.
     """
     prediction = UrgencyPrediction(_distribution(probabilities), abstain_threshold)
     threshold = 0.0 if abstain_threshold is None else abstain_threshold
@@ -312,28 +301,21 @@ def truncated_length(
     """Expectation, CVaR and quantiles of min(X, max_tokens) in tokens, as `scheduler_core.lengths.LogT` gives them.
 
     For one request in the event loop: what depends on the level and nu alone is computed once.
-
-    Args:
-        mu, sigma, nu: Parameters of the log-t distribution.
-        max_tokens: Where X is truncated, >= 1.
-        cvar_level: In [0, 1).
-        levels: Of the quantiles, in (0, 1).
     """
     if cvar_level >= 0.5:
         expected, cvar = expected_and_cvar(mu, sigma, nu, max_tokens, cvar_level)
     else:
         lengths = LogT(mu, sigma, nu)
         expected, cvar = float(lengths.expected(max_tokens)), float(lengths.cvar(cvar_level, max_tokens))
-    quantiles = [
-        pb.Quantile(level=level, tokens=_truncated_quantile(mu, sigma, nu, level, max_tokens))
-        for level in levels
-    ]
     return pb.TruncatedLength(
         max_tokens=max_tokens,
         expected_tokens=expected,
         cvar_level=cvar_level,
         cvar_tokens=cvar,
-        quantiles=quantiles,
+        quantiles=[
+            pb.Quantile(level=level, tokens=_truncated_quantile(mu, sigma, nu, level, max_tokens))
+            for level in levels
+        ],
     )
 
 

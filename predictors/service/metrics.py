@@ -14,15 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from scheduler_core.errors import MissingExtraError
 
 try:
-    from prometheus_client import (
-        CollectorRegistry,
-        Counter,
-        Gauge,
-        Histogram,
-        generate_latest,
-        multiprocess,
-        values,
-    )
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, values
+    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 except ImportError as error:
     raise MissingExtraError("prometheus-client", "serve") from error
 
@@ -47,8 +40,7 @@ def count_as_worker(number: int) -> None:
 
 def forget_worker(number: int, folder: str) -> None:
     """Removes the gauges of a worker that has ended; its counts stay for the next process of that number."""
-    untyped: Any = multiprocess
-    untyped.mark_process_dead(number, folder)
+    mark_process_dead(number, folder)  # type: ignore[no-untyped-call]
 
 
 class ServiceMetrics:
@@ -62,7 +54,6 @@ class ServiceMetrics:
 
         counter = functools.partial(metric, Counter)
         histogram = functools.partial(metric, Histogram, buckets=SECONDS)
-        gauge = functools.partial(metric, Gauge)
 
         self.requests = counter("requests", "Requested predictions, by outcome.", "method", "code")
         self.seconds = histogram("request_seconds", "From a request's arrival to its response.", "method")
@@ -76,24 +67,17 @@ class ServiceMetrics:
         self.hits = counter("cache_hits", "Predictions from the cache.")
         self.misses = counter("cache_misses", "Predictions not in the cache.")
         self.reloads = counter("reloads", "Artifact replacements, by outcome.", "outcome")
-        self.queue_length = gauge(
-            "queue_length", "Requests accepted and not yet answered.", multiprocess_mode="livesum"
-        )
-        self.info = gauge(
-            "artifact_info",
-            "1 for the version in service.",
-            "version",
-            "provider",
-            multiprocess_mode="livemax",
-        )
+        sum_gauge = functools.partial(metric, Gauge, multiprocess_mode="livesum")
+        self.queue_length = sum_gauge("queue_length", "Requests accepted and not yet answered.")
+        max_gauge = functools.partial(metric, Gauge, multiprocess_mode="livemax")
+        self.info = max_gauge("artifact_info", "1 for the version in service.", "version", "provider")
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""
         if DIRECTORY_VARIABLE not in os.environ:
             return generate_latest(self.registry)
         registry = CollectorRegistry()
-        untyped: Any = multiprocess
-        untyped.MultiProcessCollector(registry)
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return generate_latest(registry)
 
 

@@ -120,12 +120,7 @@ async def infer(
 ) -> list[tuple[TensorType, Tensor]]:
     """Predicts N rows; raises the TailcastError of the first row that failed.
 
-    Args:
-        calls: The service's methods.
-        served: The model.
-        inputs: As the client sent them.
-        names: Names of the outputs, in order; empty: all.
-        timeout_s: Seconds until the caller gives up; None: never.
+    `names` are those of the outputs, in order (empty: all); after `timeout_s` seconds the caller gives up (None: never).
     """
     values = _input_values(inputs)
     available = {
@@ -149,16 +144,12 @@ async def infer(
         if isinstance(result, Exception):
             raise renamed(result, f"{result.field}[{row}]") if isinstance(result, InputError) else result
         responses.append(result)
-    return [
-        (
-            output,
-            np.array(
-                [_output_value(response, output.name) for response in responses],
-                dtype=DTYPES[output.datatype],
-            ).reshape(len(responses), *output.shape[1:]),
-        )
-        for output in (available[name] for name in names or available)
-    ]
+    tensors = []
+    for output in (available[name] for name in names or available):
+        rows = [_output_value(response, output.name) for response in responses]
+        tensor = np.array(rows, dtype=DTYPES[output.datatype])
+        tensors.append((output, tensor.reshape(len(rows), *output.shape[1:])))
+    return tensors
 
 
 def _input_values(inputs: Iterable[InputTensor]) -> dict[str, list[Any]]:
@@ -183,11 +174,8 @@ def _input_values(inputs: Iterable[InputTensor]) -> dict[str, list[Any]]:
                 values = [value if isinstance(value, bytes) else value.encode() for value in values]
                 values = [value.decode() for value in values]
         except ValueError as error:
-            raise InputError(
-                f"inputs.{name}",
-                f"values that do not fit ({error})",
-                f"{datatype} [{shape[0]}], text in UTF-8",
-            ) from error
+            reason, allowed = f"values that do not fit ({error})", f"{datatype} [{shape[0]}], text in UTF-8"
+            raise InputError(f"inputs.{name}", reason, allowed) from error
         tensors[name] = values
     return tensors
 

@@ -96,11 +96,8 @@ async def _split(body: bytes, header_length: str | None) -> tuple[dict[str, Any]
 def _inputs(content: dict[str, Any], binary: bytes) -> Iterator[InputTensor]:
     at = 0
     for tensor in _listed(content, "inputs"):
-        name, datatype, shape = (
-            str(tensor.get("name", "")),
-            str(tensor.get("datatype", "")),
-            tensor.get("shape"),
-        )
+        name, datatype = (str(tensor.get(member, "")) for member in ("name", "datatype"))
+        shape = tensor.get("shape")
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise InputError(f"inputs.{name}.shape", shape, "a list of integers")
         size = _parameters(tensor).get("binary_data_size")

@@ -28,9 +28,8 @@ from scheduler_core.errors import InputError
 logger = logging.getLogger(__name__)
 
 R = TypeVar("R")
-_Row = tuple[
-    TokenizedPrompt, CheckedRequest
-]  # rows of different served models and temperatures share batches
+# Rows of different served models and temperatures share batches.
+_Row = tuple[TokenizedPrompt, CheckedRequest]
 
 # Up to so many characters a prompt is tokenized in the event loop: in less than a quarter of a millisecond, which is
 # less than what a thread on a busy machine waits for its turn.
@@ -54,12 +53,8 @@ class PipelineResult(NamedTuple):
 
 
 class ServiceThreads:
-    """The threads of one server, shared by its artifacts: one that tokenizes, and those of the model calls.
-
-    Args:
-        num_workers: Model calls at the same time, >= 1.
-        cores: Cores of the model threads, one each; empty: the system places them. See `worker_cores`.
-    """
+    """The threads of one server, shared by its artifacts: one that tokenizes, and `num_workers` of the model calls, one on
+    each of `cores` (see `worker_cores`) or, without these, where the system places them."""
 
     def __init__(self, num_workers: int, cores: Sequence[int] = ()) -> None:
         numbers = itertools.count()
@@ -79,18 +74,11 @@ class ServiceThreads:
 
 
 def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> list[int]:
-    """Cores for the single-threaded model calls of one process, one core each.
+    """Cores for the `num_workers` single-threaded model calls of each process; none where the threads of all processes are
+    not as many as the cores, or threads cannot be bound.
 
     Linux often lets two busy threads share a core for tens of milliseconds while another core is almost idle; at 70 %
     load this doubled the latency. With fewer threads than cores, binding could put those of several services on one.
-
-    Args:
-        num_workers: Model threads of each process.
-        process: Number of the process, from 0.
-        num_processes: Processes that share the machine's cores with this one.
-
-    Returns:
-        `num_workers` cores; none where cores and threads are not equal in number, or threads cannot be bound.
     """
     if not hasattr(os, "sched_getaffinity"):
         return []
@@ -101,16 +89,8 @@ def worker_cores(num_workers: int, process: int = 0, num_processes: int = 1) -> 
 
 
 class ServedArtifact:
-    """One artifact in service, at one version: bounded, batched predictions.
-
-    Args:
-        settings: Batching; `max_queue` bounds all requests in flight, tokenizing ones included.
-        threads: The server's.
-        cache_entries: Size of the cache of predictions; 0: no cache.
-        max_prompt_chars: Longest prompt; None: any.
-        runtime: To predict with.
-        metrics: Of the artifact.
-    """
+    """One artifact in service, at one version: batched predictions, of at most `max_queue` requests in flight (tokenizing
+    ones included), and a cache of `cache_entries` of them."""
 
     def __init__(
         self,
@@ -144,25 +124,15 @@ class ServedArtifact:
         return self._cache is None and self.state == "ready" and self.num_in_flight >= self.settings.max_queue
 
     async def start(self) -> None:
-        """Warms the session up and verifies it; requests are accepted from then on.
-
-        Raises:
-            TailcastError: The model fails, or gives numbers that no scheduler can use.
-        """
+        """Warms the session up and verifies it; requests are accepted from then on. Raises as `ArtifactRuntime.warm_up`."""
         await asyncio.get_running_loop().run_in_executor(self._threads.run, self.runtime.warm_up)
         self.state = "ready"
 
     async def predict(self, request: CheckedRequest, *, deadline: float | None = None) -> PipelineResult:
-        """Predicts one prompt.
+        """Predicts one prompt, checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
 
-        Args:
-            request: Checked by the artifact's reader: in a batch a wrong one would fail its neighbors too.
-            deadline: Time of the clock after which no more work is done for it.
-
-        Raises:
-            ClosedError, QueueFullError, ExpiredError, BatchError: See `errors`.
-            InputError: The text has no tokens.
-            TailcastError: The model gave numbers that no scheduler can use.
+        After `deadline`, a time of the clock, no more work is done for it. Errors are those of `errors`, InputError for a text
+        without tokens, and TailcastError for numbers of the model that no scheduler can use.
         """
         if self.state != "ready":
             raise ClosedError(self.state)
@@ -200,10 +170,7 @@ class ServedArtifact:
     async def _predict(self, request: CheckedRequest, deadline: float | None) -> PipelineResult:
         prompt = request.prompt
         begin = time.perf_counter()
-        if isinstance(prompt, TokenizedPrompt):
-            tokens = prompt
-        else:
-            tokens = await self._tokenized(prompt)
+        tokens = prompt if isinstance(prompt, TokenizedPrompt) else await self._tokenized(prompt)
         tokenize_s = time.perf_counter() - begin
         if len(tokens.ids) == 0:
             raise InputError("prompt", "a text without tokens", "a text with at least one token")
@@ -228,10 +195,8 @@ class ServedArtifact:
             if len(prompt) <= MAX_INLINE_CHARS:
                 [tokens] = self.runtime.tokenizer([prompt])
             else:
-                loop = asyncio.get_running_loop()
-                [tokens] = await loop.run_in_executor(
-                    self._threads.tokenize, self.runtime.tokenizer, [prompt]
-                )
+                tokenizing = self._threads.tokenize.submit(self.runtime.tokenizer, [prompt])
+                [tokens] = await asyncio.wrap_future(tokenizing)
         except Exception as error:
             logger.exception("a prompt could not be tokenized")
             raise BatchError(error) from error

@@ -21,12 +21,8 @@ if TYPE_CHECKING:
 
 # Probes need no token.
 OPEN_METHODS = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/grpc.health.v1.Health/Watch",
-        "/inference.GRPCInferenceService/ServerLive",
-        "/inference.GRPCInferenceService/ServerReady",
-    }
+    {"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"}
+    | {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady")}
 )
 
 

@@ -44,10 +44,9 @@ class PredictionServer:
         runtimes: The loaded artifacts, of different ids, the default first.
         batching: How requests are grouped.
         config: Addresses, limits, certificates and tokens; `artifact`, `workers` and options of batching are not used.
-        reopen: Loads the artifact of an id again, for `reload`; called in a thread.
+        reopen, worker_cores: As of `ArtifactTable` and `ServiceThreads`.
         tracing: Records spans; None: no spans.
         shares_ports: Other processes may listen on the same ports and share their connections.
-        worker_cores: As of `ServiceThreads`.
         num_listeners: gRPC servers on the port, which share its connections. One takes in one call after the other, with
             two changes of thread for each, so that on a busy machine calls wait in the library before they can be refused
             (`benchmarks/refusals.py`). Where ports cannot be shared (Windows) there is one.
@@ -90,11 +89,8 @@ class PredictionServer:
         self._gateway: AppRunner | None = None
 
     async def start(self) -> int:
-        """Binds, answers, warms up, then reports SERVING; returns the gRPC port.
-
-        Raises:
-            InputError: A port is in use or may not be bound, or a certificate cannot be read.
-        """
+        """Binds, answers, warms up, then reports SERVING; returns the gRPC port. InputError for a port that cannot be bound, or
+        a certificate that cannot be read."""
         port = self.config.port
         if not self._shares_ports:
             bound_socket(self.config.host, port, "port", socket.SO_REUSEADDR).close()
@@ -189,11 +185,7 @@ def _descriptions() -> DescriptorPool:
 
 
 def bound_socket(host: str, port: int, field: str, option: int) -> socket.socket:
-    """A socket with an option, bound to a port but not listening: gRPC would hide the reason of a failure.
-
-    Raises:
-        InputError: It cannot be bound; the error names `field`.
-    """
+    """A socket with an option, bound to a port but not listening: gRPC would hide the reason of a failure, InputError tells it."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         result = socket.socket(family, kind, protocol)

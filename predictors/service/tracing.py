@@ -49,18 +49,12 @@ class Tracing:
 
 
 def set_up_exporting() -> None:
-    """Makes the process's tracer provider export spans over OTLP, configured by the OTEL_* environment variables.
-
-    Raises:
-        InputError: The protocol is not one of OTLP's binary ones.
-        MissingExtraError: The SDK or the protocol's exporter is not installed.
-    """
+    """Makes the process's tracer provider export spans over OTLP, configured by the OTEL_* environment variables."""
     name = next((name for name in PROTOCOL_VARIABLES if name in os.environ), PROTOCOL_VARIABLES[-1])
     protocol = os.environ.get(name, "http/protobuf")
-    packages = {"http/protobuf": "http", "grpc": "grpc"}
-    if protocol not in packages:
-        raise InputError(name, protocol, " or ".join(packages))
-    package = packages[protocol]
+    package = {"http/protobuf": "http", "grpc": "grpc"}.get(protocol)
+    if package is None:
+        raise InputError(name, protocol, "http/protobuf or grpc")
     try:
         module = importlib.import_module(f"opentelemetry.exporter.otlp.proto.{package}.trace_exporter")
         from opentelemetry import trace

@@ -1,7 +1,7 @@
 """Several worker processes behind the same ports: started together, replaced when they die, drained together.
 
 The kernel distributes new connections over the workers (SO_REUSEPORT). A worker ends when its supervisor does.
-`python -m predictors.service.workers CONFIG NUMBER READY_FD` is a worker of `serve-predictor --workers N`.
+`python -m predictors.service.workers CONFIG NUMBER` is a worker of `serve-predictor --workers N`.
 """
 
 from __future__ import annotations
@@ -39,11 +39,7 @@ class _Worker:
 
 
 def reserved_port(stack: contextlib.ExitStack, host: str, port: int, name: str) -> int:
-    """Holds a port for the workers without listening on it; 0 takes a free one.
-
-    Raises:
-        InputError: It is in use, or may not be bound.
-    """
+    """Holds a port for the workers without listening on it; 0 takes a free one. InputError if it cannot be bound."""
     bound_socket(host, port, name, socket.SO_REUSEADDR).close()  # nobody else listens on it
     holder = stack.enter_context(bound_socket(host, port, name, socket.SO_REUSEPORT))
     bound: int = holder.getsockname()[1]
@@ -54,8 +50,7 @@ class Supervisor:
     """Runs workers until it is stopped.
 
     Args:
-        command: Command line of a worker; its number and a file descriptor are appended. When it is ready, it writes a
-            byte to the descriptor.
+        command: Command line of a worker; its number is appended. When it is ready, it writes a byte to its standard output.
         count: Number of workers.
         stop_timeout_s: Seconds after `stop` at which workers that still run are killed.
         environment: Environment variables of the workers, added to the supervisor's own.
@@ -81,11 +76,8 @@ class Supervisor:
         self._num_early_ends = 0
 
     async def run(self, on_ready: Callable[[], None]) -> int:
-        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`.
-
-        Returns:
-            0 if every worker drained; else the exit code of one that could not start, or 1.
-        """
+        """Starts the workers, calls `on_ready` when all of them are ready, and keeps them alive until `stop`; returns 0 if
+        every worker drained, else the exit code of one that could not start, or 1."""
         tasks = [asyncio.create_task(self._keep(worker)) for worker in self._workers]
         all_ready = asyncio.gather(*(worker.was_ready.wait() for worker in self._workers))
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -120,12 +112,8 @@ class Supervisor:
                 worker.process.send_signal(number)
 
     async def _keep(self, worker: _Worker) -> int:
-        """Starts a worker again whenever it ends.
-
-        Returns:
-            The exit code of the last process; 0 where it was not ready yet, or still to be started when all were
-            stopped: there was nothing to drain.
-        """
+        """Starts a worker again whenever it ends; returns the exit code of the last process, or 0 where it was not ready yet
+        or still to be started when all were stopped: there was nothing to drain."""
         loop = asyncio.get_running_loop()
         backoff_s = FIRST_BACKOFF_S
         while True:
@@ -149,35 +137,19 @@ class Supervisor:
 
     async def _run_once(self, worker: _Worker) -> int:
         """One process of a worker, from its start to its exit code."""
-        loop = asyncio.get_running_loop()
         worker.is_ready = False
-        read_end, write_end = os.pipe()
-        try:
-            try:
-                worker.process = await asyncio.create_subprocess_exec(
-                    *self._command,
-                    str(worker.number),
-                    str(write_end),
-                    stdin=asyncio.subprocess.PIPE,
-                    pass_fds=[write_end],
-                    env=self._environment,
-                )
-            finally:
-                os.close(write_end)
-
-            def on_readable() -> None:
-                loop.remove_reader(read_end)
-                if os.read(read_end, 1):  # nothing at the end of a process that never was ready
-                    worker.is_ready = True
-                    worker.was_ready.set()
-
-            loop.add_reader(read_end, on_readable)
-            if self._stopping.is_set():  # since before there was a process to send the signal to
-                worker.process.terminate()
-            return await worker.process.wait()
-        finally:
-            loop.remove_reader(read_end)
-            os.close(read_end)
+        pipe = asyncio.subprocess.PIPE
+        words, environment = (*self._command, str(worker.number)), self._environment
+        worker.process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, env=environment
+        )
+        if self._stopping.is_set():  # since before there was a process to send the signal to
+            worker.process.terminate()
+        assert worker.process.stdout is not None
+        if await worker.process.stdout.read(1):  # nothing at the end of a process that never was ready
+            worker.is_ready = True
+            worker.was_ready.set()
+        return await worker.process.wait()
 
     def _is_hopeless(self, code: int) -> bool:
         """Whether another start is useless: no worker was ever ready, and this one ended by itself, as it does where
@@ -191,15 +163,14 @@ class Supervisor:
 def main(arguments: Sequence[str]) -> int:
     """Serves as a worker until SIGTERM or until its supervisor ends; returns the exit code.
 
-    Args:
-        arguments: A JSON object with the fields of ServeConfig, the worker's number, and the file descriptor.
+    The arguments are a JSON object with the fields of ServeConfig, and the worker's number.
     """
     from predictors.cli import ServeConfig, serve_worker
 
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
-    config, number, ready_fd = arguments
+    config, number = arguments
     try:
-        return serve_worker(ServeConfig(**json.loads(config)), int(number), int(ready_fd))
+        return serve_worker(ServeConfig(**json.loads(config)), int(number))
     except (TailcastError, OSError) as error:
         sys.stderr.write(f"serve-predictor: error: {error}\n")
         return 2

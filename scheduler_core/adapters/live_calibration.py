@@ -9,12 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import writable_target, write_json
-from scheduler_core.online_calibration import OnlineCalibration
+from scheduler_core.online_calibration import DriftAlarm, OnlineCalibration
 from scheduler_core.predictions import Prediction
 
 logger = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class LiveCalibration:
         self._num_observed += 1
         limit = max_tokens if max_tokens is not None and max_tokens >= output_tokens else None
         arguments = served_model, prediction.length, prompt_tokens, output_tokens
-        self._submit(self._learn, *arguments, finished=finished, max_tokens=limit)
+        observe = partial(self.calibration.observe, *arguments, finished=finished, max_tokens=limit)
+        self._submit(self._learn, served_model, observe)
 
     def publish(self) -> None:
         """Brings the metrics up to date; waits until all observed requests have been learned from."""
@@ -144,23 +146,23 @@ class LiveCalibration:
         self._submit(self._save)
         self._thread.shutdown()
 
-    def _submit(self, task: Callable[..., None], *args: Any, **kwargs: Any) -> Future[None] | None:
+    def _submit(self, task: Callable[..., None], *args: Any) -> Future[None] | None:
         """Runs a task in the thread; None where that has been closed."""
         with suppress(RuntimeError):
-            return self._thread.submit(_run, task, *args, **kwargs)
+            return self._thread.submit(_run, task, *args)
         return None
 
-    def _learn(self, *args: Any, **kwargs: Any) -> None:
+    def _learn(self, served_model: str, observe: Callable[[], DriftAlarm | None]) -> None:
         self._num_learned += 1
         try:
-            alarm = self.calibration.observe(*args, **kwargs)
+            alarm = observe()
         except InputError as error:
             logger.warning("a length that calibration cannot use: %s", error)
             return
         self._has_changed = True
         if alarm is not None:
             text = "outputs of %r are %s than predicted since about %d of them: the calibration begins anew"
-            logger.warning(text, args[0], alarm.reason.replace("_", " "), alarm.num_outputs)
+            logger.warning(text, served_model, alarm.reason.replace("_", " "), alarm.num_outputs)
         if self._clock() - self._saved_s >= SAVE_S:
             self._save()
 
@@ -174,9 +176,9 @@ class LiveCalibration:
             logger.warning("what calibration has learned cannot be written: %s", error)
 
 
-def _run(task: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def _run(task: Callable[..., None], *args: Any) -> None:
     try:
-        task(*args, **kwargs)
+        task(*args)
     except Exception:
         logger.exception("online calibration has failed")
 

@@ -119,10 +119,7 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
         output = super().schedule(*args, **kwargs)
         new = [one.req_id for one in output.scheduled_new_reqs]
         for state in (order.states.get(request_id) for request_id in new if thread is not None):
-            if state is None or state.first_scheduled_s is not None:
-                continue
-            heads = (state.prediction, state.urgency, state.bucket, state.rank, state.point)
-            if all(head is None for head in heads):
+            if state is not None and state.first_scheduled_s is None and not state.has_prediction:
                 self._tailcast_metrics.unscored_admissions.inc()
         admitted = (*new, *output.scheduled_cached_reqs.resumed_req_ids)
         self._tailcast_prefills.update(admitted)

@@ -13,7 +13,7 @@ from scheduler_core.batching.stage_aware import StageAware
 from scheduler_core.batching.uniboost import OneOrder
 from scheduler_core.batching.vllm import Vllm
 from scheduler_core.errors import unknown_name
-from scheduler_core.registry import construct
+from scheduler_core.ranges import construct
 
 #: Every batch former by name.
 BATCH_FORMERS: dict[str, type[BatchFormer]] = {

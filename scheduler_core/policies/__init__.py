@@ -22,7 +22,7 @@ from scheduler_core.policies.tail_guard import TailGuard
 from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import DistBoost, UniBoost
 from scheduler_core.policies.vtc import Vtc
-from scheduler_core.registry import construct
+from scheduler_core.ranges import construct
 
 #: Every policy of this package by name.
 POLICIES: dict[str, type[Policy]] = {

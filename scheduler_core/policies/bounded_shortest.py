@@ -11,8 +11,14 @@ from numpy.typing import NDArray
 
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import median_tokens, risk_tokens
-from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValues, RunningWork, ServiceRate
-from scheduler_core.policies.virtual_fcfs import PredictionBias
+from scheduler_core.policies.fcfs_estimate import (
+    ArrivalOrder,
+    Load,
+    PredictionBias,
+    RecentValues,
+    RunningWork,
+    ServiceRate,
+)
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 from scheduler_core.statistics import kendall_tau
@@ -79,9 +85,6 @@ class BoundedShortest(Policy):
     total. Reordering does not change t, so W needs no second engine. Load is the arriving work over what the engine does in
     the same time; its standard error tells bursts from overload. Without predictions, or while they rank the finished
     requests no better than chance, the order is that of arrival.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     key_changes = "on_event"

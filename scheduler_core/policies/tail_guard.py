@@ -14,7 +14,7 @@ import numpy as np
 from scheduler_core.lengths.table import LengthTable
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import WorkRate, risk_tokens
-from scheduler_core.policies.virtual_fcfs import VirtualFcfs
+from scheduler_core.policies.fcfs_estimate import PredictionBias
 from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.request import RequestState, Status
 
@@ -29,6 +29,146 @@ _FRACTION_PREDICTED = 0.75
 
 #: The expectation of an output so many times as long as expected is recomputed.
 _OUTLIVED = 1.5
+
+
+#: Virtual departures between two computations of the quantile.
+_REFRESH_EVERY = 25
+
+
+@dataclass(slots=True)
+class _Job:
+    """Work of a request: expected output tokens of a group of predictions; group None: they are the true ones.
+
+    `served` are the corrected tokens that the virtual queue has served it, None before it has left that.
+    """
+
+    prompt_work: float
+    decode_tokens: float
+    group: int | None
+    served: float | None = None
+
+
+class VirtualFcfs:
+    """What the latency would be now under first come, first served: a fluid FCFS queue fed with the same work.
+
+    A policy that reorders requests does as much work as FCFS would. So FCFS needs no second engine: its queue serves, in order
+    of arrival, as much work as the real engine has done, and both have the same work left at any time. As the virtual service
+    of Friedman & Henderson 2003 ("Fairness and efficiency in web server protocols", SIGMETRICS), with FCFS in place of
+    processor sharing.
+
+    Work is in output tokens; the sum of `served` is the work of the finished. A request's work is the expected one, corrected by the bias of earlier predictions of its size, until it finishes, then
+    the true one; after a virtual departure the difference is credited.
+
+    Args:
+        window: Virtual departures looked at for `quantile_s`.
+
+    Attributes:
+        quantile_s: P99 of their latencies, in seconds; None before it has been computed.
+    """
+
+    def __init__(self, window: int) -> None:
+        self._queue: deque[tuple[str, float]] = deque()
+        self._jobs: dict[str, _Job] = {}
+        self._bias = PredictionBias()
+        self._expected: dict[int, float] = {}
+        self._certain_work = 0.0
+        self._credit = 0.0
+        self._latencies: deque[float] = deque(maxlen=window)
+        self._num_new = 0
+        self.quantile_s: float | None = None
+
+    def arrived(self, state: RequestState, prompt_work: float, decode_tokens: float) -> None:
+        """A request joins the virtual queue, with the work of its prompt and its expected output tokens."""
+        job = _Job(prompt_work, decode_tokens, PredictionBias.group(decode_tokens))
+        self._queue.append((state.request_id, state.request.arrival_s))
+        self._jobs[state.request_id] = job
+        self._count(job, 1.0)
+
+    def predicted(self, state: RequestState, decode_tokens: float) -> None:
+        """A better idea of the output tokens."""
+        job = self._jobs.get(state.request_id)
+        if job is not None:
+            self._revise(job, job.prompt_work, decode_tokens, PredictionBias.group(decode_tokens))
+
+    def finished(self, state: RequestState, decode_tokens: float) -> None:
+        """The real request has ended after so many output tokens."""
+        job = self._jobs.get(state.request_id)
+        if job is not None:
+            self._bias.learn(job.decode_tokens, decode_tokens)
+            self._end(state, job, job.prompt_work, decode_tokens)
+
+    def dropped(self, state: RequestState) -> None:
+        """The real request was aborted before its first token: no work at all."""
+        job = self._jobs.get(state.request_id)
+        if job is not None:
+            self._end(state, job, 0.0, 0.0)
+
+    def served(self, work: float) -> None:
+        """The real engine has done work."""
+        self._credit += work
+
+    def advance(self, now: float, token_s: float = 0.0) -> None:
+        """Ends the virtual requests that the work done so far has served.
+
+        `token_s` are the seconds that a request's own output token takes beyond its part of the engine's work: 0 for a
+        server that serves one request at a time.
+        """
+        queue = self._queue
+        while queue:
+            request_id, arrival_s = queue[0]
+            job = self._jobs[request_id]
+            decode = self._corrected(job.decode_tokens, job.group)
+            if self._credit < job.prompt_work + decode:
+                break
+            queue.popleft()
+            self._count(job, -1.0)
+            self._credit -= job.prompt_work + decode
+            job.served = decode
+            if job.group is None:
+                del self._jobs[request_id]
+            self._latencies.append(now - arrival_s + token_s * decode)
+            self._num_new += 1
+        if not queue:
+            self._credit, self._certain_work = min(self._credit, 0.0), 0.0
+            self._expected.clear()
+        if self._num_new >= _REFRESH_EVERY:
+            self._num_new = 0
+            self.quantile_s = float(np.quantile(np.fromiter(self._latencies, float), 0.99))
+
+    @property
+    def backlog(self) -> float:
+        """Work left, in both queues; at the engine's speed the latency of a virtual request that arrives now."""
+        ratio = self._bias.ratio
+        expected = sum(ratio(group) * tokens for group, tokens in self._expected.items())
+        return max(self._certain_work + expected - self._credit, 0.0)
+
+    def _corrected(self, tokens: float, group: int | None) -> float:
+        return tokens if group is None else self._bias.ratio(group) * tokens
+
+    def _end(self, state: RequestState, job: _Job, prompt_work: float, decode_tokens: float) -> None:
+        self._revise(job, prompt_work, decode_tokens, None)
+        if job.served is not None:
+            del self._jobs[state.request_id]
+
+    def _revise(self, job: _Job, prompt_work: float, decode_tokens: float, group: int | None) -> None:
+        """The work of a job is another than was thought; what it was served too much is given back."""
+        if job.served is None:
+            self._count(job, -1.0)
+        else:
+            tokens = self._corrected(decode_tokens, group)
+            self._credit -= prompt_work + tokens - job.prompt_work - job.served
+            job.served = tokens
+        job.prompt_work, job.decode_tokens, job.group = prompt_work, decode_tokens, group
+        if job.served is None:
+            self._count(job, 1.0)
+
+    def _count(self, job: _Job, sign: float) -> None:
+        """Into the work left, or out of it."""
+        self._certain_work += sign * job.prompt_work
+        if job.group is None:
+            self._certain_work += sign * job.decode_tokens
+        else:
+            self._expected[job.group] = self._expected.get(job.group, 0.0) + sign * job.decode_tokens
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,7 +225,7 @@ class TailGuard(Policy):
     def __post_init__(self) -> None:
         check_ranges(self, exempt_fraction=(0.0, 0.999), window=(1, 1_000_000), prior_s=(0, FINITE))
         check_ranges(self, ratio=(POSITIVE, FINITE), prompt_weight=(POSITIVE, FINITE), patience=(1, FINITE))
-        self._virtual = VirtualFcfs(window=int(self.window))
+        self._virtual = VirtualFcfs(int(self.window))
         self._predicted = deque(maxlen=int(self.window))
         self._lengths = deque(maxlen=int(self.window))
 

@@ -21,12 +21,7 @@ def format_cell(value: object) -> str:
 
 
 class Page:
-    """A page that is put together from top to bottom; all text is escaped.
-
-    Args:
-        title: Heading, and title of the window.
-        lead: Paragraph below the heading.
-    """
+    """A page that is put together from top to bottom, with a paragraph `lead` below its title; all text is escaped."""
 
     def __init__(self, title: str, lead: str = "") -> None:
         self._title = title
@@ -56,24 +51,14 @@ class Page:
         text_columns: Collection[int] = (),
         best_row: int | None = None,
     ) -> None:
-        """Adds a table.
-
-        Args:
-            header: Names of the columns.
-            rows: Cells, formatted by `format_cell`.
-            text_columns: Indices of columns of prose, aligned left.
-            best_row: Index of the row to highlight.
-        """
-        cells = [[format_cell(value) for value in row] for row in rows]
-        self._parts.append(
-            {
-                "kind": "table",
-                "header": list(header),
-                "rows": cells,
-                "text_columns": set(text_columns),
-                "best_row": best_row,
-            }
-        )
+        """Adds a table; `text_columns` are the indices of columns of prose, `best_row` that of the row to highlight."""
+        table = {
+            "kind": "table",
+            "header": list(header),
+            "text_columns": set(text_columns),
+            "best_row": best_row,
+        }
+        self._parts.append(table | {"rows": [[format_cell(value) for value in row] for row in rows]})
 
     def figure(self, figure: str | Path, caption: str) -> None:
         """Adds a figure: SVG text (see `plotting.svg`), or the path of a PNG file."""
@@ -84,11 +69,7 @@ class Page:
             self._parts.append({"kind": "svg", "svg": figure, "caption": caption})
 
     def html(self) -> str:
-        """The page as HTML.
-
-        Raises:
-            MissingExtraError: jinja2 is not installed.
-        """
+        """The page as HTML."""
         try:
             import jinja2
         except ImportError as error:

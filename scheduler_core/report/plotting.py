@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,13 @@ DASHES = ("-", "--", ":")
 INK, GRAY = "#1c2733", "#9aa5b1"
 #: Curves that can be told apart by color and dash; a figure with more names none of them.
 MAX_NAMED_CURVES = len(COLORS) * len(DASHES)
-_MIN_TICKS = 3
 _DPI = 130
 
 
 def new_figure(
     width: float, height: float, *, rows: int = 1, columns: int = 1, **subplots: Any
 ) -> tuple[Any, list[Any]]:
-    """A figure without pyplot's global state, width and height in inches, and its axes in reading order.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """A figure without pyplot's global state, width and height in inches, and its axes in reading order."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -43,9 +37,14 @@ def new_figure(
     return figure, axes
 
 
-def svg(figure: Any) -> str:
-    """A figure as SVG text, equal for equal figures."""
+def svg(figure: Any, legend_of: Any = None) -> str:
+    """A figure as SVG text, equal for equal figures, with a legend outside the panels if the axis `legend_of` has several
+    curves and not too many to be told apart."""
     import matplotlib
+
+    handles, labels = ([], []) if legend_of is None else legend_of.get_legend_handles_labels()
+    if 1 < len(labels) <= MAX_NAMED_CURVES:
+        figure.legend(handles, labels, frameon=False, fontsize=8, loc="outside right upper")
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "tailcast"}):
@@ -73,16 +72,10 @@ def dash(index: int) -> str:
 def mark_decades(axis: Any, limits: tuple[float, float]) -> None:
     """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis (`axes.xaxis` or `axes.yaxis`): at 1 alone where
     that would be many, at evenly spaced numbers where it would be too few."""
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import LogLocator
 
     low, high = limits
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    digits = (1, 2, 5) if math.log10(high / low) <= 2.2 else (1,)
-    ticks = [
-        digit * 10.0**power for power in decades for digit in digits if low <= digit * 10.0**power <= high
-    ]
-    if len(ticks) < _MIN_TICKS:
-        ticks = [tick for tick in MaxNLocator(4).tick_values(low, high) if low <= tick <= high]
-    axis.set_ticks(ticks)
+    ticks = LogLocator(subs=(1, 2, 5) if high / low <= 150 else (1,)).tick_values(low, high)
+    axis.set_ticks([tick for tick in ticks if low <= tick <= high])
     axis.set_ticks([], minor=True)
     axis.set_major_formatter(lambda value, _: f"{value:g}")

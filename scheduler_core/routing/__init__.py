@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scheduler_core.errors import InputError, unknown_name
-from scheduler_core.registry import construct
+from scheduler_core.ranges import construct
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.baselines import Jsq, LeastKv, PowerOfTwo, RandomChoice, RoundRobin
 from scheduler_core.routing.disaggregated import Disaggregated

@@ -46,6 +46,8 @@ class RoutingRequest:
 class Router(ABC):
     """Chooses among replicas. Keeps no requests: the `Dispatcher` does, and calls the hooks.
 
+    A router is a dataclass whose fields are its parameters; values outside their range raise InputError.
+
     Class variables:
         name: Name in the registry `ROUTERS`.
         needs_requests: Its snapshots must have the requests one by one.

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from scheduler_core.ranges import INTEGERS, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.snapshot import ReplicaSnapshot
 
@@ -60,37 +59,30 @@ class Jsq(Router):
     name: ClassVar[str] = "jsq"
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        if self.waiting_only:
-            return min(replicas, key=lambda replica: replica.num_waiting).replica_id
-        return min(replicas, key=lambda replica: replica.num_requests).replica_id
+        def load(replica: ReplicaSnapshot) -> int:
+            return replica.num_waiting if self.waiting_only else replica.num_requests
+
+        return min(replicas, key=load).replica_id
 
 
 @dataclass(kw_only=True, slots=True)
 class PowerOfTwo(Router):
-    """The shorter queue of `num_choices` replicas drawn at random (Mitzenmacher 2001, IEEE Trans. Parallel Distrib.
+    """The shorter queue of two replicas drawn at random (Mitzenmacher 2001, IEEE Trans. Parallel Distrib.
     Syst. 12; Vvedenskaya et al. 1996).
 
     Nearly as good as comparing all of them, and no herding: routers with the same outdated snapshot choose differently.
-
-    Raises:
-        InputError: num_choices is not above 0.
     """
 
     name: ClassVar[str] = "power_of_two"
     needs_generator: ClassVar[bool] = True
 
     rng: np.random.Generator
-    num_choices: int = 2
-
-    def __post_init__(self) -> None:
-        check_ranges(self, num_choices=(1, INTEGERS))
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
-        candidates = replicas
-        if self.num_choices < len(replicas):
-            drawn = self.rng.choice(len(replicas), size=self.num_choices, replace=False)
-            candidates = [replicas[index] for index in drawn.tolist()]
-        return min(candidates, key=lambda replica: replica.num_requests).replica_id
+        if len(replicas) > 2:
+            drawn = self.rng.choice(len(replicas), size=2, replace=False)
+            replicas = [replicas[index] for index in drawn.tolist()]
+        return min(replicas, key=lambda replica: replica.num_requests).replica_id
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,9 +47,6 @@ class Infaas(Router):
     penalties are those of its released code; s enters as a ratio to the target, so that the three terms have the same
     unit; a waiting request counts once (released: a preempted one twice); the released factor for the request's
     priority scales all replicas alike and is left out.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     name: ClassVar[str] = "infaas"

@@ -1,16 +1,20 @@
-"""Multi-tier Llumnix: headroom, freeness and dispatch (Vestrum et al., "Beyond Binary Priorities: Multi-Tier SLA
-Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
+"""Multi-tier Llumnix: headroom, freeness, dispatch, the choice of requests that migrate, and auto-scaling signals (Vestrum et
+al., "Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from heapq import heapify, heappop
 from typing import ClassVar, Literal
 
 from scheduler_core.errors import InputError
+from scheduler_core.ranges import FINITE, POSITIVE, check_ranges
 from scheduler_core.routing.base import Router, RoutingRequest
-from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
+from scheduler_core.routing.migration import Move
+from scheduler_core.routing.snapshot import Capacity, ReplicaSnapshot, ReplicaStatus, RequestView
 from scheduler_core.urgency import LEVELS
 
 
@@ -122,8 +126,7 @@ class Llumnix(Router):
     | V | virtual usage, see `virtual_usage_blocks` | blocks |
     | H_p | headroom of tier p, see `Headroom` | blocks |
 
-    With draining replicas only: the one with the fewest requests (section 3.4). Migration and scaling are
-    `migration_planner`, `migration` and `autoscaling`.
+    With draining replicas only: the one with the fewest requests (section 3.4).
 
     Differs from the paper: ties of freeness go to the replica with fewer requests, so that a burst onto equal replicas
     is distributed. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
@@ -145,3 +148,158 @@ class Llumnix(Router):
 
     def dispatch_key(self, item: RoutingRequest, now: float) -> tuple[float, ...]:
         return (float(item.tier), item.request.arrival_s)
+
+
+@dataclass(kw_only=True, slots=True)
+class MigrationPlanner:
+    """Every interval_s, if max F - min F >= threshold: one request from each fullest to each freest replica (section 3.5).
+
+    sources: F <= min F + band;  destinations: F >= max F - band, active;  paired fullest with freest.
+    candidate: waiting requests first (no cache to copy), then generating ones; the least urgent tier first, then the
+    smallest cache, then the latest arrival.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | F | F_full, see `full_freeness` | blocks per running request |
+    | threshold | theta, 0.3 | blocks per running request |
+    | band | distance from the extreme within which replicas take part, 0.1 (released code) | blocks per running request |
+    | interval_s | 50 ms | s |
+
+    A draining replica has F = -infinity: it is always a source, and everything leaves it, one request per interval.
+
+    Differs from the paper: a request moves only where it fits now (blocks and slot), or a waiting one would move back at
+    the next tick because its demand goes with it; from a draining replica waiting requests move in any case. While a
+    replica drains the others are balanced too.
+    """
+
+    headroom: Headroom = field(default_factory=exponential_headroom)
+    threshold: float = 0.3
+    band: float = 0.1
+    interval_s: float = 0.05
+    _last_s: float = field(default=-math.inf, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_ranges(self, threshold=(0, FINITE), band=(0, FINITE), interval_s=(POSITIVE, FINITE))
+
+    def plan(
+        self, replicas: Sequence[ReplicaSnapshot], in_flight: AbstractSet[str], now: float
+    ) -> tuple[Move, ...]:
+        """The migrations to begin now, of all replicas with their requests; none before the interval is over."""
+        # A sum of intervals that misses the next tick by rounding alone has reached it.
+        if now - self._last_s < self.interval_s * (1 - 1e-9):
+            return ()
+        self._last_s = now
+        active = [replica for replica in replicas if replica.status is ReplicaStatus.ACTIVE]
+        draining = [replica for replica in replicas if replica.status is ReplicaStatus.DRAINING]
+        moves: list[Move] = []
+        capacities = {replica.replica_id: Capacity(replica) for replica in active}
+        if draining and active:
+            freest = sorted(active, key=lambda replica: -full_freeness(replica, self.headroom))
+            for number, source in enumerate(draining):
+                first = number % len(freest)
+                moves += self._move(source, freest[first:] + freest[:first], capacities, in_flight)
+        for source, destination in self._pairs(active):
+            moves += self._move(source, [destination], capacities, in_flight)
+        return tuple(moves)
+
+    def _pairs(self, active: list[ReplicaSnapshot]) -> Iterable[tuple[ReplicaSnapshot, ReplicaSnapshot]]:
+        if len(active) < 2:
+            return []
+        by_freeness = [(full_freeness(replica, self.headroom), replica) for replica in active]
+        by_freeness.sort(key=lambda pair: pair[0])
+        lowest, highest = by_freeness[0][0], by_freeness[-1][0]
+        if highest - lowest < self.threshold or highest == lowest:
+            return []
+        middle = (lowest + highest) / 2  # with a wide band no replica is both
+        sources = [replica for f, replica in by_freeness if f <= lowest + self.band and f < middle]
+        targets = [replica for f, replica in reversed(by_freeness) if f >= highest - self.band and f > middle]
+        return zip(sources, targets, strict=False)
+
+    def _move(
+        self,
+        source: ReplicaSnapshot,
+        targets: Sequence[ReplicaSnapshot],
+        capacities: dict[str, Capacity],
+        in_flight: AbstractSet[str],
+    ) -> list[Move]:
+        leaving = source.status is ReplicaStatus.DRAINING
+        for row in self.candidates(source, in_flight):
+            for target in targets:
+                tokens = target.num_kv_blocks * target.kv_block_tokens
+                capacity = capacities[target.replica_id]
+                forced = leaving and not row.running
+                if row.prompt_tokens + row.max_tokens <= tokens and (forced or capacity.fits(row)):
+                    capacity.take(row)
+                    return [Move(row.request_id, source.replica_id, target.replica_id)]
+        return []
+
+    def candidates(self, source: ReplicaSnapshot, in_flight: AbstractSet[str]) -> Iterator[RequestView]:
+        """The requests that may leave the replica, in the order in which they would."""
+        movable = [
+            ((row.running, -row.tier, row.kv_blocks, -row.arrival_s), index, row)
+            for index, row in enumerate(source.requests)
+            if row.request_id not in in_flight and (row.decoding or not row.running)
+        ]
+        heapify(movable)  # mostly the first one fits
+        while movable:
+            yield heappop(movable)[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOut:
+    """Start one replica more."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleIn:
+    """Drain the active replica with the fewest running requests, and stop it when it is empty."""
+
+    victim: str
+
+
+@dataclass(kw_only=True, slots=True)
+class AutoScaler:
+    """Signals when to add a replica and which one to drain (section 3.6).
+
+    mean F_normal < out_below: scale out;  mean F_normal > in_above: scale in.  Mean over active replicas.
+
+    | symbol | meaning | unit |
+    | --- | --- | --- |
+    | F_normal | freeness without headroom | blocks per running request |
+    | out_below, in_above | -0.5 and 1.5 in the paper | blocks per running request |
+    | min_replicas, max_replicas | bounds of the number of active replicas | - |
+    | interval_s | shortest time between two signals | s |
+
+    F_normal is about M/B, and M for an idle replica, so `in_above` has to fit the size of the cache.
+
+    Differs from the paper: draining replicas are left out of the mean (their infinite usage would always scale out);
+    the number of replicas and the rate of signals are bounded.
+    """
+
+    out_below: float = -0.5
+    in_above: float = 1.5
+    min_replicas: int = 1
+    max_replicas: int = 64
+    interval_s: float = 1.0
+    _last_s: float = field(default=-math.inf, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.out_below < self.in_above:
+            raise InputError("out_below, in_above", (self.out_below, self.in_above), "out_below < in_above")
+        check_ranges(self, min_replicas=(1, self.max_replicas), interval_s=(0, FINITE))
+
+    def signal(self, replicas: Sequence[ReplicaSnapshot], now: float) -> ScaleOut | ScaleIn | None:
+        """The signal for all replicas there are, if any; `now` in seconds."""
+        active = [replica for replica in replicas if replica.status is ReplicaStatus.ACTIVE]
+        if not active or now - self._last_s < self.interval_s:
+            return None
+        mean = math.fsum(normal_freeness(replica) for replica in active) / len(active)
+        signal: ScaleOut | ScaleIn | None = None
+        if mean < self.out_below and len(active) < self.max_replicas:
+            signal = ScaleOut()
+        elif mean > self.in_above and len(active) > self.min_replicas:
+            victim = min(active, key=lambda replica: (replica.num_running, replica.num_waiting))
+            signal = ScaleIn(victim.replica_id)
+        if signal is not None:
+            self._last_s = now
+        return signal

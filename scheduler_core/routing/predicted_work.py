@@ -85,9 +85,6 @@ class PredictedWork(_ExpectedRemaining):
 
     The defaults are the simulator's 7B model with 64 requests in a batch: 54.7 us per prompt token; (17.16 ms + 64 x
     54.7 us)/64 = 323 us per generated token.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     name: ClassVar[str] = "predicted_work"
@@ -128,9 +125,6 @@ class PredictedWait(_ExpectedRemaining):
     | refresh_tokens | generated tokens after which an expectation is recomputed | tokens |
 
     Steps of all replicas are taken as equally long, and prompts as short. Ties: fewer requests.
-
-    Raises:
-        InputError: refresh_tokens is not above 0.
     """
 
     name: ClassVar[str] = "predicted_wait"

@@ -30,9 +30,6 @@ class PrefixAffine(Router):
 
     Differs from the papers: the router remembers what it sent and not what the engine evicted, so a hit is a guess
     (as in SGLang's router); the memory is a table of hashed prefixes instead of a radix tree.
-
-    Raises:
-        InputError: A parameter is outside its range.
     """
 
     name: ClassVar[str] = "prefix_affine"

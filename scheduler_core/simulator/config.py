@@ -12,11 +12,15 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.routing import ROUTERS, make_router
-from scheduler_core.routing.autoscaling import AutoScaler
 from scheduler_core.routing.base import Router
 from scheduler_core.routing.disaggregated import Disaggregated
-from scheduler_core.routing.llumnix import Headroom, Llumnix, exponential_headroom
-from scheduler_core.routing.migration_planner import MigrationPlanner
+from scheduler_core.routing.llumnix import (
+    AutoScaler,
+    Headroom,
+    Llumnix,
+    MigrationPlanner,
+    exponential_headroom,
+)
 from scheduler_core.routing.snapshot import ReplicaRole
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import make_step_time
@@ -31,8 +35,6 @@ BOUNDS = {"sjf": "ssjf"}
 MAX_SEEDS = 10_000
 #: Maximum number of clients of a closed loop.
 MAX_CLIENTS = 100_000_000
-#: Maximum number of calls of a live predictor in flight: each has a thread.
-MAX_IN_FLIGHT = 10_000
 #: Each replica has a scheduler of its own; 10,000 take about half a GB.
 MAX_REPLICAS = 10_000
 
@@ -88,8 +90,9 @@ class ClusterConfig:
         if not 0 <= prefill < self.num_replicas:
             raise InputError("num_prefill_replicas", prefill, "fewer than num_replicas")
         if self.migration and disaggregated:
-            allowed = "false with router disaggregated, which moves requests itself"
-            raise InputError("migration", True, allowed)
+            raise InputError(
+                "migration", True, "false with router disaggregated, which moves requests itself"
+            )
         self.headroom()
         self.make_router(0)
 
@@ -123,9 +126,8 @@ class ClusterConfig:
         if isinstance(router, Disaggregated):
             roles = [ReplicaRole.PREFILL] * self.num_prefill_replicas
             roles += [ReplicaRole.DECODE] * (self.num_replicas - len(roles))
-            arguments |= {
-                "roles": dict(zip(names, roles, strict=True)), "planner": router, "stage_blocks": None
-            }  # fmt: skip
+            roles_by_name = dict(zip(names, roles, strict=True))
+            arguments |= {"roles": roles_by_name, "planner": router, "stage_blocks": None}
         elif self.migration:
             arguments["planner"] = MigrationPlanner(
                 headroom=self.headroom(), threshold=self.migration_threshold, interval_s=self.interval_s
@@ -166,8 +168,8 @@ class SimulationConfig:
     serve-predictor), each called for every prompt; trace (the trace's columns mu, sigma, nu), oracle (true lengths), none.
     sjf, a bound, always has the oracle. Default: trace for policies that use predicted lengths, none for the others."""
     predictor_delay_s: float | None = None
-    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call;
-    0 for trace and oracle."""
+    """Simulated seconds from a request's arrival to its prediction. Default: the measured time of each live call, of which
+    16 are made at a time, so that it contains the wait in the service's own queue; 0 for trace and oracle."""
     default_max_tokens: int | None = None
     """max_tokens of requests for which the trace has none, as public traces; at least as long as their outputs. Unset: the
     trace must have max_tokens."""
@@ -178,11 +180,6 @@ class SimulationConfig:
     docs/online-calibration.md; policies and metrics then have the corrected ones."""
     predictor_noise: float = 0.0
     """Oracle: standard deviation of the error of its ln length; the predicted distribution is as wide as that."""
-    max_in_flight: int = 16
-    """Live predictor: calls in flight. They are made as fast as they return, so with many of them the measured latency,
-    and with it the simulated delay, contains the wait in the service's own queue."""
-    predictor_timeout_s: float = 60.0
-    """Live predictor: a call without a response after this many seconds has failed."""
     rate: float | None = None
     """Requests per second. Trace: Poisson arrivals in the trace's order are drawn instead of its own. Workload: its own
     kind of arrivals at this rate."""
@@ -228,8 +225,6 @@ class SimulationConfig:
             default_max_tokens=(1, MAX_TOKENS),
             num_clients=(1, MAX_CLIENTS),
             prefix_cache_tokens=(0, 2**62),
-            max_in_flight=(1, MAX_IN_FLIGHT),
-            predictor_timeout_s=(POSITIVE, MAX_TIME_S),
             seed=(0, 2**63 - 1),
         )
         if self.predictor_noise and self.prediction_source != "oracle":

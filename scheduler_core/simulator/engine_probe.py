@@ -27,9 +27,9 @@ class Probe:
 
     Attributes:
         arrival_s: When to send it; sent_s: when it was sent.
-        prompt_tokens: Tokens of the prompt, as the engine counts; output_tokens likewise.
+        prompt_tokens, output_tokens: As the engine counts.
         token_s: Time of each token; of a chunk with several tokens only once.
-        error: The reason of a failure; None: it succeeded.
+        error: The reason of a failure.
     """
 
     request_id: str
@@ -45,11 +45,7 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A live engine with an OpenAI-compatible API.
-
-    Raises:
-        InputError: The address is not one of http or https.
-    """
+    """A live engine with an OpenAI-compatible API."""
 
     url: str
     """Base address of the engine, such as http://127.0.0.1:8000/v1."""

@@ -34,15 +34,8 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class StepTimeFit:
-    """A model fitted to steps.
-
-    Attributes:
-        step_time: The model.
-        parameters: Its fitted parameters, in seconds.
-        num_samples: Measured steps.
-        num_outliers: Steps left out as hiccups.
-        median_error: Median over all steps of |predicted - measured| / measured.
-    """
+    """A model fitted to steps, some of them left out as hiccups; `parameters` are in seconds, `median_error` is the median
+    over all steps of |predicted - measured| / measured."""
 
     step_time: StepTime
     parameters: dict[str, float]
@@ -63,7 +56,7 @@ def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepT
         kind: linear (`LinearStepTime`) or staircase (`StaircaseStepTime` with its default tiles: RAD, Eq. 7).
 
     Raises:
-        InputError: There are fewer steps than parameters, a duration is not above 0, or nothing could be fitted.
+        InputError: There are too few steps, a duration is not above 0, or nothing could be fitted.
     """
     from scipy.optimize import nnls  # the simulator alone needs no scipy
 

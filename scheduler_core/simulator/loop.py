@@ -9,22 +9,20 @@ router.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
 from scheduler_core.plan import Finished
 from scheduler_core.predictions import Prediction
-from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.dispatcher import Dispatcher
+from scheduler_core.routing.llumnix import AutoScaler, MigrationPlanner, ScaleIn, ScaleOut
 from scheduler_core.routing.migration import Aborted, AbortReason, Copy, Migrations, Move, Outcome
-from scheduler_core.routing.migration_planner import MigrationPlanner
 from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, ReplicaStatus, take_snapshot
 from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.predictions import Predictions, Progress
@@ -41,22 +39,6 @@ LINK_LATENCY_S = 5e-3
 BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaChange:
-    """An event in the life of a replica.
-
-    Attributes:
-        time_s: Time in seconds on the clock of the trace.
-        replica_id: The replica.
-        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
-            nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
-    """
-
-    time_s: float
-    replica_id: str
-    kind: Literal["join", "drain", "fail"]
-
-
 @dataclass(slots=True)
 class SimulationOutcome:
     """Result of a simulation, over all replicas.
@@ -64,17 +46,11 @@ class SimulationOutcome:
     Attributes:
         records: Finished requests, in the order they finished.
         refused: By request id: the reason why it could never run.
-        start_s: First arrival.
-        end_s: End of the last step.
-        busy_s: Time spent in steps, summed over replicas.
-        num_steps: Steps, summed over replicas.
-        request_seconds: Integral over time of the number of requests in the system (arrived, not finished).
-        waiting_seconds: Integral over time of the number of waiting requests.
-        replica_seconds: Integral over time of the number of replicas that run, drain or start.
-        num_migrations: Requests that changed their replica.
-        num_migrated_blocks: Blocks copied for them.
-        aborted_migrations: Migrations that were aborted, by reason.
-        num_restarts: Requests that started again because their replica had failed.
+        start_s, end_s: First arrival, end of the last step.
+        busy_s, num_steps: Of all replicas together.
+        request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
+            (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
+        num_migrated_blocks: Blocks copied for requests that changed their replica.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -90,7 +66,6 @@ class SimulationOutcome:
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
-    num_restarts: int = 0
     scaling: list[tuple[float, ScaleIn | ScaleOut]] = field(default_factory=list)
 
 
@@ -98,47 +73,38 @@ class Simulation:
     """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace: The requests.
+        trace, step_time: The requests, the durations of the engine's steps.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
-        step_time: Durations of steps, of all replicas or by id.
-        predictions: Reach the schedulers as `update` events.
+        predictions: Reach the schedulers as `update` events, `latency_s` after the arrivals.
         router: Chooses the replica of each request; a fresh one. None with one replica.
-        delays_s: By request id: seconds from arrival to its prediction; 0 where missing.
         clients: A closed loop of clients; None: requests arrive at their times.
-        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps. They are lost when it fails
-            or leaves.
-        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then,
-            and learns from each request that finishes; None: predictions stay as they are.
+        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops.
+        calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
         served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
-        watch: Observes the run; None: nothing does.
+        watch: Observes the run.
         progress: Called with the number of requests finished or refused since the last call.
         roles: By replica: the phases it runs; both where missing.
-        planner: Moves requests between replicas every `interval_s`; None: none move.
-        interval_s: Time between two decisions of planner and scaler.
+        planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
-        changes: Replicas that join, drain or fail. Those that join later, or that only the scaler starts, are among the
-            schedulers too.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
         standby: Replicas that only the scaler starts. A drained one can be started again.
         startup_s: Time until a replica that the scaler starts can be chosen; it counts for `max_replicas` at once.
-        rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
 
     Raises:
-        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; by `run`:
-            requests remain for which no replica came.
+        InputError: There is no replica, or no router that is needed; a standby replica is unknown; by `run`: requests
+            remain that no replica takes.
     """
 
     def __init__(
         self,
         trace: Trace,
         schedulers: Scheduler | Mapping[str, Scheduler],
-        step_time: StepTime | Mapping[str, StepTime],
+        step_time: StepTime,
         predictions: Predictions,
         router: Router | None = None,
         *,
-        delays_s: Mapping[str, float] | None = None,
         clients: ClosedLoop | None = None,
         prefix_cache_tokens: int = 0,
         exact_steps: bool = False,
@@ -150,44 +116,45 @@ class Simulation:
         planner: MigrationPlanner | Disaggregated | None = None,
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
-        changes: Sequence[ReplicaChange] = (),
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         startup_s: float = 0.0,
-        rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
         if isinstance(schedulers, Scheduler):
             schedulers = {"0": schedulers}
         if not schedulers:
             raise InputError("schedulers", schedulers, "at least one replica")
-        if router is None and (len(schedulers) > 1 or changes or planner is not None or scaler is not None):
-            raise InputError("router", None, "a router for several replicas, changes, planner or scaler")
-        for name in (*standby, *(change.replica_id for change in changes)):
+        if router is None and (len(schedulers) > 1 or planner is not None or scaler is not None):
+            raise InputError("router", None, "a router for several replicas, planner or scaler")
+        for name in standby:
             if name not in schedulers:
-                raise InputError("standby, changes", name, ", ".join(schedulers))
-        self._step_times = (
-            step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
-        )
+                raise InputError("standby", name, ", ".join(schedulers))
         self._prefix_cache_tokens = prefix_cache_tokens
-        self._watch = watch
-        self._exact_steps = exact_steps or planner is not None
         self._fresh = scaler is not None or (router is not None and router.sees_tokens)
         #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
-        self._replicas: dict[str, SimulatedReplica] = {}
-        self._schedulers: dict[str, Scheduler] = {}
-        for name, scheduler in schedulers.items():
-            self._add_replica(name, scheduler)
+        self._schedulers = schedulers
+        self._replicas = {
+            name: SimulatedReplica(
+                name,
+                scheduler,
+                step_time,
+                self._rows,
+                prefix_cache_tokens=prefix_cache_tokens,
+                exact=exact_steps or planner is not None,
+                fresh=self._fresh,
+                watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
+            )
+            for name, scheduler in schedulers.items()
+        }
         self._predicted = predictions.by_id
         self._calibration, self._served_model = calibration, served_model
         #: By request id: corrected predictions of requests in the system.
         self._corrected: dict[str, Prediction] = {}
-        self._source = EventSource(trace, predictions, delays_s, clients)
+        self._source = EventSource(trace, predictions, clients)
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
-        self._changes = sorted(changes, key=lambda change: -change.time_s)
-        self._rebuild = rebuild
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(self._schedulers, stage_blocks)
@@ -201,7 +168,8 @@ class Simulation:
         self._scaler = scaler
         self._standby = set(standby)
         self._startup_s = startup_s
-        self._starting: set[str] = set()
+        #: Times at which replicas will have started, and their names.
+        self._starting: deque[tuple[float, str]] = deque()
         self._next_tick_s = math.inf
         #: Requests in the system and waiting, since when, and whether they may have changed.
         self._counts = (0, 0)
@@ -212,28 +180,12 @@ class Simulation:
         self._replicas_s = 0.0
         self._outcome = SimulationOutcome()
 
-    def _add_replica(self, name: str, scheduler: Scheduler) -> None:
-        self._replicas[name] = SimulatedReplica(
-            name,
-            scheduler,
-            self._step_times[name],
-            self._rows,
-            prefix_cache_tokens=self._prefix_cache_tokens,
-            exact=self._exact_steps,
-            fresh=self._fresh,
-            watch=None if self._watch is None else ReplicaWatch(self._watch, name, scheduler),
-        )
-        self._schedulers[name] = scheduler
-
     def run(self) -> SimulationOutcome:
         """Runs until every request has finished or was refused."""
         now = self._counted_s = self._outcome.start_s = self._source.start_s
         if self._dispatcher is not None:
-            # Changes are in falling order of time: the last entry of a replica is its first change.
-            first_changes = {change.replica_id: change.kind for change in self._changes}
-            later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
             for name in self._replicas:
-                if name not in later:
+                if name not in self._standby:
                     self._dispatcher.joined(name, self._roles[name])
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
@@ -241,8 +193,7 @@ class Simulation:
         while now < math.inf:
             now = self._advance(now)
         if self._dispatcher is not None and self._dispatcher.num_pending:
-            allowed = "a replica in the end that can take every request"
-            raise InputError("roles, changes", self._roles, allowed)
+            raise InputError("roles", self._roles, "a replica in the end that can take every request")
         assert not self._rows, "a request was lost"
         assert not self._migrations.in_flight, "a migration never ended"
         self._outcome.end_s = self._counted_s
@@ -256,10 +207,7 @@ class Simulation:
 
     def _advance(self, now: float) -> float:
         """All events of this time: steps and copies end, requests and predictions arrive, requests move, steps begin.
-
-        Returns:
-            Time of the next event; infinite if none will come.
-        """
+        Returns the time of the next event; infinite if none will come."""
         replicas, source = self._replicas, self._source
         for replica in replicas.values():
             if replica.step is not None and replica.step.end_s <= now:
@@ -269,8 +217,8 @@ class Simulation:
                 if end_s <= now and self._copies.get(name) == (end_s, copy):
                     self._copies[name] = (math.inf, copy)
                     self._end_copy(copy, now)
-        while self._changes and self._changes[-1].time_s <= now:
-            self._change(self._changes.pop())
+        while self._starting and self._starting[0][0] <= now:
+            self._join(self._starting.popleft()[1], now)
             self._count_replicas(now)
         while source.next_s <= now:
             self._deliver(source.pop())
@@ -280,8 +228,8 @@ class Simulation:
         next_s = source.next_s
         # What comes to one of several replicas shortens the run of its steps, see `_reach`.
         until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
-        if self._changes:
-            next_s, until_s = min(next_s, self._changes[-1].time_s), min(until_s, self._changes[-1].time_s)
+        if self._starting:
+            next_s, until_s = min(next_s, self._starting[0][0]), min(until_s, self._starting[0][0])
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
         for replica in replicas.values():
@@ -359,17 +307,17 @@ class Simulation:
         self._delivered[name] = prediction
         replica_id = self._dispatcher.replica_of(name)
         if replica_id is not None:
-            self._reach(self._replicas[replica_id], now)
-            self._replicas[replica_id].scheduler.update(name, prediction, now)
+            replica = self._replicas[replica_id]
+            self._reach(replica, now)
+            replica.scheduler.update(name, prediction, now)
 
     def _arrive(self, row: TraceRequest) -> None:
         name, now = row.request_id, row.arrival_s
         self._may_count = True
         request = row.request()
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
-        may_fit_later = not refusals and any(change.kind == "join" for change in self._changes)
-        if not may_fit_later and all(refusal is not None for refusal in refusals):
-            self._outcome.refused[name] = str(refusals[0]) if refusals else "no replica is left"
+        if all(refusal is not None for refusal in refusals):
+            self._outcome.refused[name] = str(refusals[0])
             self._end_request(row, now)
             return
         self._rows[name] = row
@@ -378,8 +326,8 @@ class Simulation:
             cached = replica.prefix_cache.hit(row)
             replica.scheduler.add(row.request(cached) if cached else request, now)
         else:
-            schedulers = self._schedulers.values()
-            blocks = prefix_blocks(row, next(iter(schedulers)).config.kv_block_tokens) if schedulers else ()
+            first = next(iter(self._schedulers.values()))
+            blocks = prefix_blocks(row, first.config.kv_block_tokens)
             item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
@@ -410,34 +358,12 @@ class Simulation:
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
 
-    def _change(self, change: ReplicaChange) -> None:
-        now, name, dispatcher = change.time_s, change.replica_id, self._dispatcher
+    def _join(self, name: str, now: float) -> None:
+        """A replica has started."""
         self._may_count = True
-        assert dispatcher is not None, "changes need a router"
-        if change.kind == "join":
-            self._standby.discard(name)
-            self._starting.discard(name)
-            if name not in self._replicas:
-                if self._rebuild is None:
-                    problem = f"replica {name} joins after it has failed"
-                    raise InputError("changes", problem, "that, with `rebuild`")
-                self._add_replica(name, self._rebuild(name))
-            dispatcher.joined(name, self._roles[name])
-        elif change.kind == "drain":
-            self._drain(dispatcher, name, now)
-        else:
-            for aborted in self._migrations.on_failed(name, now):
-                self._handle(aborted, now)
-            del self._replicas[name], self._schedulers[name]
-            lost = {item.request.request_id for item in dispatcher.failed(name, now)}
-            self._outcome.num_restarts += len(lost)
-            self._pending_moves -= lost
-        self._dispatch(dispatcher, now)
-
-    def _drain(self, dispatcher: Dispatcher, name: str, now: float) -> None:
-        dispatcher.draining(name)
-        for aborted in self._migrations.on_draining(name, now):
-            self._handle(aborted, now)
+        assert self._dispatcher is not None
+        self._dispatcher.joined(name, self._roles[name])
+        self._dispatch(self._dispatcher, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         return tuple(
@@ -514,17 +440,16 @@ class Simulation:
             return
         self._outcome.scaling.append((now, signal))
         if isinstance(signal, ScaleIn):
-            self._drain(dispatcher, signal.victim, now)
+            dispatcher.draining(signal.victim)
+            for aborted in self._migrations.on_draining(signal.victim, now):
+                self._handle(aborted, now)
             return
         name = min(self._standby)
         self._standby.remove(name)
-        join = ReplicaChange(now + self._startup_s, name, "join")
         if self._startup_s == 0:
-            self._change(join)
-            return
-        self._starting.add(name)
-        self._changes.append(join)
-        self._changes.sort(key=lambda change: -change.time_s)
+            self._join(name, now)
+        else:
+            self._starting.append((now + self._startup_s, name))
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

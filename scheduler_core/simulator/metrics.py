@@ -52,18 +52,14 @@ def flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def metric(tree: Mapping[str, Any], name: str) -> float:
-    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance.
-
-    Raises:
-        InputError: There is none; names those that begin like it.
-    """
+    """The number of this dotted name, `ttft_s.p50` or `groups.tenant.paying.tbt_s.p99` for instance; an `InputError` names
+    those that begin like it."""
     numbers = dict(flat(tree))
     if name not in numbers:
-        head = name.partition(".")[0]
-        similar = [other for other in numbers if other.partition(".")[0] == head]
-        raise InputError(
-            "metric", name, ", ".join(similar or dict.fromkeys(other.split(".")[0] for other in numbers))
-        )
+        head = name.split(".")[0]
+        heads = dict.fromkeys(other.split(".")[0] for other in numbers)
+        similar = [other for other in numbers if other.split(".")[0] == head]
+        raise InputError("metric", name, ", ".join(similar or heads))
     return numbers[name]
 
 
@@ -105,28 +101,17 @@ def run_metrics(
     watch: RunWatch,
     isolated_latency_s: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Metrics of one run.
+    """Metrics of one run, which README.md explains; those of targets are None without any.
 
-    - the names in `records.LATENCIES` and `slowdown` (ttlt_s over the latency on an idle engine): summaries over the
-      finished requests.
-    - `tbt_s`: summary over all gaps between tokens; `kv_usage`: fraction of KV blocks in use, mean over time and maximum.
-    - `slo_attainment`: fraction of the requests with targets, refused ones among them, that met all of theirs;
-      `goodput_rps`: those per second. None without targets.
-    - `cost_per_latency`: `mean_replicas` (running or starting, over time) times the P99 of ttlt_s, lower is better. The
-      multi-tier paper prints no formula; this one turns its ratios of P99 into its -54 to -68 %.
-    - `fairness_requests`: Jain's index of 1 / slowdown over requests; `fairness_tenants`: of its mean per tenant.
-    - `starvation_slope`: see there.
+    - `fairness_tenants`: Jain's index of the mean 1 / slowdown of each tenant.
     - `groups`: by tier, tenant and category, where there is more than one: the same for each.
-    - `prediction`: see `prediction_quality`; None without predictions.
     - `littles_law_error`: the relative gap between the time average of the number of requests in the system, integrated
       event by event, and throughput times mean ttlt_s: rounding apart it must be 0.
 
     `isolated_latency_s` has by request id the latency on an idle engine.
     """
     requests = request_columns(outcome.records)
-    requests["slowdown"] = requests["ttlt_s"] / [
-        isolated_latency_s[one.request_id] for one in outcome.records
-    ]
+    requests["slowdown"] = requests["ttlt_s"] / [isolated_latency_s[one] for one in requests["request_id"]]
     span = outcome.end_s - outcome.start_s
     per_s = 1.0 / span if span > 0 else 0.0
     in_system = outcome.request_seconds * per_s
@@ -216,12 +201,8 @@ def predictor_statistics(predictions: Predictions, schedulers: Mapping[str, Sche
 def prediction_quality(requests: Columns) -> dict[str, Any] | None:
     """Scores of the predicted log-t lengths of the finished requests; None without predictions.
 
-    - `num`: requests with a prediction.
-    - `mae_tokens`: of the predicted median; `mae_log`, `rmse_log`: of mu against ln length.
-    - `kendall_tau`: tau-b of the predicted medians and the lengths; None if one side ranks nothing.
-    - `coverage`: fraction of lengths up to the predicted P50, P90, P99.
-
-    A request has one length, so there is no truth that the predicted sigma could be compared with: coverage scores it.
+    `mae_tokens` is that of the median, `mae_log` and `rmse_log` those of mu against ln length, `kendall_tau` (None if one
+    side ranks nothing) that of medians and lengths, `coverage` the fraction of lengths up to the predicted P50, P90, P99.
     """
     predicted = np.isfinite(requests["predicted_mu"])
     if not predicted.any():

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.predictions import LengthPrediction, Prediction
+from scheduler_core.predictor import (
+    AsyncPredictor,
+    PredictionEvent,
+    PredictionRequest,
+    Predictor,
+    open_predictor,
+)
 from scheduler_core.simulator.trace import Trace
-
-if TYPE_CHECKING:
-    from scheduler_core.predictor import PredictionEvent, Predictor
 
 #: Scale of an oracle's distribution: so tight that every quantile is the true length to 1e-4 relative.
 ORACLE_SIGMA = 1e-6
 ORACLE_NU = 3.5
+#: A call of a live predictor without a response after so many seconds has failed.
+TIMEOUT_S = 60.0
 
 Progress = Callable[[int], None]
 
@@ -31,7 +37,7 @@ class Predictions:
         source: "none", "trace", "oracle", or the predictor's URL or class.
         by_id: By request id: what all heads predicted, or None where the predictor failed. Requests that are missing here
             were never sent to it.
-        latency_s: By request id: measured time of the call, in seconds; empty if there was no call.
+        latency_s: By request id: time of the call, in seconds; 0 where missing.
         errors: By request id: the reason of a failure.
     """
 
@@ -52,34 +58,26 @@ def trace_predictions(trace: Trace) -> Predictions:
     Raises:
         InputError: No row carries a prediction.
     """
-    if all(row.prediction is None for row in trace.requests):
+    by_id = {
+        row.request_id: Prediction(length=row.prediction) if row.prediction else None
+        for row in trace.requests
+    }
+    if not any(by_id.values()):
         raise InputError("predictor", "trace", "a trace with columns mu, sigma and nu, or another predictor")
-    lengths = {row.request_id: row.prediction for row in trace.requests}
-    return Predictions(
-        "trace", {name: Prediction(length=one) if one else None for name, one in lengths.items()}
-    )
+    return Predictions("trace", by_id)
 
 
 def oracle_predictions(
     trace: Trace, noise: float = 0.0, rng: np.random.Generator | None = None
 ) -> Predictions:
-    """The true lengths: ln X_predicted = ln X + N(0, noise^2), with a distribution as wide as that.
-
-    Args:
-        trace: The requests.
-        noise: Standard deviation of the error of ln length; 0: distributions that leave no doubt.
-        rng: Source of the noise.
-    """
+    """The true lengths: ln X_predicted = ln X + N(0, noise^2) by `rng`, with a distribution as wide as that."""
     errors = [0.0] * len(trace) if rng is None else rng.normal(0.0, noise, len(trace)).tolist()
     sigma = max(noise, ORACLE_SIGMA)
-    lengths = [
-        LengthPrediction(math.log(row.output_tokens) + error, sigma, ORACLE_NU)
-        for row, error in zip(trace.requests, errors, strict=True)
-    ]
-    names = [row.request_id for row in trace.requests]
-    return Predictions(
-        "oracle", {name: Prediction(length=one) for name, one in zip(names, lengths, strict=True)}
-    )
+    by_id = {}
+    for row, error in zip(trace.requests, errors, strict=True):
+        length = LengthPrediction(math.log(row.output_tokens) + error, sigma, ORACLE_NU)
+        by_id[row.request_id] = Prediction(length=length)
+    return Predictions("oracle", by_id)
 
 
 def fetch_predictions(
@@ -88,7 +86,6 @@ def fetch_predictions(
     *,
     served_model: str = "",
     max_in_flight: int = 16,
-    timeout_s: float | None = None,
     progress: Progress | None = None,
 ) -> Predictions:
     """Queries a live predictor for every request of the trace, one call each, and closes it.
@@ -100,18 +97,12 @@ def fetch_predictions(
         predictor: A spelling as of `open_predictor`, or a predictor.
         served_model: Name of the model that will serve all requests; empty: that of each row's `model`.
         max_in_flight: Maximum number of calls in flight.
-        timeout_s: Timeout of a call; None: the predictor's own.
         progress: Called with 1 after each call.
 
     Raises:
         InputError: The predictor is unknown, or a row has no prompt.
-        TailcastError: All of the first `max_in_flight` calls failed, or all calls.
+        TailcastError: All of the first `max_in_flight` calls failed.
     """
-    # Most simulations have no live predictor, and need not wait until the network has been imported.
-    import asyncio
-
-    from scheduler_core.predictor import AsyncPredictor, PredictionRequest, open_predictor
-
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     for row in trace.requests:
         if row.prompt is None:
@@ -121,13 +112,12 @@ def fetch_predictions(
     num_probes = min(max_in_flight, len(trace))
 
     async def fetch() -> list[PredictionEvent]:
-        collector = AsyncPredictor(opened, max_in_flight=max_in_flight, timeout_s=timeout_s)
+        collector = AsyncPredictor(opened, max_in_flight=max_in_flight, timeout_s=TIMEOUT_S)
         events: list[PredictionEvent] = []
         try:
             for row in trace.requests:
-                prompt = row.prompt or ""
                 model = served_model or row.model
-                collector.submit(PredictionRequest(row.request_id, prompt, row.max_tokens, model))
+                collector.submit(PredictionRequest(row.request_id, row.prompt or "", row.max_tokens, model))
             while collector.num_open:
                 events.append(await collector.next_event())
                 if progress is not None:

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import pairwise
 
 from scheduler_core.plan import Finished, PrefillChunk, StepPlan, StepResult
@@ -77,11 +77,7 @@ class FinishQueue:
     def add(self, request_id: str, step: int) -> None:
         """The request finishes when so many steps have been taken."""
         self._steps[request_id] = step
-        heap = self._heap
-        heappush(heap, (step, request_id))
-        if len(heap) > 2 * len(self._steps) + 64:
-            self._heap = [(step, name) for name, step in self._steps.items()]
-            heapify(self._heap)
+        heappush(self._heap, (step, request_id))
 
     def drop(self, request_id: str) -> None:
         """The request decodes no longer and has not finished; ignored if it did not decode."""
@@ -114,10 +110,6 @@ class SimulatedReplica:
         exact: One step at a time.
         fresh: A step that is under way when something may reach the replica is taken by itself, so that a snapshot at that
             time shows the end of its last step, as with single steps.
-
-    Attributes:
-        step: The current step; None: idle.
-        link_free_s: When its link is free for the next copy.
     """
 
     def __init__(
@@ -135,7 +127,9 @@ class SimulatedReplica:
         self.name = name
         self.scheduler = scheduler
         self.prefix_cache = PrefixCache(prefix_cache_tokens)
+        #: The current step; None: idle.
         self.step: Step | None = None
+        #: When the link is free for the next copy.
         self.link_free_s = -math.inf
         self._step_time = step_time
         self._rows = rows
@@ -169,12 +163,8 @@ class SimulatedReplica:
                 action(now)
 
     def begin(self, now: float, until_s: float) -> Step | None:
-        """Begins the next step; None without work.
-
-        Args:
-            now: Time in seconds.
-            until_s: When something may reach the replica from outside: several steps are taken at once until then.
-        """
+        """Begins the next step; None without work. Several are taken at once until `until_s`, when something may reach the
+        replica from outside."""
         scheduler = self.scheduler
         plan = scheduler.schedule(now)
         if plan is None:
@@ -209,10 +199,8 @@ class SimulatedReplica:
                 self._decodes = plan.decodes
             end_s = run.end_s(1)
             if not self._exact and end_s < until_s:
-                remaining = (
-                    min(self._remaining) if lockstep is None else self._finishes.next_step() - lockstep
-                )
-                steps = self._steady_steps(run, remaining, until_s)
+                due = min(self._remaining) if lockstep is None else self._finishes.next_step() - lockstep
+                steps = self._steady_steps(run, due, until_s)
                 end_s = run.end_s(steps)
             run.num_done += steps
         self.step = Step(plan, steps, now, end_s, end_s)

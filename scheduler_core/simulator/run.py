@@ -42,10 +42,9 @@ class SimulationResult:
     """Result of one run.
 
     Attributes:
-        config: The resolved configuration.
-        versions: Versions of tailcast, Python and numpy.
+        config, versions: The resolved configuration; versions of tailcast, Python and numpy.
         trace: Source, hash, number of requests and mean arrival rate of the trace that was run.
-        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations, restarts and scaling.
+        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`: by served model
             `OnlineCalibration.metrics`.
         records: Finished requests, in the order they finished.
@@ -69,11 +68,7 @@ class SimulationResult:
 
 
 def prepare_trace(config: SimulationConfig) -> Trace:
-    """Reads or draws the requests, at the rate or load of the configuration.
-
-    Raises:
-        InputError: The file cannot be used; names row, column and value.
-    """
+    """Reads or draws the requests, at the rate or load of the configuration."""
     workload, rate = config.workload, config.rate
     if workload is None:
         assert config.trace is not None
@@ -104,12 +99,7 @@ def _saturation_rate_rps(config: SimulationConfig, trace: Trace) -> float:
 def prepare_predictions(
     config: SimulationConfig, trace: Trace, progress: Progress | None = None
 ) -> Predictions:
-    """Predictions of the configuration for every request, live ones over the network.
-
-    Raises:
-        InputError: The predictor is unknown, or the trace lacks what it needs.
-        TailcastError: Calls to the predictor fail.
-    """
+    """Predictions of the configuration for every request, live ones over the network."""
     source = config.prediction_source
     if source == "none":
         return Predictions()
@@ -119,14 +109,7 @@ def prepare_predictions(
         return oracle_predictions(trace, config.predictor_noise, np.random.default_rng([config.seed, 2]))
     if "://" not in source and source not in SHIPPED and not Path(source).is_dir():
         raise InputError("predictor", source, f"none, trace, oracle, {PREDICTORS}")
-    return fetch_predictions(
-        trace,
-        source,
-        served_model=config.served_model,
-        max_in_flight=config.max_in_flight,
-        timeout_s=config.predictor_timeout_s,
-        progress=progress,
-    )
+    return fetch_predictions(trace, source, served_model=config.served_model, progress=progress)
 
 
 def run_simulation(
@@ -164,9 +147,10 @@ def run_simulation(
     if predictions is None or config.policy in BOUNDS:
         predictions = prepare_predictions(config, trace)
     watch = watch or RunWatch()
-    delays = predictions.latency_s
+    delayed = predictions
     if config.predictor_delay_s is not None:
         delays = dict.fromkeys(predictions.by_id, config.predictor_delay_s)
+        delayed = replace(predictions, latency_s=delays)
     schedulers = {
         name: Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters), log)
         for name in cluster.replica_ids
@@ -181,8 +165,7 @@ def run_simulation(
         trace,
         schedulers,
         step_time,
-        predictions,
-        delays_s=delays,
+        delayed,
         clients=clients,
         prefix_cache_tokens=config.prefix_cache_tokens,
         exact_steps=config.exact_steps,
@@ -205,12 +188,9 @@ def run_simulation(
         metrics["cluster"] = {
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
-            "aborted_migrations": {
-                reason.value: num for reason, num in outcome.aborted_migrations.items()
-            },
-            "num_restarts": outcome.num_restarts,
+            "aborted_migrations": {one.value: num for one, num in outcome.aborted_migrations.items()},
             "num_scalings": len(outcome.scaling),
-        }  # fmt: skip
+        }
     predictor = predictor_statistics(predictions, schedulers)
     if calibration is not None:
         predictor["online_calibration"] = {

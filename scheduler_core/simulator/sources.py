@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler_core.errors import InputError
-from scheduler_core.ranges import FINITE, check_ranges
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.trace import Trace, TraceRequest
 
@@ -27,23 +25,16 @@ class TraceEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClosedLoop:
-    """Clients that each send the next request after the output of their last one and a time to think.
+    """Clients that each send the next request after the output of their last one and a time to think (by `rng` exponential
+    with this mean, without it constant).
 
     The requests come in the order of the trace, whose own arrival times are ignored but for the first: then all clients
     begin.
-
-    Attributes:
-        num_clients: Clients, > 0.
-        think_time_s: Mean seconds between an output and the next request, >= 0.
-        rng: Draws exponential think times; None: all are equal.
     """
 
     num_clients: int
     think_time_s: float = 0.0
     rng: np.random.Generator | None = None
-
-    def __post_init__(self) -> None:
-        check_ranges(self, num_clients=(1, 2**63), think_time_s=(0, FINITE))
 
 
 class EventSource:
@@ -53,22 +44,12 @@ class EventSource:
 
     - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
       own `arrival_s`. A turn that was refused has ended when it arrived.
-    - With `clients` every request waits for a client.
-    - A prediction comes `delays_s` after the arrival.
-
-    Raises:
-        InputError: A closed loop with a trace that has think times.
+    - With `clients` every request waits for a client; the trace then may have no think times.
+    - A prediction comes its `latency_s` after the arrival.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        predictions: Predictions,
-        delays_s: Mapping[str, float] | None = None,
-        clients: ClosedLoop | None = None,
-    ) -> None:
-        self._predicted = predictions.by_id
-        self._delays_s = delays_s or {}
+    def __init__(self, trace: Trace, predictions: Predictions, clients: ClosedLoop | None = None) -> None:
+        self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
         self._clients = clients
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
         #: By the id of a turn: the next turn, which waits for its end.

@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import as_completed
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -91,18 +91,15 @@ def _files(tree: Any) -> Iterator[str]:
 
 
 def with_setting(config: Any, name: str, value: Any) -> Any:
-    """A copy of a dataclass (or mapping) with one setting changed, `scheduler.max_num_seqs` for instance.
-
-    Raises:
-        InputError: There is no such setting, or the value is outside its range.
-    """
+    """A copy of a dataclass (or mapping) with one setting changed, `scheduler.max_num_seqs` for instance; `InputError` if
+    there is no such setting, or the value is outside its range."""
     head, _, rest = name.partition(".")
     is_mapping = isinstance(config, Mapping)
     if not is_mapping and head not in (names := [item.name for item in fields(config)]):
         raise InputError(f"setting {name}", head, ", ".join(names))
     if rest:
         part = config.get(head) if is_mapping else getattr(config, head)
-        if not isinstance(part, Mapping) and not (is_dataclass(part) and not is_mapping):
+        if not isinstance(part, Mapping) and (is_mapping or not is_dataclass(part)):
             raise InputError(f"setting {name}", head, "a setting that is set and has parts")
         value = with_setting(part, rest, value)
     elif not is_mapping:
@@ -121,16 +118,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
 
 
 def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Sequence[int]) -> list[Cell]:
-    """All combinations of the settings, each with every seed.
-
-    Args:
-        base: The settings that are not varied.
-        vary: By dotted name, or a name in `JOINT`: the values of each setting.
-        seeds: Seeds.
-
-    Raises:
-        InputError: A setting is unknown or has no values, or a combination makes no sense.
-    """
+    """All combinations of the settings `vary` (values by dotted name, or by a name in `JOINT`), each with every seed;
+    `InputError` if a setting is unknown or has no values, or a combination makes no sense."""
     for name, values in vary.items():
         if not values:
             raise InputError(f"values of {name}", values, "at least one")
@@ -148,16 +137,12 @@ def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Seque
             for part in JOINT.get(name, (name,)):
                 config = with_setting(config, part, value)
         Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
-        scalars = {name: _scalar(value) for name, value in settings.items()}
+        scalars = {  # lists and mappings as JSON, for tables
+            name: value if isinstance(value, str | int | float | None) else json.dumps(value, sort_keys=True)
+            for name, value in settings.items()
+        }
         cells += [Cell(replace(config, seed=seed), {**scalars, "seed": seed}) for seed in seeds]
     return cells
-
-
-def _scalar(value: Any) -> Any:
-    """A value for a table: lists and mappings as JSON."""
-    if value is None or isinstance(value, str | int | float | bool):
-        return value
-    return json.dumps(value, sort_keys=True)
 
 
 def _check_load(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> None:
@@ -171,11 +156,7 @@ def _check_load(base: SimulationConfig, vary: Mapping[str, Sequence[Any]]) -> No
 
 
 class CellStore:
-    """Results by key in a folder, which is made if it is missing.
-
-    Raises:
-        InputError: The folder cannot be made.
-    """
+    """Results by key in a folder, which is made if it is missing; `InputError` if it cannot be made."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = writable_target(Path(folder) / "cell", "out").parent
@@ -185,11 +166,7 @@ class CellStore:
         return self._folder / f"{key[:24]}.json"
 
     def read(self, key: str) -> dict[str, Any] | None:
-        """The result; None if it is not there yet.
-
-        Raises:
-            InputError: What is there was not written by a sweep.
-        """
+        """The result; None if it is not there yet, `InputError` if what is there was not written by a sweep."""
         path = self.path(key)
         if not path.exists():
             return None
@@ -230,24 +207,15 @@ class SweepWorkers:
         if self.ray_address is not None and not self.ray:
             raise InputError("ray_address", self.ray_address, "unset without ray")
 
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Keeps the Ray cluster for several calls of `run_cells`; without Ray there is nothing to keep.
-
-        Raises:
-            InputError: There is no cluster at the address.
-            MissingExtraError: Ray is not installed.
-        """
-        if self.ray:
-            address = self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL
-            with ray_cluster(address, "ray_address"):
-                yield
-        else:
-            yield
+    def ready(self) -> AbstractContextManager[Any]:
+        """Keeps the Ray cluster for several calls of `run_cells`; see `ray_cluster` for errors."""
+        if not self.ray:
+            return nullcontext()
+        return ray_cluster(self.ray_address or os.environ.get("RAY_ADDRESS") or LOCAL, "ray_address")
 
 
 def simulate_cell(cell: Cell) -> SimulationResult:
-    """One cell, without the observations that only figures need."""
+    """One cell, without the records of its requests."""
     result = run_simulation(cell.config)
     result.records.clear()
     return result
@@ -262,10 +230,8 @@ def run_cells(
     """Results of all cells in their order; those in the store are read, the others simulated and stored at once.
 
     Args:
-        cells: The simulations.
-        store: Where results are stored.
-        workers: By default this process.
-        progress: Called with 1 after each cell.
+        cells, store, workers: What to simulate, where to keep results, and the processes; by default this one.
+        progress: Called with the number of cells that are done since the last call.
 
     Raises:
         InputError: A cell cannot be simulated, or there is no cluster at the address; finished cells stay in the
@@ -277,20 +243,18 @@ def run_cells(
     results = {key: stored for key in dict.fromkeys(keys) if (stored := store.read(key)) is not None}
     progress(sum(key in results for key in keys))
     todo = {key: cell for key, cell in zip(keys, cells, strict=True) if key not in results}
-    with closing(_simulate(todo, workers)) as simulated:
-        for key, result in simulated:
-            results[key] = store.write(key, todo[key], result)
-            progress(keys.count(key))
+    if todo:
+        with workers.ready(), closing(_simulate(todo, workers)) as simulated:
+            for key, result in simulated:
+                results[key] = store.write(key, todo[key], result)
+                progress(keys.count(key))
     return [results[key] for key in keys]
 
 
 def _simulate(todo: dict[str, Cell], workers: SweepWorkers) -> Simulated:
     """(key, result) of every cell as it is done."""
-    if not todo:
-        return
     if workers.ray:
-        with workers.ready():
-            yield from _on_ray(todo)
+        yield from _on_ray(todo)
     elif workers.workers == 1:
         for key, cell in todo.items():
             yield key, simulate_cell(cell)

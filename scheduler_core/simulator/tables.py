@@ -21,11 +21,7 @@ _BATCH_ROWS = 50_000
 
 
 def check_table_path(path: str | Path, field: str) -> Path:
-    """The path of a table that can be written.
-
-    Raises:
-        InputError: The name ends in something else, or the folder cannot be written to.
-    """
+    """The path of a table; `InputError` if its name ends in something else, or the folder cannot be written to."""
     target = Path(path)
     if target.suffix not in TABLE_SUFFIXES:
         raise InputError(field, str(path), "a name that ends in " + ", ".join(TABLE_SUFFIXES))
@@ -37,13 +33,8 @@ def write_table(columns: Mapping[str, Any], path: str | Path, schema: str, field
 
     Args:
         columns: By name: values [n], None or NaN where there is none; values of several types become text.
-        path: Where to write.
+        path, field: See `check_table_path`; the option that names the path.
         schema: Name of the schema, as metadata `tailcast.schema` of Parquet.
-        field: The option that names the path.
-
-    Raises:
-        InputError: See `check_table_path`.
-        MissingExtraError: pyarrow is not installed.
     """
     target = check_table_path(path, field)
     pa, pq = import_pyarrow()
@@ -76,18 +67,12 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def read_columns(path: str | Path, names: Sequence[str], schema: str, field: str) -> Columns:
-    """Columns of a Parquet table that `write_table` wrote.
-
-    Raises:
-        InputError: There is no such file, it is not such a table, or it was written by another version.
-        MissingExtraError: pyarrow is not installed.
-    """
+    """Columns of a Parquet table that `write_table` wrote; `InputError` if it is not one, or another version wrote it."""
     parquet = open_parquet(path, field)
     stored = (parquet.schema_arrow.metadata or {}).get(b"tailcast.schema", b"").decode("utf-8", "replace")
     if stored != schema:
-        raise InputError(
-            field, Path(path).name, f"a table of schema {schema}; this one has {stored or 'none'}"
-        )
+        allowed = f"a table of schema {schema}; this one has {stored or 'none'}"
+        raise InputError(field, Path(path).name, allowed)
     with readable(path, field, "Parquet"):
         table = parquet.read(columns=list(names))
     return {name: table[name].to_numpy(zero_copy_only=False) for name in names}

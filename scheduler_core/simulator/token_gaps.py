@@ -18,11 +18,9 @@ _RATIO = math.log(1.005)
 _LOWEST_S = 1e-6
 _NUM_BINS = 5600  # to 1e6 s
 
+#: Tier and tenant of a request: its gaps are counted by it.
 GapClass = tuple[int, str]
-#: Names of the members of a `GapClass`.
 GAP_CLASS = ("tier", "tenant")
-
-
 #: Levels of the quantiles that are reported.
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 0.999)
 
@@ -32,11 +30,6 @@ def named_statistics(mean: float, quantiles: Iterable[float], largest: float) ->
     p50, p90, p95, p99, p999 = map(float, quantiles)
     named = {"mean": mean, "p50": p50, "p90": p90, "p95": p95, "p99": p99, "p999": p999, "max": largest}
     return named | {"tail_ratio": p99 / p50} if p50 > 0 else named
-
-
-def gap_class(state: RequestState) -> GapClass:
-    """Class that the request's gaps are counted in."""
-    return (state.request.tier, state.request.tenant)
 
 
 def _bin(gap_s: float) -> int:
@@ -109,10 +102,8 @@ class GapHistogram:
 
 @dataclass(slots=True)
 class TokenGaps:
-    """Gaps between the tokens of the same request: histograms by class, the longest in seconds by request id.
-
-    Steps that were taken at once count each with its own duration, and cost no more for that.
-    """
+    """Gaps between the tokens of the same request: histograms by class, the longest in seconds by request id. Steps that were
+    taken at once count each with its own duration, and cost no more for that."""
 
     by_class: defaultdict[GapClass, GapHistogram] = field(default_factory=lambda: defaultdict(GapHistogram))
     longest_s: dict[str, float] = field(default_factory=dict)
@@ -120,14 +111,8 @@ class TokenGaps:
     def add_decodes(
         self, states: Sequence[RequestState], start_s: float, first_end_s: float, rest: StepGroups = ()
     ) -> None:
-        """Counts the gaps of requests that each got a token in every one of some steps; called before `complete`.
-
-        Args:
-            states: The requests.
-            start_s: Start of the first step.
-            first_end_s: Its end.
-            rest: Durations of the other steps.
-        """
+        """Counts the gaps of requests that each got a token in every one of some steps: start and end of the first, durations
+        of the others. Called before `complete`."""
         step_s = first_end_s - start_s
         longest_rest_s = max([steps.longest_s for steps in rest], default=0.0)
         num_regular: dict[GapClass, int] = {}
@@ -150,11 +135,6 @@ class TokenGaps:
         if rest:
             for name, num in num_all.items():
                 self.by_class[name].add_steps(rest, num)
-
-    def add_longest(self, request_id: str, gap_s: float) -> None:
-        """The request has had a gap of this length."""
-        if gap_s > self.longest_s.get(request_id, 0.0):
-            self.longest_s[request_id] = gap_s
 
     def total(self) -> GapHistogram:
         """The gaps of all requests."""
@@ -188,7 +168,7 @@ class LockstepGaps:
 
     def join(self, state: RequestState, last_s: float) -> None:
         """A request decodes from the next step on; its last token came at `last_s`."""
-        self._new[state.request_id] = (gap_class(state), last_s)
+        self._new[state.request_id] = ((state.request.tier, state.request.tenant), last_s)
 
     def leave(self, request_id: str) -> None:
         """A request decodes no longer; ignored if it did not."""
@@ -202,7 +182,8 @@ class LockstepGaps:
         index = bisect_left(self._long_at, since)
         if index < len(self._long_at):
             longest_s = max(longest_s, self._long_s[index])
-        self._gaps.add_longest(request_id, longest_s)
+        if longest_s > self._gaps.longest_s.get(request_id, 0.0):
+            self._gaps.longest_s[request_id] = longest_s
 
     def keep(self, request_ids: Iterable[str] = ()) -> None:
         """All requests but these decode no longer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.request import MAX_TIERS, Request
-from scheduler_core.simulator.tables import columns_of, write_table
+from scheduler_core.simulator.tables import write_table
 from scheduler_core.table_files import file_rows
 
 #: Latest arrival in seconds: the simulated clock is a float, which has a resolution of 2 microseconds there. Times since
@@ -28,8 +28,12 @@ SCHEMA = "trace/1"
 
 REQUIRED = ("request_id", "arrival_s", "prompt_tokens", "output_tokens", "max_tokens")
 _TEXTS = ("prompt", "prompt_id", "tenant", "model", "category", "session_id")
-#: Optional numbers: name -> (type, smallest, largest).
+#: Numbers: name -> (type, smallest, largest).
 _NUMBERS: dict[str, tuple[type, float, float]] = {
+    "arrival_s": (float, 0, MAX_TIME_S),
+    "prompt_tokens": (int, 1, MAX_TOKENS),
+    "output_tokens": (int, 1, MAX_TOKENS),
+    "max_tokens": (int, 1, MAX_TOKENS),
     "tier": (int, 0, MAX_TIERS - 1),
     "priority": (int, -(2**53), 2**53),
     "ttft_slo_s": (float, 0, MAX_TIME_S),
@@ -38,15 +42,17 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "turn": (int, 0, 2**31),
     "think_time_s": (float, 0, MAX_TIME_S),
     "prefix_tokens": (int, 0, MAX_TOKENS),
+    "mu": (float, -math.inf, math.inf),
+    "sigma": (float, -math.inf, math.inf),
+    "nu": (float, -math.inf, math.inf),
 }
 _PREDICTED = ("mu", "sigma", "nu")
+_OPTIONAL_NUMBERS = tuple(name for name in _NUMBERS if name not in (*REQUIRED, *_PREDICTED))
 _OF_REQUEST = (
     "request_id", "arrival_s", "prompt_tokens", "max_tokens", "priority", "tier", "tenant", "ttft_slo_s", "tbt_slo_s",
     "ttlt_slo_s",
 )  # fmt: skip
-COLUMNS = (*REQUIRED, *_TEXTS, *_NUMBERS, *_PREDICTED)
-
-
+COLUMNS = (*REQUIRED, *_TEXTS, *_OPTIONAL_NUMBERS, *_PREDICTED)
 _request_values = attrgetter(*_OF_REQUEST)
 
 
@@ -95,14 +101,7 @@ class TraceRequest:
     prefix_tokens: int = 0
 
     def request(self, cached_prefix_tokens: int = 0) -> Request:
-        """The request as the scheduler sees it, without the true length.
-
-        Args:
-            cached_prefix_tokens: Tokens of the prompt that are in the cache on arrival.
-
-        Raises:
-            InputError: A value is outside its range.
-        """
+        """The request as the scheduler sees it, without the true length; `InputError` if a value is outside its range."""
         values = zip(_OF_REQUEST, _request_values(self), strict=True)
         return Request(**dict(values), cached_prefix_tokens=cached_prefix_tokens)
 
@@ -166,8 +165,7 @@ def load_trace(
         defaults["max_tokens"] = default_max_tokens
     requests: dict[str, TraceRequest] = {}
     for number, row in file_rows(file, "trace", COLUMNS):
-        values = {name: None if value == "" else value for name, value in row.items()}
-        request = _request(f"{file.name} row {number}", values, defaults)
+        request = _request(f"{file.name} row {number}", row, defaults)
         if request.request_id in requests:
             field = f"{file.name} row {number} column request_id"
             raise InputError(field, request.request_id, "an id not used before")
@@ -178,91 +176,76 @@ def load_trace(
     return Trace(tuple(ordered), source=str(path), sha256=sha256_file(file))
 
 
-def _request(location: str, values: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
+def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float]) -> TraceRequest:
     """The request of one row of a file, all values checked."""
+
+    def error(name: str, value: object, allowed: str) -> InputError:
+        if name == "max_tokens":
+            allowed += "; or default_max_tokens for requests without max_tokens"
+        return InputError(f"{location} column {name}", value, allowed)
+
     for name in REQUIRED:
-        if name not in values and name not in defaults:
-            allowed = "a trace with columns " + ", ".join(REQUIRED) + _alternative(name)
-            raise InputError(f"{location} column {name}", ", ".join(map(str, values)), allowed)
+        if name not in row and name not in defaults:
+            raise error(name, ", ".join(map(str, row)), "a trace with columns " + ", ".join(REQUIRED))
+    values = {**defaults, **{name: value for name, value in row.items() if value is not None and value != ""}}
 
-    def has(name: str) -> bool:
-        return values.get(name) is not None
-
-    def error(name: str, allowed: str) -> InputError:
-        return InputError(f"{location} column {name}", values.get(name), allowed + _alternative(name))
-
-    def number(name: str, kind: type, low: float, high: float, allowed: str = "") -> float:
+    def number(name: str, high: float | None = None, allowed: str = "") -> float:
+        kind, low, largest = _NUMBERS[name]
+        high = largest if high is None else high
         value = values.get(name)
-        if value is None and name in defaults:
-            return defaults[name]
-        if not allowed:
-            unit = "integers" if kind is int else "seconds" if name.endswith("_s") else "numbers"
-            allowed = f"{unit} from {low} to {high if kind is int else f'{high:g}'}"
         try:
             converted = math.nan if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError, OverflowError):
             converted = math.nan
         if not low <= converted <= high or math.isinf(converted) or (kind is int and converted % 1):
-            raise error(name, allowed)
+            unit = "integers" if kind is int else "seconds" if name.endswith("_s") else "numbers"
+            end = high if kind is int else f"{high:g}"
+            raise error(name, value, allowed or f"{unit} from {low} to {end}")
         return int(converted) if kind is int else converted
 
-    max_tokens = int(number("max_tokens", int, 1, MAX_TOKENS))
-    limit = "max_tokens" if has("max_tokens") else "default_max_tokens"
-    fields: dict[str, Any] = {
-        "request_id": str(values.get("request_id")),
-        "arrival_s": number("arrival_s", float, 0, MAX_TIME_S),
-        "prompt_tokens": number("prompt_tokens", int, 1, MAX_TOKENS),
-        "output_tokens": number(
-            "output_tokens", int, 1, max_tokens, f"integers from 1 to {limit} = {max_tokens}"
-        ),
-        "max_tokens": max_tokens,
-    }
-    if values.get("request_id") in (None, "") or isinstance(values["request_id"], bool):
-        raise error("request_id", "a string that is not empty")
-    for name in filter(has, _TEXTS):
-        if not isinstance(values[name], str):
-            raise error(name, "a string")
-        fields[name] = values[name]
-    for name, (kind, low, high) in _NUMBERS.items():
-        if has(name):
-            high = fields["prompt_tokens"] - 1 if name == "prefix_tokens" else high
-            fields[name] = number(name, kind, low, high)
+    fields: dict[str, Any] = {name: number(name) for name in ("arrival_s", "prompt_tokens", "max_tokens")}
+    limit = f"{'max_tokens' if row.get('max_tokens') else 'default_max_tokens'} = {fields['max_tokens']}"
+    fields["output_tokens"] = number("output_tokens", fields["max_tokens"], f"integers from 1 to {limit}")
+    fields["request_id"] = str(values.get("request_id"))
+    if isinstance(values.get("request_id"), bool | None):
+        raise error("request_id", values.get("request_id"), "a string that is not empty")
+    for name in _TEXTS:
+        if name in values:
+            if not isinstance(values[name], str):
+                raise error(name, values[name], "a string")
+            fields[name] = values[name]
+    for name in _OPTIONAL_NUMBERS:
+        if name in values:
+            fields[name] = number(name, fields["prompt_tokens"] - 1 if name == "prefix_tokens" else None)
     try:
-        if any(map(has, _PREDICTED)):
+        if any(name in values for name in _PREDICTED):
             allowed = "a finite number (mu, sigma and nu, or none of them)"
-            mu, sigma, nu = (number(name, float, -math.inf, math.inf, allowed) for name in _PREDICTED)
+            mu, sigma, nu = (number(name, allowed=allowed) for name in _PREDICTED)
             fields["prediction"] = LengthPrediction(mu, sigma, nu)
-        row = TraceRequest(**fields)
-        row.request()
+        request = TraceRequest(**fields)
+        request.request()
     except InputError as problem:
         if problem.field.startswith(location):
             raise
         raise InputError(f"{location}, {problem.field}", problem.value, problem.allowed) from problem
-    return row
-
-
-def _alternative(name: str) -> str:
-    return "; or default_max_tokens for requests without max_tokens" if name == "max_tokens" else ""
+    return request
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
     """Writes a trace as JSON lines, CSV or Parquet by the name's ending, atomically; `load_trace` reads it back.
 
-    Columns in which every row has the default are left out.
+    Optional columns in which every row has the default are left out.
 
     Raises:
         InputError: The name ends in something else, or there is no such folder.
     """
-    columns = columns_of([_row_values(row) for row in trace.requests])
-    write_table({name: columns[name] for name in COLUMNS if name in columns}, path, SCHEMA, "trace")
-
-
-_DEFAULTS = {item.name: item.default for item in fields(TraceRequest) if item.default is not MISSING}
-
-
-def _row_values(row: TraceRequest) -> dict[str, Any]:
-    values = {name: getattr(row, name) for name in (*REQUIRED, *_TEXTS, *_NUMBERS)}
-    values = {name: value for name, value in values.items() if name in REQUIRED or value != _DEFAULTS[name]}
-    if row.prediction is not None:
-        values |= {name: getattr(row.prediction, name) for name in _PREDICTED}
-    return values
+    defaults = {item.name: item.default for item in fields(TraceRequest)}
+    columns = {}
+    for name in COLUMNS:
+        if name in _PREDICTED:
+            values = [getattr(row.prediction, name, None) for row in trace.requests]
+        else:
+            values = [getattr(row, name) for row in trace.requests]
+        if any(value != defaults.get(name) for value in values):
+            columns[name] = values
+    write_table(columns, path, SCHEMA, "trace")

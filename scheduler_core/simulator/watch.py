@@ -20,12 +20,8 @@ STEPS_SCHEMA = "tailcast.simulated_steps/2"
 
 @dataclass(slots=True)
 class Step:
-    """A plan that a replica is carrying out `num_steps` times.
-
-    Attributes:
-        first_end_s: End of the first of several steps.
-        rest: Durations of all but the first.
-    """
+    """A plan that a replica is carrying out `num_steps` times; of several steps the end of the first, and the durations of
+    the others."""
 
     plan: StepPlan
     num_steps: int
@@ -83,8 +79,7 @@ class RunWatch:
     Attributes:
         gaps: Times between tokens.
         steps: Every step; None: not recorded.
-        kv_seconds: Integral over time of the fraction of KV blocks in use, summed over replicas.
-        observed_s: The time that it covers.
+        kv_seconds, observed_s: Integral over time of the fraction of KV blocks in use, summed over replicas, and that time.
         max_kv_usage: The fraction at its highest.
     """
 

@@ -17,7 +17,7 @@ import yaml
 from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
-from scheduler_core.command import run_command
+from scheduler_core.command import command as make_command
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, running_server, write_artifact
 
@@ -124,8 +124,8 @@ def test_every_option_is_one_of_the_command(source: str, tmp_path: Path) -> None
         seen.append(config)
         return 0
 
-    code = run_command(command, ServeConfig, keep, positionals=("artifact",), extra="serve", args=arguments)
-    assert code == 0
+    main = make_command(command, ServeConfig, keep, positionals=("artifact",), extra="serve")
+    assert main(arguments) == 0
     assert (seen[0].host, seen[0].port, seen[0].http_port) == ("0.0.0.0", 50051, 8080)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from export.exporter import ExportConfig, export_onnx
 from predictors.manifest import Manifest
-from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import save_checkpoint
+from predictors.modules.config import Calibration
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
 from tests.predictors.predictors import TOWER, predictor

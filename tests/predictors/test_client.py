@@ -22,8 +22,8 @@ from predictors.client import (
     InProcessPredictor,
     PredictorError,
     SyncPredictor,
-    channel,
     connect,
+    grpc_client,
     load,
     messages,
 )
@@ -32,7 +32,7 @@ from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest, Predictor, open_predictor
+from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import (
     NU,
     RICH,
@@ -54,26 +54,12 @@ NOBODY = "127.0.0.1:1"  # a reserved port on which nothing listens
 
 def answer(request: pb.PredictRequest) -> pb.PredictResponse:
     """A prediction that tells which prompt it is for: mu is the prompt's length."""
-    return pb.PredictResponse(
-        request_id=request.request_id,
-        mu=float(len(request.prompt)),
-        sigma=0.5,
-        nu=3.5,
-        artifact_id="scripted",
-    )
+    mu = float(len(request.prompt))
+    return pb.PredictResponse(request_id=request.request_id, mu=mu, sigma=0.5, nu=3.5)
 
 
 class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
-    """Fails the first calls with a status, then answers.
-
-    Args:
-        code: Status of the failures.
-        num_failures: How many calls fail.
-
-    Attributes:
-        calls: The prompts of each call so far.
-        gate: Answers wait until it is set.
-    """
+    """Fails the first calls with a status, then answers once the gate is open; `calls` has the prompts of each call so far."""
 
     def __init__(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0) -> None:
         self.code = code
@@ -91,9 +77,8 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
 
     async def PredictBatch(self, request: pb.PredictBatchRequest, context: Any) -> pb.PredictBatchResponse:
         await self._begin(list(request.requests), context)
-        return pb.PredictBatchResponse(
-            outcomes=[pb.Outcome(prediction=answer(one)) for one in request.requests]
-        )
+        outcomes = [pb.Outcome(prediction=answer(one)) for one in request.requests]
+        return pb.PredictBatchResponse(outcomes=outcomes)
 
     async def _begin(self, requests: list[pb.PredictRequest], context: Any) -> None:
         self.calls.append([request.prompt for request in requests])
@@ -178,11 +163,12 @@ async def address(artifact_folder: Path) -> AsyncIterator[str]:
 async def test_predictions_come_in_the_order_of_the_requests(
     address: str, kind: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)  # so that many are sent in several calls
-    prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)] + ["the " * 500] * (
-        count > 4
-    )
-    async with Client(kind, address, max_batch_requests=7) as client:
+    # So that many are sent in several calls.
+    monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
+    monkeypatch.setattr(messages, "MAX_BATCH_REQUESTS", 7)
+    prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)]
+    prompts += ["the " * 500] * (count > 4)
+    async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
         assert (prediction.length.mu, prediction.length.sigma) == pytest.approx(expected(prompt), rel=1e-5)
@@ -218,15 +204,6 @@ async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: P
     assert not plain.HasField("truncated_length")
 
 
-async def test_scheduler_finds_the_clients_by_url(address: str, artifact_folder: Path) -> None:
-    for url in (f"grpc://{address}", str(artifact_folder)):
-        predictor = open_predictor(url)
-        assert isinstance(predictor, Predictor)
-        [prediction] = await predictor.predict(requests(["sea"]))
-        assert prediction.length.mu == pytest.approx(expected("sea")[0], rel=1e-6)
-        await predictor.close()
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "in process"])
 async def test_refused_requests_are_named(address: str, artifact_folder: Path, kind: str) -> None:
     async with Client(kind, str(artifact_folder) if kind == "in process" else address) as client:
@@ -255,8 +232,9 @@ async def test_unreachable_server_is_named(kind: str) -> None:
             await client.metadata()
 
 
-async def test_message_over_the_limit_names_the_limit(address: str) -> None:
-    async with Client("calls", address, max_message_bytes=4096) as client:
+async def test_message_over_the_limit_names_the_limit(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_client, "MAX_MESSAGE_BYTES", 4096)
+    async with Client("calls", address) as client:
         error = await client.error(requests(["sea " * 2000]))
     assert error.code == "RESOURCE_EXHAUSTED"
     assert "4096" in str(error)
@@ -310,7 +288,7 @@ async def test_only_what_no_server_took_is_retried_and_not_for_ever(
 
 async def test_retries_stop_while_most_calls_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC's throttling: with a bucket of 4 tokens a failing service is called again once, then no more."""
-    monkeypatch.setattr(channel, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
+    monkeypatch.setattr(grpc_client, "RETRY_THROTTLING", {"maxTokens": 4, "tokenRatio": 0.2})
     servicer = Scripted(num_failures=100)
     async with serving(servicer) as address, Client("calls", address) as client:
         for _ in range(10):

@@ -23,7 +23,17 @@ from scheduler_core.predictions import (
 )
 from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.simulator.config import SimulationConfig
+from scheduler_core.simulator.predictions import Predictions
+from scheduler_core.simulator.run import SimulationResult, run_simulation
+from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.watch import RunWatch
+
+#: 1 s per step and 0.1 s per prompt token, nothing else.
+ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
+#: As `ROUND`, and 0.01 s per decode, 0.001 s per token of context.
+PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
 
 
 def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100) -> Request:
@@ -88,6 +98,34 @@ def run_step(core: Scheduler, now: float, stopped: Sequence[str] = ()) -> tuple[
     plan = core.schedule(now)
     assert plan is not None
     return core.complete(StepResult(plan.step, tuple(stopped)), now)
+
+
+def simulate(
+    trace: Trace,
+    policy: str = "fcfs",
+    *,
+    predictions: Predictions | None = None,
+    log: DecisionLog | None = None,
+    watch: RunWatch | None = None,
+    **config: Any,
+) -> SimulationResult:
+    """A simulation of a trace, with further fields of its configuration."""
+    values = SimulationConfig(trace="", policy=policy, **config)
+    return run_simulation(values, trace=trace, predictions=predictions, log=log, watch=watch)
+
+
+def token_times(log: DecisionLog) -> dict[str, list[float]]:
+    """By request: times of its tokens, which come at the ends of the steps that sample them; of single steps."""
+    times: dict[str, list[float]] = {}
+    sampling: list[str] = []
+    for entry in log.entries:
+        if entry["op"] == "schedule" and entry["plan"] is not None:
+            prefills, decodes = entry["plan"]["prefills"], entry["plan"]["decodes"]
+            sampling = [*decodes, *(chunk["request_id"] for chunk in prefills if chunk["is_last"])]
+        elif entry["op"] == "complete":
+            for name in sampling:
+                times.setdefault(name, []).append(entry["now"])
+    return times
 
 
 def trace_row(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_core.command import entry_point, run_command
+from scheduler_core.command import command, entry_point
 from scheduler_core.errors import InputError
 from tests.hostile import bomb
 
@@ -46,7 +46,7 @@ class Config:
 
 
 def call(arguments: list[str], seen: list[Config]) -> int:
-    return run_command("tool", Config, seen.append, positionals=("source",), extra="sim", args=arguments)
+    return command("tool", Config, seen.append, positionals=("source",), extra="sim")(arguments)
 
 
 def test_positionals_options_and_dotted_overrides() -> None:
@@ -63,8 +63,8 @@ def test_hyphens_and_underscores_are_the_same_in_option_names() -> None:
 
 
 def test_exit_codes_of_the_function(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(function: object) -> int:
-        return run_command("tool", Inner, function, extra="sim", args=[])  # type: ignore[arg-type]
+    def run(function: Callable[[Inner], object]) -> int:
+        return command("tool", Inner, function, extra="sim")([])
 
     def interrupted(config: Inner) -> None:
         raise KeyboardInterrupt

@@ -11,17 +11,14 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.replay import ReplayError, read_log, replay
 from scheduler_core.scheduler import SchedulerConfig
-from scheduler_core.simulator.config import SimulationConfig
-from scheduler_core.simulator.run import run_simulation
-from tests.scheduler_core.helpers import random_trace
+from tests.scheduler_core.helpers import random_trace, simulate
 
 SMALL = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64, num_kv_blocks=60, kv_block_tokens=16)
 
 
 def recorded(policy: str) -> DecisionLog:
     log = DecisionLog()
-    config = SimulationConfig(trace="", policy=policy, predictor_delay_s=0.05, scheduler=SMALL)
-    run_simulation(config, trace=random_trace(60, rate_rps=30), log=log)
+    simulate(random_trace(60, rate_rps=30), policy, log=log, predictor_delay_s=0.05, scheduler=SMALL)
     return log
 
 

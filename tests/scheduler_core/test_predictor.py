@@ -140,14 +140,6 @@ async def test_after_a_timeout_nothing_is_sent_again() -> None:
     assert predictor.sizes == [3]
 
 
-async def test_without_a_predictor_every_request_fails_at_once_and_without_a_call() -> None:
-    collector = AsyncPredictor(None)
-    submit(collector, "a")
-    [event] = collector.ready_events()
-    assert event == PredictionEvent("a", None, "there is no predictor", 0.0, PredictionStatus.ABSENT)
-    await collector.close()
-
-
 async def test_a_withdrawn_request_comes_back_late_and_an_unsent_one_is_never_sent() -> None:
     predictor = Scripted(gate_is_open=False)
     collector = AsyncPredictor(predictor, max_in_flight=1)

@@ -17,33 +17,24 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.commands.compare import bootstrap_interval, latency_differences, paired
+from scheduler_core.simulator.commands.run import distribution_functions
 from scheduler_core.simulator.config import ClusterConfig, SimulationConfig
-from scheduler_core.simulator.figures import distribution_functions
 from scheduler_core.simulator.metrics import jain_index, prediction_quality, starvation_slope, summary
 from scheduler_core.simulator.records import RequestRecord, has_slo, meets_slo, request_columns
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 from scheduler_core.simulator.step_time import isolated_latency_s
-from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.tables import columns_of, write_table
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import RunWatch, StepTable
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import RequestClass, Sessions, Tiers, Workload
-from tests.scheduler_core.helpers import random_trace, trace_row
+from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, trace_row
 
 RECORD = RequestRecord(
     request_id="r", arrival_s=1.0, first_scheduled_s=2.0, first_token_s=3.0, finish_s=7.0, prompt_tokens=10,
     output_tokens=5, max_tokens=50, finish_reason="stop", num_preemptions=0,
 )  # fmt: skip
-
-
-#: 1 s per step and 0.1 s per prompt token, nothing else.
-PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
-
-
-def config(**more: Any) -> SimulationConfig:
-    return SimulationConfig(**{"trace": "", "policy": "fcfs", "step_time": PLAIN, **more})
 
 
 def drawn(**more: Any) -> SimulationResult:
@@ -80,9 +71,9 @@ def test_attainment_counts_refused_requests_as_missed() -> None:
         trace_row("c", 0.6, 500, 1, ttft_slo_s=9.0),
         trace_row("d", 0.7, 1, 1),
     )
-    step_time = replace(PLAIN, per_prefill_token_s=0)
-    tight = config(scheduler=SchedulerConfig(num_kv_blocks=10), step_time=step_time)
-    metrics = run_simulation(tight, trace=Trace(rows)).metrics
+    step_time = replace(ROUND, per_prefill_token_s=0)
+    tight = SchedulerConfig(num_kv_blocks=10)
+    metrics = simulate(Trace(rows), scheduler=tight, step_time=step_time).metrics
     assert (metrics["num_finished"], metrics["num_refused"]) == (3, 1)
     assert metrics["slo_attainment"] == pytest.approx(1 / 3)
     assert metrics["goodput_rps"] == pytest.approx(1 / metrics["makespan_s"])
@@ -90,12 +81,11 @@ def test_attainment_counts_refused_requests_as_missed() -> None:
 
 def test_alone_a_request_has_no_slowdown_and_the_time_of_its_steps() -> None:
     """Prompt of 10 in chunks of 4, 4 and 2, then 3 decodes with contexts 10, 11, 12."""
-    step = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
     row = trace_row("a", 0.0, 10, 4)
     limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=4)
     by_hand = 3 + 10 * 0.1 + (4 + 8) * 0.001 + 3 * 1.01 + (10 + 11 + 12) * 0.001
-    assert isolated_latency_s(row, limits, step) == pytest.approx(by_hand)
-    metrics = run_simulation(config(scheduler=limits, step_time=step), trace=Trace((row,))).metrics
+    assert isolated_latency_s(row, limits, PLAIN) == pytest.approx(by_hand)
+    metrics = simulate(Trace((row,)), scheduler=limits, step_time=PLAIN).metrics
     assert metrics["slowdown"]["max"] == pytest.approx(1.0)
     assert metrics["fairness_requests"] == pytest.approx(1.0)
 
@@ -144,8 +134,7 @@ WORKLOAD = Workload(
     ],
 )
 def test_clusters_finish_everything_and_say_where(cluster: ClusterConfig) -> None:
-    config = SimulationConfig(policy="hpjf", workload=WORKLOAD, cluster=cluster, seed=1)
-    result = run_simulation(config)
+    result = drawn(policy="hpjf", cluster=cluster, seed=1)
     metrics = result.metrics
     assert metrics["num_finished"] == 120
     assert metrics["littles_law_error"] < 1e-9
@@ -153,8 +142,7 @@ def test_clusters_finish_everything_and_say_where(cluster: ClusterConfig) -> Non
     assert metrics["groups"]["tier"].keys() == {str(one.tier) for one in result.records}
     assert metrics["groups"]["tenant"].keys() == {"a", "b"}
     assert sum(group["num_finished"] for group in metrics["groups"]["tier"].values()) == 120
-    assert metrics["cluster"]["num_restarts"] == 0
-    assert run_simulation(config).metrics == metrics
+    assert drawn(policy="hpjf", cluster=cluster, seed=1).metrics == metrics
     assert metrics["mean_replicas"] == pytest.approx(cluster.num_replicas)
     assert metrics["cost_per_latency"] == pytest.approx(cluster.num_replicas * metrics["ttlt_s"]["p99"])
 
@@ -166,8 +154,9 @@ def test_a_load_is_a_fraction_of_all_replicas() -> None:
 
 
 def test_an_oracle_with_noise_is_wrong_by_as_much_as_it_says() -> None:
-    noisy = config(policy="ssjf", predictor="oracle", predictor_noise=0.4, seed=3)
-    columns = request_columns(run_simulation(noisy, trace=random_trace(400, rate_rps=50)).records)
+    trace = random_trace(400, rate_rps=50)
+    result = simulate(trace, "ssjf", predictor="oracle", predictor_noise=0.4, seed=3, step_time=ROUND)
+    columns = request_columns(result.records)
     errors = columns["predicted_mu"] - np.log(columns["output_tokens"])
     assert np.std(errors) == pytest.approx(0.4, rel=0.12)
     assert set(columns["predicted_sigma"]) == {0.4}
@@ -216,16 +205,15 @@ def test_the_table_of_steps_adds_up_to_the_run(cluster: ClusterConfig) -> None:
     tables = {}
     for exact in (False, True):
         watch = RunWatch(steps=StepTable())
-        result = run_simulation(config(scheduler=tight, exact_steps=exact, cluster=cluster), trace=trace, watch=watch)  # fmt: skip
+        config = {"scheduler": tight, "cluster": cluster, "step_time": ROUND}
+        result = simulate(trace, exact_steps=exact, watch=watch, **config)
         assert watch.steps is not None
         steps = tables[exact] = watch.steps.columns(0)
         assert steps["num_steps"].sum() == result.metrics["num_steps"]
         assert steps["num_preempted"].sum() == result.metrics["num_preemptions"]
         assert steps["num_admitted"].sum() == 60 + result.metrics["num_preemptions"]
-        busy = (steps["end_s"] - steps["start_s"]).sum() / (
-            result.metrics["makespan_s"] * cluster.num_replicas
-        )
-        assert busy == pytest.approx(result.metrics["busy_fraction"])
+        busy_s = (steps["end_s"] - steps["start_s"]).sum() / cluster.num_replicas
+        assert busy_s == pytest.approx(result.metrics["busy_fraction"] * result.metrics["makespan_s"])
         assert set(steps["replica_id"]) == set(cluster.replica_ids)
     assert len(tables[False]["seed"]) < len(tables[True]["seed"])
     assert set(tables[True]["num_steps"]) == {1}
@@ -239,21 +227,21 @@ def test_the_bootstrap_covers_the_mean_of_correlated_differences() -> None:
         values = np.zeros(900)
         for index in range(1, 900):
             values[index] = 0.7 * values[index - 1] + rng.normal()
-        ends = bootstrap_interval(values + 0.3, np.repeat([0, 1, 2], 300), 200, rng)
+        ends = bootstrap_interval(values + 0.3, np.repeat([0, 1, 2], 300), rng)
         assert ends is not None
         covered += ends[0] <= 0.3 <= ends[1]
     assert 0.84 <= covered / 150 <= 1.0
-    assert bootstrap_interval(np.ones(1), np.zeros(1, int), 200, rng) is None
+    assert bootstrap_interval(np.ones(1), np.zeros(1, int), rng) is None
 
 
 def test_pairs_are_the_same_requests_in_the_order_of_arrival() -> None:
-    first = run_simulation(config(), trace=random_trace(80, rate_rps=9)).records
-    second = run_simulation(config(policy="sjf"), trace=random_trace(80, rate_rps=9)).records
+    trace = random_trace(80, rate_rps=9)
+    first, second = (simulate(trace, policy, step_time=ROUND).records for policy in ("fcfs", "sjf"))
     a, b = request_columns(first), request_columns(second[:-1])
     own, other = paired(a, b)
     assert len(own["seed"]) == 79
     assert (np.diff(own["arrival_s"]) >= 0).all()
-    one = latency_differences(own, other, 100)["ttlt_s"]
+    one = latency_differences(own, other)["ttlt_s"]
     by_id = {record.request_id: record.ttlt_s for record in first}
     differences = np.array([record.ttlt_s - by_id[record.request_id] for record in second[:-1]])
     assert one["lower_fraction"] == pytest.approx(np.mean(differences < -1e-9))

@@ -25,31 +25,25 @@ def trace(tmp_path: Path) -> Path:
     return path
 
 
-def run(trace: Path, *options: str) -> int:
-    return main(
-        [
-            "run",
-            "--trace",
-            str(trace),
-            "--json",
-            str(trace.parent / "out.json"),
-            "--overwrite",
-            "true",
-            *options,
-        ]
-    )
+def typed(command: str, *words: str) -> int:
+    """Exit code of `simulate`, as typed in a shell; `words` may contain spaces."""
+    return main([*command.split(), *words])
 
 
-def result(trace: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((trace.parent / "out.json").read_text())
+def run(trace: Path, options: str) -> int:
+    return typed(f"run --trace {trace} --json {trace.parent}/out.json --overwrite true {options}")
+
+
+def result(folder: Path, name: str = "out") -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return content
 
 
 @pytest.mark.parametrize(("policy", "source"), [("fcfs", "none"), ("tie", "trace"), ("sjf", "oracle")])
 def test_the_result_names_configuration_versions_and_metrics(policy: str, source: str, trace: Path) -> None:
-    words = ["--policy", policy, "--load", "1.3", "--seed", "4"]
-    assert run(trace, *words) == 0
-    content = result(trace)
+    options = f"--policy {policy} --load 1.3 --seed 4"
+    assert run(trace, options) == 0
+    content = result(trace.parent)
     assert (content["config"]["policy"], content["config"]["seed"]) == (policy, 4)
     assert content["config"]["scheduler"]["max_num_seqs"] == 64
     assert set(content["versions"]) == {"tailcast", "python", "numpy"}
@@ -59,21 +53,21 @@ def test_the_result_names_configuration_versions_and_metrics(policy: str, source
     assert content["predictor"]["source"] == source
     rate = content["trace"]["arrival_rate_rps"]
     assert rate == pytest.approx(1.3 * content["trace"]["saturation_rate_rps"], rel=0.6)
-    assert run(trace, *words) == 0
-    assert result(trace) == content, "the same command gives the same result"
+    assert run(trace, options) == 0
+    assert result(trace.parent) == content, "the same command gives the same result"
 
 
 def test_the_decision_log_replays(trace: Path) -> None:
     log = trace.parent / "decisions.jsonl"
-    assert run(trace, "--policy", "tie", "--decisions", str(log), "--policy_parameters.gamma", "0.8") == 0
+    assert run(trace, f"--policy tie --decisions {log} --policy_parameters.gamma 0.8") == 0
     entries = read_log(log)
     assert entries[0]["parameters"]["gamma"] == 0.8
     assert replay(entries).counters.num_finished == 50
 
 
 def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
-    assert run(trace, "--policy", "fcfs", "--scheduler.batching", "rad", "--load", "0.5") == 0
-    bounds = result(trace)["rad_bounds"]
+    assert run(trace, "--policy fcfs --scheduler.batching rad --load 0.5") == 0
+    bounds = result(trace.parent)["rad_bounds"]
     assert 0 < bounds["expected_s"] < bounds["longest_s"]
     least = 63 * bounds["longest_s"] / (0.1 * bounds["expected_s"])
     assert bounds["num_per_cycle"] == int(least) + 1
@@ -82,23 +76,22 @@ def test_a_run_of_rad_has_the_bounds_of_its_theorems(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--policy", "lifo"], "policy"),
-        (["--policy", "tie", "--predictor", "nobody"], "predictor"),
-        (["--policy", "tie", "--predictor", "nosuch://host:1"], "predictor"),
-        (["--policy", "fcfs", "--requests", "table.txt"], "requests"),
-        (["--policy", "fcfs", "--scheduler.num_kv_blocks", "1"], "none of which fits"),
-        (["--policy", "fcfs", "--step_time.base_s", "minus"], "base_s"),
-        (["--policy", "fcfs", "--trace", "missing.jsonl"], "trace"),
+        ("--policy lifo", "policy"),
+        ("--policy tie --predictor nobody", "predictor"),
+        ("--policy tie --predictor nosuch://host:1", "predictor"),
+        ("--policy fcfs --requests table.txt", "requests"),
+        ("--policy fcfs --scheduler.num_kv_blocks 1", "none of which fits"),
+        ("--policy fcfs --step_time.base_s minus", "base_s"),
+        ("--policy fcfs --trace missing.jsonl", "trace"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing(
-    options: list[str], named: str, trace: Path, capsys: pytest.CaptureFixture[str]
+    options: str, named: str, trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(trace, *options) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1
-    assert error[0].startswith("simulate run: error: ")
-    assert named in error[0]
+    assert run(trace, options) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("simulate run: error: ")
+    assert named in error
     assert [path.name for path in trace.parent.iterdir()] == ["trace.jsonl"]
 
 
@@ -128,32 +121,23 @@ def test_a_drawn_workload_is_a_trace_for_the_next_run(spec: Path) -> None:
     parts.write_text(
         "num_requests: 30\nlengths: {prompt: {high: 60}, output: {high: 40}}\ntiers: {num_tiers: 2}\n"
     )
-    assert main(["workload", "--config", str(parts), "--out", str(drawn), "--seed", "3"]) == 0
-    out = spec.parent / "out.json"
-    assert main(["run", "--trace", str(drawn), "--policy", "hpjf", "--json", str(out)]) == 0
-    content = json.loads(out.read_text())
+    assert typed(f"workload --config {parts} --out {drawn} --seed 3") == 0
+    assert run(drawn, "--policy hpjf") == 0
+    content = result(spec.parent)
     assert content["metrics"]["num_finished"] == 30
     assert set(content["metrics"]["groups"]["tier"]) == {"0", "1"}
 
 
 def test_a_run_with_every_table(spec: Path) -> None:
     folder = spec.parent
-    words = ["run", "--config", str(spec), "--json", str(folder / "out.json"), "--num_seeds", "2"]
-    words += [
-        "--policy",
-        "ssjf",
-        "--predictor",
-        "oracle",
-        "--predictor_noise",
-        "0.5",
-        "--workload.arrivals.cv",
-        "1.5",
-    ]
-    words += ["--cluster.num_replicas", "2", "--report", str(folder / "r.html")]
-    for name in ("requests", "steps"):
-        words += [f"--{name}", str(folder / f"{name}.parquet")]
-    assert main(words) == 0
-    content = json.loads((folder / "out.json").read_text())
+    options = (
+        "--policy ssjf --predictor oracle --predictor_noise 0.5 --workload.arrivals.cv 1.5 --num_seeds 2"
+    )
+    options += (
+        f" --cluster.num_replicas 2 --requests {folder}/requests.parquet --steps {folder}/steps.parquet"
+    )
+    assert typed(f"run --config {spec} --json {folder}/out.json --report {folder}/r.html {options}") == 0
+    content = result(folder)
     assert content["requests"] == "requests.parquet"
     assert content["config"]["workload"]["arrivals"]["cv"] == 1.5
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
@@ -177,16 +161,16 @@ def test_a_run_with_every_table(spec: Path) -> None:
 def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = spec.parent
     for policy in ("hpjf", "fcfs"):
-        words = ["run", "--config", str(spec), "--policy", policy, "--json", str(folder / f"{policy}.json")]
-        assert main([*words, "--num_seeds", "2", "--requests", str(folder / f"{policy}.parquet")]) == 0
+        outputs = f"--json {folder}/{policy}.json --requests {folder}/{policy}.parquet"
+        assert typed(f"run --config {spec} --policy {policy} --num_seeds 2 {outputs}") == 0
     capsys.readouterr()
-    both = [str(folder / "fcfs.json"), str(folder / "hpjf.json"), "--num_resamples", "50"]
-    assert main(["compare", *both]) == 0
+    both = f"{folder}/fcfs.json {folder}/hpjf.json"
+    assert typed(f"compare {both}") == 0
     text = capsys.readouterr().out
     assert "80 requests, b - a" in text
     assert "ttft_s.mean" in text
-    assert main(["compare", *both, "--json", str(folder / "c.json"), "--report", str(folder / "c.html")]) == 0
-    comparison = json.loads((folder / "c.json").read_text())
+    assert typed(f"compare {both} --json {folder}/c.json --report {folder}/c.html") == 0
+    comparison = result(folder, "c")
     assert (comparison["baseline"], list(comparison["runs"])) == ("fcfs", ["hpjf"])
     content = comparison["runs"]["hpjf"]
     assert content["settings"] == {"policy": ["fcfs", "hpjf"]}
@@ -194,8 +178,11 @@ def test_two_results_request_by_request(spec: Path, capsys: pytest.CaptureFixtur
     mean = content["requests"]["latencies"]["ttft_s"]["statistics"]["mean"]
     assert (mean["a"], mean["b"], mean["difference"]) == pytest.approx((*means, means[1] - means[0]))
     assert mean["low"] <= mean["difference"] <= mean["high"]
-    first, second = (json.loads(Path(name).read_text())["runs"] for name in both[:2])
-    off = [b["metrics"]["ttft_s"]["mean"] - a["metrics"]["ttft_s"]["mean"] for a, b in zip(first, second, strict=True)]  # fmt: skip
+    first, second = (
+        [one["metrics"]["ttft_s"]["mean"] for one in result(folder, name)["runs"]]
+        for name in ("fcfs", "hpjf")
+    )
+    off = [b - a for a, b in zip(first, second, strict=True)]
     metric = content["metrics"]["ttft_s.mean"]
     assert metric["difference"] == pytest.approx(sum(off) / 2)
     assert metric["high"] - metric["low"] == pytest.approx(12.706 * abs(off[0] - off[1]), rel=1e-3)
@@ -208,39 +195,29 @@ def test_any_number_of_runs_by_name_with_a_verdict(
     folder = tmp_path
     write_trace(random_trace(400), folder / "trace.jsonl")
     for policy in ("fcfs", "sjf", "spf"):
-        words = [
-            "run",
-            "--trace",
-            str(folder / "trace.jsonl"),
-            "--load",
-            "2",
-            "--scheduler.max_num_seqs",
-            "4",
-        ]
-        words += ["--policy", policy, "--json", str(folder / f"{policy}.json")]
-        assert main([*words, "--requests", str(folder / f"{policy}.parquet")]) == 0
+        options = f"--trace {folder}/trace.jsonl --load 2 --scheduler.max_num_seqs 4 --policy {policy}"
+        assert typed(f"run {options} --json {folder}/{policy}.json --requests {folder}/{policy}.parquet") == 0
     capsys.readouterr()
-    words = ["compare", str(folder / "fcfs.json"), f"bound={folder / 'sjf.json'}", str(folder / "spf.json")]
-    assert main([*words, "--json", str(folder / "c.json"), "--num_resamples", "200"]) == 0
-    comparison = json.loads((folder / "c.json").read_text())
+    command = f"compare {folder}/fcfs.json bound={folder}/sjf.json {folder}/spf.json"
+    assert typed(f"{command} --json {folder}/c.json") == 0
+    comparison = result(folder, "c")
     assert list(comparison["runs"]) == ["bound", "spf"]
     verdicts = comparison["runs"]["bound"]["verdict"]
     assert verdicts["ttft_s"]["verdict"] == "better" and verdicts["ttft_s"]["high"] < 0  # noqa: PT018
-    assert main(words) == 0
+    assert typed(command) == 0
     text = capsys.readouterr().out
     assert text.startswith("Verdict")
     assert "bound: configured differently" in text and "spf: all metrics" in text  # noqa: PT018
-    assert main(["compare", str(folder / "fcfs.json")]) == 2
-    assert "two results or more" in capsys.readouterr().err
-    assert main(["compare", str(folder / "fcfs.json"), str(folder / "fcfs.json")]) == 2
-    assert "fcfs is there twice" in capsys.readouterr().err
+    for num, told in ((1, "two results or more"), (2, "fcfs is there twice")):
+        assert typed("compare" + num * f" {folder}/fcfs.json") == 2
+        assert told in capsys.readouterr().err
 
 
 def test_a_hint_where_nobody_waited(trace: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert run(trace, "--policy", "fcfs", "--load", "0.05") == 0
+    assert run(trace, "--policy fcfs --load 0.05") == 0
     assert "nobody waited: load " in caplog.text and "of 64 slots" in caplog.text  # noqa: PT018
     caplog.clear()
-    assert run(trace, "--policy", "fcfs", "--load", "1.5") == 0
+    assert run(trace, "--policy fcfs --load 1.5") == 0
     assert "nobody waited" not in caplog.text
 
 
@@ -248,10 +225,10 @@ def test_runs_of_other_requests_or_versions_are_not_compared(
     spec: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = spec.parent
-    changes = {"a": [], "rate": ["--load", "0.9"], "seed": ["--seed", "1"], "same": ["--policy", "fcfs"]}
-    for name, words in changes.items():
-        assert main(["run", "--config", str(spec), "--json", str(folder / f"{name}.json"), *words]) == 0
-    content = json.loads((folder / "a.json").read_text())
+    changes = {"a": "", "rate": "--load 0.9", "seed": "--seed 1", "same": "--policy fcfs"}
+    for name, options in changes.items():
+        assert typed(f"run --config {spec} --json {folder}/{name}.json {options}") == 0
+    content = result(folder, "a")
     bad = {
         "older": json.dumps(content | {"schema": "tailcast.simulation/3"}),
         "wrong runs": json.dumps(content | {"runs": [1]}),
@@ -266,33 +243,29 @@ def test_runs_of_other_requests_or_versions_are_not_compared(
         "older": "schema of older: got 'tailcast.simulation/3'",
     }
     for name, message in messages.items():
-        assert main(["compare", str(folder / "a.json"), str(folder / f"{name}.json")]) == 2
+        assert typed(f"compare {folder}/a.json", f"{folder}/{name}.json") == 2
         assert f"simulate compare: error: {message}" in capsys.readouterr().err
-    assert main(["compare", str(folder / "a.json"), str(folder / "same.json")]) == 0
+    assert typed(f"compare {folder}/a.json {folder}/same.json") == 0
     assert "ttft_s.mean" in capsys.readouterr().out, "without tables of requests the metrics are compared"
 
 
 def test_a_sweep_and_a_capacity(spec: Path) -> None:
     out = spec.parent / "sweep"
-    words = ["--config", str(spec), "--workload.num_requests", "20"]
-    options = ["--policies", "[fcfs, hpjf]", "--loads", "[0.5, 0.9]", "--num_seeds", "2"]
-    assert main(["sweep", str(out), *words, *options]) == 0
+    common = f"--config {spec} --workload.num_requests 20"
+    assert typed(f"sweep {out} {common} --policies [fcfs,hpjf] --loads [0.5,0.9] --num_seeds 2") == 0
     assert len(list((out / "cells").iterdir())) == 8
     rows = pq.read_table(out / "cells.parquet").to_pylist()
     assert {(row["policy"], row["load"]) for row in rows} == set(product(("fcfs", "hpjf"), (0.5, 0.9)))
-    point = next(
-        row for row in pq.read_table(out / "points.parquet").to_pylist() if row["metric"] == "ttlt_s.mean"
-    )
-    values = [
-        row["ttlt_s.mean"] for row in rows if (row["policy"], row["load"]) == (point["policy"], point["load"])
-    ]
+    points = pq.read_table(out / "points.parquet").to_pylist()
+    point = next(row for row in points if row["metric"] == "ttlt_s.mean")
+    same = [row for row in rows if (row["policy"], row["load"]) == (point["policy"], point["load"])]
+    values = [row["ttlt_s.mean"] for row in same]
     assert (point["mean"], point["num_seeds"]) == (pytest.approx(np.mean(values)), 2)
     assert "<svg" in (out / "report.html").read_text()
-    target = spec.parent / "capacity.json"
-    words += ["--policy", "fcfs"]
-    assert main(["capacity", *words, "--json", str(target), "--at_most", "{mean_requests_in_system: 4}", "--max_seeds", "2",
-                 "--low", "0.1", "--high", "3", "--tolerance", "0.5"]) == 0  # fmt: skip
-    found = json.loads(target.read_text())
+    search = f"{common} --policy fcfs --max_seeds 2 --low 0.1 --high 3 --tolerance 0.5"
+    bound = ("--at_most", "{mean_requests_in_system: 4}")
+    assert typed(f"capacity {search} --json {spec.parent}/capacity.json", *bound) == 0
+    found = result(spec.parent, "capacity")
     assert 0.1 <= found["level"] < found["failing"] <= 3
 
 
@@ -308,9 +281,10 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     page = Path(__file__).resolve().parents[2] / "scheduler_core" / "simulator" / "README.md"
     example = page.read_text(encoding="utf-8").split("```yaml\n")[1].split("```")[0]
     (tmp_path / "run.yaml").write_text(example)
-    words = ["run", "--config", str(tmp_path / "run.yaml"), "--json", str(tmp_path / "out.json")]
-    assert main([*words, "--workload.num_requests", "40"]) == 0
-    content = json.loads((tmp_path / "out.json").read_text())
+    assert (
+        typed(f"run --config {tmp_path}/run.yaml --json {tmp_path}/out.json --workload.num_requests 40") == 0
+    )
+    content = result(tmp_path)
     assert set(content["metrics"]["groups"]["tenant"]) == {"paying", "free"}
 
 

@@ -31,22 +31,16 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import BOUNDS, ClusterConfig, SimulationConfig
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions, fetch_predictions, trace_predictions
-from scheduler_core.simulator.run import SimulationResult, run_simulation
+from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import RunWatch
-from tests.scheduler_core.helpers import random_trace, trace_row
+from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, token_times, trace_row
 
-#: 1 s per step, 0.1 s per prompt token, 0.01 s per decode, 0.001 s per token of context.
-PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
 ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
-
-
-def simulate(trace: Trace, policy: str = "fcfs", **values: Any) -> SimulationResult:
-    return run_simulation(SimulationConfig(trace="", policy=policy, **values), trace=trace)
 
 
 def test_times_of_a_small_run_worked_out_by_hand() -> None:
@@ -121,7 +115,7 @@ def test_every_policy_serves_with_failed_predictions() -> None:
     failed = Predictions("broken", dict.fromkeys(r.request_id for r in trace.requests))
     fcfs = simulate(trace, "fcfs")
     for policy in ("ssjf", "sept", "tie"):
-        result = run_simulation(SimulationConfig(trace="", policy=policy), trace=trace, predictions=failed)
+        result = simulate(trace, policy, predictions=failed)
         assert result.predictor["num_failed"] == 40
         assert [r.request_id for r in result.records] == [r.request_id for r in fcfs.records]
 
@@ -185,15 +179,9 @@ def test_every_head_of_a_live_predictor_reaches_the_policy(
     trace = Trace(tuple(trace_row(name, 0.0, 4, 3, prompt=name, ttlt_slo_s=1.0) for name in "abcd"))
     predictions = fetch_predictions(trace, Echo())
     assert predictions.num_failed == 0
-    config = SimulationConfig(
-        trace="",
-        policy=policy,
-        policy_parameters=parameters,
-        predictor="grpc://unused:1",
-        predictor_delay_s=0.0,
-        scheduler=SchedulerConfig(max_num_seqs=1),
-    )
-    result = run_simulation(config, trace=trace, predictions=predictions)
+    config: dict[str, Any] = {"predictor": "grpc://unused:1", "predictor_delay_s": 0.0}
+    config |= {"policy_parameters": parameters, "scheduler": SchedulerConfig(max_num_seqs=1)}
+    result = simulate(trace, policy, predictions=predictions, **config)
     assert "".join(record.request_id for record in result.records) == order
 
 
@@ -221,8 +209,7 @@ def test_live_predictions_are_fetched_once_with_their_latency() -> None:
     assert predictions.num_failed == 1
     assert predictions.errors == {"r3": "no prediction for this one"}
     assert set(predictions.latency_s) == {f"r{i}" for i in range(10)}
-    config = SimulationConfig(trace="", policy="tie", predictor="grpc://unused:1")
-    result = run_simulation(config, trace=trace, predictions=predictions)
+    result = simulate(trace, "tie", predictor="grpc://unused:1", predictions=predictions)
     assert result.predictor["num_predicted"] == 9
     assert result.predictor["latency_s"]["mean"] > 0
     assert result.predictor["artifacts"] == ["echo 7"]
@@ -267,20 +254,12 @@ def test_wrong_configurations_are_named(values: dict[str, Any], named: str) -> N
             SimulationConfig(**{"trace": "t", "policy": "fcfs", **values})
 
 
-#: 1 s per step and 0.1 s per prompt token, nothing else.
-ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, per_context_token_s=0.0)
-
-
-def config(**more: object) -> SimulationConfig:
-    return SimulationConfig(trace="", policy="fcfs", step_time=ROUND, **more)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
     """a: prefill 0 to 2, tokens at 2, then b's prefill (0.5 s more) at 3.5, then 4.5, 5.5. b: 3.5, 4.5."""
     trace = Trace((trace_row("a", 0.0, 10, 4, tier=0), trace_row("b", 1.0, 5, 2, tier=1, tenant="x")))
     watch = RunWatch()
-    result = run_simulation(config(exact_steps=exact), trace=trace, watch=watch)
+    result = simulate(trace, step_time=ROUND, exact_steps=exact, watch=watch)
     a, b = sorted(result.records, key=lambda one: one.request_id)
     assert a.max_tbt_s == pytest.approx(1.5)
     assert b.max_tbt_s == pytest.approx(1.0)
@@ -293,25 +272,13 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
 
 
 def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> None:
-    """Against the decision log: tokens come at the ends of the steps that sample them."""
+    """Against the decision log."""
     tight = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=24)
     trace = random_trace(60, seed=2, rate_rps=20, cap=100, most_prompt=60)
     log = DecisionLog()
-    result = run_simulation(
-        SimulationConfig(trace="", policy="fcfs", scheduler=tight, exact_steps=True), trace=trace, log=log
-    )
+    result = simulate(trace, scheduler=tight, exact_steps=True, log=log)
     assert result.metrics["num_preemptions"] > 0
-    times: dict[str, list[float]] = {}
-    sampling: list[str] = []
-    for entry in log.entries:
-        if entry["op"] == "schedule" and entry["plan"] is not None:
-            plan = entry["plan"]
-            sampling = [chunk["request_id"] for chunk in plan["prefills"] if chunk["is_last"]] + list(
-                plan["decodes"]
-            )
-        elif entry["op"] == "complete":
-            for name in sampling:
-                times.setdefault(name, []).append(entry["now"])
+    times = token_times(log)
     for record in result.records:
         gaps = np.diff(times[record.request_id])
         assert len(gaps) == record.output_tokens - 1
@@ -337,20 +304,12 @@ def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
         )
         trace = random_trace(40, seed=2, rate_rps=6, cap=100, most_prompt=60)
         single, several = (
-            run_simulation(
-                SimulationConfig(
-                    trace="", policy=policy, scheduler=limits, step_time=step_time, exact_steps=exact
-                ),
-                trace=trace,
-            )
+            simulate(trace, policy, scheduler=limits, step_time=step_time, exact_steps=exact)
             for exact in (True, False)
         )
+        assert single.records == several.records
+        assert several.metrics["littles_law_error"] < 1e-9
         for one, other in zip(single.records, several.records, strict=True):
-            assert (one.request_id, one.finish_s, one.first_token_s) == (
-                other.request_id,
-                other.finish_s,
-                other.first_token_s,
-            )
             assert one.max_tbt_s == pytest.approx(other.max_tbt_s, abs=1e-9)
         before, after = single.watch.gaps.total(), several.watch.gaps.total()
         assert before.counts.sum() == after.counts.sum()
@@ -457,10 +416,8 @@ def test_uniboosts_former_forms_the_same_batches_without_the_order_where_that_de
 
     def batches() -> tuple[list[Any], list[float]]:
         log = DecisionLog()
-        config = SimulationConfig(
-            trace="", policy=policy, policy_parameters=parameters, scheduler=limits, exact_steps=True
-        )
-        result = run_simulation(config, trace=trace, log=log)
+        config = {"policy_parameters": parameters, "scheduler": limits, "exact_steps": True}
+        result = simulate(trace, policy, log=log, **config)
         plans = [entry["plan"] for entry in log.entries if entry["op"] == "schedule" and entry["plan"]]
         kept = [plan | {"decodes": sorted(plan["decodes"])} for plan in plans]
         return kept, [record.finish_s for record in result.records]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_gen.samples import write_samples
-from tests.data_gen.sample_rows import SampleRow, to_table
+from tests.data_gen.sample_rows import sample_row, to_table
 
 TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
 
@@ -35,7 +35,7 @@ def write_sample_file(
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
             rows.append(
-                SampleRow(
+                sample_row(
                     prompt_id=f"p{index:03d}",
                     prompt=prompt,
                     category=prompt.split()[3],

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from data_gen.splits import overlap, smallest_hashes
-from predictors.modules.calibration import Calibration
 from predictors.modules.checkpoint import load_checkpoint
-from predictors.modules.config import Conditioning
+from predictors.modules.config import Calibration, Conditioning
 from predictors.modules.heads import Heads, RankHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
 from training.calibrating.cli import main

@@ -38,7 +38,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from predictors.modules.calibration import Calibration
+from predictors.modules.config import Calibration
 from training.evaluating.conformal import ConformalQuantiles
 from training.evaluating.scores import COVERAGE_LEVELS, percent
 

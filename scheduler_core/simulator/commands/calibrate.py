@@ -108,11 +108,10 @@ def run_calibration(
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]
     for index in range(config.rounds):
-        for number, rate in enumerate((config.rate, config.held_out_rate)):
-            probes = draw_probes(config, rate, index, generators[number])
-            send(config, probes, api_key=api_key, progress=progress)
-            parts[number].append(probes)
-    first, second = (joined(measured) for measured in parts)
+        for rate, rng, measured in zip((config.rate, config.held_out_rate), generators, parts, strict=True):
+            measured.append(draw_probes(config, rate, index, rng))
+            send(config, measured[-1], api_key=api_key, progress=progress)
+    first, second = map(joined, parts)
     fit = fit_step_time(step_samples(first), config.model)
     errors = [abs(fit.step_time.step_s(one.work) / one.seconds - 1) for one in step_samples(second)]
     return {
@@ -138,13 +137,10 @@ def draw_probes(
         for low, high in (config.prompt_words, config.output_tokens)
     )
     return [
-        Probe(
-            request_id=f"r{first + i}",
-            arrival_s=at_s,
-            prompt=random_prompt(words[i], rng),
-            max_tokens=max_tokens[i],
+        Probe(request_id=f"r{number}", arrival_s=at_s, prompt=random_prompt(num_words, rng), max_tokens=limit)
+        for number, at_s, num_words, limit in zip(
+            range(first, last), arrivals, words, max_tokens, strict=True
         )
-        for i, at_s in enumerate(arrivals)
     ]
 
 
@@ -197,14 +193,12 @@ def _work(responses: Sequence[Probe], before_s: float, after_s: float) -> StepWo
 
 
 def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: SchedulerConfig) -> dict[str, Any]:
-    """Simulates the measured requests with their arrivals, first come first served.
+    """Simulates the measured requests with their arrivals, first come first served; `TailcastError` if the engine's limits
+    are too small for a request that it did serve.
 
     Returns:
         `num_requests` that succeeded, `num_failed`, which are left out; means of ttft_s, ttlt_s and tpot_s, `measured` and
         `simulated` in seconds, and `error`: (simulated - measured) / measured.
-
-    Raises:
-        TailcastError: The engine's limits are too small for a request that it did serve.
     """
     complete = [one for one in responses if one.error is None]
     rows = tuple(
@@ -223,8 +217,9 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
         reason = next(iter(outcome.refused.values()))
         raise TailcastError(f"scheduler: these are not the engine's limits: {reason}")
     measured = _means([(one.sent_s, one.token_s[0], one.token_s[-1], one.output_tokens) for one in complete])
+    records = outcome.records
     simulated = _means(
-        [(one.arrival_s, one.first_token_s, one.finish_s, one.output_tokens) for one in outcome.records]
+        [(one.arrival_s, one.first_token_s, one.finish_s, one.output_tokens) for one in records]
     )
     return {
         "num_requests": len(complete),
@@ -241,6 +236,5 @@ def _means(rows: Sequence[tuple[float, float, float, int]]) -> dict[str, float]:
     several = tokens > 1
     gaps = (last_s - first_s)[several] / (tokens[several] - 1)
     tpot_s = float(gaps.mean()) if len(gaps) else math.nan
-    return {
-        "ttft_s": float((first_s - arrival_s).mean()), "ttlt_s": float((last_s - arrival_s).mean()), "tpot_s": tpot_s
-    }  # fmt: skip
+    ttft_s, ttlt_s = float((first_s - arrival_s).mean()), float((last_s - arrival_s).mean())
+    return {"ttft_s": ttft_s, "ttlt_s": ttlt_s, "tpot_s": tpot_s}

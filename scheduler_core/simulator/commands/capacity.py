@@ -49,10 +49,8 @@ class CapacityConfig(BaseConfig):
     """A load that does not."""
     tolerance: float = 0.02
     """Stop when the two ends differ by less than this, relatively."""
-    min_seeds: int = 2
-    """Minimum number of seeds at every load."""
     max_seeds: int = 8
-    """Maximum number of seeds at every load; if that leaves it open, the mean decides."""
+    """Maximum number of seeds at every load, at least 2; if that leaves it open, the mean decides."""
     cells: str | None = None
     """Folder where simulations are kept, so that an interrupted search can continue. Unset: none."""
 
@@ -64,19 +62,16 @@ class CapacityConfig(BaseConfig):
             allowed = "numbers with 1e-09 <= low < high <= 1e+09"
             raise InputError("low, high", (self.low, self.high), allowed)
         check_choice("unit", self.unit, ("load", "rate"))
-        check_ranges(self, tolerance=(1e-6, 0.999), min_seeds=(2, self.max_seeds), max_seeds=(2, MAX_SEEDS))
+        check_ranges(self, tolerance=(1e-6, 0.999), max_seeds=(2, MAX_SEEDS))
 
 
 def find_capacity(config: CapacityConfig, simulate: Simulate) -> dict[str, Any]:
-    """Bisects between `low`, which must meet the targets, and `high`, which must not.
+    """Bisects between `low`, which must meet the targets, and `high`, which must not, else `InputError`.
 
     Returns:
         `level`: the highest that meets the targets; `failing`: the lowest that does not; `probes`: all that were tried, in
         order, each with its `level`; `meets`: whether the targets were met; `clear`: whether the confidence intervals
         decided, else the means did; `estimates`: by metric, the interval over seeds.
-
-    Raises:
-        InputError: `low` does not meet the targets, or `high` does.
     """
     probes: list[dict[str, Any]] = []
     for name, level, should_meet in (("low", config.low, True), ("high", config.high, False)):
@@ -104,7 +99,7 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
     load, rate = (level, None) if config.unit == "load" else (None, level)
     targets = [(name, bound, 1) for name, bound in config.at_most.items()]
     targets = sorted([*targets, *((name, bound, -1) for name, bound in config.at_least.items())])
-    num_seeds = config.min_seeds
+    num_seeds = 2
     while True:
         seeds = range(base.seed, base.seed + num_seeds)
         results = simulate([
@@ -129,11 +124,8 @@ def _probe(config: CapacityConfig, level: float, simulate: Simulate) -> dict[str
 def run(config: CapacityConfig) -> None:
     """Carries out `simulate capacity`."""
     target = writable_target(config.json, "json")
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        progress_bar(None, "simulating", "run") as bar,
-        config.ready(),
-    ):
+    bar = progress_bar(None, "simulating", "run")
+    with tempfile.TemporaryDirectory() as scratch, bar, config.ready():
         store = CellStore(config.cells or scratch)
 
         def simulate(cells: Sequence[Cell]) -> Sequence[Mapping[str, Any]]:
@@ -144,6 +136,5 @@ def run(config: CapacityConfig) -> None:
         capacity = find_capacity(config, simulate)
     about = {"schema": "tailcast.capacity/2", "config": asdict(config), "unit": config.unit}
     write_json(target, about | capacity)
-    logger.info(
-        "%s %.4g meets the targets, %.4g does not", config.unit, capacity["level"], capacity["failing"]
-    )
+    text = "%s %.4g meets the targets, %.4g does not"
+    logger.info(text, config.unit, capacity["level"], capacity["failing"])

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, writable_target, write_json
 from scheduler_core.options import check_outputs
-from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page, format_cell
 from scheduler_core.simulator.metrics import flat, leaves
 from scheduler_core.simulator.records import LATENCIES
@@ -29,12 +28,14 @@ from scheduler_core.statistics import FloatArray, interval
 logger = logging.getLogger(__name__)
 
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+#: Samples of the bootstrap.
+_NUM_RESAMPLES = 1000
 #: Columns of the tables of requests that are read.
 _COLUMNS = ("seed", "request_id", "arrival_s", "prompt_tokens", "output_tokens", *LATENCIES)
-
-
 #: Metrics of the verdict; lower is better.
 _VERDICT = ("ttft_s", "ttlt_s")
+#: A part of the comparison, as shown on the page and on stdout: heading, note, header and rows.
+_Table = tuple[str, str, Sequence[str], Sequence[Sequence[Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +57,8 @@ class CompareConfig:
     """Where to write the comparison as JSON."""
     report: str | None = None
     """Where to write it as a page (.html)."""
-    num_resamples: int = 1000
-    """Samples of the bootstrap."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, num_resamples=(1, 1_000_000))
         if len(self.paths) < 2:
             raise InputError("runs", self.runs, "two results or more")
 
@@ -88,22 +86,17 @@ def difference(a: float, b: float, ends: tuple[float, float] | None = None) -> d
 
 def paired(a: Columns, b: Columns) -> tuple[Columns, Columns]:
     """The requests [n] that are in both tables, row by row, those of each seed in the order of their arrival.
-
-    Raises:
-        InputError: They have no request in common, or a request has another length in the other run.
-    """
+    `InputError` if they have no request in common, or a request has another length in the other run."""
     keys, keys_b = (
         list(zip(one["seed"].tolist(), one["request_id"].tolist(), strict=True)) for one in (a, b)
     )
     rows_b = {key: row for row, key in enumerate(keys_b)}
     order = np.lexsort((a["arrival_s"], a["seed"])).tolist()
-    rows = [(row, rows_b[keys[row]]) for row in order if keys[row] in rows_b]
-    if not rows:
+    rows = np.array([(row, rows_b[keys[row]]) for row in order if keys[row] in rows_b], np.int64)
+    if not len(rows):
         raise InputError("b", "no request of a", "a run of the same requests")
-    own, other = (
-        {name: values[index] for name, values in columns.items()}
-        for columns, index in zip((a, b), np.array(rows, np.int64).T, strict=True)
-    )
+    own = {name: values[rows[:, 0]] for name, values in a.items()}
+    other = {name: values[rows[:, 1]] for name, values in b.items()}
     for name in ("prompt_tokens", "output_tokens"):
         for row in np.flatnonzero(own[name] != other[name])[:1]:
             field = f"b, {name} of request {own['request_id'][row]}"
@@ -112,7 +105,7 @@ def paired(a: Columns, b: Columns) -> tuple[Columns, Columns]:
 
 
 def bootstrap_interval(
-    differences: FloatArray, seeds: NDArray[np.int64], num_resamples: int, rng: np.random.Generator
+    differences: FloatArray, seeds: NDArray[np.int64], rng: np.random.Generator
 ) -> tuple[float, float] | None:
     """95 % percentile interval of the mean of paired differences [n]; None with fewer than two blocks.
 
@@ -120,13 +113,13 @@ def bootstrap_interval(
     intervals far too narrow. Blocks of ceil(sqrt(n)) consecutive requests of a seed [n], which do not overlap, are drawn
     with replacement, as many as there are (Carlstein 1986; Lahiri 2003, section 2.6).
     """
-    totals, sizes = np.zeros(num_resamples), np.zeros(num_resamples)
+    totals, sizes = np.zeros(_NUM_RESAMPLES), np.zeros(_NUM_RESAMPLES)
     num_all = 0
     for seed in np.unique(seeds):
         values = differences[seeds == seed]
         num_blocks = math.ceil(len(values) / math.ceil(math.sqrt(len(values))))
         blocks = np.arange(len(values)) * num_blocks // len(values)
-        counts = rng.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), num_resamples)
+        counts = rng.multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), _NUM_RESAMPLES)
         totals += counts @ np.bincount(blocks, values)
         sizes += counts @ np.bincount(blocks)
         num_all += num_blocks
@@ -136,7 +129,7 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
-def latency_differences(a: Columns, b: Columns, num_resamples: int) -> dict[str, Any]:
+def latency_differences(a: Columns, b: Columns) -> dict[str, Any]:
     """Requests `paired` in two runs, by name of the latency.
 
     - `num`: requests that have it in both runs; `lower_fraction`: of these, those for which b is lower, by more than
@@ -150,19 +143,18 @@ def latency_differences(a: Columns, b: Columns, num_resamples: int) -> dict[str,
         if not rows.any():
             continue
         own, other = a[name][rows], b[name][rows]
-        ends = bootstrap_interval(other - own, a["seed"][rows], num_resamples, rng)
+        ends = bootstrap_interval(other - own, a["seed"][rows], rng)
         statistics = {"mean": difference(float(own.mean()), float(other.mean()), ends)}
         for key, level in _QUANTILES.items():
             statistics[key] = difference(float(np.quantile(own, level)), float(np.quantile(other, level)))
         lower = (other < own) & ~np.isclose(own, other, rtol=1e-9, atol=1e-12)
-        latencies[name] = {
-            "num": len(own), "statistics": statistics, "lower_fraction": float(lower.mean())
-        }  # fmt: skip
+        fraction = float(lower.mean())
+        latencies[name] = {"num": len(own), "statistics": statistics, "lower_fraction": fraction}
     return latencies
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Reads all results and compares each with the first.
+    """Reads all results and compares each with the first; `InputError` if they are not of the same requests.
 
     Returns:
         schema; baseline, the name of the first; num_seeds; and runs, by the names of the others:
@@ -172,9 +164,6 @@ def compare(config: CompareConfig) -> dict[str, Any]:
           Student's t of each seed against itself.
         - `settings`: by dotted name: the two values of settings that differ.
         - `requests`: see `latency_differences`; None without tables.
-
-    Raises:
-        InputError: One of them cannot be read, or they are not of the same requests.
     """
     paths = config.paths
     results = {name: _read_result(path, name) for name, path in paths.items()}
@@ -183,17 +172,16 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         for name, result in results.items()
         if result["requests"]
     }
-    inputs = {name: [path] for name, path in paths.items()}
-    inputs |= {f"requests of {name}": [path] for name, path in tables.items()}
-    check_outputs(inputs, {"json": config.json, "report": config.report})
+    inputs = paths | {f"requests of {name}": path for name, path in tables.items()}
+    outputs = {"json": config.json, "report": config.report}
+    check_outputs({name: [path] for name, path in inputs.items()}, outputs)
     first, *others = results
     for name in others:
         _check_seeds(results[first], results[name], first, name)
     if len(tables) < len(paths):
         without = ", ".join(str(path) for name, path in paths.items() if name not in tables)
-        logger.warning(
-            "not compared by request: without a table (simulate run --requests FILE.parquet): %s", without
-        )
+        text = "not compared by request: without a table (simulate run --requests FILE.parquet): %s"
+        logger.warning(text, without)
     columns = {
         name: read_columns(path, _COLUMNS, REQUESTS_SCHEMA, f"requests of {name}")
         for name, path in tables.items()
@@ -204,33 +192,24 @@ def compare(config: CompareConfig) -> dict[str, Any]:
         metrics = _metric_differences(a["runs"], b["runs"])
         requests = None
         if first in columns and name in columns:
-            requests = _by_request(columns[first], columns[name], config.num_resamples)
+            own, other = paired(columns[first], columns[name])
+            num_pairs = len(own["seed"])
+            requests = {
+                "num_pairs": num_pairs,
+                "num_only_a": len(columns[first]["seed"]) - num_pairs,
+                "num_only_b": len(columns[name]["seed"]) - num_pairs,
+                "latencies": latency_differences(own, other),
+            }
         settings, changed = dict(leaves(a["config"])), dict(leaves(b["config"]))
+        pairs = {key: (settings.get(key), changed.get(key)) for key in settings | changed}
         comparisons[name] = {
             "verdict": _verdict(metrics, requests),
             "metrics": metrics,
-            "settings": {
-                key: (settings.get(key), changed.get(key))
-                for key in settings | changed
-                if settings.get(key) != changed.get(key)
-            },
+            "settings": {key: pair for key, pair in pairs.items() if pair[0] != pair[1]},
             "requests": requests,
         }
-    num_seeds = len(results[first]["runs"])
-    return {
-        "schema": "tailcast.comparison/5", "baseline": first, "num_seeds": num_seeds, "runs": comparisons
-    }  # fmt: skip
-
-
-def _by_request(a: Columns, b: Columns, num_resamples: int) -> dict[str, Any]:
-    own, other = paired(a, b)
-    num_pairs = len(own["seed"])
-    return {
-        "num_pairs": num_pairs,
-        "num_only_a": len(a["seed"]) - num_pairs,
-        "num_only_b": len(b["seed"]) - num_pairs,
-        "latencies": latency_differences(own, other, num_resamples),
-    }
+    schema, num_seeds = "tailcast.comparison/5", len(results[first]["runs"])
+    return {"schema": schema, "baseline": first, "num_seeds": num_seeds, "runs": comparisons}
 
 
 def _verdict(metrics: Mapping[str, Any], requests: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -272,13 +251,13 @@ def _check_seeds(a: Mapping[str, Any], b: Mapping[str, Any], name_a: str, name_b
     if list(first) != list(second):
         seeds_a, seeds_b = (", ".join(map(str, one)) for one in (first, second))
         raise InputError(f"seeds of {name_b}", seeds_b, f"{seeds_a}, the seeds of {name_a}")
+    about_a, about_b = (
+        f"{one['trace']['num_requests']} requests of {one['trace']['source']}" for one in (a, b)
+    )
     for seed, trace in first.items():
         if second[seed] != trace:
-            raise InputError(
-                f"requests of {name_b} with seed {seed}",
-                f"{b['trace']['num_requests']} requests of {b['trace']['source']}",
-                f"those of {name_a}, {a['trace']['num_requests']} requests of {a['trace']['source']}, at the same rate",
-            )
+            allowed = f"those of {name_a}, {about_a}, at the same rate"
+            raise InputError(f"requests of {name_b} with seed {seed}", about_b, allowed)
 
 
 def _metric_differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -296,13 +275,9 @@ def _metric_differences(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str,
     return differences
 
 
-#: A part of the comparison, as shown on the page and on stdout: heading, note, header and rows.
-_Table = tuple[str, str, Sequence[str], Sequence[Sequence[Any]]]
-
-
 def run(config: CompareConfig) -> None:
     """Carries out `simulate compare`; without a file to write to, the tables go to stdout."""
-    for name in ("json", "report"):
+    for name in config.OUTPUTS:
         if getattr(config, name) is not None:
             writable_target(getattr(config, name), name)
     comparison = compare(config)
@@ -330,17 +305,11 @@ def _tables(comparison: Mapping[str, Any]) -> list[_Table]:
         f"Mean latencies in seconds against {baseline}, with the 95 % interval of the difference; all ran the same requests "
         f"with {num_seeds} seed(s)."
     )
-    rows = [
-        [
-            name,
-            latency,
-            *_cells(one),
-            "-" if one["ratio"] is None else f"{one['ratio'] - 1:+.1%}",
-            one["verdict"],
-        ]
-        for name, run in comparison["runs"].items()
-        for latency, one in run["verdict"].items()
-    ]
+    rows = []
+    for name, run in comparison["runs"].items():
+        for latency, one in run["verdict"].items():
+            change = "-" if one["ratio"] is None else f"{one['ratio'] - 1:+.1%}"
+            rows.append([name, latency, *_cells(one), change, one["verdict"]])
     header = ["run", "latency", baseline, "run's", "difference", "low", "high", "change", "verdict"]
     tables: list[_Table] = [("Verdict", note, header, rows)]
     for name, one in comparison["runs"].items():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,34 @@ from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.files import writable_target, write_json
 from scheduler_core.ranges import check_ranges
+from scheduler_core.report.page import Page
+from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
-from scheduler_core.simulator.records import SCHEMA, request_columns
+from scheduler_core.simulator.metrics import flat
+from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
+from scheduler_core.simulator.token_gaps import GAP_CLASS, GapHistogram
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
-from scheduler_core.statistics import over_seeds
+from scheduler_core.statistics import FloatArray, over_seeds
 
 logger = logging.getLogger(__name__)
+#: A distribution function: values, and the fraction of values up to each.
+Curve = tuple[FloatArray, FloatArray]
+#: Points of a drawn distribution function.
+NUM_POINTS = 400
 #: Mean number of waiting requests below which a policy has nothing to order.
 HARDLY_ANY = 0.01
+_STATISTICS = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p999": "P99.9", "max": "max",
+               "tail_ratio": "P99 / P50"}  # fmt: skip
+_LATENCIES = (*LATENCIES, "tbt_s", "slowdown")
+_GROUP_COLUMNS = {
+    "requests": "num_finished", "TTFT mean": "ttft_s.mean", "TTFT P99": "ttft_s.p99", "TBT P99": "tbt_s.p99",
+    "TTLT mean": "ttlt_s.mean", "TTLT P99": "ttlt_s.p99", "targets met": "slo_attainment",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +89,23 @@ def run(config: RunConfig) -> None:
             (check_table_path if name in ("requests", "steps") else writable_target)(path, name)
     first: SimulationResult | None = None
     runs: list[dict[str, Any]] = []
-    requests: list[Columns] = []
-    steps: list[Columns] = []
+    tables: dict[str, list[Columns]] = {"requests": [], "steps": []}
     for seed in range(config.seed, config.seed + config.num_seeds):
         simulation = config.simulation(seed=seed)
         trace = prepare_trace(simulation)
         result = _simulated(config, simulation, trace)
         runs.append({"seed": seed, "trace": trace.fingerprint(), "metrics": result.metrics})
         if config.requests is not None:
-            requests.append(request_columns(result.records, seed))
+            tables["requests"].append(request_columns(result.records, seed))
         if result.watch.steps is not None:
-            steps.append(result.watch.steps.columns(seed))
+            tables["steps"].append(result.watch.steps.columns(seed))
         if first is None:
             first, first_trace = result, trace
     assert first is not None
-    if config.requests is not None:
-        write_table(_joined(requests), config.requests, SCHEMA, "requests")
-    if config.steps is not None:
-        write_table(_joined(steps), config.steps, STEPS_SCHEMA, "steps")
+    for name, schema in (("requests", SCHEMA), ("steps", STEPS_SCHEMA)):
+        if parts := tables[name]:
+            columns = {column: np.concatenate([part[column] for part in parts]) for column in parts[0]}
+            write_table(columns, getattr(config, name), schema, name)
     content = first.to_json() | {"num_seeds": config.num_seeds, "runs": runs, "requests": None}
     if config.requests is not None:  # from the folder of the result, so that both can be moved together
         content["requests"] = os.path.relpath(config.requests, Path(config.json).parent)
@@ -99,15 +114,9 @@ def run(config: RunConfig) -> None:
     if config.scheduler.batching == "rad":
         bounds = rad_bounds(first_trace, config.scheduler, config.make_step_time())
         content["rad_bounds"] = asdict(bounds)
-        logger.info(
-            "T_R %.4g s, T_max %.4g s; stable at loads up to 0.9 with n = %d",
-            bounds.expected_s,
-            bounds.longest_s,
-            bounds.num_per_cycle,
-        )
+        text = "T_R %.4g s, T_max %.4g s; stable at loads up to 0.9 with n = %d"
+        logger.info(text, bounds.expected_s, bounds.longest_s, bounds.num_per_cycle)
     if config.report is not None:
-        from scheduler_core.simulator.run_page import write_run_page
-
         write_run_page(first, config.report, content.get("intervals"))
     write_json(config.json, content)
     ttft = first.metrics["ttft_s"]
@@ -121,11 +130,6 @@ def run(config: RunConfig) -> None:
             first.metrics["mean_requests_in_system"],
             slots,
         )
-
-
-def _joined(parts: Sequence[Columns]) -> Columns:
-    """The tables of several seeds as one."""
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) -> SimulationResult:
@@ -147,3 +151,110 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
     if log is not None and config.decisions is not None:
         log.write(config.decisions)
     return result
+
+
+def write_run_page(
+    result: SimulationResult, path: str | Path, intervals: Mapping[str, Any] | None = None
+) -> None:
+    """Writes the HTML report of a run: latencies, also by group, one figure of their distributions, all other metrics.
+
+    Args:
+        result: The run; with several seeds the first one, of which everything but the intervals is.
+        path: Where to write.
+        intervals: Metrics over several seeds, see `statistics.over_seeds`; None: one seed.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+    """
+    metrics, seed = result.metrics, result.config["seed"]
+    page = Page(f"Simulation: {result.config['policy']}, {result.trace['num_requests']} requests")
+    page.note(_summary(result))
+    page.heading("Latencies, seconds (slowdown: a ratio)")
+    rows = [[name, *map(metrics[name].get, _STATISTICS)] for name in _LATENCIES if metrics[name]]
+    page.table(["", *_STATISTICS.values()], rows)
+    if intervals is not None:
+        page.heading("Means over seeds, 95 % confidence")
+        page.note(f"Student's t: wide with few seeds. Everything else on this page is of seed {seed} alone.")
+        ends = ("mean", "low", "high")
+        rows = [
+            [
+                name,
+                *(one[statistic][key] for statistic in ("mean", "p99") for key in ends),
+                one["mean"]["num"],
+            ]
+            for name in _LATENCIES
+            if (one := intervals.get(name))
+        ]
+        page.table(["seconds", "mean", "low", "high", "P99", "low", "high", "seeds"], rows)
+    for name, groups in metrics["groups"].items():
+        if groups:
+            page.heading(f"By {name}, seconds")
+            numbers = {key: dict(flat(one)) for key, one in groups.items()}
+            page.table(
+                [name, *_GROUP_COLUMNS],
+                [[key or "(none)", *map(one.get, _GROUP_COLUMNS.values())] for key, one in numbers.items()],
+            )
+    field = next((name for name, groups in metrics["groups"].items() if groups), None)
+    page.heading("Distribution of latencies")
+    page.figure(
+        distribution_functions(_curves(result, field)),
+        "TTFT, TBT and TTLT" + (f" by {field}." if field else "."),
+    )
+    page.heading("All other metrics")
+    page.note("simulator/README.md explains them.")
+    others = {name: value for name, value in metrics.items() if name not in (*_LATENCIES, "groups")}
+    page.table(["", "value"], [[name, value] for name, value in flat(others)])
+    page.heading("Configuration")
+    page.code(json.dumps(result.config, indent=1, sort_keys=True))
+    page.write(path)
+
+
+def _summary(result: SimulationResult) -> str:
+    rate, saturation = result.trace["arrival_rate_rps"], result.trace["saturation_rate_rps"]
+    load = "all at once"
+    if rate is not None:
+        load = f"{rate:.3g} requests/s, {rate / saturation:.2f} of the estimated capacity"
+    replicas = f"replicas: {result.config['cluster']['num_replicas']}"
+    source, version = result.predictor["source"], result.versions["tailcast"]
+    return f"{load}; {replicas}; predictor: {source}; tailcast {version}; seed {result.config['seed']}"
+
+
+def _curves(result: SimulationResult, field: str | None) -> dict[str, dict[str, Curve]]:
+    """By latency, by value of the field: the distribution function."""
+    columns, gaps = request_columns(result.records), result.watch.gaps
+    values = [None] if field is None else sorted(set(columns[field].tolist()))
+    curves: dict[str, dict[str, Curve]] = {"TTFT": {}, "TBT": {}, "TTLT": {}}
+    for value in values:
+        rows = slice(None) if field is None else np.asarray(columns[field] == value)
+        name = "all requests" if field is None else f"{field} {value}".strip()
+        curves["TTFT"][name] = _empirical(columns["ttft_s"][rows])
+        curves["TTLT"][name] = _empirical(columns["ttlt_s"][rows])
+        if field in (None, *GAP_CLASS):
+            at = None if field is None else GAP_CLASS.index(field)
+            merged = GapHistogram.merged(
+                part for one, part in gaps.by_class.items() if at is None or one[at] == value
+            )
+            if merged.counts.any():
+                curves["TBT"][name] = merged.curve()
+    return {title: groups for title, groups in curves.items() if groups}
+
+
+def _empirical(values: FloatArray) -> Curve:
+    """The empirical distribution function at up to `NUM_POINTS` quantiles."""
+    levels = np.linspace(0.0, 1.0, min(NUM_POINTS, max(2, len(values))))
+    return np.quantile(values, levels), levels
+
+
+def distribution_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:
+    """One panel per name, in each one curve per group; the time axis is logarithmic."""
+    figure, axes = new_figure(3.6 * len(panels), 3.2, columns=len(panels))
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        for index, (name, (x, y)) in enumerate(curves.items()):
+            style = {"color": color(index), "linestyle": dash(index), "linewidth": 1.4}
+            axis.step(np.maximum(x, 1e-6), y, where="post", label=name, **style)
+        axis.set_xscale("log")
+        mark_decades(axis.xaxis, axis.get_xlim())
+        axis.set_ylim(0, 1.01)
+        axis.set_xlabel(f"{title}, s")
+        axis.set_ylabel("fraction of gaps" if title == "TBT" else "fraction of requests")
+    return svg(figure, axes[0])

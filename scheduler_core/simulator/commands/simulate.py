@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from scheduler_core.command import chosen_command, entry_point, run_command
+from scheduler_core.command import chosen_command, command, entry_point
 
 #: By name: its configuration in the module of that name, fields given by position, what it does.
 COMMANDS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -27,15 +27,11 @@ def main(args: Sequence[str] | None = None) -> int:
     if name is None:
         return 0 if words else 2
     config, positionals, _ = COMMANDS[name]
-    command = importlib.import_module(f"scheduler_core.simulator.commands.{name}")
-    return run_command(
-        f"simulate {name}",
-        getattr(command, config),
-        command.run,
-        positionals=positionals,
-        extra="sim",
-        args=words[1:],
+    module = importlib.import_module(f"scheduler_core.simulator.commands.{name}")
+    run = command(
+        f"simulate {name}", getattr(module, config), module.run, positionals=positionals, extra="sim"
     )
+    return run(words[1:])
 
 
 if __name__ == "__main__":

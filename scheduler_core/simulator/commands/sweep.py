@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scheduler_core.errors import InputError
 from scheduler_core.files import check_shared_folder, shared_folder, write_json
 from scheduler_core.ranges import check_ranges
 from scheduler_core.report.page import Page
-from scheduler_core.simulator import figures
+from scheduler_core.report.plotting import color, dash, mark_decades, new_figure, svg
 from scheduler_core.simulator.commands import progress_bar
 from scheduler_core.simulator.config import MAX_SEEDS, SimulationConfig
 from scheduler_core.simulator.metrics import flat
@@ -34,15 +36,8 @@ _PANELS = {
     "TTLT, P99": "ttlt_s.p99",
 }
 _TABLE = (
-    "ttft_s.mean",
-    "ttft_s.p50",
-    "ttft_s.p99",
-    "tbt_s.p99",
-    "ttlt_s.mean",
-    "ttlt_s.p99",
-    "throughput_rps",
-    "slo_attainment",
-)
+    "ttft_s.mean", "ttft_s.p50", "ttft_s.p99", "tbt_s.p99", "ttlt_s.mean", "ttlt_s.p99", "throughput_rps", "slo_attainment",
+)  # fmt: skip
 _AXES = {"load": "load, fraction of the estimated capacity", "rate": "requests per second"}
 
 
@@ -135,18 +130,11 @@ def over_points(results: Results) -> dict[Point, dict[str, Interval]]:
         metrics = points.setdefault(point_of(one["settings"]), {})
         for name, value in flat(one["metrics"]):
             metrics.setdefault(name, []).append(value)
-    return {
-        point: {name: interval(values) for name, values in metrics.items()}
-        for point, metrics in points.items()
-    }
+    return {point: {name: interval(values) for name, values in one.items()} for point, one in points.items()}
 
 
 def write_sweep_page(results: Results, path: str | Path) -> None:
-    """Writes the HTML report of a sweep: latency over load, and a table of all points.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Writes the HTML report of a sweep: latency over load, and a table of all points."""
     points = over_points(results)
     page = Page(f"Sweep: {len(results)} simulations, {len(points)} points")
     axis = next((name for name in _AXES if all(name in dict(point) for point in points)), None)
@@ -154,30 +142,48 @@ def write_sweep_page(results: Results, path: str | Path) -> None:
         panels: dict[str, dict[str, list[tuple[float, float, float, float]]]] = {name: {} for name in _PANELS}
         for point, metrics in points.items():
             others = [(name.split(".")[-1], value) for name, value in point if name != axis]
-            system = ", ".join(
-                str(value) if name == "policy" else f"{name}={value}" for name, value in others
-            )
+            words = [str(value) if name == "policy" else f"{name}={value}" for name, value in others]
             for title, name in _PANELS.items():
                 one = metrics[name]
                 position = (float(dict(point)[axis]), one.mean, one.low, one.high)
-                panels[title].setdefault(system or "all", []).append(position)
+                panels[title].setdefault(", ".join(words) or "all", []).append(position)
         page.heading("Latency over load")
         caption = "Means over seeds; bars: 95 % confidence of the mean."
-        page.figure(figures.load_latency(panels, _AXES[axis]), caption)
+        page.figure(_load_latency(panels, _AXES[axis]), caption)
     page.heading("All points")
     page.note(
         "Mean over seeds, and half the width of its 95 % confidence interval where there are several; seconds where a name ends in _s."
     )
     settings = list(dict.fromkeys(name for point in points for name, _ in point))
-    rows = [
-        [
-            *(str(dict(point).get(name, "")) for name in settings),
-            *(_text(metrics.get(name)) for name in _TABLE),
-        ]
-        for point, metrics in points.items()
-    ]
+    rows = []
+    for point, metrics in points.items():
+        values = [str(dict(point).get(name, "")) for name in settings]
+        rows.append([*values, *(_text(metrics.get(name)) for name in _TABLE)])
     page.table([*settings, *_TABLE], rows)
     page.write(path)
+
+
+def _load_latency(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float, float, float]]]], x_label: str
+) -> str:
+    """One panel per latency, in each one curve per system of points (load, mean, low, high); the bar is the interval."""
+    figure, axes = new_figure(3.2 * len(panels), 3.2, columns=len(panels))
+    for axis, (title, curves) in zip(axes, panels.items(), strict=True):
+        means: list[float] = []
+        for index, (name, points) in enumerate(curves.items()):
+            x, mean, low, high = np.array(sorted(points)).T
+            style = {"color": color(index), "markersize": 3.5, "linewidth": 1.3}
+            axis.plot(x, mean, f"o{dash(index)}", label=name, **style)
+            finite = np.isfinite(low) & np.isfinite(high)
+            axis.vlines(x[finite], np.maximum(low, 1e-9)[finite], high[finite], color=color(index), alpha=0.4)
+            means.extend(mean[np.isfinite(mean) & (mean > 0)])
+        if means:  # an interval that reaches below 0 must not stretch the axis
+            axis.set_ylim(min(means) / 2, max(means) * 2)
+        axis.set_yscale("log")
+        mark_decades(axis.yaxis, axis.get_ylim())
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(f"{title}, s")
+    return svg(figure, axes[0])
 
 
 def _text(one: Interval | None) -> str:

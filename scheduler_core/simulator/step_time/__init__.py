@@ -19,6 +19,7 @@ from scheduler_core.simulator.step_time.quadratic import quadratic_step_time
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.statistics import FloatArray
 
 #: Makes a model from its parameters, which are keyword arguments.
 STEP_TIMES: dict[str, Callable[..., StepTime]] = {
@@ -31,15 +32,12 @@ STEP_TIMES: dict[str, Callable[..., StepTime]] = {
 
 
 def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> StepTime:
-    """A model of step times.
+    """A model of step times; `InputError` if its name or a parameter is unknown or missing, or a value is outside its range.
 
     Args:
         name: linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
             ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
         parameters: Values of its parameters; the others keep their defaults.
-
-    Raises:
-        InputError: The name or a parameter is unknown or missing, or a value is outside its range.
     """
     check_choice("step time", name, STEP_TIMES)
     try:
@@ -61,6 +59,13 @@ def isolated_latency_s(row: TraceRequest, config: SchedulerConfig, step_time: St
     return total
 
 
+def _mean_sizes(trace: Trace) -> tuple[FloatArray, FloatArray, float]:
+    """Prompt and output tokens [n], and the mean context of a decode: p + o/2, weighted with its time, proportional to o."""
+    prompt = np.array([row.prompt_tokens for row in trace.requests], float)
+    output = np.array([row.output_tokens for row in trace.requests], float)
+    return prompt, output, float(np.average(prompt + output / 2, weights=output))
+
+
 def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTime) -> float:
     """Estimated request rate at which one replica is always busy with full batches.
 
@@ -69,12 +74,9 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
         p (T(c, B) - T(0, B)) / c + (o - 1) T(0, B) / B + T(0, B) / B,
 
     T(c, B) a step with a prompt chunk of c tokens and B decodes of average context, c as large as the budget allows
-    but no larger than the average prompt. B is max_num_seqs, or less if the KV cache holds fewer requests of average
-    size (p + o/2, weighted with the time they stay, which is proportional to o).
+    but no larger than the average prompt. B is max_num_seqs, or less if the KV cache holds fewer requests of average size.
     """
-    prompt = np.array([row.prompt_tokens for row in trace.requests], float)
-    output = np.array([row.output_tokens for row in trace.requests], float)
-    context = float(np.average(prompt + output / 2, weights=output))
+    prompt, output, context = _mean_sizes(trace)
     capacity = config.num_kv_blocks * config.kv_block_tokens * (1 - config.kv_watermark) / context
     batch = int(max(1.0, min(float(config.max_num_seqs), capacity)))
     size = max(1, min(round(float(prompt.mean())), config.max_num_batched_tokens - batch))
@@ -102,26 +104,18 @@ class RadBounds:
 
 
 def rad_bounds(trace: Trace, config: SchedulerConfig, step_time: StepTime, epsilon: float = 0.1) -> RadBounds:
-    """T_R, T_max and n of requests like those of a trace.
+    """T_R, T_max and n of requests like those of a trace, under a batch former "rad" up to a load of 1 - `epsilon`.
 
     The time of a request is that of its prompt alone in chunks of t_lcm tokens, the last one as if it were full, and its
     part of decode steps of t_col requests of average context; in T_max it decodes alone in steps as long.
-
-    Args:
-        trace: Requests.
-        config: Limits with a batch former "rad", whose parameters give t_row, t_col and t_red.
-        step_time: Of the engine.
-        epsilon: Distance of the load from 1, in (0, 1).
     """
     if not 0 < epsilon < 1:
         raise InputError("epsilon", epsilon, "numbers between 0 and 1")
     rad = Rad(**{name: value for name, value in config.batching_parameters.items() if name != "n"})  # type: ignore[arg-type]
     t_col, t_lcm = rad.tile_columns(config.max_num_seqs), rad.chunk_tokens(config.max_num_seqs)
-    prompt = np.array([row.prompt_tokens for row in trace.requests], float)
-    output = np.array([row.output_tokens for row in trace.requests], float)
-    context = round(float(np.average(prompt + output / 2, weights=output)))
+    prompt, output, context = _mean_sizes(trace)
     chunk_s = step_time.step_s(StepWork((PrefillChunk("", 0, t_lcm, True),)))
-    decode_s = step_time.step_s(StepWork((), (context,) * t_col))
+    decode_s = step_time.step_s(StepWork((), (round(context),) * t_col))
     prefill_s = np.ceil(prompt / t_lcm) * chunk_s
     expected_s = float(np.mean(prefill_s + (output - 1) * decode_s / t_col))
     longest_s = float(np.max(prefill_s + (output - 1) * decode_s))

@@ -18,14 +18,9 @@ MAX_STEP_S = 3600.0
 
 
 class DecodeContexts(Sequence[int]):
-    """Contexts of decoding requests whose number and sum are at hand; the rest is computed when needed.
+    """Contexts of `num` decoding requests, of the sum `total`; `read` computes them all when they are needed.
 
     Valid until the requests take their next step.
-
-    Args:
-        num: Number of requests.
-        total: Sum of their contexts.
-        read: Computes them all.
     """
 
     __slots__ = ("_num", "_read", "total")
@@ -52,13 +47,8 @@ def total_of(contexts: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class StepWork:
-    """The work of one step, as far as its duration may depend on it.
-
-    Attributes:
-        prefills: Chunks of prompts that are processed.
-        contexts: Of every request that generates a token: tokens of it in the KV cache before the step.
-        num_swapped_tokens: Tokens copied between the KV cache and the host's memory.
-    """
+    """The work of one step: chunks of prompts, the tokens in the KV cache before the step of every request that generates a
+    token (`contexts`), and tokens copied between the KV cache and the host's memory."""
 
     prefills: Sequence[PrefillChunk] = ()
     contexts: Sequence[int] = ()
@@ -84,20 +74,12 @@ class StepTime(Protocol):
     """A model of the engine's speed. It never clamps: sizes beyond its range are an `InputError`."""
 
     def step_s(self, work: StepWork) -> float:
-        """Duration of a step in seconds, > 0.
-
-        Raises:
-            InputError: The step is beyond the model's range.
-        """
+        """Duration of a step in seconds, > 0."""
         ...
 
     def run(self, contexts: Sequence[int], start_s: float) -> DecodeRun:
-        """Consecutive steps in which the same requests generate one token each, and nothing else is done.
-
-        Args:
-            contexts: Of every request: tokens in the KV cache before the first step; valid during the call alone.
-            start_s: When the first step begins.
-        """
+        """Consecutive steps from `start_s` on in which the same requests generate one token each, and nothing else is done;
+        `contexts` are as of before the first step, and valid during the call alone."""
         ...
 
 
@@ -110,9 +92,6 @@ class LinearStepTime:
     the chunk timings that SLAI ships for Mistral-7B on an RTX 6000 Ada (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @
     5098a7a); the context term is Mistral-7B's 128 KiB of keys and values per token (32 layers, 8 heads of 128, fp16) over
     960 GB/s; the swap term is the same 128 KiB over the 25 GB/s that PCIe 4.0 x16 reaches.
-
-    Raises:
-        InputError: A time is negative or not finite, or a step could take no time.
     """
 
     base_s: float = 0.01716
@@ -129,8 +108,9 @@ class LinearStepTime:
     def __post_init__(self) -> None:
         check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
-            allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
-            raise InputError("base_s", self.base_s, allowed)
+            raise InputError(
+                "base_s", self.base_s, f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
+            )
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`."""

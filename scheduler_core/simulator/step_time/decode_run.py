@@ -35,14 +35,7 @@ StepGroups = Sequence[StepGroup]
 
 
 class DecodeRun(ABC):
-    """A run of decode steps.
-
-    Args:
-        start_s: Start of the first step.
-
-    Attributes:
-        num_done: Steps taken so far; counted here by the caller.
-    """
+    """A run of decode steps from `start_s` on; `num_done` is the number of steps taken so far, counted by the caller."""
 
     __slots__ = ("_start_s", "num_done")
 
@@ -107,13 +100,8 @@ class PolynomialRun(DecodeRun):
 
 
 class PiecewiseRun(DecodeRun):
-    """Runs of identical steps.
-
-    Args:
-        start_s: Start of the first step.
-        segment: From the number of a step (from 0): (its duration, the number of the first step that may take
-            another time).
-    """
+    """Runs of identical steps; `segment` gives for the number of a step (from 0): (its duration, the number of the first step
+    that may take another time)."""
 
     __slots__ = ("_before_s", "_each_s", "_end", "_firsts", "_segment")
 

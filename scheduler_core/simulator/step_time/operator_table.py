@@ -32,9 +32,10 @@ TOKEN_OPERATORS = (
     "post_attention_layernorm",
     "add",
 )
-KV_STEP = 64
-"""Cache sizes are rounded up to a multiple of this."""
-TOKEN_STEP = 8
+#: Cache sizes and numbers of tokens are rounded up to multiples of these.
+KV_STEP, TOKEN_STEP = 64, 8
+#: Time of a collective in addition to its profile, as in Vidur.
+COLLECTIVE_OVERHEAD_MS = 0.02
 SUFFIXES = (".csv", ".csv.gz", ".parquet")
 
 Table = NDArray[np.float64]
@@ -51,14 +52,12 @@ class OperatorTable:
     N tokens in the step, D decodes, K the mean of their contexts, the new token among them, rounded down and then up to
     a multiple of 64; K' the sum over the chunks of the tokens before each, rounded up to multiples of 64; s the root of
     the sum of the squared chunks, rounded. Embedding, output layer and the time of the host are not in it, nor in the
-    profiles. Copies to the host are not profiled and an error.
+    profiles. Copies to the host are not profiled and an error. In all tables NaN stands for sizes that were not profiled.
 
     Attributes:
-        num_layers: Layers of the model.
         tokens_s: Operators that depend on the number of tokens alone, per layer: element N is the time of N tokens.
         decode_s: Attention of decodes per layer, [decodes, cache size / 64].
-        prefill_s: Attention of prompts per layer, [cache size / 64, tokens of a chunk]. In all tables NaN stands for sizes
-            that were not profiled.
+        prefill_s: Attention of prompts per layer, [cache size / 64, tokens of a chunk].
         batching_overhead: Relative slow-down of attention with more than one decode or more than one chunk; Vidur takes
             0.1 for grouped-query attention.
     """
@@ -78,14 +77,9 @@ class OperatorTable:
         object.__setattr__(self, "_tokens_row", self.tokens_s.tolist())
 
     def step_s(self, work: StepWork) -> float:
-        """See `StepTime`.
-
-        Raises:
-            InputError: Tokens are copied to or from the host, or the step is larger than the profile.
-        """
+        """See `StepTime`."""
         if work.num_swapped_tokens:
-            allowed = "0: the profile has no time of copies"
-            raise InputError("num_swapped_tokens", work.num_swapped_tokens, allowed)
+            raise InputError("num_swapped_tokens", work.num_swapped_tokens, "0: copies were not profiled")
         contexts, prefills = work.contexts, work.prefills
         num = len(contexts)
         if len(prefills) == 1:
@@ -149,12 +143,7 @@ def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[
 
 
 def read_operator_table(
-    directory: str | Path,
-    *,
-    num_layers: int,
-    tensor_parallel: int = 1,
-    batching_overhead: float = 0.0,
-    collective_overhead_s: float = 2e-5,
+    directory: str | Path, *, num_layers: int, tensor_parallel: int = 1, batching_overhead: float = 0.0
 ) -> OperatorTable:
     """Reads one file per operator.
 
@@ -164,15 +153,10 @@ def read_operator_table(
     follow.
 
     Args:
-        directory: Folder of the files.
+        directory: Folder of the files. Sizes that a table lacks are an error when they are needed.
         num_layers: Layers of the model, or of one pipeline stage.
         tensor_parallel: Devices that share a layer; above 1 every layer has two collectives.
         batching_overhead: See `OperatorTable`.
-        collective_overhead_s: Time of each collective in addition to its profile; Vidur takes 0.02 ms.
-
-    Raises:
-        InputError: A file is missing or cannot be read. Sizes that a table lacks are an error when they are needed.
-        MissingExtraError: pyarrow is not installed.
     """
     folder = Path(directory)
     if not folder.is_dir():
@@ -187,7 +171,7 @@ def read_operator_table(
     keys = -(-np.arange(size + 1) // TOKEN_STEP) * TOKEN_STEP
     tokens_ms = exact[: size + 1] + np.sum([column[keys] for column in rounded], axis=0)
     for column in collectives:
-        tokens_ms = tokens_ms + 2 * (column[keys] + collective_overhead_s * 1e3)
+        tokens_ms = tokens_ms + 2 * (column[keys] + COLLECTIVE_OVERHEAD_MS)
     decode = _read(folder, "attn_decode", ("batch_size", "kv_cache_size", "prediction"))
     prefill = _read(folder, "attn_prefill", ("prefill_chunk_size_squared", "kv_cache_size", "prediction"))
     prefill[:, 0] = np.rint(np.sqrt(prefill[:, 0]))
@@ -224,21 +208,18 @@ def _grid(rows: Table, operator: str) -> Table:
 def _read(folder: Path, operator: str, columns: tuple[str, ...]) -> Table:
     """The named columns of an operator's file, [rows, columns]."""
     pa, pq = import_pyarrow()
-    for suffix in SUFFIXES:
-        file = folder / f"{operator}{suffix}"
-        if file.is_file():
-            try:
-                if suffix == ".parquet":
-                    columns_read = pq.read_table(file, columns=list(columns))
-                else:
-                    from pyarrow import csv
+    from pyarrow import csv
 
-                    columns_read = csv.read_csv(file)  # also compressed
-                table = np.column_stack([columns_read[name].to_numpy() for name in columns]).astype(float)
-            except (pa.ArrowException, OSError, ValueError, KeyError) as error:
-                allowed = f"a table with columns {', '.join(columns)} ({error})"
-                raise InputError("profile", str(file), allowed) from error
-            if len(table) and bool(np.isfinite(table).all()) and bool((table >= 0).all()):
-                return table
-            raise InputError("profile", str(file), "rows of numbers >= 0")
-    raise InputError("profile", str(folder / operator), "a file that ends in " + ", ".join(SUFFIXES))
+    file = next((file for suffix in SUFFIXES if (file := folder / f"{operator}{suffix}").is_file()), None)
+    if file is None:
+        raise InputError("profile", str(folder / operator), "a file that ends in " + ", ".join(SUFFIXES))
+    try:
+        is_parquet = file.suffix == ".parquet"
+        read = pq.read_table(file, columns=[*columns]) if is_parquet else csv.read_csv(file)
+        table = np.column_stack([read[name].to_numpy() for name in columns]).astype(float)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        allowed = f"a table with columns {', '.join(columns)} ({error})"
+        raise InputError("profile", str(file), allowed) from error
+    if not len(table) or not np.all(np.isfinite(table) & (table >= 0)):
+        raise InputError("profile", str(file), "rows of numbers >= 0")
+    return table

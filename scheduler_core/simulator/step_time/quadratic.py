@@ -24,9 +24,6 @@ class QuadraticStepTime(KVCost):
 
     The code has no cost of batching: a step takes as long as its longest member ("max"). "sum" is the other extreme,
     one after the other.
-
-    Raises:
-        InputError: A constant is negative or not finite, or a step could take no time.
     """
 
     batching: Literal["max", "sum"] = "max"
@@ -69,11 +66,7 @@ PRESETS: dict[str, QuadraticStepTime] = {
 
 
 def quadratic_step_time(preset: str | None = None, **constants: Any) -> QuadraticStepTime:
-    """A setting of the paper by name, or a model with these constants.
-
-    Raises:
-        InputError: The preset is unknown or combined with constants, or a constant is outside its range.
-    """
+    """A setting of the paper by name, or a model with these constants."""
     if preset is None:
         return QuadraticStepTime(**constants)
     if preset not in PRESETS or constants:

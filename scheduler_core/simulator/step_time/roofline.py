@@ -14,7 +14,7 @@ from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialR
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
+    """NVIDIA's data sheet; `flops`: dense 16-bit matrix operations per second with tensor cores, without sparsity."""
 
     flops: float
     bytes_per_s: float
@@ -24,14 +24,8 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are.
-
-    Attributes:
-        head: Size of a head.
-        vocabulary: Number of tokens.
-        source: Model whose config.json has these numbers.
-        tied: Input and output embeddings are one matrix.
-    """
+    """A decoder-only transformer with gated feed-forward layers, as Llama, Mistral and Qwen are; `source` is the model whose
+    config.json has these numbers. If `tied`, input and output embeddings are one matrix."""
 
     num_layers: int
     hidden: int
@@ -55,41 +49,25 @@ class ModelSize:
         return self.layer_parameters + self.vocabulary * self.hidden * (1 if self.tied else 2)
 
     @property
+    def attention_flops(self) -> float:
+        """Operations of the attention of one token to another, in all layers."""
+        return 4.0 * self.num_layers * self.num_heads * self.head
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of a token in 16 bit."""
         return 4 * self.num_layers * self.num_kv_heads * self.head
 
 
 GPUS: dict[str, Gpu] = {
-    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "NVIDIA A100 Tensor Core GPU data sheet, 40GB PCIe and SXM"),
-    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "NVIDIA A100 Tensor Core GPU data sheet, 80GB SXM"),
-    "h100-80gb": Gpu(
-        989.4e12,
-        3350e9,
-        80e9,
-        "NVIDIA H100 Tensor Core GPU data sheet, SXM5; half of the 1,979 TFLOPS with sparsity",
-    ),
-    "h200-141gb": Gpu(
-        989.4e12,
-        4800e9,
-        141e9,
-        "NVIDIA H200 Tensor Core GPU data sheet, SXM; half of the 1,979 TFLOPS with sparsity",
-    ),
-    "a6000-48gb": Gpu(
-        154.8e12, 768e9, 48e9, "NVIDIA RTX A6000 data sheet; half of the 309.7 TFLOPS with sparsity"
-    ),
-    "rtx6000ada-48gb": Gpu(
-        364.2e12,
-        960e9,
-        48e9,
-        "NVIDIA RTX 6000 Ada Generation data sheet; a quarter of the 1,457 TFLOPS in FP8 with sparsity",
-    ),
-    "a5000-24gb": Gpu(
-        111.1e12, 768e9, 24e9, "NVIDIA RTX A5000 data sheet; half of the 222.2 TFLOPS with sparsity"
-    ),
+    "a100-40gb": Gpu(312e12, 1555e9, 40e9, "A100 Tensor Core GPU, 40GB PCIe and SXM"),
+    "a100-80gb": Gpu(312e12, 2039e9, 80e9, "A100 Tensor Core GPU, 80GB SXM"),
+    "h100-80gb": Gpu(989.4e12, 3350e9, 80e9, "H100 SXM5; half of the 1,979 TFLOPS with sparsity"),
+    "h200-141gb": Gpu(989.4e12, 4800e9, 141e9, "H200 SXM; half of the 1,979 TFLOPS with sparsity"),
+    "a6000-48gb": Gpu(154.8e12, 768e9, 48e9, "RTX A6000; half of the 309.7 TFLOPS with sparsity"),
+    "rtx6000ada-48gb": Gpu(364.2e12, 960e9, 48e9, "RTX 6000 Ada; a quarter of 1,457 in FP8 with sparsity"),
+    "a5000-24gb": Gpu(111.1e12, 768e9, 24e9, "RTX A5000; half of the 222.2 TFLOPS with sparsity"),
 }
-
-
 MODELS: dict[str, ModelSize] = {
     "llama-2-7b": ModelSize(32, 4096, 32, 32, 128, 11008, 32000, "meta-llama/Llama-2-7b-hf"),
     "llama-2-13b": ModelSize(40, 5120, 40, 40, 128, 13824, 32000, "meta-llama/Llama-2-13b-hf"),
@@ -126,9 +104,6 @@ class RooflineStepTime:
     Source: Williams et al. 2009 (roofline); the operations are those of any decoder-only transformer. The efficiencies
     are typical of such kernels: within 20 % of Vidur's profile of Llama-3-8B on an A100
     from 1 to 128 decodes and from 256 to 4,096 prompt tokens (tests). For numbers to rely on, calibrate.
-
-    Raises:
-        InputError: Model or GPU are unknown, or a value is outside its range.
     """
 
     model: str = "llama-3-8b"
@@ -177,11 +152,7 @@ class RooflineStepTime:
         return GPUS[self.gpu].bytes_per_s * self.memory_efficiency * self.tensor_parallel
 
     def num_kv_blocks(self) -> int:
-        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights.
-
-        Raises:
-            InputError: The weights do not fit.
-        """
+        """Blocks of 16 tokens that fit into 90 % of the devices' memory together with the weights, which must fit."""
         memory = GPUS[self.gpu].memory_bytes * self.tensor_parallel * 0.9
         blocks = int((memory - 2 * self.size.num_parameters) // (self.size.kv_bytes_per_token * 16))
         if blocks <= 0:
@@ -217,12 +188,9 @@ class RooflineStepTime:
 
     def _decodes(self, num: int, context: int) -> float:
         """Attention of decodes, each of which also reads what it has just written."""
-        tokens = context + num
-        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
         reading = self.size.kv_bytes_per_token / self._bytes_per_s
-        return tokens * max(per_token / self._flops, reading)
+        return (context + num) * max(self.size.attention_flops / self._flops, reading)
 
     def _chunk(self, start: int, num: int) -> float:
-        per_token = 4.0 * self.size.num_layers * self.size.num_heads * self.size.head
-        computing = per_token * num * (start + (num + 1) / 2) / self._flops
+        computing = self.size.attention_flops * num * (start + (num + 1) / 2) / self._flops
         return max(computing, (start + num) * self.size.kv_bytes_per_token / self._bytes_per_s)

@@ -35,9 +35,6 @@ class StaircaseStepTime:
     most 5 % off) to the chunk timings that SLAI ships (64 to 1024 tokens: 22.7 to 74.7 ms; agrimUT/SLAI @ 5098a7a);
     decode_tile_s reads its 128 KiB of keys and values per token at 960 GB/s; prefill_tile_s does the operations of its
     attention at 60 % of 364 TFLOPS.
-
-    Raises:
-        InputError: A time is negative or not finite, a step could take no time, or a side is not above 0.
     """
 
     base_s: float = 0.01483

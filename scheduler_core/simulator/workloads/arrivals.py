@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +15,14 @@ from scheduler_core.simulator.trace import MAX_TIME_S
 
 FloatArray = NDArray[np.float64]
 
-PROCESSES = ("poisson", "gamma", "diurnal", "spikes", "at_once", "trace")
+Process = Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
     """When requests arrive. The same seed at another rate gives the same arrivals faster or slower."""
 
-    process: Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"] = "poisson"
+    process: Process = "poisson"
     """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal
     (Poisson whose rate swings with a period); spikes (every gap_s a random number of requests at the same time);
     at_once (all at time 0: offline work); trace (those of the file that the lengths come from, faster or slower if
@@ -46,7 +46,7 @@ class Arrivals:
     1 / (1 - exp(-3)) = 1.052 times the nominal one). Unset: no limit."""
 
     def __post_init__(self) -> None:
-        check_choice("process", self.process, PROCESSES)
+        check_choice("process", self.process, get_args(Process))
         check_ranges(
             self,
             rate_rps=(POSITIVE, FINITE),
@@ -103,16 +103,9 @@ def check_rate(name: str, rate_rps: float, num: int) -> None:
 
 
 def at_rate(times: FloatArray, rate_rps: float) -> FloatArray:
-    """Real arrivals, faster or slower: all gaps times one factor, so that bursts stay bursts.
-
-    Args:
-        times: Ascending arrival times in seconds; shape [N].
-        rate_rps: Mean arrivals per second from the first to the last.
-
-    Raises:
-        InputError: The arrivals are all at the same time.
-    """
-    span = float(times[-1] - times[0]) if len(times) > 1 else 0.0
+    """Ascending arrivals [N] faster or slower, at a mean rate from the first to the last: all gaps times one factor, so that
+    bursts stay bursts. `InputError` if they are all at the same time."""
+    span = float(times[-1] - times[0])
     factor = (len(times) - 1) / span / rate_rps if span > 0 else math.inf
     if not factor * span < math.inf:
         raise InputError("rate_rps", rate_rps, "unset: the trace's requests arrive all at the same time")

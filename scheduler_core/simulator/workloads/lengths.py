@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ IntArray = NDArray[np.int64]
 
 #: zipf has a table with the probability of each value.
 MAX_ZIPF_VALUES = 10_000_000
-KINDS = ("fixed", "uniform", "zipf", "log_t", "buckets")
+Kind = Literal["fixed", "uniform", "zipf", "log_t", "buckets"]
 _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 
 
@@ -31,7 +31,7 @@ _COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "mu", "sigma", "nu")
 class TokenDistribution:
     """Distribution of a number of tokens, always an integer from `low` to `high`."""
 
-    kind: Literal["fixed", "uniform", "zipf", "log_t", "buckets"] = "uniform"
+    kind: Kind = "uniform"
     """fixed (always low); uniform; zipf (the k-th value from low has probability proportional to k^-theta: the
     multi-tier paper's code); log_t (exp(mu + sigma t_nu), rounded and clipped to low..high, as max_tokens does); buckets (a
     bucket by its weight, uniform inside)."""
@@ -54,7 +54,7 @@ class TokenDistribution:
     """buckets: their weights, in any unit."""
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
+        check_choice("kind", self.kind, get_args(Kind))
         if self.kind == "buckets":
             ascends = all(a < b for a, b in pairwise((0, *self.edges, MAX_TOKENS + 1)))
             if len(self.edges) < 2 or not ascends:
@@ -155,11 +155,8 @@ def shortened(prompt: IntArray, output: IntArray, max_total: int) -> tuple[IntAr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LengthRows:
-    """Columns [N] of a file of lengths; None: the file has no such column.
-
-    Attributes:
-        parameters: mu, sigma, nu of the outputs' log-t distributions, [3, N]; None where output_tokens is there.
-    """
+    """Columns [N] of a file of lengths; None: the file has no such column. `parameters` [3, N] are mu, sigma, nu of the
+    outputs' log-t distributions, and None where output_tokens is there."""
 
     source: str
     prompt_tokens: IntArray | None
@@ -175,11 +172,8 @@ class LengthRows:
 
 def read_lengths(path: str) -> LengthRows:
     """Reads a file of lengths: .parquet, .csv or .jsonl with a column output_tokens, or with mu and sigma (and nu, else
-    3.5); optional prompt_tokens and arrival_s. A file that has not changed is read once.
-
-    Raises:
-        InputError: The file is missing, or a column is missing, empty somewhere or not above 0.
-    """
+    3.5); optional prompt_tokens and arrival_s. A file that has not changed is read once; `InputError` if it is missing, or
+    a column is missing, empty somewhere or not above 0."""
     file = existing_file(path, "lengths.file")
     return _read(file, file.stat().st_mtime_ns)
 
@@ -200,7 +194,7 @@ def _read(file: Path, _modified_ns: int) -> LengthRows:
         raise InputError("lengths.file", source, "a file with at least one row and a column of lengths")
     arrival = table.get("arrival_s")
     if arrival is not None and not np.all(np.abs(arrival) <= MAX_TIME_S):
-        if not np.all(np.isnan(arrival[~(np.abs(arrival) <= MAX_TIME_S)])):
+        if np.any(np.abs(arrival) > MAX_TIME_S):
             raise InputError("lengths.file", source, f"arrival_s up to {MAX_TIME_S:g} in all rows")
         arrival = None
     prompt, output = (_tokens(file, table.get(name), name) for name in ("prompt_tokens", "output_tokens"))

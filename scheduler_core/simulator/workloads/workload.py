@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,14 +32,10 @@ MAX_DRAWN_TOKENS = 32_768
 
 #: Fields of a class that all of its requests have.
 _CLASS_FIELDS = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
-MIXES = ("uniform", "gaussian", "gaussian_released", "enterprise")
+Mix = Literal["uniform", "gaussian", "gaussian_released", "enterprise"]
 _ENTERPRISE = {
-    1: (1.0,),
-    2: (0.10, 0.90),
-    3: (0.10, 0.30, 0.60),
-    4: (0.10, 0.15, 0.15, 0.60),
-    5: (0.10, 0.30, 0.50, 0.08, 0.02),
-}
+    1: (1.0,), 2: (0.10, 0.90), 3: (0.10, 0.30, 0.60), 4: (0.10, 0.15, 0.15, 0.60), 5: (0.10, 0.30, 0.50, 0.08, 0.02)
+}  # fmt: skip
 _GAUSSIAN_RELEASED = {2: (0.3, 0.7), 3: (0.15, 0.70, 0.15), 5: (0.05, 0.2, 0.5, 0.2, 0.05)}
 
 
@@ -52,7 +48,7 @@ def tier_weights(mix: str, num_tiers: int) -> NDArray[np.float64]:
     - enterprise: its code's fractions for K = 3, 4, 5; beyond that 10 % for the first tier, 70 % over the middle ones, 20 %
       for the last, as the paper says in words.
     """
-    check_choice("mix", mix, MIXES)
+    check_choice("mix", mix, get_args(Mix))
     if not 1 <= num_tiers <= MAX_TIERS:
         raise InputError("num_tiers", num_tiers, f"integers from 1 to {MAX_TIERS}")
     distance = np.arange(num_tiers) - (num_tiers - 1) / 2
@@ -102,7 +98,7 @@ class Tiers:
 
     num_tiers: int = 1
     """K; tiers are 0 (the most urgent) to K - 1."""
-    mix: Literal["uniform", "gaussian", "gaussian_released", "enterprise"] = "uniform"
+    mix: Mix = "uniform"
     """Their fractions: uniform; gaussian (a bell around the middle, standard deviation K/4); gaussian_released (as in the
     multi-tier paper's code); enterprise (10 % critical, most in the middle or last)."""
 
@@ -169,11 +165,11 @@ class Sessions:
         return turns
 
 
-def _default_lengths() -> Lengths:
-    return Lengths(
-        prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
-        output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
-    )
+#: Lengths of chats.
+_CHAT = Lengths(
+    prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
+    output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +184,7 @@ class Workload:
     """Number of requests."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """Arrival times."""
-    lengths: Lengths = field(default_factory=_default_lengths)
+    lengths: Lengths = _CHAT
     """Lengths of prompts and outputs."""
     classes: tuple[RequestClass, ...] = ()
     """Classes of requests with weights, targets and lengths of their own, such as paying and free, or reasoning and chat."""
@@ -207,11 +203,7 @@ class Workload:
             raise InputError("lengths.in_order", False, "true with arrivals.process = trace")
 
     def trace(self, seed: int) -> Trace:
-        """The requests in order of arrival, the same for the same seed.
-
-        Raises:
-            InputError: A file cannot be used.
-        """
+        """The requests in order of arrival, the same for the same seed; `InputError` if a file cannot be used."""
         seeds = np.random.SeedSequence(seed).spawn(4)
         arrival_rng, length_rng, class_rng, session_rng = [np.random.default_rng(one) for one in seeds]
         classes, tiers = np.zeros(self.num_requests, np.int64), np.full(self.num_requests, 2)

@@ -15,7 +15,7 @@ import pytest
 from predictors.cli_proxy import main
 from predictors.proxy.config import ProxyConfig
 from predictors.proxy.server import ProxyServer
-from scheduler_core.command import run_command
+from scheduler_core.command import command
 from tests.predictors.proxy.fake_engine import CHAT, chat, paused, running_engine, stream_events, until
 
 ROOT = Path(__file__).parents[3]
@@ -51,10 +51,10 @@ def test_every_command_of_the_page_is_accepted() -> None:
     text = (ROOT / "docs" / "proxy.md").read_text()
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith("tailcast-proxy http")]
     assert len(lines) == 5
+    main = command("tailcast-proxy", ProxyConfig, found.append, positionals=("engine_url",), extra="serve")
     for line in lines:
         words = shlex.split(line.replace("path/to/artifact", str(ROOT)).replace("GATEWAY", "gateway"))[1:]
-        code = run_command("tailcast-proxy", ProxyConfig, found.append, positionals=("engine_url",), extra="serve", args=words)  # fmt: skip
-        assert code == 0
+        assert main(words) == 0
         ProxyServer(found[-1])
     assert [config.engine for config in found] == ["vllm", "sglang", "dynamo", "llm-d", "none"]
 

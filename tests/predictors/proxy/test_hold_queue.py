@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from predictors.proxy.client_rules import ClientRules
 from predictors.proxy.config import ProxyConfig
+from predictors.proxy.engines import ClientRules
 from predictors.proxy.order import HoldQueue
 from scheduler_core.policies import make_policy
 from scheduler_core.predictions import LengthPrediction, Prediction

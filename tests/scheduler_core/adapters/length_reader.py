@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from scheduler_core.adapters.prediction_thread import PredictionThread
 from scheduler_core.predictions import Prediction
 from scheduler_core.predictor import PredictionRequest
 from tests.scheduler_core.helpers import full_prediction
@@ -52,3 +53,14 @@ class LengthReader:
 
 
 connect = LengthReader
+
+
+def settle(thread: PredictionThread) -> None:
+    """Waits until every query of the thread has its event."""
+
+    async def turns() -> None:
+        while thread._pending:
+            await asyncio.sleep(0)
+
+    if thread._pending:
+        asyncio.run_coroutine_threadsafe(turns(), thread._loop).result(60)

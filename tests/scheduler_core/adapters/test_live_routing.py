@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +12,8 @@ from hypothesis import strategies as st
 
 from scheduler_core.adapters.live_routing import LiveRouting, RoutedPrompt, RoutingSettings, openai_prompt
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import Prediction
-from scheduler_core.predictor import PredictionRequest
 from scheduler_core.routing import ROUTERS
-from tests.scheduler_core.adapters.length_reader import LengthReader
+from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 
 REPLICAS = ("a", "b")
 ALIKE = sorted(set(ROUTERS) - {"disaggregated"})
@@ -25,6 +21,16 @@ ALIKE = sorted(set(ROUTERS) - {"disaggregated"})
 
 def settings(**values: object) -> RoutingSettings:
     return RoutingSettings.of({"router": "jsq", **values}, "test")
+
+
+@contextmanager
+def predicting(**values: object) -> Iterator[LiveRouting]:
+    """With a predictor, until the end of the block."""
+    routing = LiveRouting(settings(**values), predictor=LengthReader("answers"))
+    try:
+        yield routing
+    finally:
+        routing.close()
 
 
 def test_requests_go_where_fewer_are_and_ends_are_seen() -> None:
@@ -47,52 +53,21 @@ def test_requests_of_other_routers_count() -> None:
 
 def test_predictions_count_for_the_choices_after_they_have_come() -> None:
     """One slot each: after the prediction of the output on a, 3 tokens, that slot is free sooner than b's, of 1,000."""
-    routing = LiveRouting(
-        settings(router="predicted_wait", max_num_seqs=1), predictor=LengthReader("answers")
-    )
-    try:
+    with predicting(router="predicted_wait", max_num_seqs=1) as routing:
         routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
         routing.send("2", RoutedPrompt(user_text="w1000"), REPLICAS)
-        deadline = time.monotonic() + 30
-        chosen = "b"
-        while chosen == "b" and time.monotonic() < deadline:
-            chosen = routing.send("3", RoutedPrompt(), ("b", "a"))
-            routing.abort("3")
-        assert chosen == "a"
-    finally:
-        routing.close()
-
-
-class Reporter(LengthReader):
-    """Sets an event soon after each answer."""
-
-    def __init__(self) -> None:
-        super().__init__("answers")
-        self.answered = threading.Event()
-
-    async def predict(self, requests: Sequence[PredictionRequest]) -> Sequence[Prediction]:
-        asyncio.get_running_loop().call_later(0.01, self.answered.set)
-        return await super().predict(requests)
+        settle(routing._thread)
+        assert routing.send("3", RoutedPrompt(), ("b", "a")) == "a"
 
 
 def test_finished_requests_count_with_their_predictions() -> None:
     """Also where no choice was between the prediction and the end: 3 tokens, and another router's request is short."""
-    predictor = Reporter()
-    routing = LiveRouting(settings(router="predicted_work", default_max_tokens=96), predictor=predictor)
-    try:
-        chosen, deadline = "b", time.monotonic() + 30
-        while chosen == "b" and time.monotonic() < deadline:
-            predictor.answered.clear()
-            routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
-            predictor.answered.wait(10)
-            routing.finish("1")
-            routing.send("2", RoutedPrompt(max_tokens=40), "b")
-            chosen = routing.send("3", RoutedPrompt(), REPLICAS, {"a": 1})
-            routing.abort("2")
-            routing.abort("3")
-        assert chosen == "a"
-    finally:
-        routing.close()
+    with predicting(router="predicted_work", default_max_tokens=96) as routing:
+        routing.send("1", RoutedPrompt(user_text="w3"), REPLICAS)
+        settle(routing._thread)
+        routing.finish("1")
+        routing.send("2", RoutedPrompt(max_tokens=40), "b")
+        assert routing.send("3", RoutedPrompt(), REPLICAS, {"a": 1}) == "a"
 
 
 def test_a_request_without_events_expires() -> None:

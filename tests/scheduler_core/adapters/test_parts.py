@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from scheduler_core.adapters.vllm_requests import PolicyQueue
 from scheduler_core.policies import make_policy
 from scheduler_core.predictor import PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Phase, Request
-from tests.scheduler_core.adapters.length_reader import LengthReader, of_length
+from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest
 
 
@@ -136,12 +135,8 @@ def start() -> Any:
 
 
 def events(thread: PredictionThread, count: int) -> dict[str, PredictionEvent]:
-    rows: list[PredictionEvent] = []
-    end = time.monotonic() + 60
-    while len(rows) < count:
-        assert time.monotonic() < end
-        rows += thread.take()
-        time.sleep(0.001)
+    settle(thread)
+    rows = thread.take()
     assert len(rows) == len({event.request_id for event in rows}) == count
     return {event.request_id: event for event in rows}
 

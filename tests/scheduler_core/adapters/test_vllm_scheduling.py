@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 
 from scheduler_core.adapters import vllm as adapter
 from scheduler_core.errors import InputError, MissingExtraError
-from tests.scheduler_core.adapters.length_reader import LengthReader
+from tests.scheduler_core.adapters.length_reader import LengthReader, settle
 from tests.scheduler_core.adapters.stand_in import FakeRequest, modules, run_step, vllm_config
 
 Make = Callable[..., Any]
@@ -52,10 +51,8 @@ def add(scheduler: Any, *requests: FakeRequest, mode: str | None = "answers") ->
     """Adds requests and waits for their predictions, which the next step takes."""
     for request in requests:
         scheduler.add_request(request)
-    end = time.monotonic() + 60
-    while mode == "answers" and len(scheduler._tailcast_thread._events) < len(requests):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    if mode == "answers":
+        settle(scheduler._tailcast_thread)
 
 
 def drain(scheduler: Any) -> list[str]:

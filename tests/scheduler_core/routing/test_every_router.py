@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,5 +144,4 @@ def test_names_and_parameters_are_checked() -> None:
         make_router("jsq", {"gain": 1})
     with pytest.raises(InputError, match="rng"):
         make_router("random")
-    assert make_router("power_of_two", {"num_choices": 3}, np.random.default_rng(0)) is not None
     assert {kind.name for kind in ROUTERS.values()} == set(ROUTERS)

@@ -10,12 +10,15 @@ import pytest
 
 from scheduler_core.errors import InputError
 from scheduler_core.request import Request
-from scheduler_core.routing.autoscaling import AutoScaler, ScaleIn, ScaleOut
 from scheduler_core.routing.base import RoutingRequest
 from scheduler_core.routing.dispatcher import Dispatcher
 from scheduler_core.routing.llumnix import (
+    AutoScaler,
     Headroom,
     Llumnix,
+    MigrationPlanner,
+    ScaleIn,
+    ScaleOut,
     exponential_headroom,
     full_freeness,
     normal_freeness,
@@ -23,7 +26,6 @@ from scheduler_core.routing.llumnix import (
     virtual_usage_blocks,
 )
 from scheduler_core.routing.migration import Move
-from scheduler_core.routing.migration_planner import MigrationPlanner
 from scheduler_core.routing.snapshot import ReplicaSnapshot, ReplicaStatus
 from tests.scheduler_core.routing.helpers import item, replica, running, waiting
 

@@ -47,7 +47,7 @@ def test_power_of_two_joins_the_shorter_of_two_drawn() -> None:
     for name, expected in zip("0123", (3000, 2000, 1000, 0), strict=True):
         assert abs(counts[name] - expected) <= 4 * 40
     assert counts["3"] == 0
-    assert PowerOfTwo(rng=np.random.default_rng(1), num_choices=9).choose(item(), pictures, 0.0) == "0"
+    assert two.choose(item(), pictures[2:], 0.0) == "2"
 
 
 def test_prefix_affine_follows_the_longest_shared_prefix_until_its_replica_is_too_busy() -> None:
@@ -180,7 +180,6 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
 @pytest.mark.parametrize(
     ("name", "parameters", "field"),
     [
-        ("power_of_two", {"num_choices": 0}, "num_choices"),
         ("prefix_affine", {"imbalance": -1}, "imbalance"),
         ("predicted_work", {"decode_token_s": -1.0}, "decode_token_s"),
         ("infaas", {"ewma": 0.0}, "ewma"),
