@@ -183,6 +183,7 @@ def run_simulation(
             "num_migrations": outcome.num_migrations,
             "num_migrated_blocks": outcome.num_migrated_blocks,
             "aborted_migrations": {one.value: num for one, num in outcome.aborted_migrations.items()},
+            "num_restarts": outcome.num_restarts,
             "num_scalings": len(outcome.scaling),
         }
     predictor = predictor_statistics(predictions, schedulers)
