@@ -9,7 +9,7 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES
-from scheduler_core.scheduler import Scheduler, SchedulerConfig, SchedulerStateError
+from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step, scheduler
 
 
@@ -185,13 +185,3 @@ def test_equal_keys_are_served_in_order_of_arrival(policy: str) -> None:
         order.append(plan_of(core, float(step)).admitted)
         core.complete(StepResult(step, order[-1]), float(step))
     assert order == [("c",), ("a",), ("b",)]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_num_seqs", 0), ("max_num_batched_tokens", 3), ("num_kv_blocks", 0), ("kv_block_tokens", -1),
-     ("kv_watermark", 1.0), ("batching", "magic")],
-)  # fmt: skip
-def test_wrong_limits_are_named(field: str, value: object) -> None:
-    with pytest.raises(InputError, match=field):
-        SchedulerConfig(**{field: value})  # type: ignore[arg-type]

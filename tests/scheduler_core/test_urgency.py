@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from scheduler_core.errors import InputError
 from scheduler_core.predictions import UrgencyPrediction
 from scheduler_core.request import Request, RequestState
 from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
@@ -56,25 +55,6 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
     before = effective_level(row, tier, 0.0, K, max_demotion=K, under_triage_cost=cost)
     after = effective_level(more, tier, 0.0, K, max_demotion=K, under_triage_cost=cost)
     assert int(after) <= int(before)
-
-
-@pytest.mark.parametrize(
-    ("row", "tier", "threshold", "promotion", "field"),
-    [
-        ([0.5, 0.2], 0, 0.5, 1, "probabilities, row 0"),
-        ([float("nan"), 1.0], 0, 0.5, 1, "probabilities, row 0"),
-        ([1.0], 0, 0.5, 1, "probabilities, shape"),
-        ([0.5, 0.5], 2, 0.5, 1, "declared_tier"),
-        ([0.5, 0.5], 0, 1.5, 1, "threshold"),
-        ([0.5, 0.5], 0, 0.5, -1, "max_promotion"),
-    ],
-)
-def test_bad_arguments_are_named(
-    row: list[float], tier: int, threshold: float, promotion: int, field: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        effective_level(row, tier, threshold, promotion)
-    assert caught.value.field == field
 
 
 SURE = (1.0, 0.0, 0.0, 0.0, 0.0)
