@@ -139,12 +139,12 @@ def random_trace(
         seen = LengthPrediction(float(rng.normal(4.0, 0.8)), float(rng.uniform(0.2, 0.9)), 3.5)
         drawn = float(np.exp(np.clip(seen.mu + seen.sigma * rng.standard_t(seen.nu), 0, 20)))
         rows.append(
-            TraceRequest(
-                request_id=f"r{index}",
-                arrival_s=float(arrivals[index]),
-                prompt_tokens=int(rng.integers(1, most_prompt)),
-                output_tokens=int(min(cap, max(1, round(drawn)))),
-                max_tokens=cap,
+            trace_row(
+                f"r{index}",
+                float(arrivals[index]),
+                int(rng.integers(1, most_prompt)),
+                int(min(cap, max(1, round(drawn)))),
+                cap,
                 prediction=seen,
             )
         )

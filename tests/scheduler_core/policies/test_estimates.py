@@ -13,7 +13,8 @@ from scheduler_core.lengths.table import LengthTable
 from scheduler_core.policies.estimates import TailRate
 from scheduler_core.policies.tail_guard import VirtualFcfs
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
+from tests.scheduler_core.helpers import request
 
 
 def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
@@ -43,14 +44,6 @@ def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refut
     assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)
 
 
-def state(name: str = "a", arrival_s: float = 0.0) -> RequestState:
-    made = RequestState(
-        Request(request_id=name, arrival_s=arrival_s, prompt_tokens=10, max_tokens=100), order=0
-    )
-    made.prefill_target_tokens = 10
-    return made
-
-
 def test_gamma_is_the_slope_of_the_tail() -> None:
     """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
     rate = TailRate(1.0, window=20_000, update_every=20_000, smoothing=1.0)
@@ -67,7 +60,7 @@ def test_virtual_fcfs_is_fcfs(monkeypatch: pytest.MonkeyPatch) -> None:
     first was predicted to need 2 s: it leaves the virtual queue after 2 s, and the true second is made up for."""
     monkeypatch.setattr("scheduler_core.policies.tail_guard._REFRESH_EVERY", 3)
     queue = VirtualFcfs(10)
-    a, b, c = state("a"), state("b"), state("c", 1.0)
+    a, b, c = (RequestState(request(name, at), order=0) for name, at in (("a", 0.0), ("b", 0.0), ("c", 1.0)))
     queue.arrived(a, 0.0, 2.0)
     queue.arrived(b, 0.0, 1.0)
     queue.served(1.0)
