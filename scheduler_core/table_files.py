@@ -92,25 +92,13 @@ def _detail(error: Exception) -> str:
 
 
 def read_parquet(path: str | Path, field: str) -> pa.Table:
-    """A whole Parquet file.
-
-    Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
-
-    Raises:
-        InputError: As `open_parquet`.
-    """
+    """A whole Parquet file; raises as `open_parquet`."""
     with open_parquet(path, field) as file, readable(path, field, "Parquet"):
         return file.read()
 
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
-    """A Parquet file to be read in parts; only its footer is read now.
-
-    Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
+    """A Parquet file to be read in parts; only its footer is read now. `field` is the option that gave the path, for messages.
 
     Raises:
         InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
@@ -167,8 +155,7 @@ def file_rows(
     Text formats may be gzipped (`.gz`).
 
     Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
+        path, field: As of `open_parquet`.
         columns: Columns of a Parquet file that are enough; None: all.
         on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
 

@@ -46,11 +46,11 @@ def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refut
 
 def test_gamma_is_the_slope_of_the_tail() -> None:
     """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
-    rate = TailRate(1.0, window=20_000, update_every=20_000, smoothing=1.0)
+    rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
     latencies = np.random.default_rng(0).exponential(0.5, 20_000)
     assert [rate.finished(float(value)) for value in latencies][-1]
     assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
-    same = TailRate(1.0, window=10, update_every=10, smoothing=1.0, max_per_s=7.0)
+    same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
     assert [same.finished(1.0) for _ in range(10)][-1]
     assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
 
