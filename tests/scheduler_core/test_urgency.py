@@ -87,3 +87,9 @@ def test_the_level_to_schedule_at(
     request = Request(request_id="r", arrival_s=0.0, prompt_tokens=1, max_tokens=1, tier=tier)
     urgency = None if probabilities is None else UrgencyPrediction(probabilities, threshold)
     assert RequestState(request, order=0, urgency=urgency).effective_level(max_promotion) == expected
+
+
+def test_the_level_is_the_one_of_least_expected_cost() -> None:
+    """Under-triage costs three times as much: the smallest level with P(level <= d) >= 1/4."""
+    assert UrgencyPrediction((0.2, 0.04, 0.76)).level == 2
+    assert UrgencyPrediction((0.26, 0.0, 0.74)).level == 0
