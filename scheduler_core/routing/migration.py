@@ -97,9 +97,6 @@ class Migrations:
         schedulers: The replicas by id; looked up at every call, so replicas may join and leave.
         stage_blocks: Maximum number of blocks copied in one stage, > 0; None copies everything in one stage, stopped
             (disaggregated serving).
-
-    Raises:
-        InputError: `stage_blocks` is not above 0.
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
