@@ -140,7 +140,7 @@ def torch_call(model: Any, device: str, *, half: bool, compiled: bool) -> Call:
 @contextlib.contextmanager
 def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, Call]]:
     """Name -> call, the plain graph first."""
-    import onnx
+    import onnx_ir as ir
     import torch
 
     from export.variants.build import build_variant
@@ -164,7 +164,7 @@ def contenders(encoder: str, options: argparse.Namespace) -> Iterator[dict[str, 
             if not path.exists():
                 print(f"making {kind}", flush=True)
                 limits = {"max_length": 512, "vocabulary": LOWEST_IDS}
-                onnx.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
+                ir.save(build_variant(plain, kind, calibration, **limits, seed=0)[0], folder / "new.onnx")
                 (folder / "new.onnx").replace(path)
             sessions[f"ORT {kind}"] = open_session(path, options.device, options.threads)
         calls = {name: session_call(session) for name, session in sessions.items()}

@@ -36,17 +36,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class SampledOutput:
-    """One finished output.
-
-    Attributes:
-        sample_index: Which of the prompt's repeats it is, from 0.
-        output_tokens: Its length with the end marker, at least 1.
-        finish_reason: "stop", or "length" if it was truncated at max_tokens.
-        text: The decoded output.
-        queue_s: Seconds from the request's being ready until the engine took it; None if unknown.
-        ttft_s: Seconds from sending the request to the first token; None if unknown.
-        total_s: Seconds from sending the request to the last token; None if unknown.
-    """
+    """One finished output; its fields are columns of `data_gen.samples`."""
 
     sample_index: int
     output_tokens: int
@@ -62,10 +52,8 @@ class SampleFailure:
     """A sample that the engine did not return, after its own retries.
 
     Attributes:
-        sample_index: Which of the prompt's repeats it is, from 0.
         reason: One line for people.
-        kind: A short stable word that failures are counted by: timeout, http_429, http_500, malformed, refused,
-            too_long, ...
+        kind: A short stable word that failures are counted by: timeout, http_429, malformed, too_long, ...
     """
 
     sample_index: int
@@ -121,12 +109,6 @@ class Backend(Protocol):
     def close(self) -> None:
         """Frees what the engine holds; it is not used afterwards."""
         ...
-
-
-def failed(work: Work, prompt_tokens: int | None, kind: str, reason: str) -> WorkResult:
-    """The result of a prompt none of whose samples can be drawn."""
-    failures = tuple(SampleFailure(index, reason, kind) for index in work.indices)
-    return WorkResult(work.prompt, prompt_tokens, (), failures)
 
 
 def uniforms(seed: int, prompt_id: str, sample_index: int, count: int) -> NDArray[np.float64]:

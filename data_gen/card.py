@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import scipy.stats
 from numpy.typing import NDArray
 
 from data_gen.samples import read_samples
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, sha256_file, shared_folder, write_json
 from scheduler_core.report import plotting
-from scheduler_core.statistics import coefficients_of_variation, top_decile_fractions
 from scheduler_core.table_files import open_parquet
 
 FILES = ("card.json", "card.md", "survival.png")
@@ -113,9 +113,7 @@ def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
         outputs: Rows that are no failures, by increasing length.
 
     Returns:
-        Counts of groups; "measures": mean and quantiles over the groups of cv (standard deviation (n - 1) over mean),
-        p90_p50 and p99_p50 (ratios of interpolated quantiles), top_decile_fraction (of all tokens, in the longest tenth
-        of the outputs), skewness (third central moment over the 3/2 power of the second).
+        Counts of groups; "measures": mean and quantiles over the groups of each measure of `_measures`.
     """
     _, groups = _grouped(outputs, _GROUP)
     rows = zip(groups.column("output_tokens_list"), groups.column("finish_reason_list"), strict=True)
@@ -123,28 +121,33 @@ def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
     content: dict[str, Any] = {"num_groups": len(large), "num_skipped": groups.num_rows - len(large)}
     if not large:
         return content
-    lengths = [np.asarray(values.values, np.float64) for values, _ in large]
-    counts = np.array([len(values) for values in lengths])
-    values, offsets = np.concatenate(lengths), np.concatenate([[0], np.cumsum(counts)])
-    cv = coefficients_of_variation(values, offsets)
-    p50, p90, p99 = np.array([np.percentile(values, (50, 90, 99)) for values in lengths]).T
-    measures = (cv, p90 / p50, p99 / p50, top_decile_fractions(values, offsets), _skewness(lengths))
+    measures = np.array([_measures(np.asarray(lengths.values, np.float64)) for lengths, _ in large]).T
     return content | {
-        "min_samples": int(counts.min()),
-        "max_samples": int(counts.max()),
-        "cv_above_1": float((cv > 1).mean()),
+        "min_samples": min(len(lengths) for lengths, _ in large),
+        "max_samples": max(len(lengths) for lengths, _ in large),
+        "cv_above_1": float((measures[0] > 1).mean()),
         "truncated_groups": float(np.mean(["length" in reasons.as_py() for _, reasons in large])),
-        "measures": {name: _summary(one) for name, one in zip(PAPER, measures, strict=True)},
+        "measures": {name: _summary(values) for name, values in zip(PAPER, measures, strict=True)},
     }
 
 
-def _skewness(groups: Sequence[FloatArray]) -> FloatArray:
-    """Of each group; NaN for equal lengths."""
-    deviations = [values - values.mean() for values in groups]
-    second = np.array([(deviation**2).mean() for deviation in deviations])
-    third = np.array([(deviation**3).mean() for deviation in deviations])
-    return np.divide(  # type: ignore[no-any-return]
-        third, second**1.5, out=np.full(len(groups), np.nan), where=second > 1e-9
+def _measures(lengths: FloatArray) -> tuple[float, ...]:
+    """Measures of the ascending lengths of one group, in the order of `PAPER`.
+
+    cv (standard deviation (n - 1) over mean), P90 / P50 and P99 / P50 (interpolated quantiles), fraction of all tokens in the
+    longest tenth of the outputs, skewness (third central moment over the 3/2 power of the second; NaN for equal lengths).
+    """
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99))
+    # The last output of the longest tenth counts in part.
+    tenth = np.clip(0.1 * len(lengths) - np.arange(len(lengths)), 0, 1)
+    deviations = lengths - lengths.mean()
+    second = (deviations**2).mean()
+    return (
+        lengths.std(ddof=1) / lengths.mean(),
+        p90 / p50,
+        p99 / p50,
+        tenth @ lengths[::-1] / lengths.sum(),
+        (deviations**3).mean() / second**1.5 if second > 1e-9 else np.nan,
     )
 
 
@@ -169,25 +172,13 @@ def _page(card: Mapping[str, Any]) -> str:
     )
 
 
-def survival(
-    lengths: NDArray[np.int64], truncated: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], FloatArray]:
-    """Kaplan and Meier's estimate of P(length > x), which takes truncated outputs for at least that long.
-
-    Returns:
-        Different lengths at which outputs ended, increasing, and the probability to be longer.
-    """
-    points, position = np.unique(lengths, return_inverse=True)
-    ended = np.bincount(position, weights=~truncated, minlength=len(points))
-    at_risk = np.bincount(position, minlength=len(points))[::-1].cumsum()[::-1]
-    alive = np.cumprod(1 - ended / at_risk)
-    return points[ended > 0], alive[ended > 0]
-
-
 def _survival_figure(outputs: pa.Table) -> Any:
     figure, (axis,) = plotting.new_figure(8, 4.6)
     lengths = np.asarray(outputs.column("output_tokens"), np.int64)
-    points, alive = survival(lengths, np.asarray(pc.equal(outputs.column("finish_reason"), "length")))
+    truncated = np.asarray(pc.equal(outputs.column("finish_reason"), "length"))
+    # Kaplan and Meier's estimate takes truncated outputs for at least that long.
+    survival = scipy.stats.ecdf(scipy.stats.CensoredData.right_censored(lengths, truncated)).sf
+    points, alive = survival.quantiles, survival.probabilities
     axis.step(points[alive > 0], alive[alive > 0], where="post", color=plotting.color(0))
     axis.set_xscale("log")
     axis.set_yscale("log")

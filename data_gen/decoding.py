@@ -34,12 +34,10 @@ def grouped_attention(
     Args:
         module: The attention layer.
         query: [rows, heads, new tokens, head size].
-        key: [rows, kv heads, tokens, head size].
-        value: Same shape as `key`.
+        key, value: [rows, kv heads, tokens, head size].
         attention_mask: Boolean, broadcastable to [rows, heads, new tokens, tokens]; True is attended.
         scaling: Factor on the scores, default 1/sqrt(head size).
-        dropout: Passed on to SDPA.
-        kwargs: Passed on to SDPA.
+        dropout, kwargs: Passed on to SDPA.
 
     Returns:
         Output [rows, new tokens, heads, head size], and None for the attention weights.

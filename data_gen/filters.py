@@ -8,10 +8,10 @@ import math
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
@@ -19,7 +19,6 @@ from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
 from scheduler_core.ranges import INTEGERS, check_ranges
 
-_TOKENIZER_BATCH = 256
 #: Characters in a piece: few enough for prompts of one line, enough that unrelated texts have few in common.
 PIECE = 5
 _MINHASH_SEED = 1
@@ -50,16 +49,12 @@ class PromptFilters:
     """Seed of the splits."""
     sample: int | None = None
     """Draw so many prompts; unset: all."""
-    stratify_by: Literal["category", "dataset", "length"] | None = None
-    """Strata that the sample is spread over evenly: category, dataset or length (in characters, by powers of two); unset: draw from all alike."""
     sample_seed: int = 0
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
         counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), near_duplicates=(0.5, 1.0))
-        if self.stratify_by is not None and self.sample is None:
-            raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
         if by_tokens and self.tokenizer is None:
             raise InputError("tokenizer", None, "a tokenizer.json, since prompts are filtered by tokens")
@@ -71,29 +66,69 @@ def filtered(
     """The prompts that pass, in their order.
 
     Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
-    `near_duplicates` passes, `sample` prompts for each stratum.
-
-    Args:
-        prompts: The stream.
-        filters: The conditions.
-        dropped: Counts dropped prompts, by reason.
+    `near_duplicates` passes, `sample` prompts. `dropped` counts the dropped ones by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
-    passed = iter(prompts)
+    passed = _passing(prompts, list(_checks(filters)), counts)
+    if filters.sample is None:
+        return passed
+    return _drawn(passed, filters.sample, filters.sample_seed, counts)
+
+
+#: Why a prompt is dropped; None if it passes.
+Check = Callable[[Prompt], str | None]
+
+
+def _passing(prompts: Iterable[Prompt], checks: Sequence[Check], counts: Counter[str]) -> Iterator[Prompt]:
+    for prompt in prompts:
+        reason = next(filter(None, (check(prompt) for check in checks)), None)
+        if reason is None:
+            yield prompt
+        else:
+            counts[reason] += 1
+
+
+def _checks(filters: PromptFilters) -> Iterator[Check]:
     if filters.deduplicate:
-        passed = _once(passed, counts)
+        digests: set[int] = set()
+
+        def repeated(prompt: Prompt) -> str | None:
+            digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
+            if digest in digests:
+                return "duplicate text"
+            digests.add(digest)
+            return None
+
+        yield repeated
     if filters.near_duplicates is not None:
-        passed = _unlike(passed, filters.near_duplicates, counts)
-    sized: Iterator[tuple[Prompt, int]] = ((prompt, len(whole_text(prompt))) for prompt in passed)
-    passed = _within(sized, filters.min_characters, filters.max_characters, "characters", counts)
+        index = NearDuplicates(filters.near_duplicates)
+
+        def alike(prompt: Prompt) -> str | None:
+            is_new = index.add("\n".join(normalized(message.content) for message in prompt.chat))
+            return None if is_new else "near-duplicate text"
+
+        yield alike
+    yield _bounds(filters.min_characters, filters.max_characters, "characters", len)
     if filters.tokenizer is not None:
-        sized = _counted(passed, filters.tokenizer)
-        passed = _within(sized, filters.min_prompt_tokens, filters.max_prompt_tokens, "tokens", counts)
+        count = token_counter(filters.tokenizer)
+        limits = (filters.min_prompt_tokens, filters.max_prompt_tokens)
+        yield _bounds(*limits, "tokens", lambda text: count([text])[0])
     if filters.split is not None:
-        passed = _in_split(passed, filters.split, filters.split_seed, counts)
-    if filters.sample is not None:
-        passed = iter(stratified(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts))
-    return passed
+        yield (
+            lambda prompt: (
+                None if split_of(prompt.prompt_id, filters.split_seed) == filters.split else "other split"
+            )
+        )
+
+
+def _bounds(low: int | None, high: int | None, unit: str, length_of: Callable[[str], int]) -> Check:
+    def out_of_bounds(prompt: Prompt) -> str | None:
+        length = length_of(whole_text(prompt))
+        if low is not None and length < low:
+            return f"fewer than {low} {unit}"
+        return f"more than {high} {unit}" if high is not None and length > high else None
+
+    return out_of_bounds
 
 
 def normalized(text: str) -> str:
@@ -109,11 +144,8 @@ def whole_text(prompt: Prompt) -> str:
 class NearDuplicates:
     """Texts of which no two are alike: datasketch's MinHashLSH finds candidates, the texts themselves decide.
 
-    Two texts are alike by the Jaccard similarity of their sets of five-character pieces. What passes depends on the
-    texts and their order alone.
-
-    Args:
-        threshold: Similarity from which two texts are alike, 0.5 to 1.
+    Two texts are alike from a Jaccard similarity `threshold` (0.5 to 1) of their sets of five-character pieces on. What passes
+    depends on the texts and their order alone.
     """
 
     def __init__(self, threshold: float) -> None:
@@ -166,50 +198,8 @@ def similarity(one: frozenset[str], other: frozenset[str]) -> float:
     return common / (len(one) + len(other) - common)
 
 
-def _once(prompts: Iterator[Prompt], counts: Counter[str]) -> Iterator[Prompt]:
-    digests: set[int] = set()
-    for prompt in prompts:
-        digest = digest64("\x00".join(f"{m.role}\x01{normalized(m.content)}" for m in prompt.chat))
-        if digest in digests:
-            counts["duplicate text"] += 1
-        else:
-            digests.add(digest)
-            yield prompt
-
-
-def _unlike(prompts: Iterator[Prompt], threshold: float, counts: Counter[str]) -> Iterator[Prompt]:
-    index = NearDuplicates(threshold)
-    for prompt in prompts:
-        if index.add("\n".join(normalized(message.content) for message in prompt.chat)):
-            yield prompt
-        else:
-            counts["near-duplicate text"] += 1
-
-
-def _within(
-    prompts: Iterable[tuple[Prompt, int]], low: int | None, high: int | None, unit: str, counts: Counter[str]
-) -> Iterator[Prompt]:
-    for prompt, length in prompts:
-        if low is not None and length < low:
-            counts[f"fewer than {low} {unit}"] += 1
-        elif high is not None and length > high:
-            counts[f"more than {high} {unit}"] += 1
-        else:
-            yield prompt
-
-
-def _counted(prompts: Iterator[Prompt], tokenizer: str) -> Iterator[tuple[Prompt, int]]:
-    encode = load_tokenizer(tokenizer)
-    while batch := list(itertools.islice(prompts, _TOKENIZER_BATCH)):
-        for prompt, encoding in zip(batch, encode([whole_text(prompt) for prompt in batch]), strict=True):
-            yield prompt, len(encoding.ids)
-
-
-def load_tokenizer(path: str) -> Callable[[list[str]], list[Any]]:
-    """Encodes texts without special tokens; `ids` of each encoding are its tokens.
-
-    Args:
-        path: A tokenizer.json, or a folder with one.
+def token_counter(path: str) -> Callable[[list[str]], list[int]]:
+    """Counts the tokens of texts, without special tokens, by a tokenizer.json or that of a folder.
 
     Raises:
         InputError: There is no such tokenizer.
@@ -224,64 +214,17 @@ def load_tokenizer(path: str) -> Callable[[list[str]], list[Any]]:
         raise InputError("tokenizer", path, f"a tokenizer.json ({str(error)[:120]})") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return lambda texts: list(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-
-
-def _in_split(prompts: Iterator[Prompt], split: Split, seed: int, counts: Counter[str]) -> Iterator[Prompt]:
-    for prompt in prompts:
-        if split_of(prompt.prompt_id, seed) == split:
-            yield prompt
-        else:
-            counts["other split"] += 1
-
-
-def stratified(
-    prompts: Iterable[Prompt], count: int, by: str | None, seed: int, dropped: Counter[str] | None = None
-) -> list[Prompt]:
-    """`count` prompts, spread over the strata as evenly as these allow, in the order of the stream.
-
-    A prompt's rank is a hash of (seed, its id), so the draw does not depend on the order of the stream. Strata with
-    fewer prompts than their quota give all, and the others fill the rest.
-
-    Args:
-        prompts: The stream; `count` prompts of each stratum are held.
-        count: How many to draw; fewer come back if there are fewer.
-        by: "category", "dataset", "length" or None.
-        seed: Another seed draws others.
-        dropped: Counts prompts that were not drawn.
-    """
-    heaps: dict[str, list[tuple[float, int, Prompt]]] = {}
-    total = 0
-    for position, prompt in enumerate(prompts):
-        total += 1
-        heap = heaps.setdefault(_stratum(prompt, by), [])
-        # The worst rank is on top of the heap, to be replaced.
-        entry = (-unit_hash(f"{seed}\x00{prompt.prompt_id}"), position, prompt)
-        if len(heap) < count:
-            heapq.heappush(heap, entry)
-        elif entry > heap[0]:
-            heapq.heapreplace(heap, entry)
-    chosen = [
-        entry for name, quota in _quotas(heaps, count).items() for entry in heapq.nlargest(quota, heaps[name])
+    return lambda texts: [
+        len(one.ids) for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
     ]
-    if dropped is not None and total > len(chosen):
-        dropped["not drawn"] += total - len(chosen)
-    return [prompt for _, _, prompt in sorted(chosen, key=lambda entry: entry[1])]
 
 
-def _stratum(prompt: Prompt, by: str | None) -> str:
-    if by is None:
-        return ""
-    if by == "length":
-        return str(int(math.log2(max(1, len(whole_text(prompt))))))
-    return prompt.category if by == "category" else prompt.dataset
-
-
-def _quotas(heaps: dict[str, list[tuple[float, int, Prompt]]], count: int) -> dict[str, int]:
-    """How many each stratum gives: the smallest first, each an even part of the rest."""
-    quotas: dict[str, int] = {}
-    rest = count
-    for number, name in enumerate(sorted(heaps, key=lambda name: (len(heaps[name]), name))):
-        quotas[name] = min(len(heaps[name]), -(-rest // (len(heaps) - number)))
-        rest -= quotas[name]
-    return quotas
+def _drawn(prompts: Iterable[Prompt], count: int, seed: int, counts: Counter[str]) -> Iterator[Prompt]:
+    """`count` prompts in the order of the stream, by a hash of (seed, id): whatever the order of the stream is."""
+    numbers = itertools.count()  # of all prompts that come
+    hashes = ((unit_hash(f"{seed}\x00{prompt.prompt_id}"), next(numbers), prompt) for prompt in prompts)
+    drawn = heapq.nsmallest(count, hashes)
+    if surplus := next(numbers) - len(drawn):
+        counts["not drawn"] += surplus
+    for _, _, prompt in sorted(drawn, key=lambda entry: entry[1]):
+        yield prompt

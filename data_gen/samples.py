@@ -1,29 +1,4 @@
-"""The sample schema `samples/2`: one row per sample, and how its Parquet files are read and written.
-
-| column | type | meaning |
-|---|---|---|
-| prompt_id | string | identifier of the prompt; (prompt_id, model, sample_index) is unique |
-| prompt | string or null | the user's text, of a conversation its last user message; null location only its hash is kept |
-| prompt_sha256 | string or null | hex SHA-256 of what was sent (`prompt_sha256`); null if the text was never known |
-| messages | list of (role, content) or null | the whole conversation; null if it is one user message, or only hashed |
-| category | string | kind of prompt, may be empty |
-| dataset | string | public set the prompt comes from, may be empty |
-| model | string | the served model |
-| temperature, top_p | double or null | sampling settings; null if unknown (imported sets) |
-| seed | int64 or null | seed of the run; null if unknown |
-| sample_index | int32 | 0-based index of the sample among the prompt's repeats |
-| max_tokens | int32 or null | maximum number of output tokens, in the model's tokens; null if unknown |
-| prompt_tokens | int32 or null | prompt length with the chat template, in the model's tokens; null if unknown |
-| output_tokens | int32 | output length, end marker included; 0 only when finish_reason is "error" |
-| finish_reason | string | "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets without it; a run never writes it) |
-| error | string or null | why there is no output, "KIND: reason"; null unless finish_reason is "error" |
-| queue_s | double or null | seconds the request waited before the engine took it; null if unknown |
-| ttft_s | double or null | seconds from sending the request to its first token; null if unknown |
-| total_s | double or null | seconds from sending the request to its last token; null if unknown |
-| text | string or null | the output; null unless it is kept |
-| engine, engine_version | string | the engine; engine "synthetic" is no language model |
-| run_id | string | identifier of the run that wrote the row |
-"""
+"""The sample schema `samples/2`, one row per sample, and how its Parquet files are read and written."""
 
 from __future__ import annotations
 
@@ -46,28 +21,47 @@ FINISH_REASONS = ("stop", "length", "error", "unknown")
 MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
 SCHEMA = pa.schema(
     [
+        # (prompt_id, model, sample_index) is unique.
         pa.field("prompt_id", pa.string(), nullable=False),
+        # The user's text, of a conversation its last user message; null where only its hash is kept.
         pa.field("prompt", pa.string()),
+        # Hex SHA-256 of what was sent (`prompt_sha256`); null if the text was never known.
         pa.field("prompt_sha256", pa.string()),
+        # The whole conversation; null if it is one user message, or only hashed.
         pa.field("messages", MESSAGES),
+        # Kind of prompt, and public set it comes from; may be empty.
         pa.field("category", pa.string(), nullable=False),
         pa.field("dataset", pa.string(), nullable=False),
+        # The served model.
         pa.field("model", pa.string(), nullable=False),
+        # Sampling settings and seed of the run; null if unknown (imported sets).
         pa.field("temperature", pa.float64()),
         pa.field("top_p", pa.float64()),
         pa.field("seed", pa.int64()),
+        # 0-based index of the sample among the prompt's repeats.
         pa.field("sample_index", pa.int32(), nullable=False),
+        # Maximum number of output tokens, and length of the prompt with the chat template, in the model's tokens; null if
+        # unknown.
         pa.field("max_tokens", pa.int32()),
         pa.field("prompt_tokens", pa.int32()),
+        # Output length, end marker included; 0 only when finish_reason is "error".
         pa.field("output_tokens", pa.int32(), nullable=False),
+        # "stop", "length" (right-censored at output_tokens), "error", or "unknown" (imported sets without it; a run never
+        # writes it).
         pa.field("finish_reason", pa.string(), nullable=False),
+        # Why there is no output, "KIND: reason"; null unless finish_reason is "error".
         pa.field("error", pa.string()),
+        # Seconds that the request waited before the engine took it; from sending it to its first and to its last token;
+        # null if unknown.
         pa.field("queue_s", pa.float64()),
         pa.field("ttft_s", pa.float64()),
         pa.field("total_s", pa.float64()),
+        # The output; null unless it is kept.
         pa.field("text", pa.string()),
+        # Engine "synthetic" is no language model.
         pa.field("engine", pa.string(), nullable=False),
         pa.field("engine_version", pa.string(), nullable=False),
+        # The run that wrote the row.
         pa.field("run_id", pa.string(), nullable=False),
     ],
     metadata={SCHEMA_KEY: SCHEMA_NAME.encode()},

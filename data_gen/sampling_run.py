@@ -211,7 +211,6 @@ class _Session:
         num_samples: Of the complete run.
         num_resumed: Outputs that were stored before.
         pending: Prompt id -> sample indices that the backend works on.
-        attempts: Failed attempts by kind.
         start: When the engine took its first prompt: before, it may load a model for minutes.
     """
 
@@ -223,7 +222,7 @@ class _Session:
     num_samples: int
     num_resumed: int = 0
     pending: dict[str, tuple[Prompt, set[int]]] = field(default_factory=dict)
-    attempts: Counter[str] = field(default_factory=Counter)
+    failed_attempts: Counter[str] = field(default_factory=Counter)
     start: float | None = None
     seconds: float = 0.0
     output_tokens: int = 0
@@ -260,7 +259,7 @@ class _Session:
         with bar, contextlib.closing(self.backend.sample(self._work(), self.settings)) as results:
             for result in results:
                 bar.update(self._take(result))
-                failures = f", {self.attempts.total()} failures" if self.attempts else ""
+                failures = f", {self.failed_attempts.total()} failures" if self.failed_attempts else ""
                 rate = self.output_tokens / max(time.monotonic() - (self.start or 0), 1e-9)
                 bar.set_postfix_str(f"{rate:.0f} tokens/s{failures}", refresh=False)
         # What the backend lost must not pass for done.
@@ -309,10 +308,10 @@ class _Session:
         if outputs:
             self.failures_in_a_row = 0
         for failure in failures:
-            if failure.kind not in self.attempts:
+            if failure.kind not in self.failed_attempts:
                 message = "prompt %s, sample %d failed (%s): %s; further ones are counted"
                 log.warning(message, prompt_id, failure.sample_index, failure.kind, failure.reason)
-            self.attempts[failure.kind] += 1
+            self.failed_attempts[failure.kind] += 1
             self.failures_in_a_row += failure.kind not in PROMPT_FAILURES
             self.first_failure = self.first_failure or (prompt_id, failure.reason)
         if self.failures_in_a_row >= self.options.max_failures_in_a_row:
@@ -363,7 +362,7 @@ class _Session:
                 "num_resumed": self.num_resumed,
                 "num_samples": num_samples,
                 "output_tokens": self.output_tokens,
-                "failed_attempts": dict(self.attempts),
+                "failed_attempts": dict(self.failed_attempts),
                 "seconds": self.seconds,
                 "samples_per_s": num_samples / self.seconds if self.seconds else None,
                 "output_tokens_per_s": self.output_tokens / self.seconds if self.seconds else None,

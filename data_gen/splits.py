@@ -22,10 +22,7 @@ _TURN = re.compile(r"#turn-\d+(-[0-9a-f]+)?\Z")
 def turn_id(conversation_id: str, turn: int, history: str = "") -> str:
     """Id of the prompt that ends with the conversation's user turn `turn`, from 1.
 
-    Args:
-        conversation_id: What decides the split of all turns.
-        turn: Number of the user turn.
-        history: Hex digits that tell conversations with the same id apart, may be empty.
+    `history`: hex digits that tell conversations with the same id apart, may be empty.
     """
     return f"{conversation_id}#turn-{turn}" + (f"-{history}" if history else "")
 
@@ -36,12 +33,9 @@ def family_of(prompt_id: str) -> str:
 
 
 def split_of(prompt_id: str, seed: int, fractions: tuple[float, float, float] = (0.6, 0.2, 0.2)) -> Split:
-    """The split of a prompt, by a stable hash of (seed, family of the prompt id).
+    """The split of a prompt, by a stable hash of (seed, family of the prompt id); another seed gives an independent split.
 
-    Args:
-        prompt_id: Identifier of the prompt; all samples of a prompt share it, so they share the split.
-        seed: Another seed gives another, independent split.
-        fractions: Expected shares of (train, validation, test); non-negative, summing to 1.
+    `fractions`: expected ones of (train, validation, test).
 
     Raises:
         InputError: If the fractions are negative or do not sum to 1.

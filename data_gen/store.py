@@ -82,9 +82,7 @@ def disk_errors(path: Path) -> Iterator[None]:
 class SampleStore:
     """Prompts and samples of one run; the caller holds the folder's lock.
 
-    Args:
-        path: The SQLite file, created if it is missing.
-        sync_interval_s: Longest time that a committed result stays unsynced; 0 syncs every one.
+    A committed result stays unsynced for `sync_interval_s` at most; 0 syncs every one.
 
     Raises:
         RunStoppedError: The disk is full or the file is damaged.
@@ -264,9 +262,7 @@ class SampleStore:
     def export(self, target: Path, constants: Mapping[str, object]) -> None:
         """Writes all samples of the source's prompts as Parquet (`samples/2`), atomically, in the source's order.
 
-        Args:
-            target: File to write.
-            constants: Columns that are the same in all rows.
+        `constants` are columns that are the same in all rows.
         """
         own = {"prompt_sha256", "prompt", "messages", "category", "dataset"}
         columns = [

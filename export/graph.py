@@ -14,7 +14,6 @@ from predictors.manifest import Manifest
 from scheduler_core.errors import TailcastError
 
 if TYPE_CHECKING:
-    import onnx
     from torch import Tensor, nn
 
     from predictors.modules.predictor import PromptPredictor
@@ -29,19 +28,21 @@ def export_graph(
 ) -> None:
     """Writes `model` as an ONNX file with free batch and sequence.
 
-    De-normalization, sigma floor and calibration are inside.
+    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it.
 
     Args:
         model: Predictor in eval mode on the CPU.
         manifest: Names the inputs and outputs.
-        path: File to write; weights beyond 1.9 GB go to a second file beside it.
+        path: File to write.
         legacy_exporter: Use torch's TorchScript exporter: faster, a larger graph.
 
     Raises:
         TailcastError: torch cannot export this encoder.
     """
     import onnx
+    import onnx_ir as ir
     import onnxscript  # noqa: F401  (torch names it only in the middle of the export)
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedOpsetsPass
 
     try:
         with _quiet():
@@ -52,29 +53,10 @@ def export_graph(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         other = "the default exporter" if legacy_exporter else "--legacy_exporter true"
         raise TailcastError(f"torch cannot export this model: {lines[0]}; {other} may") from error
-    graph = onnx.load(path, load_external_data=False)
-    _strip(graph)
-    drop_unused_domains(graph)
-    onnx.save(graph, path)
+    # Exporters write source paths and stack traces of this machine, and name operator sets that no node uses.
+    clean = ir.passes.Sequential(ClearMetadataAndDocStringPass(), RemoveUnusedOpsetsPass())
+    ir.save(clean(ir.load(path)).model, path)
     onnx.checker.check_model(str(path))
-
-
-def drop_unused_domains(model: onnx.ModelProto) -> None:
-    """Removes operator sets that no node uses, in place: exporters and optimizers list unused ones."""
-    parts = (model.graph, *model.functions)
-    used = {"", "ai.onnx"} | {node.domain for part in parts for node in _nodes(part)}
-    opsets = [entry for entry in model.opset_import if entry.domain in used]
-    del model.opset_import[:]
-    model.opset_import.extend(opsets)
-
-
-def _nodes(part: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
-    """All nodes, those of graphs inside of nodes included."""
-    for node in part.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from _nodes(inner)
 
 
 def _torch_export(model: PromptPredictor, manifest: Manifest, path: Path, *, legacy_exporter: bool) -> None:
@@ -164,16 +146,6 @@ def _expm1_known_to_the_legacy_exporter() -> Iterator[None]:
         yield
     finally:
         onnx_exporter.unregister_custom_op_symbolic("aten::expm1", 9)
-
-
-def _strip(model: onnx.ModelProto) -> None:
-    """Removes what the exporters write for debugging: source paths of this machine, stack traces."""
-    graph = model.graph
-    nodes = (*graph.node, *(node for function in model.functions for node in function.node))
-    values = (*graph.input, *graph.output, *graph.value_info, *graph.initializer)
-    for part in (model, graph, *model.functions, *nodes, *values):
-        part.doc_string = ""
-        del part.metadata_props[:]
 
 
 @contextlib.contextmanager

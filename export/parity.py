@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,61 +19,15 @@ if TYPE_CHECKING:
     from predictors.runtime import ArtifactRuntime
 
 MAX_BATCH = 64
-
-PATTERNS = ("full", "one long", "one short", "all short", "random")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A batch of `batch` rows and `seq` columns, padded on the right as `pattern` says."""
-
-    batch: int
-    seq: int
-    pattern: str
-
-    def __str__(self) -> str:
-        return f"{self.batch}x{self.seq} {self.pattern}"
-
-    def lengths(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        """Tokens in each row [batch], from 1 to seq.
-
-        full: no padding. one long, one short: one row has all columns, or 1, the others the opposite. all short: every row
-        is padded, as where columns are rounded up. random: any.
-        """
-        rows = np.arange(self.batch)
-        match self.pattern:
-            case "one long" | "one short":
-                is_long = (rows == rng.integers(self.batch)) == (self.pattern == "one long")
-            case "random" | "all short":
-                end = self.seq + 1 if self.pattern == "random" else max(self.seq, 2)
-                return rng.integers(1, end, size=self.batch, dtype=np.int64)
-            case _:
-                is_long = rows >= 0
-        return np.where(is_long, self.seq, 1)
-
-
-def shapes(longest: int, *, max_tokens: int, num_random: int, rng: np.random.Generator) -> Iterator[Shape]:
-    """Every pattern at one small shape; edge shapes and random ones, patterns in turn.
-
-    Args:
-        longest: Most columns.
-        max_tokens: Most rows times columns; one row of `longest` columns comes in any case.
-        num_random: Random shapes, log-uniform over 1 to 64 rows and 1 to `longest` columns.
-        rng: Draws them.
-    """
-    small = (5, min(16, longest))
-    yield from (Shape(*small, pattern) for pattern in PATTERNS)
-    sizes = [(1, 1), (1, 2), (2, 1), (1, longest), (3, 17)]
-    sizes += [(min(MAX_BATCH, max_tokens), 1), (min(MAX_BATCH, max_tokens // 2), 2)]
-    sizes += [(min(MAX_BATCH, max_tokens // longest), longest), (MAX_BATCH, max_tokens // MAX_BATCH)]
-    for _ in range(num_random):
-        batch, seq = np.exp(rng.uniform(0, np.log([MAX_BATCH + 0.99, longest + 0.99]))).astype(int).tolist()
-        sizes.append((batch, min(seq, max_tokens // batch)))
-    for number, (batch, seq) in enumerate(sizes):
-        if batch >= 1 and seq >= 1:
-            yield Shape(batch, min(seq, longest), PATTERNS[number % len(PATTERNS)])
-
-
+#: Tokens in each row of a batch, from 1 to the number of columns; rows are padded on the right.
+PATTERNS: dict[str, Callable[[int, int, np.random.Generator], NDArray[np.int64]]] = {
+    "full": lambda batch, seq, rng: np.full(batch, seq),
+    "one long": lambda batch, seq, rng: np.where(np.arange(batch) == rng.integers(batch), seq, 1),
+    "one short": lambda batch, seq, rng: np.where(np.arange(batch) == rng.integers(batch), 1, seq),
+    # As where columns are rounded up.
+    "all short": lambda batch, seq, rng: rng.integers(1, max(seq, 2), size=batch),
+    "random": lambda batch, seq, rng: rng.integers(1, seq + 1, size=batch),
+}
 TEMPERATURES = (None, 0.0, 0.3, 1.0, 2.0)
 # Of these a large number is as right with a proportionally larger difference.
 RELATIVE_ABOVE_1 = ("nu", "regression_tokens", "rank")
@@ -90,10 +44,31 @@ PROBES = (
 logger = logging.getLogger(__name__)
 
 Arrays = Mapping[str, NDArray[np.float64]]
-
-
 #: Token ids of each prompt, served models by name, temperatures.
 Rows = tuple[list[NDArray[np.int64]], list[str | None], list[float | None]]
+
+
+def shapes(
+    longest: int, *, max_tokens: int, num_random: int, rng: np.random.Generator
+) -> Iterator[tuple[int, int, str]]:
+    """(rows, columns, pattern): every pattern at one small shape; edge shapes and random ones, patterns in turn.
+
+    Args:
+        longest: Most columns.
+        max_tokens: Most rows times columns; one row of `longest` columns comes in any case.
+        num_random: Random shapes, log-uniform over 1 to 64 rows and 1 to `longest` columns.
+        rng: Draws them.
+    """
+    yield from ((5, min(16, longest), pattern) for pattern in PATTERNS)
+    sizes = [(1, 1), (1, 2), (2, 1), (1, longest), (3, 17)]
+    sizes += [(min(MAX_BATCH, max_tokens), 1), (min(MAX_BATCH, max_tokens // 2), 2)]
+    sizes += [(min(MAX_BATCH, max_tokens // longest), longest), (MAX_BATCH, max_tokens // MAX_BATCH)]
+    for _ in range(num_random):
+        batch, seq = np.exp(rng.uniform(0, np.log([MAX_BATCH + 0.99, longest + 0.99]))).astype(int).tolist()
+        sizes.append((batch, min(seq, max_tokens // batch)))
+    for (batch, seq), pattern in zip(sizes, itertools.cycle(PATTERNS), strict=False):
+        if batch >= 1 and seq >= 1:
+            yield batch, min(seq, longest), pattern
 
 
 def measure_parity(
@@ -106,13 +81,6 @@ def measure_parity(
     num_random: int,
 ) -> dict[str, Any]:
     """Compares torch with the artifact on random tokens and conditions, over shapes and padding patterns.
-
-    Args:
-        model: The predictor in eval mode.
-        runtime: The artifact made from it.
-        rng: Draws tokens, lengths, served models and temperatures.
-        tolerance: Largest difference that passes.
-        max_tokens, num_random: As in `shapes`.
 
     Returns:
         max_abs_diff: "batch x seq pattern" -> largest |torch - ONNX Runtime| over all outputs (log tokens for mu and
@@ -127,16 +95,17 @@ def measure_parity(
     by_shape: dict[str, float] = {}
     by_output: dict[str, float] = {}
     longest = model.config.max_length
-    for shape in shapes(longest, max_tokens=max_tokens, num_random=num_random, rng=rng):
-        rows = _random_rows(model, shape, rng)
-        feed = runtime.feed(*rows, seq=shape.seq)
+    for batch, seq, pattern in shapes(longest, max_tokens=max_tokens, num_random=num_random, rng=rng):
+        shape = f"{batch}x{seq} {pattern}"
+        rows = _random_rows(model, PATTERNS[pattern](batch, seq, rng), rng)
+        feed = runtime.feed(*rows, seq=seq)
         with torch.no_grad():
             outputs = model(**{name: torch.from_numpy(values) for name, values in feed.items()})
         expected = {name: values.double().numpy() for name, values in outputs.items()}
-        differences = _differences(expected, _onnx(runtime, rows, shape.seq))
+        differences = _differences(expected, _onnx(runtime, rows, seq))
         _check(differences, tolerance, f"torch and ONNX Runtime at {shape}")
-        by_shape[str(shape)] = max(differences.values())
-        logger.info("parity at %s: %.2g", shape, by_shape[str(shape)])
+        by_shape[shape] = max(differences.values())
+        logger.info("parity at %s: %.2g", shape, by_shape[shape])
         by_output = {name: max(value, by_output.get(name, 0.0)) for name, value in differences.items()}
     padding = measure_padding(model, runtime, rng=rng)
     _check(padding, tolerance, "a prompt alone and in a batch")
@@ -151,15 +120,9 @@ def measure_parity(
 def measure_padding(
     model: PromptPredictor, runtime: ArtifactRuntime, *, rng: np.random.Generator
 ) -> dict[str, float]:
-    """Largest change of each output between prompts alone, in a batch, and in a batch with as much padding as can be.
-
-    Args:
-        model: Tells vocabulary, lengths and conditions.
-        runtime: What is measured.
-        rng: Draws the prompts.
-    """
+    """Largest change of each output between prompts alone, in a batch, and in a batch with as much padding as can be."""
     longest = model.config.max_length
-    rows = _random_rows(model, Shape(6, min(33, longest), "random"), rng)
+    rows = _random_rows(model, PATTERNS["random"](6, min(33, longest), rng), rng)
     single = [
         _onnx(runtime, ([prompt], [served], [temperature]))
         for prompt, served, temperature in zip(*rows, strict=True)
@@ -184,16 +147,17 @@ def check_tokenizer(checkpoint: Checkpoint, tokenizer: PromptTokenizer) -> None:
             )
 
 
-def _random_rows(model: PromptPredictor, shape: Shape, rng: np.random.Generator) -> Rows:
+def _random_rows(model: PromptPredictor, lengths: NDArray[np.int64], rng: np.random.Generator) -> Rows:
+    """Rows of so many random tokens, with random conditions."""
     vocabulary: int = model.encoder.config.vocab_size  # type: ignore[union-attr,assignment]
     conditioning = model.config.conditioning
     names: tuple[str | None, ...] = () if conditioning is None else conditioning.served_models
     if conditioning is None or conditioning.unknown:
         names += (None,)
     return (
-        [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in shape.lengths(rng)],
-        [names[number] for number in rng.integers(len(names), size=shape.batch)],
-        [TEMPERATURES[number] for number in rng.integers(len(TEMPERATURES), size=shape.batch)],
+        [rng.integers(0, vocabulary, size=length, dtype=np.int64) for length in lengths],
+        [names[number] for number in rng.integers(len(names), size=len(lengths))],
+        [TEMPERATURES[number] for number in rng.integers(len(TEMPERATURES), size=len(lengths))],
     )
 
 

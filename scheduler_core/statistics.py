@@ -1,4 +1,4 @@
-"""Statistics for the whole tree: variation and concentration of groups of values, rank correlation, confidence intervals over seeds."""
+"""Statistics for the whole tree: rank correlation, confidence intervals over seeds."""
 
 from __future__ import annotations
 
@@ -14,36 +14,6 @@ from scheduler_core.errors import InputError
 from scheduler_core.lengths.student_t import student_t_quantile
 
 FloatArray = NDArray[np.float64]
-
-
-def coefficients_of_variation(values: FloatArray, offsets: NDArray[np.int64]) -> FloatArray:
-    """Standard deviation over mean of each group [G]; NaN for a group of one value.
-
-    Args:
-        values: Values >= 0 of all groups, one group after the other [N].
-        offsets: Bounds of the groups in `values` [G + 1].
-    """
-    counts, starts = np.diff(offsets), offsets[:-1]
-    mean = np.add.reduceat(values, starts) / counts
-    squares = np.add.reduceat((values - np.repeat(mean, counts)) ** 2, starts)
-    variance = np.divide(squares, counts - 1, out=np.full(len(counts), np.nan), where=counts > 1)
-    return np.asarray(np.sqrt(variance) / mean)
-
-
-def top_decile_fractions(values: FloatArray, offsets: NDArray[np.int64]) -> FloatArray:
-    """Fraction of the sum of each group that its largest 10 % make up [G]; the last of those counts in part.
-
-    Args:
-        values: Values of all groups, one group after the other, ascending in each [N].
-        offsets: Bounds of the groups in `values` [G + 1].
-    """
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    size = 0.1 * np.diff(offsets)
-    complete = np.floor(size + 1e-9).astype(np.int64)
-    first = offsets[1:] - complete
-    top = sums[offsets[1:]] - sums[first]
-    top = top + (size - complete) * values[np.maximum(first - 1, offsets[:-1])]
-    return np.asarray(top / (sums[offsets[1:]] - sums[offsets[:-1]]))
 
 
 def kendall_tau(one: ArrayLike, other: ArrayLike) -> float | None:

@@ -90,16 +90,13 @@ class Outcome:
 
     def gaps(self, tenant: str | None = None) -> GapHistogram:
         """Times between tokens, of one tenant or of all."""
-        return GapHistogram.merged(
-            part for kind, part in self.watch.gaps.by_class.items() if tenant is None or kind[1] == tenant
-        )
+        return self.watch.gaps.merged(None if tenant is None else "tenant", tenant)
 
 
 def simulate(
     system: System,
     trace: Trace,
     predictions: Predictions | None = None,
-    delays_s: dict[str, float] | None = None,
     seed: int = 0,
     *,
     measure_ran: bool = False,
@@ -120,7 +117,6 @@ def simulate(
         schedulers,
         system.step_time,
         predictions or Predictions(),
-        delays_s=delays_s,
         watch=watch,
         **arguments,
     ).run()

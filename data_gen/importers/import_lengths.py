@@ -59,10 +59,7 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
     """Imports a file; batch by batch, so that a week's trace needs no more memory than a small one.
 
     Only ids are remembered: about 100 bytes for each prompt and model where samples have to be counted, 8 for each
-    id that must be unique.
-
-    Returns:
-        The content of `OUT.run.json`: options, counts, and the source's hash.
+    id that must be unique. Returns the content of `OUT.run.json`: options, counts, and the source's hash.
 
     Raises:
         InputError: Names the row, column and value that cannot be used.

@@ -44,12 +44,7 @@ def parse_mapping(text: str) -> dict[str, str]:
 
 
 def openai_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
-    """OpenAI-style responses; one with several choices is an error row, since they share one count.
-
-    Args:
-        path: The file.
-        skipped: Takes rows that cannot be used.
-    """
+    """OpenAI-style responses; one with several choices is an error row, since they share one count."""
     for number, raw in file_rows(path, "file", on_bad_row=skipped.add_bad):
         try:
             row = _openai_row(raw, f"{path.name} row {number}")

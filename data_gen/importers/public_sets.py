@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from data_gen.filters import load_tokenizer
+from data_gen.filters import token_counter
 from data_gen.importers.values import LENGTH, STOP, Row, SkippedRows, table_rows
 from data_gen.sources.layouts import check_order, layout_of
 from data_gen.splits import digest64, turn_id
@@ -83,17 +83,13 @@ def castillo_rows(path: Path, skipped: SkippedRows) -> Iterator[Row]:
 def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator[Row]:
     """One request for each reply of the assistant; its prompt is the conversation so far, its tenant the conversation.
 
-    Lengths are tokens of the texts, without a chat template; an output also has its end marker.
-
-    Args:
-        path: The file.
-        tokenizer: A tokenizer.json, or a folder with one.
-        skipped: Counts conversations that cannot be sent (an empty text, a missing beginning), or repeated.
+    Lengths are tokens of the texts, without a chat template; an output also has its end marker. Conversations that cannot be
+    sent (an empty text, a missing beginning) or repeat one are skipped.
 
     Raises:
         InputError: A row is no conversation, or the tokenizer cannot be read.
     """
-    encode = load_tokenizer(tokenizer)
+    count_tokens = token_counter(tokenizer)
     layout = None
     identifiers: set[int] = set()
     for number, raw in file_rows(path, "file"):
@@ -110,7 +106,7 @@ def sharegpt_rows(path: Path, tokenizer: str, skipped: Counter[str]) -> Iterator
             skipped["repeated conversation"] += 1
             continue
         identifiers.add(digest)
-        lengths = [len(one.ids) for one in encode([message.content for message in conversation.messages])]
+        lengths = count_tokens([message.content for message in conversation.messages])
         turn = 0
         for position, message in enumerate(conversation.messages):
             if message.role == "assistant":

@@ -45,17 +45,12 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class SkippedRows:
-    """Rows that are left out, counted by reason; bad ones are errors with `stop`.
-
-    Attributes:
-        counts: Reason -> rows.
-        bad: Number and reason of the first bad rows.
-    """
+    """Rows that are left out; with `stop` the first bad one is an error."""
 
     def __init__(self, *, stop: bool = True) -> None:
         self._stop = stop
-        self.counts = Counter[str]()
-        self.bad: list[dict[str, Any]] = []
+        self.counts = Counter[str]()  # by reason
+        self.bad: list[dict[str, Any]] = []  # number and reason of the first ones
 
     def add_bad(self, number: int, error: InputError) -> None:
         """Counts a row that cannot be used; raises its error with `stop`."""
@@ -79,7 +74,7 @@ def table_rows(
         path: The file.
         mapping: Canonical column -> column of the table, or a path with dots into objects; empty takes the columns that
             have canonical names.
-        skipped: Takes rows that cannot be used.
+        skipped: Gets the rows that cannot be used.
         optional: Canonical columns that the table may lack.
 
     Raises:

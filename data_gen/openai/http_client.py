@@ -35,6 +35,13 @@ _KEEP_ALIVE_S = 30.0
 _PROBE_S = 10.0
 _SPARE_DESCRIPTORS = 128
 
+#: Kinds of failure by what aiohttp raises; the first match counts.
+_KINDS = (
+    ((aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError), UNREACHABLE),
+    (TimeoutError, "timeout"),
+    (aiohttp.ClientPayloadError, "truncated"),
+    ((aiohttp.ClientConnectionError, OSError), DISCONNECTED),
+)
 #: Engine by `owned_by` of /v1/models.
 _OWNERS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama.cpp", "library": "ollama"}
 #: (engine, page, field of its version).
@@ -122,15 +129,7 @@ class CompletionsClient:
         reason = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
             raise EngineError(f"too many open connections for this process: {reason}") from error
-        kind = "malformed"
-        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-            kind = UNREACHABLE
-        elif isinstance(error, TimeoutError):
-            kind = "timeout"
-        elif isinstance(error, aiohttp.ClientPayloadError):
-            kind = "truncated"
-        elif isinstance(error, aiohttp.ClientConnectionError | OSError):
-            kind = DISCONNECTED
+        kind = next((kind for types, kind in _KINDS if isinstance(error, types)), "malformed")
         return self._redacted(ResponseError(kind, reason, retry=True))
 
     def _redacted(self, error: ResponseError) -> ResponseError:
@@ -139,11 +138,7 @@ class CompletionsClient:
         return error
 
     async def identify(self, base_url: str, model: str) -> ServerIdentity:
-        """The engine, version and model at an address.
-
-        Args:
-            base_url: Address up to /v1.
-            model: Name that it must serve; empty takes the only one.
+        """The engine and version at an address up to /v1, and the model: `model`, or if that is empty the only one.
 
         Raises:
             InputError: If it does not serve the model, or the key is not accepted.

@@ -67,7 +67,6 @@ class Layout:
     Attributes:
         columns: Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with
             role or from, and content or value.
-        is_chat: The column holds conversations.
         turns: The turns to take by default.
         public: A public set: repeated prompts are dropped by default, and unusable conversations (empty
             texts, unknown roles, a missing beginning) skipped and counted; in a user's own file they are errors.

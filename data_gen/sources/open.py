@@ -176,9 +176,7 @@ def compose(count: int, seed: int) -> list[tuple[str, str]]:
     They are made of `templates.json`: templates of nine kinds of request whose outputs differ widely in length, and the
     words for their slots.
 
-    Args:
-        count: How many prompts; at least 1.
-        seed: Seed of the choice of templates and words; a longer list starts with the shorter one.
+    A longer list starts with the shorter one of the same seed.
 
     Raises:
         InputError: If `count` is below 1 or more than the templates can give without repeating.

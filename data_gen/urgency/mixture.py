@@ -126,14 +126,7 @@ def with_phrases(
     """Copies of every training text, each with another phrase and the same level.
 
     Phrases of the text's own language are drawn half of the time where there are any: mixtures occur, too. Texts of
-    the validation and test splits get no copies.
-
-    Args:
-        texts: Labeled texts.
-        phrases: To draw from.
-        num_copies: Copies of each training text, 0 to the number of phrases.
-        random: Decides which phrases.
-        claimed: The phrases claim urgency.
+    the validation and test splits get no copies. `claimed` tells whether the phrases claim urgency.
     """
     copies: list[LabeledText] = []
     for text in texts:

@@ -29,17 +29,9 @@ PARTS: dict[str, tuple[str, ...]] = {"llm": LEVELS, "quiet": ("quiet",), "triage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimPair:
-    """A text with and without a claim of urgency; both have the same true level.
+    """A text with and without a claim of urgency; both have the same true level, of which `level` is the name.
 
-    Attributes:
-        id: Unique among the pairs.
-        text: Without the claim.
-        claimed_text: With it.
-        level: Name of the true level.
-        claim: The claim alone.
-        position: Where it stands: before, in the middle of, or after the text.
-        language: ISO 639-1 code.
-        split: validation or test; pairs are never trained on.
+    Pairs are never trained on: their splits are validation and test.
     """
 
     id: str
@@ -47,7 +39,7 @@ class ClaimPair:
     claimed_text: str
     level: str
     claim: str
-    position: str
+    position: str  # of the claim: before, in the middle of, or after the text
     language: str
     split: Split
 

@@ -10,19 +10,15 @@ that reading is right is then checked by calculating it in numpy on a random bat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import onnx
-from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto
+import onnx_ir as ir
 
 from export.passes.disentangled import PositionTerm, RelativeBias, Scale, position_tables, product_of
-from export.passes.graph import MICROSOFT, GraphView, probe, random_feed
+from export.passes.graph import MICROSOFT, Array, add, finish, probe, random_feed, replace_uses, stored
 
-Array = NDArray[Any]
 LAYOUT = ("Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten")
 #: What is added to a score to forbid it: no probability is left, and half precision can hold it.
 BLOCKED = -1e4
@@ -35,7 +31,7 @@ class Reading:
     """How the surroundings of one softmax read.
 
     Attributes:
-        softmax: The node.
+        probabilities: What the softmax gives.
         query, key, value: Projections [B, S, H D] that the heads are cut from.
         context: The tensor [B, S, H D] that joins the heads.
         scales: Factors on query times key.
@@ -44,47 +40,45 @@ class Reading:
         keep: The mask is boolean: True = keep.
     """
 
-    softmax: NodeProto
-    query: str = ""
-    key: str = ""
-    value: str = ""
-    context: str = ""
+    probabilities: ir.Value
+    query: ir.Value | None = None
+    key: ir.Value | None = None
+    value: ir.Value | None = None
+    context: ir.Value | None = None
     scales: list[Scale] = field(default_factory=list)
     positions: list[PositionTerm] = field(default_factory=list)
-    mask: str = ""
+    mask: ir.Value | None = None
     keep: bool = False
 
-    def tensors(self) -> list[str]:
+    def tensors(self) -> list[ir.Value]:
         """All that has to be looked at to prove the reading."""
-        names = [self.query, self.key, self.value, self.context, self.mask, self.softmax.output[0]]
-        names += [scale.name for scale in self.scales]
-        names += [scale.name for term in self.positions for scale in term.scales]
-        return [name for name in names if name]
+        values = [self.query, self.key, self.value, self.context, self.mask, self.probabilities]
+        values += [scale.value for scale in self.scales]
+        values += [scale.value for term in self.positions for scale in term.scales]
+        return [value for value in values if value is not None]
 
 
-def fuse_attention(model: onnx.ModelProto, *, max_length: int, vocabulary: int) -> int:
-    """Puts every attention that can be proved into one operator.
+def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
+    """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many.
 
     Args:
-        model: A simplified graph; it is changed.
+        model: The graph.
         max_length: Most tokens the graph reads.
         vocabulary: Number of token ids.
-
-    Returns:
-        Number of attention layers that were rewritten; 0 leaves the graph as it was.
     """
-    graph = GraphView(model)
-    softmaxes = [node for node in graph.nodes if node.op_type == "Softmax"]
-    readings = [reading for node in softmaxes if (reading := read_attention(graph, node)) is not None]
+    graph = model.graph
+    softmaxes = [node for node in graph if node.op_type == "Softmax"]
+    readings = [reading for node in softmaxes if (reading := read_attention(node)) is not None]
     if not readings:
         return 0
     rng = np.random.default_rng(0)
     feed = random_feed(model, 2, min(7, max_length), rng, vocabulary)
-    values = probe(model, [name for reading in readings for name in reading.tensors()], feed)
+    values = probe(model, [value for reading in readings for value in reading.tensors()], feed)
     terms = [term for reading in readings for term in reading.positions]
     tables = position_tables(model, terms, max_length, rng, vocabulary) if terms else {}
     done = 0
-    key_mask = ""
+    [mask] = [value for value in graph.inputs if value.name == "attention_mask"]
+    key_mask: ir.Value | None = None
     relative = RelativeBias(graph, max_length)
     for reading in readings:
         try:
@@ -92,115 +86,120 @@ def fuse_attention(model: onnx.ModelProto, *, max_length: int, vocabulary: int) 
         except ValueError:
             proof = None
         if proof is not None:
-            key_mask = key_mask or graph.add("Cast", ["attention_mask"], to=TensorProto.INT32)
+            key_mask = key_mask or add(graph, "Cast", mask, to=ir.DataType.INT32)
             _rewrite(graph, reading, proof, key_mask, relative)
             done += 1
     if done:
-        graph.finish()
+        finish(model)
     return done
 
 
-def read_attention(graph: GraphView, softmax: NodeProto) -> Reading | None:
+def read_attention(softmax: ir.Node) -> Reading | None:
     """What the surroundings of a softmax say; None if they cannot be attention."""
-    reading = Reading(softmax)
-    if not _read_scores(graph, softmax.input[0], reading, [], swapped=False) or not reading.query:
+    reading = Reading(softmax.outputs[0])
+    if not _read_scores(softmax.inputs[0], reading, [], swapped=False) or reading.query is None:
         return None
-    name = softmax.output[0]
+    value = softmax.outputs[0]
     while True:
-        node = _only_reader(graph, name, ("Shape", "IsNaN"))
+        node = _only_reader(value, ("Shape", "IsNaN"))
         if node is None:
             return None
-        if node.op_type == "MatMul" and node.input[0] == name:
+        if node.op_type == "MatMul" and node.inputs[0] is value:
             break
         if node.op_type not in (*LAYOUT, "Where"):
             return None
-        name = node.output[0]
-    reading.value, scales = _walk_back(graph, node.input[1])
+        value = node.outputs[0]
+    reading.value, scales = _walk_back(node.inputs[1])
     if scales:
         return None
-    name = node.output[0]
-    while (reader := _only_reader(graph, name, ("Shape",))) is not None and reader.op_type in LAYOUT:
-        name = reader.output[0]
-    reading.context = name
+    value = node.outputs[0]
+    while (reader := _only_reader(value, ("Shape",))) is not None and reader.op_type in LAYOUT:
+        value = reader.outputs[0]
+    reading.context = value
     return reading
 
 
-def _read_scores(
-    graph: GraphView, name: str, reading: Reading, scales: Sequence[Scale], *, swapped: bool
-) -> bool:
+def _read_scores(value: ir.Value | None, reading: Reading, scales: Sequence[Scale], *, swapped: bool) -> bool:
     """Reads the sum in front of a softmax, term by term."""
-    node = graph.producer(name)
+    node = _producer(value)
     if node is None:
         return False
     if node.op_type == "Add":
-        return all(_read_scores(graph, part, reading, scales, swapped=swapped) for part in node.input)
-    if node.op_type == "Where" and not reading.mask and _makes_products(graph, node.input[1]):
-        reading.mask, reading.keep = node.input[0], True
-        return _read_scores(graph, node.input[1], reading, scales, swapped=swapped)
-    if node.op_type in ("Mul", "Div") and _makes_products(graph, node.input[0]):
-        scale = Scale(node.input[1], node.op_type == "Div")
-        return _read_scores(graph, node.input[0], reading, [*scales, scale], swapped=swapped)
+        return all(_read_scores(part, reading, scales, swapped=swapped) for part in node.inputs)
+    if node.op_type == "Where" and reading.mask is None and _makes_products(node.inputs[1]):
+        reading.mask, reading.keep = node.inputs[0], True
+        return _read_scores(node.inputs[1], reading, scales, swapped=swapped)
+    if node.op_type in ("Mul", "Div") and _makes_products(node.inputs[0]):
+        return _read_scores(node.inputs[0], reading, [*scales, _scale_of(node)], swapped=swapped)
     if node.op_type in ("Reshape", "Identity"):
-        return _read_scores(graph, node.input[0], reading, scales, swapped=swapped)
-    if node.op_type == "Transpose" and _makes_products(graph, node.input[0]):
-        return _read_scores(graph, node.input[0], reading, scales, swapped=not swapped)
-    if node.op_type == "MatMul" and not reading.query and not swapped:
-        reading.query, more = _walk_back(graph, node.input[0])
-        reading.key, most = _walk_back(graph, node.input[1])
+        return _read_scores(node.inputs[0], reading, scales, swapped=swapped)
+    if node.op_type == "Transpose" and _makes_products(node.inputs[0]):
+        return _read_scores(node.inputs[0], reading, scales, swapped=not swapped)
+    if node.op_type == "MatMul" and reading.query is None and not swapped:
+        reading.query, more = _walk_back(node.inputs[0])
+        reading.key, most = _walk_back(node.inputs[1])
         reading.scales = [*scales, *more, *most]
         return True
     if node.op_type == "GatherElements":
-        product = graph.producer(node.input[0])
+        product = _producer(node.inputs[0])
         if product is None or product.op_type != "MatMul":
             return False
-        source, more = _walk_back(graph, product.input[0])
-        reading.positions.append(
-            PositionTerm(source, product.input[1], node.input[1], (*scales, *more), by_key=swapped)
-        )
+        source, more = _walk_back(product.inputs[0])
+        source, table, index = map(_known, (source, product.inputs[1], node.inputs[1]))
+        reading.positions.append(PositionTerm(source, table, index, (*scales, *more), by_key=swapped))
         return True
-    if not reading.mask and not swapped and not scales:
-        reading.mask = name
+    if reading.mask is None and not swapped and not scales:
+        reading.mask = value
         return True
     return False
 
 
-def _makes_products(graph: GraphView, name: str) -> bool:
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return None if value is None else value.producer()
+
+
+def _known(value: ir.Value | None) -> ir.Value:
+    assert value is not None
+    return value
+
+
+def _scale_of(node: ir.Node) -> Scale:
+    return Scale(_known(node.inputs[1]), node.op_type == "Div")
+
+
+def _makes_products(value: ir.Value | None) -> bool:
     """Whether a tensor is made from a product of two computed matrices, by sums, factors and new layouts alone."""
-    node = graph.producer(name)
+    node = _producer(value)
     if node is None:
         return False
     if node.op_type in ("MatMul", "GatherElements"):
-        return not (graph.is_constant(node.input[0]) or graph.is_constant(node.input[1]))
+        return stored(node.inputs[0]) is None and stored(node.inputs[1]) is None
     if node.op_type == "Add":
-        return any(_makes_products(graph, part) for part in node.input)
+        return any(map(_makes_products, node.inputs))
     if node.op_type in (*LAYOUT, "Mul", "Div"):
-        return _makes_products(graph, node.input[0])
-    if node.op_type == "Where":
-        return _makes_products(graph, node.input[1])
-    return False
+        return _makes_products(node.inputs[0])
+    return node.op_type == "Where" and _makes_products(node.inputs[1])
 
 
-def _walk_back(graph: GraphView, name: str) -> tuple[str, list[Scale]]:
+def _walk_back(value: ir.Value | None) -> tuple[ir.Value | None, list[Scale]]:
     """Where a tensor comes from before new layouts and factors; the factors."""
     scales: list[Scale] = []
-    while (node := graph.producer(name)) is not None:
-        if node.op_type in LAYOUT:
-            name = node.input[0]
-        elif node.op_type in ("Mul", "Div") and _feeds_layout(graph, node.input[0]):
-            scales.append(Scale(node.input[1], node.op_type == "Div"))
-            name = node.input[0]
-        else:
+    while (node := _producer(value)) is not None:
+        if node.op_type in ("Mul", "Div") and _feeds_layout(node.inputs[0]):
+            scales.append(_scale_of(node))
+        elif node.op_type not in LAYOUT:
             break
-    return name, scales
+        value = node.inputs[0]
+    return value, scales
 
 
-def _feeds_layout(graph: GraphView, name: str) -> bool:
-    node = graph.producer(name)
+def _feeds_layout(value: ir.Value | None) -> bool:
+    node = _producer(value)
     return node is not None and node.op_type in (*LAYOUT, "Add", "MatMul", "Gemm", "Mul", "Div")
 
 
-def _only_reader(graph: GraphView, name: str, ignored: Sequence[str]) -> NodeProto | None:
-    readers = [node for node in graph.consumers(name) if node.op_type not in ignored]
+def _only_reader(value: ir.Value, ignored: Collection[str]) -> ir.Node | None:
+    readers = [node for node in value.consumers() if node.op_type not in ignored]
     return readers[0] if len(readers) == 1 else None
 
 
@@ -210,7 +209,11 @@ Proof = tuple[int, float, bool, list[Array]]
 
 
 def _prove(
-    reading: Reading, values: Mapping[str, Array], tokens: Array, tables: Mapping[str, Array], max_length: int
+    reading: Reading,
+    values: Mapping[ir.Value, Array],
+    tokens: Array,
+    tables: Mapping[PositionTerm, Array],
+    max_length: int,
 ) -> Proof | None:
     """Calculates the attention in numpy from the reading and compares; None if it differs.
 
@@ -218,12 +221,11 @@ def _prove(
         ValueError: Shapes do not fit each other.
     """
     batch, seq = tokens.shape
-    probabilities = values[reading.softmax.output[0]]
-    probabilities = probabilities.reshape(batch, -1, seq, seq)
+    probabilities = values[reading.probabilities].reshape(batch, -1, seq, seq)
     num_heads = probabilities.shape[1]
     query, key, value = (
-        values[name].reshape(batch, seq, num_heads, -1).swapaxes(1, 2)
-        for name in (reading.query, reading.key, reading.value)
+        values[_known(tensor)].reshape(batch, seq, num_heads, -1).swapaxes(1, 2)
+        for tensor in (reading.query, reading.key, reading.value)
     )
     scale, causal = product_of(reading.scales, values), _mask_kind(reading, values, tokens)
     if scale is None or causal is None:
@@ -232,11 +234,11 @@ def _prove(
     scaled_tables = []
     for term in reading.positions:
         factor = product_of(term.scales, values)
-        if factor is None or term.key not in tables or term.source not in (reading.query, reading.key):
+        if factor is None or term not in tables or term.source not in (reading.query, reading.key):
             return None
         if (term.source == reading.key) != term.by_key and reading.query != reading.key:
             return None
-        table = tables[term.key] * np.float32(factor)
+        table = tables[term] * np.float32(factor)
         distance = np.arange(seq)[:, None] - np.arange(seq)
         raw = (key if term.by_key else query) @ table
         one = np.take_along_axis(
@@ -249,15 +251,15 @@ def _prove(
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     context = (weights @ value).swapaxes(1, 2).reshape(batch, seq, -1)[tokens]
-    expected = values[reading.context].reshape(batch, seq, -1)[tokens]
+    expected = values[_known(reading.context)].reshape(batch, seq, -1)[tokens]
     error = np.abs(weights - probabilities).swapaxes(1, 2)[tokens].max()
     error = max(error, np.abs(context - expected).max() / (np.abs(expected).max() + 1e-6))
     return (num_heads, scale, causal, scaled_tables) if error <= TOLERANCE else None
 
 
-def _mask_kind(reading: Reading, values: Mapping[str, Array], tokens: Array) -> bool | None:
+def _mask_kind(reading: Reading, values: Mapping[ir.Value, Array], tokens: Array) -> bool | None:
     """False if a token sees all tokens of its row, True if all up to itself, None for any other mask."""
-    if not reading.mask:
+    if reading.mask is None:
         return None
     batch, seq = tokens.shape
     mask = values[reading.mask]
@@ -274,18 +276,20 @@ def _mask_kind(reading: Reading, values: Mapping[str, Array], tokens: Array) -> 
     return None
 
 
-def _rewrite(graph: GraphView, reading: Reading, proof: Proof, key_mask: str, relative: RelativeBias) -> None:
+def _rewrite(
+    graph: ir.Graph, reading: Reading, proof: Proof, key_mask: ir.Value, relative: RelativeBias
+) -> None:
     num_heads, scale, causal, tables = proof
-    bias = ""
-    if reading.positions:
-        bias = relative.add(reading.query, reading.key, reading.positions, tables, num_heads)
-    fused = graph.add(
+    query, key, context = _known(reading.query), _known(reading.key), _known(reading.context)
+    bias = relative.add(query, key, reading.positions, tables, num_heads) if reading.positions else None
+    fused = add(
+        graph,
         "MultiHeadAttention",
-        [reading.query, reading.key, reading.value, "", key_mask, bias],
+        *(query, key, reading.value, None, key_mask, bias),
         domain=MICROSOFT,
         num_heads=num_heads,
         scale=scale,
         mask_filter_value=BLOCKED,
         **({"unidirectional": 1} if causal else {}),
     )
-    graph.replace_uses(reading.context, fused)
+    replace_uses(context, fused)

@@ -15,28 +15,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import onnx
-from numpy.typing import NDArray
+import onnx_ir as ir
 
-from export.passes.graph import GraphView, probe, random_feed
-
-Array = NDArray[Any]
+from export.passes.graph import Array, add, add_constant, probe, random_feed
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """A scalar factor in the graph: a tensor, which divides or multiplies."""
 
-    name: str
+    value: ir.Value
     divides: bool
 
 
-def product_of(scales: Sequence[Scale], values: Mapping[str, Array]) -> float | None:
+def product_of(scales: Sequence[Scale], values: Mapping[ir.Value, Array]) -> float | None:
     """Product of some factors, by values of tensors; None if one is no scalar."""
-    factors = [values[scale.name] for scale in scales]
+    factors = [values[scale.value] for scale in scales]
     if any(factor.size != 1 for factor in factors):
         return None
     exponents = (-1 if scale.divides else 1 for scale in scales)
@@ -55,25 +51,16 @@ class PositionTerm:
         by_key: Rows are keys and columns queries; the term is transposed before it is added.
     """
 
-    source: str
-    table: str
-    index: str
+    source: ir.Value
+    table: ir.Value
+    index: ir.Value
     scales: tuple[Scale, ...]
     by_key: bool
 
-    @property
-    def key(self) -> str:
-        """Names the table with the order its columns are read in."""
-        return f"{self.table}|{self.index}"
-
 
 def position_tables(
-    model: onnx.ModelProto,
-    terms: Sequence[PositionTerm],
-    max_length: int,
-    rng: np.random.Generator,
-    vocabulary: int,
-) -> dict[str, Array]:
+    model: ir.Model, terms: Sequence[PositionTerm], max_length: int, rng: np.random.Generator, vocabulary: int
+) -> dict[PositionTerm, Array]:
     """Tables of terms by distance.
 
     Args:
@@ -84,21 +71,20 @@ def position_tables(
         rng, vocabulary: For random prompts.
 
     Returns:
-        `PositionTerm.key` -> [H, D, 2 P]; column c is for the distance (row less column) P - c.
+        [H, D, 2 P] of each term; column c is for the distance (row less column) P - c.
     """
-    names = [name for term in terms for name in (term.table, term.index)]
-    longest = probe(model, names, random_feed(model, 1, max_length, rng, vocabulary))
-    shorter = probe(model, names, random_feed(model, 1, max(1, max_length // 3), rng, vocabulary))
+    values = [value for term in terms for value in (term.table, term.index)]
+    longest = probe(model, values, random_feed(model, 1, max_length, rng, vocabulary))
+    shorter = probe(model, values, random_feed(model, 1, max(1, max_length // 3), rng, vocabulary))
     distances = np.clip(max_length - np.arange(2 * max_length), 1 - max_length, max_length - 1)
-    tables: dict[str, Array] = {}
+    tables: dict[PositionTerm, Array] = {}
     for term in terms:
         table, index = longest[term.table], longest[term.index].reshape(-1, max_length, max_length)
         by_distance = np.concatenate([index[0, 0, :0:-1], index[0, :, 0]])
         is_fixed = np.array_equal(table, shorter[term.table])
         if is_fixed and _agrees(by_distance, index) and _agrees(by_distance, shorter[term.index]):
             heads = table.reshape(-1, *table.shape[-2:])
-            columns = by_distance[distances + max_length - 1]
-            tables[term.key] = np.ascontiguousarray(heads[:, :, columns].astype(np.float32))
+            tables[term] = heads[:, :, by_distance[distances + max_length - 1]].astype(np.float32)
     return tables
 
 
@@ -111,26 +97,26 @@ def _agrees(line: Array, index: Array) -> bool:
 
 
 class RelativeBias:
-    """Adds the nodes that calculate terms of relative positions; what depends on S alone is calculated once for all layers.
+    """Adds the nodes that calculate terms of relative positions; what depends on S alone is calculated once for all layers."""
 
-    Args:
-        graph: The graph.
-        max_length: Most tokens P that it reads.
-    """
-
-    def __init__(self, graph: GraphView, max_length: int) -> None:
+    def __init__(self, graph: ir.Graph, max_length: int) -> None:
         self._graph = graph
         self._max_length = max_length
-        self._sizes: dict[str, str] = {}
+        self._sizes: dict[str, ir.Value] = {}
 
     def add(
-        self, query: str, key: str, terms: Sequence[PositionTerm], tables: Sequence[Array], num_heads: int
-    ) -> str:
-        """Adds nodes for the sum of some terms; returns the name of the bias [B, H, S, S].
+        self,
+        query: ir.Value,
+        key: ir.Value,
+        terms: Sequence[PositionTerm],
+        tables: Sequence[Array],
+        num_heads: int,
+    ) -> ir.Value:
+        """Adds nodes for the sum of some terms; returns the bias [B, H, S, S].
 
         Args:
             query, key: Projections [B, S, H D].
-            terms: The terms, at least one.
+            terms: At least one.
             tables: Table of each term by distance [H, D, 2 P], scaled.
             num_heads: Heads H.
         """
@@ -140,39 +126,39 @@ class RelativeBias:
         sizes = self._sizes
         parts = []
         for term, table in zip(terms, tables, strict=True):
-            stored = graph.add_constant("positions_by_distance", table)
-            columns = graph.add("Slice", [stored, sizes["first"], sizes["last"], sizes["two"]])
-            shape = graph.add_constant("heads", np.array([0, 0, num_heads, -1], dtype=np.int64))
-            split = graph.add("Reshape", [key if term.by_key else query, shape])
-            heads = graph.add("Transpose", [split], perm=[0, 2, 1, 3])
-            raw = graph.add("MatMul", [heads, columns])
+            by_distance = add_constant(graph, "positions_by_distance", table)
+            columns = add(graph, "Slice", by_distance, sizes["first"], sizes["last"], sizes["two"])
+            shape = add_constant(graph, "heads", np.array([0, 0, num_heads, -1], dtype=np.int64))
+            split = add(graph, "Reshape", key if term.by_key else query, shape)
+            raw = add(graph, "MatMul", add(graph, "Transpose", split, perm=[0, 2, 1, 3]), columns)
             # Column j of row i is number 2 S i + j - i + S = (2 S - 1) i + j + S of the flat view.
-            flat = graph.add("Reshape", [raw, sizes["flat"]])
-            inside = graph.add("Slice", [flat, sizes["seq"], sizes["end"], sizes["two"]])
-            rows = graph.add("Reshape", [inside, sizes["rows"]])
-            part = graph.add("Slice", [rows, sizes["zero"], sizes["seq"], sizes["three"]])
-            parts.append(graph.add("Transpose", [part], perm=[0, 1, 3, 2]) if term.by_key else part)
-        return parts[0] if len(parts) == 1 else graph.add("Sum", parts)
+            flat = add(graph, "Reshape", raw, sizes["flat"])
+            inside = add(graph, "Slice", flat, sizes["seq"], sizes["end"], sizes["two"])
+            rows = add(graph, "Reshape", inside, sizes["rows"])
+            part = add(graph, "Slice", rows, sizes["zero"], sizes["seq"], sizes["three"])
+            parts.append(add(graph, "Transpose", part, perm=[0, 1, 3, 2]) if term.by_key else part)
+        return parts[0] if len(parts) == 1 else add(graph, "Sum", *parts)
 
-    def _add_sizes(self) -> dict[str, str]:
-        """Names of shapes and bounds at S tokens."""
+    def _add_sizes(self) -> dict[str, ir.Value]:
+        """Shapes and bounds at S tokens."""
         graph = self._graph
 
-        def constant(*values: int) -> str:
-            return graph.add_constant("size", np.array(values, dtype=np.int64))
+        def constant(*values: int) -> ir.Value:
+            return add_constant(graph, "size", np.array(values, dtype=np.int64))
 
         two, one, longest, keep = constant(2), constant(1), constant(self._max_length), constant(0, 0)
-        seq = graph.add("Slice", [graph.add("Shape", ["input_ids"]), one, two])
-        length = graph.add("Sub", [graph.add("Add", [seq, seq]), one])
+        [tokens] = [value for value in graph.inputs if value.name == "input_ids"]
+        seq = add(graph, "Slice", add(graph, "Shape", tokens), one, two)
+        length = add(graph, "Sub", add(graph, "Add", seq, seq), one)
         return {
             "zero": constant(0),
             "two": two,
             "three": constant(3),
             "seq": seq,
-            "first": graph.add("Sub", [longest, seq]),
-            "last": graph.add("Add", [longest, seq]),
+            "first": add(graph, "Sub", longest, seq),
+            "last": add(graph, "Add", longest, seq),
             # S + S (2 S - 1)
-            "end": graph.add("Add", [seq, graph.add("Mul", [seq, length])]),
-            "flat": graph.add("Concat", [keep, constant(-1)], axis=0),
-            "rows": graph.add("Concat", [keep, seq, length], axis=0),
+            "end": add(graph, "Add", seq, add(graph, "Mul", seq, length)),
+            "flat": add(graph, "Concat", keep, constant(-1), axis=0),
+            "rows": add(graph, "Concat", keep, seq, length, axis=0),
         }

@@ -6,106 +6,100 @@ states is halved, and everything beside it (DeBERTa's buckets, which need exact 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
-import onnx
-from onnx import NodeProto, TensorProto
+import onnx_ir as ir
 
-from export.passes.graph import Feed, GraphView, probe
+from export.passes.graph import (
+    Array,
+    Feed,
+    add,
+    add_constant,
+    finish,
+    probe,
+    replace_uses,
+    stored,
+    stored_shape,
+)
 from scheduler_core.errors import TailcastError
 
 #: Stands for minus infinity where half precision must hold it and be added to.
 LOWEST = -6e4
 
 
-def to_half(model: onnx.ModelProto, last_states: str, feed: Feed) -> int:
-    """Puts the encoder into half precision, in place; inputs and outputs keep their types.
+def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
+    """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes.
 
     Args:
-        model: A simplified graph.
+        model: The graph; its inputs and outputs keep their types.
         last_states: The encoder's last hidden states.
         feed: Inputs, to see the types of tensors.
-
-    Returns:
-        Number of nodes in half precision.
 
     Raises:
         TailcastError: No word embeddings lead to `last_states`.
     """
-    graph = GraphView(model)
+    graph = model.graph
     halved = _between(graph, last_states)
     if not halved:
         raise TailcastError("no word embeddings lead to the hidden states")
-    inside = {id(node) for node in halved}
-    internal = {name for node in halved for name in node.output}
-    inputs = {name for node in halved for name in node.input if name and name not in internal}
-    entering = sorted(name for name in inputs if not graph.is_constant(name))
-    leaving = sorted(
-        name for name in internal if any(id(reader) not in inside for reader in graph.consumers(name))
-    )
-    types = {name: value.dtype for name, value in probe(model, [*entering, *leaving], feed).items()}
-    halves: dict[str, str] = {}
+    inside = set(halved)
+    internal = dict.fromkeys(value for node in halved for value in node.outputs)
+    inputs = dict.fromkeys(value for node in halved for value in node.inputs if value is not None)
+    entering = [value for value in inputs if value not in internal]
+    leaving = [value for value in internal if not inside.issuperset(value.consumers())]
+    values = probe(model, [*entering, *leaving], feed)
+    halves = {value: _halved(graph, value, values) for value in entering}
     for node in halved:
-        _halve_node(graph, node, internal, types, halves)
-    for name in leaving:
-        if types[name] == np.float32:
-            outside = [reader for reader in graph.consumers(name) if id(reader) not in inside]
-            single = graph.add("Cast", [name], to=TensorProto.FLOAT)
-            graph.replace_uses(name, single, among=outside)
-    graph.finish()
+        for position, value in enumerate(node.inputs):
+            if value is not None:
+                node.replace_input_with(position, halves.get(value, value))
+        if node.op_type == "Cast" and node.attributes["to"].as_int() == ir.DataType.FLOAT:
+            node.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT16)
+    for value in leaving:
+        if values[value].dtype == np.float32:
+            outside = [reader for reader in value.consumers() if reader not in inside]
+            replace_uses(value, add(graph, "Cast", value, to=ir.DataType.FLOAT), outside)
+    finish(model)
     return len(halved)
 
 
-def _between(graph: GraphView, last_states: str) -> Sequence[NodeProto]:
+def _between(graph: ir.Graph, last_states: ir.Value) -> list[ir.Node]:
     """Nodes on a path from the word embeddings to the last hidden states."""
     ahead = _behind_embeddings(graph)
-    nodes, stack, visited = [], [last_states], set()
+    stack: list[ir.Value | None] = [last_states]
+    visited: dict[ir.Node, None] = {}  # in the order of the search
     while stack:
-        node = graph.producer(stack.pop())
-        if node is not None and id(node) not in visited:
-            visited.add(id(node))
-            stack += node.input
-            if id(node) in ahead:
-                nodes.append(node)
-    return nodes
+        value = stack.pop()
+        node = None if value is None else value.producer()
+        if node is not None and node not in visited:
+            visited[node] = None
+            stack += node.inputs
+    return [node for node in visited if node in ahead]
 
 
-def _behind_embeddings(graph: GraphView) -> set[int]:
+def _behind_embeddings(graph: ir.Graph) -> set[ir.Node]:
     """The lookup of the token ids in the word embeddings, and all nodes that read its result, by way of others too."""
-    stack, behind, visited = ["input_ids"], set(), set()
+    stack = [(value, False) for value in graph.inputs if value.name == "input_ids"]
+    visited: set[tuple[ir.Node, bool]] = set()
     while stack:
-        name = stack.pop()
-        for node in graph.consumers(name):
-            is_lookup = node.op_type == "Gather" and len(graph.constant_shape(node.input[0]) or ()) == 2
-            after = name in behind or is_lookup
-            if node.op_type == "Shape" or (id(node), after) in visited:
-                continue
-            visited.add((id(node), after))
-            stack += node.output
-            if after:
-                behind.update(node.output)
-    return {number for number, after in visited if after}
+        value, is_behind = stack.pop()
+        for node in value.consumers():
+            is_lookup = node.op_type == "Gather" and len(stored_shape(node.inputs[0])) == 2
+            after = is_behind or is_lookup
+            if node.op_type != "Shape" and (node, after) not in visited:
+                visited.add((node, after))
+                stack += [(output, after) for output in node.outputs]
+    return {node for node, after in visited if after}
 
 
-def _halve_node(
-    graph: GraphView, node: NodeProto, internal: set[str], types: dict[str, Any], halves: dict[str, str]
-) -> None:
-    for position, name in enumerate(node.input):
-        if not name or name in internal:
-            continue
-        if name not in halves:
-            value = graph.constant(name)
-            if value is not None:
-                half = np.clip(value, LOWEST, -LOWEST).astype(np.float16)
-                halves[name] = graph.add_constant(f"{name}_half", half) if value.dtype == np.float32 else name
-            elif types[name] == np.float32:
-                lowest = graph.add_constant("lowest", np.float32(LOWEST))  # type: ignore[arg-type]
-                halves[name] = graph.add("Cast", [graph.add("Max", [name, lowest])], to=TensorProto.FLOAT16)
-            else:
-                halves[name] = name
-        node.input[position] = halves[name]
-    for entry in node.attribute:
-        if node.op_type == "Cast" and (entry.name, entry.i) == ("to", TensorProto.FLOAT):
-            entry.i = TensorProto.FLOAT16
+def _halved(graph: ir.Graph, value: ir.Value, values: Mapping[ir.Value, Array]) -> ir.Value:
+    """A tensor that enters the encoder, in half precision if it is in single precision."""
+    if values[value].dtype != np.float32:
+        return value
+    constant = stored(value)
+    if constant is not None:
+        half = np.clip(constant, LOWEST, -LOWEST).astype(np.float16)
+        return add_constant(graph, f"{value.name}_half", half)
+    lowest = add_constant(graph, "lowest", np.float32(LOWEST))
+    return add(graph, "Cast", add(graph, "Max", value, lowest), to=ir.DataType.FLOAT16)

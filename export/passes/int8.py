@@ -30,11 +30,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
-from onnx import NodeProto, TensorProto
 
-from export.passes.graph import MICROSOFT, Feed, GraphView, attribute, part, probe, session
+from export.passes.graph import (
+    MICROSOFT,
+    Feed,
+    add,
+    add_constant,
+    finish,
+    part,
+    probe,
+    replace_uses,
+    session,
+    stored,
+    stored_shape,
+)
 
 Array = NDArray[np.float32]
 #: Smaller products cost next to nothing.
@@ -51,48 +62,58 @@ class Product:
         add: The Add of a stored bias [N], if there is one.
     """
 
-    node: NodeProto
-    source: str
-    add: NodeProto | None
+    node: ir.Node
+    source: ir.Value
+    add: ir.Node | None = None
 
     @property
-    def weight(self) -> str:
-        """Name of the stored weight [K, N]."""
-        return str(self.node.input[1])
+    def weight(self) -> ir.Value:
+        """The stored weight [K, N]."""
+        weight = self.node.inputs[1]
+        assert weight is not None
+        return weight
 
     @property
-    def bias(self) -> str:
-        """Name of the stored bias; empty if there is none."""
-        names = [] if self.add is None else self.add.input
-        return next((str(name) for name in names if name != self.node.output[0]), "")
+    def bias(self) -> ir.Value | None:
+        """The stored bias; None if there is none."""
+        values = [] if self.add is None else self.add.inputs
+        return next((value for value in values if value is not self.node.outputs[0]), None)
 
     @property
-    def output(self) -> str:
-        """Where the result is [B, S, N]."""
-        return str((self.node if self.add is None else self.add).output[0])
+    def output(self) -> ir.Value:
+        """The result [B, S, N]."""
+        return (self.node if self.add is None else self.add).outputs[0]
 
 
-def find_products(graph: GraphView, feed: Feed) -> list[Product]:
+def find_products(model: ir.Model, feed: Feed) -> list[Product]:
     """Products worth quantizing, in the order of the graph: those with one row per token, as a run on `feed` shows.
 
     The small products behind the pooling stay exact.
     """
-    products = [Product(node, node.input[0], None) for node in graph.nodes if node.op_type == "MatMul"]
-    shapes = {product.output: graph.constant_shape(product.weight) or () for product in products}
-    large = [
-        p for p in products if len(shapes[p.output]) == 2 and math.prod(shapes[p.output]) >= SMALLEST_WEIGHT
+    products = [
+        Product(node, source)
+        for node in model.graph
+        if node.op_type == "MatMul" and (source := node.inputs[0]) is not None and _is_large(node.inputs[1])
     ]
-    states = probe(graph.model, [product.source for product in large], feed)
+    states = probe(model, [product.source for product in products], feed)
     rows = feed["input_ids"].shape
-    large = [p for p in large if states[p.source].ndim == 3 and states[p.source].shape[:2] == rows]
-    return [_with_bias(graph, product, shapes[product.output][1:]) for product in large]
+    return [
+        _with_bias(product)
+        for product in products
+        if states[product.source].ndim == 3 and states[product.source].shape[:2] == rows
+    ]
 
 
-def _with_bias(graph: GraphView, product: Product, shape: tuple[int, ...]) -> Product:
-    readers = graph.consumers(product.output)
-    if len(readers) == 1 and readers[0].op_type == "Add" and product.output not in graph.outputs:
+def _is_large(weight: ir.Value | None) -> bool:
+    shape = stored_shape(weight)
+    return len(shape) == 2 and math.prod(shape) >= SMALLEST_WEIGHT
+
+
+def _with_bias(product: Product) -> Product:
+    readers = product.output.consumers()
+    if len(readers) == 1 and readers[0].op_type == "Add" and not product.output.is_graph_output():
         biased = Product(product.node, product.source, readers[0])
-        return biased if graph.constant_shape(biased.bias) == shape else product
+        return biased if stored_shape(biased.bias) == stored_shape(product.weight)[1:] else product
     return product
 
 
@@ -105,27 +126,19 @@ class Range:
 
 
 def measure_ranges(
-    model: onnx.ModelProto, names: Sequence[str], feeds: Iterable[Feed]
-) -> Mapping[str, Range]:
-    """Smallest and largest value of each channel of some tensors.
-
-    Args:
-        model: The graph.
-        names: Tensors [B, S, K].
-        feeds: Inputs without padding.
-    """
-    names = list(dict.fromkeys(names))
-    runner = session(part(model, names))
-    needed = {value.name for value in runner.get_inputs()}
-    ranges: dict[str, Range] = {}
+    model: ir.Model, values: Iterable[ir.Value], feeds: Iterable[Feed]
+) -> Mapping[ir.Value, Range]:
+    """Smallest and largest value of each channel of some tensors [B, S, K] over inputs without padding."""
+    values = list(dict.fromkeys(values))
+    runner = session(part(model, values))
+    ranges: dict[ir.Value, Range] = {}
     for feed in feeds:
-        values = runner.run(names, {name: value for name, value in feed.items() if name in needed})
-        for name, value in zip(names, values, strict=True):
-            rows = value.reshape(-1, value.shape[-1])
+        for value, array in zip(values, runner.run(None, dict(feed)), strict=True):
+            rows = array.reshape(-1, array.shape[-1])
             low, high = rows.min(axis=0), rows.max(axis=0)
-            if name in ranges:
-                low, high = np.minimum(low, ranges[name].low), np.maximum(high, ranges[name].high)
-            ranges[name] = Range(low, high)
+            if value in ranges:
+                low, high = np.minimum(low, ranges[value].low), np.maximum(high, ranges[value].high)
+            ranges[value] = Range(low, high)
     return ranges
 
 
@@ -135,64 +148,56 @@ STRENGTH = 0.5
 _NARROW = 1e-5
 
 
-def smooth(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, Range]) -> int:
-    """Rewrites a graph in place, with the same numbers; returns how many tensors were smoothed.
-
-    Args:
-        graph: The graph.
-        products: Its products.
-        ranges: Of the products' sources.
-    """
-    groups: dict[str, list[Product]] = defaultdict(list)
+def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
+    """Rewrites a graph in place, with the same numbers; returns how many of the products' sources were smoothed."""
+    graph = model.graph
+    groups: dict[ir.Value, list[Product]] = defaultdict(list)
     for product in products:
         groups[product.source].append(product)
     by_output = {product.output: product for product in products}
     done = 0
     for source, group in groups.items():
-        node = graph.producer(source)
+        node = source.producer()
         if node is None or any(product.add is None for product in group):
             continue
-        shift, scale = _shift_and_scale(ranges[source], [_stored(graph, product.weight) for product in group])
-        values = by_output.get(node.input[2]) if node.op_type == "MultiHeadAttention" else None
-        if (
-            node.op_type == "LayerNormalization"
-            and len(node.input) == 3
-            and all(map(graph.is_constant, node.input[1:]))
-        ):
-            smoothed = graph.add(
+        shift, scale = _shift_and_scale(ranges[source], [_array(product.weight) for product in group])
+        if node.op_type == "LayerNormalization":
+            gain, offset = (stored(value) for value in (*node.inputs[1:], None)[:2])
+            if gain is None or offset is None:
+                continue
+            smoothed = add(
+                graph,
                 "LayerNormalization",
-                [
-                    node.input[0],
-                    graph.add_constant("smooth_gain", _stored(graph, node.input[1]) / scale),
-                    graph.add_constant("smooth_offset", (_stored(graph, node.input[2]) - shift) / scale),
-                ],
-                axis=attribute(node, "axis", -1),
-                epsilon=attribute(node, "epsilon", 1e-5),
+                node.inputs[0],
+                add_constant(graph, "smooth_gain", gain / scale),
+                add_constant(graph, "smooth_offset", (offset - shift) / scale),
+                **{
+                    name: node.attributes[name].value
+                    for name in ("axis", "epsilon")
+                    if name in node.attributes
+                },
             )
             for product in group:
-                graph.replace_uses(source, smoothed, among=[product.node])
-        elif (
-            values is not None
-            and values.add is not None
-            and len(graph.consumers(source)) == len(group)
-            and len(graph.consumers(values.output)) == 1
-        ):
-            weight, bias = _stored(graph, values.weight), _stored(graph, values.bias)
-            _replace(graph, values, weight / scale, (bias - shift) / scale)
+                replace_uses(source, smoothed, [product.node])
+        elif node.op_type == "MultiHeadAttention" and len(source.consumers()) == len(group):
+            values = by_output.get(node.inputs[2])  # type: ignore[arg-type]
+            if values is None or values.add is None or len(values.output.consumers()) > 1:
+                continue
+            _replace(graph, values, _array(values.weight) / scale, (_array(values.bias) - shift) / scale)
         else:
             continue
         for product in group:
-            weight, bias = _stored(graph, product.weight), _stored(graph, product.bias)
+            weight, bias = _array(product.weight), _array(product.bias)
             _replace(graph, product, weight * scale[:, None], bias + shift @ weight)
         done += 1
-    graph.finish()
+    finish(model)
     return done
 
 
-def _stored(graph: GraphView, name: str) -> Array:
-    value = graph.constant(name)
-    assert value is not None
-    return value
+def _array(value: ir.Value | None) -> Array:
+    array = stored(value)
+    assert array is not None
+    return array
 
 
 def _shift_and_scale(range_: Range, weights: Sequence[Array]) -> tuple[Array, Array]:
@@ -205,10 +210,10 @@ def _shift_and_scale(range_: Range, weights: Sequence[Array]) -> tuple[Array, Ar
     return shift.astype(np.float32), scale.astype(np.float32)
 
 
-def _replace(graph: GraphView, product: Product, weight: Array, bias: Array) -> None:
-    assert product.add is not None
-    graph.replace_uses(product.bias, graph.add_constant("smooth_bias", bias), among=[product.add])
-    graph.replace_uses(product.weight, graph.add_constant("smooth_weight", weight), among=[product.node])
+def _replace(graph: ir.Graph, product: Product, weight: Array, bias: Array) -> None:
+    assert product.add is not None and product.bias is not None  # noqa: PT018
+    replace_uses(product.bias, add_constant(graph, "smooth_bias", bias), [product.add])
+    replace_uses(product.weight, add_constant(graph, "smooth_weight", weight), [product.node])
 
 
 #: Largest sum of two neighboring weights of the same sign: 255 x 128 fits into 16 bits with a sign.
@@ -217,38 +222,26 @@ LARGEST_PAIR = 128
 MARGIN = 1.05
 
 
-def quantize(graph: GraphView, products: Sequence[Product], ranges: Mapping[str, Range]) -> int:
-    """Puts products into 8-bit integers, in place; returns how many.
-
-    Args:
-        graph: The graph.
-        products: Its products.
-        ranges: Of the products' sources.
-    """
-    quantized: dict[str, tuple[str, str, str]] = {}
+def quantize(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Value, Range]) -> int:
+    """Puts products into 8-bit integers, in place, by the ranges of their sources; returns how many."""
+    graph = model.graph
+    quantized: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
     for product in products:
         if product.source not in quantized:
             scale, zero = activation_scale(ranges[product.source])
-            names = (graph.add_constant("act_scale", scale), graph.add_constant("act_zero", zero))
-            integers = graph.add("QuantizeLinear", [product.source, *names])
-            quantized[product.source] = (integers, *names)
+            constants = add_constant(graph, "act_scale", scale), add_constant(graph, "act_zero", zero)
+            integers = add(graph, "QuantizeLinear", product.source, *constants)
+            quantized[product.source] = (integers, *constants)
         integers, act_scale, act_zero = quantized[product.source]
-        rounded, scales = quantize_weight(_stored(graph, product.weight))
-        result = graph.add(
-            "MatMulIntegerToFloat",
-            [
-                integers,
-                graph.add_constant("weight_int8", rounded),
-                act_scale,
-                graph.add_constant("weight_scale", scales),
-                act_zero,
-                "",
-                product.bias,
-            ],
-            domain=MICROSOFT,
+        rounded, scales = quantize_weight(_array(product.weight))
+        weight, weight_scale = (
+            add_constant(graph, "weight_int8", rounded),
+            add_constant(graph, "weight_scale", scales),
         )
-        graph.replace_uses(product.output, result)
-    graph.finish()
+        operands = (integers, weight, act_scale, weight_scale, act_zero, None, product.bias)
+        result = add(graph, "MatMulIntegerToFloat", *operands, domain=MICROSOFT)
+        replace_uses(product.output, result)
+    finish(model)
     return len(products)
 
 
@@ -284,30 +277,26 @@ def _largest_pairs(weight: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.asarray(np.maximum(positive, negative))
 
 
-def quantize_tables(graph: GraphView, *, least_rows: int = 1000) -> int:
+def quantize_tables(model: ir.Model, *, least_rows: int = 1000) -> int:
     """Stores embedding tables in bytes with a scale per row, in place; returns how many.
 
     A row is turned back into floats when it is looked up: that makes the file smaller and no prediction slower, at a rounding
-    error far below that of the products.
-
-    Args:
-        graph: The graph.
-        least_rows: Smaller tables stay as they are.
+    error far below that of the products. Tables of less than `least_rows` stay as they are.
     """
+    graph = model.graph
     done = 0
-    for node in list(graph.nodes):
-        shape = graph.constant_shape(node.input[0]) if node.op_type == "Gather" else None
-        if shape is None or len(shape) != 2 or shape[0] < least_rows or attribute(node, "axis", 0) != 0:
+    for node in [node for node in graph if node.op_type == "Gather"]:
+        table = stored(node.inputs[0])
+        if table is None or table.ndim != 2 or len(table) < least_rows or table.dtype != np.float32:
             continue
-        table = graph.constant(node.input[0])
-        if table is None or table.dtype != np.float32:
+        if "axis" in node.attributes and node.attributes["axis"].as_int() != 0:
             continue
         scale = np.maximum(np.abs(table).max(axis=1, keepdims=True) / 127, 1e-12).astype(np.float32)
         rounded = np.rint(table / scale).astype(np.int8)
-        rows = graph.add("Gather", [graph.add_constant("table_int8", rounded), node.input[1]])
-        scales = graph.add("Gather", [graph.add_constant("table_scale", scale), node.input[1]])
-        floats = graph.add("Mul", [graph.add("Cast", [rows], to=TensorProto.FLOAT), scales])
-        graph.replace_uses(node.output[0], floats)
+        rows = add(graph, "Gather", add_constant(graph, "table_int8", rounded), node.inputs[1])
+        scales = add(graph, "Gather", add_constant(graph, "table_scale", scale), node.inputs[1])
+        floats = add(graph, "Mul", add(graph, "Cast", rows, to=ir.DataType.FLOAT), scales)
+        replace_uses(node.outputs[0], floats)
         done += 1
-    graph.finish()
+    finish(model)
     return done

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 from numpy.typing import NDArray
 
-from export.graph import drop_unused_domains
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import Feed, GraphView, random_feed
+from export.passes.graph import Feed, random_feed, stored
 from export.passes.int8 import find_products, measure_ranges, quantize, quantize_tables, smooth
 from predictors.artifact import Artifact, write_manifest
 from predictors.manifest import MODEL, Precision
@@ -34,15 +34,14 @@ def build_variant(
     max_length: int,
     vocabulary: int,
     seed: int,
-) -> tuple[onnx.ModelProto, dict[str, int]]:
+) -> tuple[ir.Model, dict[str, int]]:
     """The graph of a variant, and the number of its rewrites by kind.
 
     Args:
         path: The graph in single precision, as export-onnx writes it.
         kind: One of `PRECISION`.
         calibration: Token ids of prompts that calibrate int8, each [tokens].
-        max_length: Maximum number of tokens of a row.
-        vocabulary: Number of token ids.
+        max_length, vocabulary: Maximum number of tokens of a row; number of token ids.
         seed: Of random tokens.
 
     Raises:
@@ -58,30 +57,29 @@ def build_variant(
             raise TailcastError("no attention of this graph can be put into one operator")
     if kind == "fused":
         return model, steps
-    products = find_products(GraphView(model), feed)
+    products = find_products(model, feed)
     if not products:
         raise TailcastError("the graph has no product of states with weights")
     if kind == "int8":
         for rewrite, name in ((smooth, "smoothed_tensors"), (quantize, "int8_products")):
-            graph = GraphView(model)
-            products = find_products(graph, feed)
+            products = find_products(model, feed)
             feeds = (_feed_of(model, tokens) for tokens in calibration)
             ranges = measure_ranges(model, [product.source for product in products], feeds)
-            steps[name] = rewrite(graph, products, ranges)
-        steps["int8_tables"] = quantize_tables(GraphView(model))
+            steps[name] = rewrite(model, products, ranges)
+        steps["int8_tables"] = quantize_tables(model)
     else:
         steps["half_nodes"] = to_half(model, products[-1].output, feed)
     return model, steps
 
 
-def simplified(path: str | Path) -> onnx.ModelProto:
+def simplified(path: str | Path) -> ir.Model:
     """The graph of a file with its constants folded and its duplicates removed (ONNX Runtime's basic level).
 
     That turns `MatMul(x, Transpose(weight))` into a product with a stored weight, which the other passes can see, and
     leaves only standard operators.
 
     Raises:
-        TailcastError: ONNX Runtime refuses the file.
+        TailcastError: ONNX Runtime refuses the file, or a node has a graph inside.
     """
     import onnxruntime as ort
 
@@ -95,51 +93,48 @@ def simplified(path: str | Path) -> onnx.ModelProto:
             ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no base class
             raise TailcastError(f"ONNX Runtime cannot simplify {path}: {error}") from error
-        model = onnx.load(target)
-    # Shapes found before the simplification can contradict it, and the quantizer believes them.
-    del model.graph.value_info[:]
-    # It also names every operator set it knows of.
-    drop_unused_domains(model)
+        message = onnx.load(target)
+    # Shapes found before the simplification can contradict it.
+    del message.graph.value_info[:]
+    model = ir.from_proto(message)
+    if list(model.graph.subgraphs()):
+        raise TailcastError("a node has a graph inside (a loop or a branch): no pass can read it")
     return model
 
 
-def keep_residuals_apart(model: onnx.ModelProto) -> int:
-    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many."""
-    graph = GraphView(model)
-    done = 0
-    for node in list(graph.nodes):
-        if node.op_type != "LayerNormalization":
-            continue
-        added = graph.producer(node.input[0])
-        if added is None or added.op_type != "Add" or any(graph.is_constant(name) for name in added.input):
-            continue
-        added.op_type = "Sum"
-        done += 1
-    if done:
-        graph.finish()
-    return done
+def keep_residuals_apart(model: ir.Model) -> int:
+    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many.
+
+    ONNX Runtime would make one operator of Add and normalization, which is slower than both on a CPU.
+    """
+    sums = []
+    for node in model.graph:
+        if node.op_type == "LayerNormalization" and node.inputs[0] is not None:
+            added = node.inputs[0].producer()
+            if (
+                added is not None
+                and added.op_type == "Add"
+                and all(stored(one) is None for one in added.inputs)
+            ):
+                sums.append(added)
+    for node in sums:
+        node.op_type = "Sum"
+    return len(sums)
 
 
-def _feed_of(model: onnx.ModelProto, tokens: NDArray[np.int64]) -> Feed:
+def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:
     """Inputs for one prompt; other inputs than tokens are zero, because the encoder does not see them."""
     feed = random_feed(model, 1, len(tokens), np.random.default_rng(0), 1)
     return feed | {"input_ids": tokens[None].astype(np.int64)}
 
 
-def write_variant(artifact: Artifact, model: onnx.ModelProto, folder: Path, run: Mapping[str, Any]) -> None:
-    """Writes an artifact folder with another graph; all other files are those of `artifact`, without its signature.
-
-    Args:
-        artifact: Origin of the variant.
-        model: Its graph.
-        folder: A new folder with the name of the variant.
-        run: Content of run.json.
-    """
+def write_variant(artifact: Artifact, model: ir.Model, folder: Path, run: Mapping[str, Any]) -> None:
+    """Writes an artifact folder, named like the variant; all but the graph and run.json are files of `artifact`."""
     folder.mkdir(parents=True)
     for file in artifact.manifest.files:
         if not file.startswith(MODEL) and file != "run.json":
             shutil.copyfile(artifact.path / file, folder / file)
-    onnx.save(model, folder / MODEL)
+    ir.save(model, folder / MODEL)
     write_json(folder / "run.json", dict(run))
     changes = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

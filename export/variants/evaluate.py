@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from export.variants.config import AcceptanceLimits
 from predictors.runtime import ArtifactRuntime
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file
+from scheduler_core.table_files import open_parquet, readable
 
 #: Name of the artifact itself among its variants.
 PLAIN = "fp32"
@@ -39,24 +39,16 @@ PromptRow = tuple[str, str | None, float | None]
 def split_prompts(
     path: str, target: Path, num_calibration: int, rng: np.random.Generator
 ) -> tuple[list[str], list[PromptRow]]:
-    """Splits a data file by prompt.
-
-    Args:
-        path: Parquet file with a column prompt.
-        target: File to write: all rows with the other prompts, for the evaluation.
-        num_calibration: Maximum number of prompts that calibrate.
-        rng: Draws them.
+    """Splits a data file by prompt; writes the rows with prompts that do not calibrate to `target`, for the evaluation.
 
     Returns:
-        Distinct prompts that calibrate; rows with other prompts, one per prompt.
+        At most `num_calibration` distinct prompts that calibrate; rows with other prompts, one per prompt.
 
     Raises:
         InputError: The file has no prompts, or fewer than three.
     """
-    try:
-        table = pq.read_table(existing_file(path, "data"))
-    except (pa.ArrowInvalid, OSError) as error:
-        raise InputError("data", path, f"a Parquet file ({error})") from error
+    with open_parquet(path, "data") as file, readable(path, "data", "Parquet"):
+        table = file.read()
     if "prompt" not in table.column_names or table["prompt"].null_count == len(table):
         raise InputError("data, columns", table.column_names, "also prompt, with text")
     prompts = sorted(table["prompt"].drop_null().unique().to_pylist())
@@ -83,11 +75,6 @@ def compare_outputs(
     reference: ArtifactRuntime, runtime: ArtifactRuntime, rows: Sequence[PromptRow]
 ) -> dict[str, dict[str, float]]:
     """Differences of the outputs of `runtime` from those of `reference`, by output of the graph.
-
-    Args:
-        reference: The artifact's runtime.
-        runtime: Of a variant of it.
-        rows: Prompts with conditions, at least two distinct ones.
 
     Returns:
         rms_to_artifact: Root mean squared difference from the artifact's outputs, relative to their standard deviation
@@ -131,12 +118,12 @@ def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
-    """Limits that a variant exceeds.
+    """Limits that a variant exceeds; batch mates may change next to nothing in single precision.
 
     Args:
         plain: Metrics of the artifact.
         result: precision, metrics (on the same rows), probability_shift and batch_mates of the variant.
-        limits: Maximum losses; batch mates may change next to nothing in single precision.
+        limits: Maximum losses.
     """
     checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
     checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]

@@ -57,10 +57,6 @@ Evaluate = Callable[[Mapping[str, Path], Path], Mapping[str, Any]]
 def export_variants(config: VariantsConfig, evaluate: Evaluate) -> dict[str, Any]:
     """Makes the variants; returns the content of report.json.
 
-    Args:
-        config: The options.
-        evaluate: Evaluation of predictors, which this package does not import.
-
     Raises:
         InputError: Artifact, data or options cannot be used together.
         TailcastError: A graph cannot be rewritten.

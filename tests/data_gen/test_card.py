@@ -8,25 +8,23 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from data_gen.card import dispersion_of, survival, write_card
+from data_gen.card import dispersion_of, write_card
 from data_gen.samples import write_samples
 from scheduler_core.errors import InputError
-from tests.data_gen.sample_rows import SampleRow, to_table
+from tests.data_gen.sample_rows import sample_row, to_table
 
 
-def sample(prompt: int, index: int, tokens: int, **changes: Any) -> SampleRow:
-    values: dict[str, Any] = {
+def sample(prompt: int, index: int, tokens: int, **changes: Any) -> dict[str, Any]:
+    values = {
         "prompt_id": f"p{prompt}",
         "category": f"k{prompt % 2}",
         "sample_index": index,
-        "max_tokens": 100,
         "output_tokens": tokens,
-        "finish_reason": "length" if tokens == 100 else "stop",
     }
-    return SampleRow(**values | changes)
+    return sample_row(**values | {"finish_reason": "length" if tokens == 100 else "stop"} | changes)
 
 
-def card_of(folder: Path, samples: list[SampleRow]) -> tuple[dict[str, Any], str]:
+def card_of(folder: Path, samples: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """The card and its page."""
     folder.mkdir(exist_ok=True)
     write_samples(folder / "s.parquet", to_table(samples))
@@ -36,7 +34,7 @@ def card_of(folder: Path, samples: list[SampleRow]) -> tuple[dict[str, Any], str
     return card, (folder / "card" / "card.md").read_text()
 
 
-def some(num_prompts: int = 6, num_samples: int = 10) -> list[SampleRow]:
+def some(num_prompts: int = 6, num_samples: int = 10) -> list[dict[str, Any]]:
     rng = np.random.Generator(np.random.PCG64(0))
     drawn = np.minimum(np.exp(rng.normal(3, 1, (num_prompts, num_samples))).astype(int) + 1, 100)
     return [sample(p, i, int(drawn[p, i])) for p in range(num_prompts) for i in range(num_samples)]
@@ -46,7 +44,7 @@ def test_card_counts_what_is_in_the_file(tmp_path: Path) -> None:
     failed = [sample(1, 90 + i, 0, finish_reason="error", error="http_500: no") for i in range(3)]
     samples = [*some(), *failed]
     card, page = card_of(tmp_path, samples)
-    lengths = [s.output_tokens for s in samples if s.finish_reason != "error"]
+    lengths = [s["output_tokens"] for s in samples if s["finish_reason"] != "error"]
     truncated = lengths.count(100)
     assert card["num_prompts"] == 6
     assert card["finish_reasons"] == {"stop": 60 - truncated, "length": truncated, "error": 3}
@@ -75,13 +73,6 @@ def test_dispersion_is_within_each_prompt() -> None:
     }
     measures = {name: summary["mean"] for name, summary in content["measures"].items()}
     assert measures == pytest.approx(expected)
-
-
-def test_survival_takes_truncated_outputs_for_at_least_that_long() -> None:
-    at, alive = survival(np.array([1, 2, 2, 3, 4], np.int32), np.array([False, False, True, False, True]))
-    # Kaplan-Meier by hand: 4/5, then 3/4 of that, then 1/2 of that; the last is truncated, so nothing ends at 4.
-    assert at.tolist() == [1, 2, 3]
-    assert alive == pytest.approx([0.8, 0.6, 0.3])
 
 
 def test_extreme_sets_have_cards_too(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from data_gen.filters import (
@@ -16,7 +16,6 @@ from data_gen.filters import (
     lsh_bands,
     pieces,
     similarity,
-    stratified,
 )
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import split_of
@@ -59,26 +58,15 @@ def test_token_bounds(tmp_path: Path) -> None:
         list(filtered(stream, PromptFilters(tokenizer=str(tmp_path / "bad.json"))))
 
 
-@settings(deadline=None)
-@given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 40), st.integers(0, 5))
-def test_strata_share_evenly_what_they_have(kinds: list[str], count: int, seed: int) -> None:
-    stream = [Prompt(f"p{i}", "x", kind) for i, kind in enumerate(kinds)]
-    dropped = Counter[str]()
-    drawn = stratified(stream, count, "category", seed, dropped)
-    assert len(drawn) == min(count, len(stream))
-    assert dropped["not drawn"] == len(stream) - len(drawn)
-    assert [p for p in stream if p in drawn] == drawn
-    have, got = Counter(kinds), Counter(p.category for p in drawn)
-    fewest = min((got[kind] for kind in have if got[kind] < have[kind]), default=None)
-    if fewest is not None:
-        assert all(got[kind] <= fewest + 1 for kind in have)
-
-
 def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
-    stream = prompts(*(f"{i}" * (1 + i % 7) for i in range(300)))
-    drawn = {p.prompt_id for p in stratified(stream, 40, "length", 1)}
-    assert drawn == {p.prompt_id for p in stratified(stream[::-1], 40, "length", 1)}
-    assert drawn != {p.prompt_id for p in stratified(stream, 40, "length", 2)}
+    stream, dropped = prompts(*map(str, range(300))), Counter[str]()
+    drawn = list(filtered(stream, PromptFilters(sample=40, sample_seed=1), dropped))
+    assert len(drawn) == 40
+    assert [prompt for prompt in stream if prompt in drawn] == drawn
+    assert dropped == {"not drawn": 260}
+    assert set(drawn) == set(filtered(stream[::-1], PromptFilters(sample=40, sample_seed=1)))
+    assert set(drawn) != set(filtered(stream, PromptFilters(sample=40, sample_seed=2)))
+    assert list(filtered(stream, PromptFilters(sample=400))) == stream
 
 
 @pytest.mark.parametrize(
@@ -86,7 +74,6 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
     [
         ({"sample": 0}, "sample"),
         ({"max_characters": 0}, "max_characters"),
-        ({"stratify_by": "category"}, "sample"),
         ({"min_prompt_tokens": 3}, "tokenizer"),
         ({"near_duplicates": 0.49}, "near_duplicates"),
         ({"near_duplicates": 1.01}, "near_duplicates"),

@@ -9,12 +9,12 @@ from examples.quickstart.tables import trace_of, write_trace
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace
 from scheduler_core.simulator.workloads.arrivals import Arrivals
-from tests.data_gen.sample_rows import SampleRow, to_table
+from tests.data_gen.sample_rows import sample_row, to_table
 
 
 def test_samples_become_requests_once_each(tmp_path: Path) -> None:
     rows = [
-        SampleRow(
+        sample_row(
             prompt_id=f"p{number // 3}",
             sample_index=number % 3,
             output_tokens=0 if number == 4 else 1 + number,

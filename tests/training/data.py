@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from data_gen.samples import write_samples
-from tests.data_gen.sample_rows import SampleRow, to_table
+from tests.data_gen.sample_rows import sample_row, to_table
+
+
+def assert_refused(
+    main: Callable[[Sequence[str]], int], words: Sequence[object], message: str, folder: Path, capsys: Any
+) -> None:
+    """A command ends with 2 after a line with the message, without a traceback, and leaves `folder` as it was."""
+    before = sorted(folder.rglob("*"))
+    assert main([str(word) for word in words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    assert sorted(folder.rglob("*")) == before
+
 
 TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
 
@@ -35,7 +50,7 @@ def write_sample_file(
         drawn = np.ceil(np.exp(mu + sigma * rng.standard_t(3.5, num_samples)))
         for number, length in enumerate(drawn):
             rows.append(
-                SampleRow(
+                sample_row(
                     prompt_id=f"p{index:03d}",
                     prompt=prompt,
                     category=prompt.split()[3],

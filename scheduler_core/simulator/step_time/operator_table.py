@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, check_ranges
-from scheduler_core.simulator.step_time.base import StepWork, total_of
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PiecewiseRun, StepWork, total_of
 from scheduler_core.table_files import import_pyarrow
 
 #: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
@@ -143,11 +142,7 @@ def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[
 
 
 def read_operator_table(
-    directory: str | Path,
-    *,
-    num_layers: int,
-    tensor_parallel: int = 1,
-    batching_overhead: float = 0.0,
+    directory: str | Path, *, num_layers: int, tensor_parallel: int = 1, batching_overhead: float = 0.0
 ) -> OperatorTable:
     """Reads one file per operator.
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
@@ -54,7 +54,7 @@ def graphs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     return made
 
 
-def largest_difference(one: onnx.ModelProto, other: onnx.ModelProto) -> float:
+def largest_difference(one: ir.Model, other: ir.Model) -> float:
     """Of all outputs over edge shapes, with padding."""
     rng = np.random.default_rng(1)
     first, second = session(one), session(other)

@@ -3,13 +3,22 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
-from onnx import TensorProto
 
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import MICROSOFT, GraphView, attribute, probe, random_feed, session
+from export.passes.graph import (
+    MICROSOFT,
+    add,
+    add_constant,
+    finish,
+    probe,
+    random_feed,
+    replace_uses,
+    session,
+    stored,
+)
 from export.passes.int8 import (
     LARGEST_PAIR,
     find_products,
@@ -23,11 +32,11 @@ from export.variants.build import keep_residuals_apart, simplified
 from tests.export.passes.conftest import LONGEST, VOCABULARY, largest_difference
 
 
-def operators(model: onnx.ModelProto) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph.node)
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
 
 
-def fused(path) -> onnx.ModelProto:
+def fused(path) -> ir.Model:
     model = simplified(path)
     assert fuse_attention(model, max_length=LONGEST, vocabulary=VOCABULARY) == 2
     return model
@@ -36,22 +45,23 @@ def fused(path) -> onnx.ModelProto:
 @pytest.mark.parametrize("kind", ["bert", "deberta", "opt"])
 def test_fused_attention_gives_the_same_numbers(graphs, kind):
     model = fused(graphs[kind])
-    layers = [node for node in model.graph.node if node.op_type == "MultiHeadAttention"]
-    assert [attribute(node, "unidirectional", 0) for node in layers] == [kind == "opt"] * 2
+    layers = [node for node in model.graph if node.op_type == "MultiHeadAttention"]
+    assert ["unidirectional" in node.attributes for node in layers] == [kind == "opt"] * 2
     # DeBERTa's gathering and its repeated tables are gone.
     gone = {"Softmax", "GatherElements", "Tile"} if kind == "deberta" else {"Softmax"}
     assert not operators(model).keys() & gone
-    assert largest_difference(onnx.load(graphs[kind]), model) < 2e-5
+    assert largest_difference(ir.load(graphs[kind]), model) < 2e-5
 
 
 def test_attention_that_reads_wrongly_is_left_alone(graphs):
     # Scores are squashed on their way to the softmax: it still looks like attention but is none.
     model = simplified(graphs["bert"])
-    graph = GraphView(model)
-    softmax = next(node for node in graph.nodes if node.op_type == "Softmax")
-    squashed = graph.add("Mul", [softmax.input[0], graph.add_constant("half", np.float32(0.5))])
-    graph.replace_uses(softmax.input[0], squashed, among=[softmax])
-    changed = onnx.ModelProto.FromString(graph.finish().SerializeToString())
+    softmax = next(node for node in model.graph if node.op_type == "Softmax")
+    scores = softmax.inputs[0]
+    squashed = add(model.graph, "Mul", scores, add_constant(model.graph, "half", np.float32(0.5)))
+    replace_uses(scores, squashed, [softmax])
+    finish(model)
+    changed = model.clone()
     # The factor is on the mask too, which the reading has no place for; the other layer is fused.
     assert fuse_attention(model, max_length=LONGEST, vocabulary=VOCABULARY) == 1
     assert largest_difference(changed, model) < 2e-5
@@ -62,53 +72,52 @@ def feed_of(model):
 
 
 def measured(model):
-    graph, rng = GraphView(model), np.random.default_rng(3)
-    products = find_products(graph, feed_of(model))
+    rng = np.random.default_rng(3)
+    products = find_products(model, feed_of(model))
     feeds = [random_feed(model, 1, int(rng.integers(2, LONGEST)), rng, VOCABULARY) for _ in range(16)]
-    return graph, products, measure_ranges(model, [product.source for product in products], feeds)
+    return model, products, measure_ranges(model, [product.source for product in products], feeds)
 
 
 def stand_out(model, factor):
     """Makes one channel of every normalised state that much wider than the others, as in trained encoders."""
-    graph = GraphView(model)
-    for node in graph.nodes:
+    for node in model.graph:
         if node.op_type == "LayerNormalization":
-            gain = graph.constant(node.input[1]).copy()
+            gain = stored(node.inputs[1]).copy()
             gain[7] *= factor
-            graph.replace_uses(node.input[1], graph.add_constant("gain", gain), among=[node])
-    return graph.finish()
+            replace_uses(node.inputs[1], add_constant(model.graph, "gain", gain), [node])
+    finish(model)
+    return model
 
 
-def unevenness(graph, ranges):
+def unevenness(ranges):
     """Of normalised states: how much wider the widest channel is than the usual one, at most."""
-    normalised = (name for name in ranges if graph.producer(name).op_type == "LayerNormalization")
-    widths = [ranges[name].high - ranges[name].low for name in normalised]
+    normalised = (value for value in ranges if value.producer().op_type == "LayerNormalization")
+    widths = [ranges[value].high - ranges[value].low for value in normalised]
     return max(width.max() / np.median(width) for width in widths)
 
 
 def test_smoothing_changes_no_number(graphs):
     model = stand_out(fused(graphs["bert"]), 30)
-    plain = onnx.ModelProto.FromString(model.SerializeToString())
-    graph, products, ranges = measured(model)
+    plain = model.clone()
+    _, products, ranges = measured(model)
     # Query, key and value share a source; then the output and the two of the feed-forward part.
     assert (len(products), len({product.source for product in products})) == (12, 8)
-    before = unevenness(graph, ranges)
+    before = unevenness(ranges)
     # Normalised states and attention's context; what follows a GELU is not linear.
-    assert smooth(graph, products, ranges) == 6
+    assert smooth(model, products, ranges) == 6
     assert largest_difference(plain, model) < 2e-5
-    after_graph, _, after = measured(model)
-    assert unevenness(after_graph, after) < 0.5 * before
+    assert unevenness(measured(model)[2]) < 0.5 * before
 
 
 def test_int8_is_near_and_independent_of_batch_mates(graphs):
     model = simplified(graphs["bert"])
     assert keep_residuals_apart(model) == 5  # the embeddings and twice in each of two layers
-    assert largest_difference(onnx.load(graphs["bert"]), model) < 2e-6
+    assert largest_difference(ir.load(graphs["bert"]), model) < 2e-6
     fuse_attention(model, max_length=LONGEST, vocabulary=VOCABULARY)
     assert quantize(*measured(model)) == 12
-    assert quantize_tables(GraphView(model), least_rows=50) == 2
+    assert quantize_tables(model, least_rows=50) == 2
     assert operators(model)["MatMulIntegerToFloat"] == 12
-    assert {entry.domain for entry in model.opset_import} >= {"", MICROSOFT}
+    assert set(model.graph.opset_imports) >= {"", MICROSOFT}
     small, rng = session(model), np.random.default_rng(5)
     together = random_feed(model, 6, 30, rng, VOCABULARY)
     [batch] = small.run(["mu"], together)
@@ -116,7 +125,7 @@ def test_int8_is_near_and_independent_of_batch_mates(graphs):
         small.run(["mu"], {name: values[row : row + 1, :length] for name, values in together.items()})[0][0]
         for row, length in enumerate(together["attention_mask"].sum(axis=1))
     ]
-    [expected] = session(onnx.load(graphs["bert"])).run(["mu"], together)
+    [expected] = session(ir.load(graphs["bert"])).run(["mu"], together)
     # Weights eight times the usual make this network amplify every rounding; a trained one loses a tenth of this.
     assert np.sqrt(((batch - expected) ** 2).mean()) < 0.3 * expected.std()
     assert np.abs(batch - alone).max() < 0.01 * expected.std()
@@ -142,10 +151,9 @@ def test_weights_cannot_overflow_sixteen_bits_on_any_processor():
 def test_half_precision_is_near(graphs, kind, with_attention):
     model = fused(graphs[kind]) if with_attention else simplified(graphs[kind])
     feed = feed_of(model)
-    normalized = [node.output[0] for node in model.graph.node if node.op_type == "LayerNormalization"]
+    normalized = [node.outputs[0] for node in model.graph if node.op_type == "LayerNormalization"]
     last = normalized[4]
     assert to_half(model, last, feed) > 20
     assert probe(model, [last], feed)[last].dtype == np.float16
-    types = {value.type.tensor_type.elem_type for value in model.graph.output}
-    assert types == {TensorProto.FLOAT}
-    assert 0 < largest_difference(onnx.load(graphs[kind]), model) < 0.05
+    assert {value.dtype for value in model.graph.outputs} == {ir.DataType.FLOAT}
+    assert 0 < largest_difference(ir.load(graphs[kind]), model) < 0.05
