@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError, first_line
 from scheduler_core.files import existing_file
 from scheduler_core.json_text import parse_json, replace_lone_surrogates
 
@@ -63,7 +63,7 @@ def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
     except Exception as error:
         if not (_is_arrows(error) or isinstance(error, _READ_ERRORS)):
             raise
-        raise InputError(field, str(path), f"a whole {kind} file ({_detail(error)})") from error
+        raise InputError(field, str(path), f"a whole {kind} file ({first_line(error)})") from error
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def convertible(where: str) -> Iterator[None]:
     except Exception as error:
         if not (_is_arrows(error) or isinstance(error, UnicodeError | OverflowError)):
             raise
-        raise InputError(f"{where}: columns", _detail(error), "values of the documented types") from error
+        raise InputError(f"{where}: columns", first_line(error), "values of the documented types") from error
 
 
 _READ_ERRORS = (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError)
@@ -85,10 +85,6 @@ def _is_arrows(error: Exception) -> bool:
     if type(error).__name__ == "ArrowCancelled":
         raise KeyboardInterrupt from error
     return type(error).__module__.startswith("pyarrow")
-
-
-def _detail(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def read_parquet(path: str | Path, field: str) -> pa.Table:
