@@ -194,10 +194,10 @@ class Pool:
         return True
 
     def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
-        """Takes a running request's memory away; it waits again. Returns the tokens copied to the host.
+        """Takes a running request's memory away; it waits again. Returns the number of tokens copied to the host.
 
-        The first `offload_tokens` are (None: all if preemption is by swap, else none), and none if that has no memory left; the
-        others will be processed again.
+        Copied are the first `offload_tokens` (None: all if preemption is by swap, else none), and none if the host has no memory
+        left; the others will be processed again.
         """
         self._stop_running(state)
         if offload_tokens is None:
