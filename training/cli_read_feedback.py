@@ -44,7 +44,7 @@ def read(config: FeedbackConfig) -> None:
     Raises:
         InputError: The log cannot be read, or holds no record.
     """
-    from data_gen.importers.feedback import feedback_records
+    from data_gen.importers.logs import feedback_records
     from training.feedback import pair, summarize
 
     records = feedback_records(config.log)

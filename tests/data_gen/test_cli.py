@@ -143,6 +143,7 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
             str(card),
         ]
         arguments += ["--backend", "openai", "--openai.base-urls", f"[{server.url}/v1]"]
+        arguments += ["--openai.headers", '{"X-Team": "team-secret"}']
         assert main([*arguments, "--openai.max-attempts", "2"]) == 0
     rows = read_samples(out).to_pylist()
     assert len(rows) == 48
@@ -150,8 +151,12 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert {row["model"] for row in rows} == {script.model}
     content = json.loads((tmp_path / "s.parquet.run.json").read_text())
     assert content["failures"]["too_long"]["count"] == 4
-    assert "base_urls" in content["notes"]
-    assert "base_urls" not in content["engine_options"]
+    assert (content["notes"]["base_urls"], content["notes"]["header_names"]) == (
+        [f"{server.url}/v1"],
+        ["X-Team"],
+    )
+    assert content["engine_options"] == {"api": "chat", "send_seed": True, "body": {}}
+    assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()
     assert (card / "card.json").exists()
 
 
