@@ -126,15 +126,10 @@ class GenSamplesConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The chosen prompts; every iteration reopens the source.
-
-    Attributes:
-        config: Which they are.
-        skipped: How many the last complete iteration skipped, by reason.
-    """
+    """The chosen prompts; every iteration reopens the source."""
 
     config: GenSamplesConfig
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # by the last complete iteration, by reason
 
     def __iter__(self) -> Iterator[Prompt]:
         from data_gen.filters import filtered

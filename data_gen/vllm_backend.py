@@ -44,10 +44,8 @@ class VllmBackend:
     sample index) alone: a resumed run requests the missing ones of a prompt and gets what it would have got. vLLM makes
     n requests out of n=N too, and its prefix cache lets them share the prompt.
 
-    Args:
-        model: Local folder, `.gguf` file, hub name or `package:NAME/PATH`.
-        served_model: Name recorded with the samples; default is the last part of `model`.
-        options: How the engine is started.
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` the name recorded with the samples,
+    by default its last part.
     """
 
     name = "vllm"

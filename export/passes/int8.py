@@ -54,17 +54,11 @@ SMALLEST_WEIGHT = 64 * 64
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`source @ weight + bias`.
+    """`source @ weight + bias`."""
 
-    Attributes:
-        node: The MatMul.
-        source: States [B, S, K] that were measured; rewrites can put others in their place.
-        add: The Add of a stored bias [N], if there is one.
-    """
-
-    node: ir.Node
-    source: ir.Value
-    add: ir.Node | None = None
+    node: ir.Node  # the MatMul
+    source: ir.Value  # states [B, S, K] that were measured; rewrites can put others in their place
+    add: ir.Node | None = None  # the Add of a stored bias [N]
 
     @property
     def weight(self) -> ir.Value:
