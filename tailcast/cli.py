@@ -11,15 +11,9 @@ from scheduler_core.command import chosen_command, entry_point, imported
 COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("tailcast.cli_predict:main", "output lengths of a prompt, or of a file of prompts"),
     "serve": ("predictors.cli:main", "predictions over gRPC and HTTP (serve-predictor)"),
-    "proxy": (
-        "predictors.cli_proxy:main",
-        "an OpenAI-compatible proxy in front of an engine (tailcast-proxy)",
-    ),
+    "proxy": ("predictors.cli_proxy:main", "the OpenAI API in front of an engine (tailcast-proxy)"),
     "adapt": ("training.cli_adapt:main", "a better artifact from the logs of your own requests"),
-    "simulate": (
-        "scheduler_core.simulator.commands.simulate:main",
-        "policies on a trace: run, compare, sweep, ...",
-    ),
+    "simulate": ("scheduler_core.simulator.commands.simulate:main", "policies on a trace: run, sweep, ..."),
     "gen-samples": ("data_gen.cli_gen_samples:main", "repeated outputs of an LLM for prompts"),
     "import-lengths": ("data_gen.cli_import_lengths:main", "lengths from logs, traces and public data"),
     "import-urgency": ("data_gen.cli_import_urgency:main", "texts with urgency levels from public data"),
@@ -28,10 +22,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("training.evaluating.cli:main", "a predictor against held-out lengths and baselines"),
     "evaluate-urgency": ("training.urgency.cli:main", "an urgency predictor against labels"),
     "evaluate-stream": ("training.drift.cli:main", "a stream of finished requests, for drift"),
-    "calibrate": (
-        "training.calibrating.cli:main",
-        "mu and sigma of a checkpoint, corrected on held-out data",
-    ),
+    "calibrate": ("training.calibrating.cli:main", "a checkpoint, corrected on held-out data"),
     "export-onnx": ("export.cli:main", "an artifact from a checkpoint"),
     "export-variants": ("tailcast.cli_variants:main", "faster variants of an artifact, compared"),
     "package-artifact": ("export.cli_package:main", "a Triton or KServe package of an artifact"),

@@ -116,13 +116,5 @@ def write_hostile_files(folder: Path) -> list[Path]:
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir(exist_ok=True)
     (checkpoint / "training.json").write_text(deep)
-    others = (
-        "cut.parquet",
-        "flipped.parquet",
-        "folder",
-        "pipe.jsonl",
-        "artifact",
-        "checkpoint",
-        "missing.jsonl",
-    )
-    return [*paths, *(folder / name for name in others)]
+    others = "cut.parquet flipped.parquet folder pipe.jsonl artifact checkpoint missing.jsonl"
+    return [*paths, *(folder / name for name in others.split())]

@@ -74,9 +74,8 @@ def test_prediction_of_a_prompt(artifact: Path) -> None:
     ],
 )
 def test_a_prompt_is_a_text_or_messages(artifact: Path, prompt: object) -> None:
-    assert tailcast.load(artifact).predict(prompt).median == pytest.approx(
-        math.exp(expected(PROMPT)[0]), rel=1e-5
-    )  # type: ignore[arg-type]
+    median = tailcast.load(artifact).predict(prompt).median  # type: ignore[arg-type]
+    assert median == pytest.approx(math.exp(expected(PROMPT)[0]), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -155,16 +154,8 @@ def test_fit_finds_the_distribution_of_samples() -> None:
 
 
 def test_simulate_runs_a_trace_that_was_read(tmp_path: Path) -> None:
-    rows = [
-        {
-            "request_id": str(n),
-            "arrival_s": 0.0,
-            "prompt_tokens": 5,
-            "output_tokens": 90 - 10 * n,
-            "max_tokens": 100,
-        }
-        for n in range(8)
-    ]
+    row = {"arrival_s": 0.0, "prompt_tokens": 5, "max_tokens": 100}
+    rows = [row | {"request_id": str(n), "output_tokens": 90 - 10 * n} for n in range(8)]
     (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, rows)))
     trace = tailcast.read_trace(tmp_path / "trace.jsonl")
     means = {

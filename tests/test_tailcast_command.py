@@ -106,19 +106,13 @@ def test_a_prompt_is_printed_in_time(artifact: Path) -> None:
 
 ROWS: list[Any] = [
     {"request_id": "a", "prompt": "name three rivers", "max_tokens": 40},
-    {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "name three rivers"}]}],
-        "model": "tiny-llm",
-    },
-    {
-        "custom_id": 7,
-        "body": {"messages": [{"role": "user", "content": "the sea"}], "max_completion_tokens": 9},
-    },
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "name three rivers"}]}], "model": "tiny-llm"},
+    {"custom_id": 7, "body": {"messages": [{"role": "user", "content": "the sea"}], "max_completion_tokens": 9}},
     "no object",
     {"prompt": ""},
     {"prompt": "the sea", "model": "another"},
     {"prompt": "the sea", "temperature": -1},
-]
+]  # fmt: skip
 
 
 def predict(*words: object) -> int:
@@ -132,17 +126,12 @@ def test_a_file_of_prompts(artifact: Path, tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level("INFO"):
         assert predict(*words) == 0
     table = pq.read_table(out).to_pylist()
-    assert [(row["row"], row["request_id"], row["max_tokens"]) for row in table] == [
-        (1, "a", 40),
-        (2, None, 32768),
-        (3, "7", 9),
-    ]
+    rows = [(row["row"], row["request_id"], row["max_tokens"]) for row in table]
+    assert rows == [(1, "a", 40), (2, None, 32768), (3, "7", 9)]
     assert table[0]["mu"] == table[1]["mu"] == pytest.approx(expected("name three rivers")[0], rel=1e-5)
     assert table[0]["median_tokens"] == 40
-    assert (
-        "3 predictions; rows skipped: 1 for format, 1 for prompt, 1 for temperature, 1 for served_model"
-        in caplog.text
-    )
+    skipped = "1 for format, 1 for prompt, 1 for temperature, 1 for served_model"
+    assert f"3 predictions; rows skipped: {skipped}" in caplog.text
     assert "prompts.jsonl row 5 skipped: prompt: got None" in caplog.text
 
 

@@ -99,7 +99,6 @@ def simulate(
     system: System,
     trace: Trace,
     predictions: Predictions | None = None,
-    delays_s: dict[str, float] | None = None,
     seed: int = 0,
     *,
     measure_ran: bool = False,
@@ -120,7 +119,6 @@ def simulate(
         schedulers,
         system.step_time,
         predictions or Predictions(),
-        delays_s=delays_s,
         watch=watch,
         **arguments,
     ).run()

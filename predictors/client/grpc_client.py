@@ -102,10 +102,10 @@ class ClientSettings:
         if self.token is not None and not (self.token.isascii() and self.token.isprintable() and self.token):
             raise InputError("token", "...", "printable ASCII characters, at least one")
 
-    @property
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call."""
-        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+    def call_options(self, timeout_s: float | None = None) -> dict[str, Any]:
+        """Deadline (default: the client's) and metadata of a call."""
+        metadata = () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+        return {"timeout": timeout_s or self.timeout_s, "metadata": metadata}
 
     def channels(self, package: Any, address: str) -> list[Any]:
         """New channels of `grpc` or `grpc.aio`."""
@@ -179,10 +179,9 @@ class GrpcPredictor(AsyncClient):
         return list(itertools.chain.from_iterable(responses))
 
     async def metadata(self) -> pb.GetMetadataResponse:
+        request, options = pb.GetMetadataRequest(), self.settings.call_options()
         try:
-            response: pb.GetMetadataResponse = await self._stub().GetMetadata(
-                pb.GetMetadataRequest(), timeout=self.settings.timeout_s, metadata=self.settings.metadata
-            )
+            response: pb.GetMetadataResponse = await self._stub().GetMetadata(request, **options)
         except grpc.aio.AioRpcError as error:
             raise _failure(error, self.address) from error
         return response
@@ -206,12 +205,11 @@ class GrpcPredictor(AsyncClient):
     async def _call(
         self, stub: Any, messages: Sequence[pb.PredictRequest], timeout_s: float
     ) -> list[pb.PredictResponse]:
-        metadata = self.settings.metadata
+        options = self.settings.call_options(timeout_s)
         try:
             if len(messages) == 1:
-                return [await stub.Predict(messages[0], timeout=timeout_s, metadata=metadata)]
-            batch = pb.PredictBatchRequest(requests=messages)
-            outcomes = await stub.PredictBatch(batch, timeout=timeout_s, metadata=metadata)
+                return [await stub.Predict(messages[0], **options)]
+            outcomes = await stub.PredictBatch(pb.PredictBatchRequest(requests=messages), **options)
         except grpc.aio.AioRpcError as error:
             raise _failure(error, self.address, messages[0]) from error
         return batch_responses(outcomes, messages, self.address)
@@ -244,16 +242,13 @@ class SyncPredictor:
         truncated_length: bool = False,
     ) -> list[pb.PredictResponse]:
         """The service's responses, in the order of `requests`; arguments as of `GrpcPredictor.responses`."""
-        seconds = self.settings.timeout_s if timeout_s is None else checked_timeout(timeout_s)
+        options = self.settings.call_options(None if timeout_s is None else checked_timeout(timeout_s))
         messages = [request_message(request, truncated_length) for request in requests]
         results: list[pb.PredictResponse] = []
         with contextlib.ExitStack() as calls:
             pending = []
             for chunk in chunks(messages):
-                batch = pb.PredictBatchRequest(requests=chunk)
-                call = self._stub().PredictBatch.future(
-                    batch, timeout=seconds, metadata=self.settings.metadata
-                )
+                call = self._stub().PredictBatch.future(pb.PredictBatchRequest(requests=chunk), **options)
                 calls.callback(call.cancel)
                 pending.append((call, chunk))
             for call, chunk in pending:
@@ -269,10 +264,9 @@ class SyncPredictor:
 
     def metadata(self) -> pb.GetMetadataResponse:
         """Artifact, limits and provider of the service."""
+        request, options = pb.GetMetadataRequest(), self.settings.call_options()
         try:
-            response: pb.GetMetadataResponse = self._stub().GetMetadata(
-                pb.GetMetadataRequest(), timeout=self.settings.timeout_s, metadata=self.settings.metadata
-            )
+            response: pb.GetMetadataResponse = self._stub().GetMetadata(request, **options)
         except grpc.RpcError as error:
             raise _failure(error, self.address) from error
         return response

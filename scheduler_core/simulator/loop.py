@@ -76,9 +76,8 @@ class Simulation:
         trace, step_time: The requests, the durations of the engine's steps.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
-        predictions: Reach the schedulers as `update` events.
+        predictions: Reach the schedulers as `update` events, `latency_s` after the arrivals.
         router: Chooses the replica of each request; a fresh one. None with one replica.
-        delays_s: By request id: seconds from arrival to its prediction; 0 where missing.
         clients: A closed loop of clients; None: requests arrive at their times.
         prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops.
         calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
@@ -106,7 +105,6 @@ class Simulation:
         predictions: Predictions,
         router: Router | None = None,
         *,
-        delays_s: Mapping[str, float] | None = None,
         clients: ClosedLoop | None = None,
         prefix_cache_tokens: int = 0,
         exact_steps: bool = False,
@@ -153,7 +151,7 @@ class Simulation:
         self._calibration, self._served_model = calibration, served_model
         #: By request id: corrected predictions of requests in the system.
         self._corrected: dict[str, Prediction] = {}
-        self._source = EventSource(trace, predictions, delays_s, clients)
+        self._source = EventSource(trace, predictions, clients)
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}

@@ -37,7 +37,7 @@ class Predictions:
         source: "none", "trace", "oracle", or the predictor's URL or class.
         by_id: By request id: what all heads predicted, or None where the predictor failed. Requests that are missing here
             were never sent to it.
-        latency_s: By request id: measured time of the call, in seconds; empty if there was no call.
+        latency_s: By request id: time of the call, in seconds; 0 where missing.
         errors: By request id: the reason of a failure.
     """
 

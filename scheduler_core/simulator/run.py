@@ -44,7 +44,7 @@ class SimulationResult:
     Attributes:
         config, versions: The resolved configuration; versions of tailcast, Python and numpy.
         trace: Source, hash, number of requests and mean arrival rate of the trace that was run.
-        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations, restarts and scaling.
+        metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`: by served model
             `OnlineCalibration.metrics`.
         records: Finished requests, in the order they finished.
@@ -147,9 +147,10 @@ def run_simulation(
     if predictions is None or config.policy in BOUNDS:
         predictions = prepare_predictions(config, trace)
     watch = watch or RunWatch()
-    delays = predictions.latency_s
+    delayed = predictions
     if config.predictor_delay_s is not None:
         delays = dict.fromkeys(predictions.by_id, config.predictor_delay_s)
+        delayed = replace(predictions, latency_s=delays)
     schedulers = {
         name: Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters), log)
         for name in cluster.replica_ids
@@ -164,8 +165,7 @@ def run_simulation(
         trace,
         schedulers,
         step_time,
-        predictions,
-        delays_s=delays,
+        delayed,
         clients=clients,
         prefix_cache_tokens=config.prefix_cache_tokens,
         exact_steps=config.exact_steps,

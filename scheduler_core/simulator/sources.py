@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -46,18 +45,11 @@ class EventSource:
     - A turn of a conversation with a think time arrives that long after the end of the previous turn, but not before its
       own `arrival_s`. A turn that was refused has ended when it arrived.
     - With `clients` every request waits for a client; the trace then may have no think times.
-    - A prediction comes `delays_s` after the arrival.
+    - A prediction comes its `latency_s` after the arrival.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        predictions: Predictions,
-        delays_s: Mapping[str, float] | None = None,
-        clients: ClosedLoop | None = None,
-    ) -> None:
-        self._predicted = predictions.by_id
-        self._delays_s = delays_s or {}
+    def __init__(self, trace: Trace, predictions: Predictions, clients: ClosedLoop | None = None) -> None:
+        self._predicted, self._delays_s = predictions.by_id, predictions.latency_s
         self._clients = clients
         rows = sorted(trace.requests, key=lambda row: row.arrival_s)
         #: By the id of a turn: the next turn, which waits for its end.

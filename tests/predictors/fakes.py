@@ -31,7 +31,6 @@ from predictors.service.artifacts import Reopen
 from predictors.service.batcher import BatchingSettings
 from predictors.service.grpc_methods import SERVICE
 from predictors.service.server import PredictionServer
-from predictors.service.tracing import Tracing
 
 WORDS = "name three rivers write a long essay about the sea nan crash last".split()  # noqa: SIM905
 VOCAB = {token: number for number, token in enumerate(("[PAD]", "[CLS]", "[SEP]", "[UNK]", *WORDS))}
@@ -83,6 +82,7 @@ def version_prefix(version: str) -> str:
     return version.rpartition("+")[0]
 
 
+ENCODER = EncoderCard(architecture="bag", source="fake", num_parameters=32, num_layers=None, width=2)
 SERVED_MODELS = ("tiny-llm", "huge-llm")
 RICH: dict[str, Any] = {
     "heads": ("length", "urgency", "bucket", "regression", "rank"),
@@ -138,9 +138,7 @@ def _write(folder: Path, model: onnx.ModelProto, **changes: Any) -> Path:
     fields: dict[str, Any] = {
         "artifact_id": "tiny",
         "created": "2026-01-02T03:04:05+00:00",
-        "encoder": EncoderCard(
-            architecture="bag", source="fake", num_parameters=32, num_layers=None, width=2
-        ),
+        "encoder": ENCODER,
         "max_length": 16,
         "truncation_side": "right",
         "pad_token_id": VOCAB["[PAD]"],
@@ -300,19 +298,13 @@ async def running_server(
     *,
     batching: BatchingSettings | None = None,
     reopen: Reopen | None = None,
-    tracing: Tracing | None = None,
     num_listeners: int = 4,
     **options: Any,
 ) -> AsyncIterator[tuple[PredictionServer, str]]:
     """A server on a free loopback port, and its address; `options` are fields of ServeConfig."""
-    server = PredictionServer(
-        runtime if isinstance(runtime, Sequence) else [runtime],
-        batching or BatchingSettings.cpu(num_workers=2),
-        serve_config(**options),
-        reopen=reopen,
-        tracing=tracing,
-        num_listeners=num_listeners,
-    )
+    runtimes = runtime if isinstance(runtime, Sequence) else [runtime]
+    batching, config = batching or BatchingSettings.cpu(num_workers=2), serve_config(**options)
+    server = PredictionServer(runtimes, batching, config, reopen=reopen, num_listeners=num_listeners)
     try:
         port = await server.start()
         yield server, f"127.0.0.1:{port}"

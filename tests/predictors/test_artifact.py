@@ -18,9 +18,8 @@ from tests.predictors.fakes import write_artifact
 def change_manifest(folder: Path, **changes: Any) -> None:
     """Edits manifest.json; its version is made that of the new content."""
     content = content_of(folder) | changes
-    (folder / "manifest.json").write_text(
-        json.dumps(content | {"artifact_version": content_version(content)})
-    )
+    content["artifact_version"] = content_version(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
 
 
 def content_of(folder: Path) -> dict[str, Any]:
@@ -31,10 +30,7 @@ def content_of(folder: Path) -> dict[str, Any]:
 def parse(content: dict[str, Any], **changes: Any) -> Manifest:
     """The manifest of changed content, whose version is made to fit unless it is among the changes."""
     changed = content | changes
-    version = content_version(changed)
-    return parse_manifest(
-        changed if "artifact_version" in changes else changed | {"artifact_version": version}
-    )
+    return parse_manifest({**changed, "artifact_version": content_version(changed), **changes})
 
 
 def test_version_follows_the_content(artifact_folder: Path, tmp_path: Path) -> None:

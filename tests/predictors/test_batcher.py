@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -177,29 +178,23 @@ OPERATIONS = st.lists(
 )
 
 
-@given(
-    operations=OPERATIONS,
+SETTINGS = st.builds(
+    BatchingSettings,
     max_batch=st.integers(1, 5),
-    max_wait=st.integers(0, 3),
-    workers=st.integers(1, 3),
+    max_wait_s=st.sampled_from([0.0, 1.0, 2.0, 3.0]),
+    num_workers=st.integers(1, 3),
     max_queue=st.integers(1, 12),
+    max_padding=st.just(1.5),
+    max_padded_tokens=st.just(300),
 )
+
+
+@given(operations=OPERATIONS, settings=SETTINGS)
 @hypothesis_settings(max_examples=60, deadline=None)
 async def test_every_caller_gets_exactly_its_own_outcome(
-    operations: list[tuple[str, int, Any]],
-    max_batch: int,
-    max_wait: int,
-    workers: int,
-    max_queue: int,
+    operations: list[tuple[str, int, Any]], settings: BatchingSettings
 ) -> None:
-    bench = Bench(
-        max_batch=max_batch,
-        max_wait_s=float(max_wait),
-        num_workers=workers,
-        max_queue=max_queue,
-        max_padding=1.5,
-        max_padded_tokens=300,
-    )
+    bench = Bench(**dataclasses.asdict(settings))
     callers: list[asyncio.Task[BatchedResult[str]]] = []
     lengths: list[int] = []
     released: set[int] = set()
@@ -223,8 +218,8 @@ async def test_every_caller_gets_exactly_its_own_outcome(
             batch = running()[number % len(running())]
             released.add(batch)
             await bench.release(batch, ValueError("broken") if extra else None)
-        assert len(running()) <= workers
-        assert bench.batcher.num_waiting <= max_queue
+        assert len(running()) <= settings.num_workers
+        assert bench.batcher.num_waiting <= settings.max_queue
     closing = asyncio.create_task(bench.batcher.close())
     await settle()
     while not closing.done():
@@ -234,7 +229,7 @@ async def test_every_caller_gets_exactly_its_own_outcome(
     worked_on = [item for batch in bench.batches for item in batch]
     assert len(worked_on) == len(set(worked_on))
     for batch in bench.batches:
-        assert 1 <= len(batch) <= max_batch
+        assert 1 <= len(batch) <= settings.max_batch
         real = [lengths[item] for item in batch]
         if len(batch) > 1:
             assert len(batch) * max(real) <= min(300, 1.5 * sum(real))

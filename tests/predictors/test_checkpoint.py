@@ -22,12 +22,11 @@ PROMPTS = ["write a long story of 12 rivers", "name 3", "the list of the short e
 
 def batch(tokenizer: Any, **options: Any) -> dict[str, torch.Tensor]:
     encoded = tokenizer(PROMPTS, return_tensors="pt", **({"padding": True} | options))
-    return {
-        "input_ids": encoded["input_ids"],
-        "attention_mask": encoded["attention_mask"],
+    conditions = {
         "served_model": torch.tensor([1, 0, 2]),
         "temperature": torch.tensor([1.0, float("nan"), 0.3]),
     }
+    return {name: encoded[name] for name in ("input_ids", "attention_mask")} | conditions
 
 
 @pytest.mark.parametrize("kind", list(ENCODERS))
@@ -57,11 +56,8 @@ def test_checkpoint_loads_without_the_encoder_folder_and_predicts_the_same(kind,
     assert not loaded.model.training
     assert (tmp_path / "out" / "metrics.csv").read_text() == "epoch\n"
     assert "_name_or_path" not in (tmp_path / "out" / "config.json").read_text()
-    assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [
-        ".csv",
-        *[".json"] * 6,
-        ".safetensors",
-    ]
+    suffixes = sorted(path.suffix for path in (tmp_path / "out").iterdir())
+    assert suffixes == [".csv", *[".json"] * 6, ".safetensors"]
 
 
 @pytest.fixture(scope="module")

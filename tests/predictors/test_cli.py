@@ -136,16 +136,14 @@ def one_error_line(capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-@pytest.mark.parametrize("name", ["port", "http_port"])
-def test_port_in_use_is_one_line(
-    artifact_folder: Path, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_port_in_use_is_one_line(artifact_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main([str(artifact_folder), "--port=0", f"--{name}={port}"]) == 2
-    line = one_error_line(capsys)
-    assert f"error: {name}: got '127.0.0.1:{port}'" in line
-    assert "in use" in line
+        for name in ("port", "http_port"):
+            assert main([str(artifact_folder), "--port=0", f"--{name}={port}"]) == 2
+            line = one_error_line(capsys)
+            assert f"error: {name}: got '127.0.0.1:{port}'" in line
+            assert "in use" in line
 
 
 @pytest.mark.parametrize(
@@ -174,31 +172,27 @@ def test_broken_artifact_is_one_line(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--port", "70000"], "port: got 70000"),
-        (["{artifact}", "--max_batch", "0"], "max_batch"),
-        (["{artifact}", "--max_padding", "0.5"], "max_padding"),
-        (["{artifact}", "--drain_timeout_s", "-1"], "drain_timeout_s"),
-        (["{artifact}", "--threads_per_worker", "0"], "threads_per_worker"),
-        (["{artifact}", "--port_file", "{artifact}"], "port_file"),
-        (["a", "--config", "{config}"], "port: got 70001"),
-        (["{artifact}", "--workers", "0"], "workers: got 0"),
-        (["{artifact}", "--tls_cert", "a.pem"], "tls_cert, tls_key"),
-        (["{artifact}", "--tls_client_ca", "a.pem"], "tls_client_ca"),
-        (["{artifact}", "--tls_cert", "a.pem", "--tls_key", "b.pem", "--port", "0"], "tls_cert"),
-        (["{artifact}", "--token_file", "nothing", "--port", "0"], "token_file"),
-        (["{artifact}", "--more_artifacts", "[nothing]", "--port", "0"], "existing artifact folder"),
+        ("a --port 70000", "port: got 70000"),
+        ("{artifact} --max_batch 0", "max_batch"),
+        ("{artifact} --max_padding 0.5", "max_padding"),
+        ("{artifact} --drain_timeout_s -1", "drain_timeout_s"),
+        ("{artifact} --threads_per_worker 0", "threads_per_worker"),
+        ("{artifact} --port_file {artifact}", "port_file"),
+        ("a --config {config}", "port: got 70001"),
+        ("{artifact} --workers 0", "workers: got 0"),
+        ("{artifact} --tls_cert a.pem", "tls_cert, tls_key"),
+        ("{artifact} --tls_client_ca a.pem", "tls_client_ca"),
+        ("{artifact} --tls_cert a.pem --tls_key b.pem --port 0", "tls_cert"),
+        ("{artifact} --token_file nothing --port 0", "token_file"),
+        ("{artifact} --more_artifacts [nothing] --port 0", "existing artifact folder"),
     ],
 )
 def test_bad_option_is_one_line(
-    artifact_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    artifact_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
     config = tmp_path / "serve.yaml"
     config.write_text(json.dumps({"port": 70001}))
-    assert main([word.format(artifact=artifact_folder, config=config) for word in arguments]) == 2
+    assert main(arguments.format(artifact=artifact_folder, config=config).split()) == 2
     assert message in one_error_line(capsys)
 
 

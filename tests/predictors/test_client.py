@@ -32,7 +32,7 @@ from predictors.proto import predictor_v1_pb2_grpc
 from predictors.runtime import open_runtime
 from predictors.service.batcher import BatchingSettings
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.predictor import PredictionRequest, Predictor, open_predictor
+from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import (
     NU,
     RICH,
@@ -54,26 +54,12 @@ NOBODY = "127.0.0.1:1"  # a reserved port on which nothing listens
 
 def answer(request: pb.PredictRequest) -> pb.PredictResponse:
     """A prediction that tells which prompt it is for: mu is the prompt's length."""
-    return pb.PredictResponse(
-        request_id=request.request_id,
-        mu=float(len(request.prompt)),
-        sigma=0.5,
-        nu=3.5,
-        artifact_id="scripted",
-    )
+    mu = float(len(request.prompt))
+    return pb.PredictResponse(request_id=request.request_id, mu=mu, sigma=0.5, nu=3.5)
 
 
 class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
-    """Fails the first calls with a status, then answers.
-
-    Args:
-        code: Status of the failures.
-        num_failures: How many calls fail.
-
-    Attributes:
-        calls: The prompts of each call so far.
-        gate: Answers wait until it is set.
-    """
+    """Fails the first calls with a status, then answers once the gate is open; `calls` has the prompts of each call so far."""
 
     def __init__(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, num_failures: int = 0) -> None:
         self.code = code
@@ -91,9 +77,8 @@ class Scripted(predictor_v1_pb2_grpc.PredictorServicer):
 
     async def PredictBatch(self, request: pb.PredictBatchRequest, context: Any) -> pb.PredictBatchResponse:
         await self._begin(list(request.requests), context)
-        return pb.PredictBatchResponse(
-            outcomes=[pb.Outcome(prediction=answer(one)) for one in request.requests]
-        )
+        outcomes = [pb.Outcome(prediction=answer(one)) for one in request.requests]
+        return pb.PredictBatchResponse(outcomes=outcomes)
 
     async def _begin(self, requests: list[pb.PredictRequest], context: Any) -> None:
         self.calls.append([request.prompt for request in requests])
@@ -181,9 +166,8 @@ async def test_predictions_come_in_the_order_of_the_requests(
     # So that many are sent in several calls.
     monkeypatch.setattr(messages, "MAX_BATCH_BYTES", 300)
     monkeypatch.setattr(messages, "MAX_BATCH_REQUESTS", 7)
-    prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)] + ["the " * 500] * (
-        count > 4
-    )
+    prompts = [PROMPTS[index % 4] + " a" * (index % 9) for index in range(count)]
+    prompts += ["the " * 500] * (count > 4)
     async with Client(kind, address) as client:
         predictions = await client.predict(requests(prompts))
     for prompt, prediction in zip(prompts, predictions, strict=True):
@@ -218,15 +202,6 @@ async def test_all_heads_and_conditions_pass_through_every_client(rich_folder: P
         assert response.truncated_length.max_tokens == 100
     assert [response.request_id for response in responses] == ["a", "b"]
     assert not plain.HasField("truncated_length")
-
-
-async def test_scheduler_finds_the_clients_by_url(address: str, artifact_folder: Path) -> None:
-    for url in (f"grpc://{address}", str(artifact_folder)):
-        predictor = open_predictor(url)
-        assert isinstance(predictor, Predictor)
-        [prediction] = await predictor.predict(requests(["sea"]))
-        assert prediction.length.mu == pytest.approx(expected("sea")[0], rel=1e-6)
-        await predictor.close()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "in process"])

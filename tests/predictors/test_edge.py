@@ -50,14 +50,10 @@ async def test_no_record_holds_a_text_of_a_client(log: io.StringIO, caplog: pyte
     )
     text = log.getvalue()
     assert CANARY not in text
-    for line in (
-        "Error handling request from ::1\n",
-        "it broke: RuntimeError",
-        # Errors of the system and of tailcast stay readable.
-        "\nConnectionRefusedError: [Errno 111] Connection refused\nartifact tiny: model.onnx is missing\n",
-        "Task exception was never retrieved",
-    ):
+    for line in ("Error handling request from ::1\n", "it broke: RuntimeError", "Task exception was never"):
         assert line in text
+    # Errors of the system and of tailcast stay readable.
+    assert "\nConnectionRefusedError: [Errno 111] Connection refused\nartifact tiny: model.onnx is" in text
     for record in caplog.records:
         assert record.exc_info is None
         assert CANARY not in str(record.__dict__)

@@ -93,15 +93,10 @@ async def test_batch_over_http(http: aiohttp.ClientSession) -> None:
         ("/v1/predict", b"\xff\xfe", 400, "request"),
         ("/v1/predict", b"[" * 100_000, 400, "request"),
         ("/v1/predict", b'{"prompt": "\\ud800"}', 400, "request"),
-        *[
-            ("/v1/predict", b'{"prompt": "sea", ' + member + b"}", 400, "request")
-            for member in (
-                b'"max_tokens": "' + b"7" * 5000 + b'"',
-                b'"max_tokens": NaN',
-                b'"max_tokens": 1, "maxTokens": 2',
-                b'"served_model": "\\ud800"',
-            )
-        ],
+        ("/v1/predict", b'{"prompt": "sea", "max_tokens": "' + b"7" * 5000 + b'"}', 400, "request"),
+        ("/v1/predict", b'{"prompt": "sea", "max_tokens": NaN}', 400, "request"),
+        ("/v1/predict", b'{"prompt": "sea", "max_tokens": 1, "maxTokens": 2}', 400, "request"),
+        ("/v1/predict", b'{"prompt": "sea", "served_model": "\\ud800"}', 400, "request"),
         ("/v1/predict", b'{"prompt": "sea", "quantile_levels": [NaN]}', 400, "request"),
         ("/v1/predict", b'{"messages": [{"role": "user", "content": "\\udc00"}]}', 400, "request"),
         ("/v1/predict-batch", b'{"requests": {}}', 400, "request"),

@@ -54,9 +54,8 @@ def test_prompt_length_is_the_last_feature(bert_folder):
 
 def test_towers_are_the_published_ones(bert_folder):
     config = PredictorConfig(encoder=bert_folder, max_length=48, heads=Heads(length=LengthHead()))
-    model = PromptPredictor(
-        config, load_encoder(bert_folder), NORMALIZATION, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1)
+    model = PromptPredictor(config, load_encoder(bert_folder), NORMALIZATION, generator=generator)
     towers = model.heads["length"]
     layers = [str(layer).split("(")[0] for layer in towers.mu.rest]
     hidden = ["Linear", "LayerNorm", "GELU", "Dropout"]
@@ -258,11 +257,8 @@ def test_an_encoder_with_missing_weights_is_refused(tmp_path):
 
     folder = tiny_bert(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {name: value for name, value in weights.items() if "layer.1.output" not in name},
-        tmp_path / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    weights = {name: value for name, value in weights.items() if "layer.1.output" not in name}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"all its weights \(missing: encoder.layer.1.output"):
         load_encoder(folder)
 
@@ -276,9 +272,8 @@ def test_max_length_beyond_the_positions_is_refused(kind, max_length, positions)
     # RoBERTa's start behind the padding id.
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
     longest = positions + 2 * (kind == "roberta")
-    encoder = build_encoder(
-        {"model_type": kind, "vocab_size": 20, "pad_token_id": 1, "max_position_embeddings": longest} | sizes
-    )
+    sizes |= {"vocab_size": 20, "pad_token_id": 1, "max_position_embeddings": longest}
+    encoder = build_encoder({"model_type": kind} | sizes)
     config = PredictorConfig(encoder=kind, max_length=max_length, heads=Heads(rank=RankHead(TOWER)))
     with pytest.raises(InputError, match=f"at most the encoder's {positions} positions"):
         PromptPredictor(config, encoder, NORMALIZATION)
@@ -358,14 +353,8 @@ def test_every_head_is_in_all_registries(tmp_path):
     model = predictor(tiny_bert(tmp_path))
     with torch.no_grad():
         outputs = model(torch.tensor([[2, 5, 3]]), torch.ones(1, 3, dtype=torch.int64))
-    manifest = Manifest.model_construct(
-        heads=names,
-        nu=None,
-        within=True,
-        urgency_levels=ALL_HEADS.urgency.levels,
-        bucket_edges=ALL_HEADS.bucket.edges,
-    )
-    assert {tensor.name: tensor.shape[1:] for tensor in manifest.outputs} == {
-        name: tuple(values.shape[1:]) for name, values in outputs.items()
-    }
+    levels, edges = ALL_HEADS.urgency.levels, ALL_HEADS.bucket.edges
+    options = {"heads": names, "nu": None, "within": True, "urgency_levels": levels, "bucket_edges": edges}
+    shapes = {tensor.name: tensor.shape[1:] for tensor in Manifest.model_construct(**options).outputs}
+    assert shapes == {name: tuple(values.shape[1:]) for name, values in outputs.items()}
     assert outputs.keys() == {field.name for field in fields(Predicted)}

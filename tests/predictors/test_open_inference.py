@@ -45,20 +45,12 @@ async def http(addresses: dict[str, str]) -> AsyncIterator[aiohttp.ClientSession
 
 
 def infer_request(**changes: Any) -> oip.ModelInferRequest:
-    contents = {
-        "prompt": {"bytes_contents": [prompt.encode() for prompt in PROMPTS]},
-        "served_model": {"bytes_contents": [name.encode() for name in MODELS]},
-        "temperature": {"fp32_contents": [0.5, float("nan"), 1.0]},
-    }
     request = oip.ModelInferRequest(model_name="tiny", id="r1", **changes)
-    for name, datatype, shape in (
-        ("prompt", "BYTES", [3]),
-        ("served_model", "BYTES", [3, 1]),
-        ("temperature", "FP32", [3]),
-    ):
-        request.inputs.add(
-            name=name, datatype=datatype, shape=shape, contents=oip.InferTensorContents(**contents[name])
-        )
+    for name, shape, texts in (("prompt", [3], PROMPTS), ("served_model", [3, 1], MODELS)):
+        contents = oip.InferTensorContents(bytes_contents=[text.encode() for text in texts])
+        request.inputs.add(name=name, datatype="BYTES", shape=shape, contents=contents)
+    contents = oip.InferTensorContents(fp32_contents=[0.5, float("nan"), 1.0])
+    request.inputs.add(name="temperature", datatype="FP32", shape=[3], contents=contents)
     return request
 
 
@@ -91,9 +83,8 @@ async def test_truncated_length_comes_with_max_tokens(stub: Any) -> None:
     row = expected_rich(PROMPTS[1])
     lengths = LogT(row["mu"], row["sigma"], row["nu"])
     assert tensors["expected_tokens"][1] == pytest.approx(float(lengths.expected(500)), rel=1e-5)
-    np.testing.assert_allclose(
-        tensors["quantile_tokens"][1], np.minimum(lengths.ppf([0.5, 0.9, 0.99]), 500), rtol=1e-4
-    )
+    quantiles = np.minimum(lengths.ppf([0.5, 0.9, 0.99]), 500)
+    np.testing.assert_allclose(tensors["quantile_tokens"][1], quantiles, rtol=1e-4)
 
 
 async def test_metadata_and_health(stub: Any) -> None:
@@ -163,9 +154,8 @@ async def test_inference_over_http_as_json_and_as_binary(http: aiohttp.ClientSes
     np.testing.assert_allclose(tensors["mu"]["data"], mus, rtol=1e-5)
     assert tensors["urgency"]["shape"] == [2, 3]
     raw = b"\x03\x00\x00\x00sea\x0c\x00\x00\x00a long essay"
-    prompts = {"name": "prompt", "datatype": "BYTES", "shape": [2]} | {
-        "parameters": {"binary_data_size": len(raw)}
-    }
+    size = {"binary_data_size": len(raw)}
+    prompts = {"name": "prompt", "datatype": "BYTES", "shape": [2], "parameters": size}
     names = [{"name": "mu", "parameters": {"binary_data": True}}, {"name": "rank"}]
     head = json.dumps({"inputs": [prompts], "outputs": names}).encode()
     headers = {"Inference-Header-Content-Length": str(len(head))}
@@ -187,25 +177,20 @@ BAD_INPUTS = [
     '{"name": "prompt", "datatype": "BYTES", "shape": [9223372036854775808], "data": ["a"]}',
     '{"name": "prompt", "datatype": "BYTES", "shape": [1], "parameters": 3}',
     '{"name": "prompt", "datatype": "BYTES", "shape": [1], "parameters": {"binary_data_size": 9}}',
-    *(
-        f'{PROMPT}, {{"name": "max_tokens", "datatype": "INT64", "shape": [1], "data": {data}}}'
-        for data in ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
-    ),
     PROMPT + ', {"name": "temperature", "datatype": "FP32", "shape": [1], "data": [1e39]}',
     PROMPT + ', {"name": "\\ud800", "datatype": "FP32", "shape": [1], "data": [1]}',
 ]
-BAD_BODIES = [
-    *("{}", '{"inputs": 3}', '{"inputs": [3]}'),
-    *(f'{{"inputs": [{tensors}]}}' for tensors in BAD_INPUTS),
-    *(
-        f'{{"inputs": [{PROMPT}], {rest}}}'
-        for rest in (
-            '"outputs": [{"name": "\\ud800"}]',
-            '"outputs": [{"name": "mu", "parameters": 1}]',
-            '"parameters": "\\ud800"',
-        )
-    ),
+MAX_TOKENS = '{"name": "max_tokens", "datatype": "INT64", "shape": [1], "data": %s}'
+BAD_INPUTS += [
+    f"{PROMPT}, {MAX_TOKENS % data}" for data in ("[9223372036854775808]", "[1.5]", "[true]", '["5"]')
 ]
+BAD_REST = [
+    '"outputs": [{"name": "\\ud800"}]',
+    '"outputs": [{"name": "mu", "parameters": 1}]',
+    '"parameters": "\\ud800"',
+]
+BAD_BODIES = ["{}", '{"inputs": 3}', '{"inputs": [3]}', *(f'{{"inputs": [{bad}]}}' for bad in BAD_INPUTS)]
+BAD_BODIES += [f'{{"inputs": [{PROMPT}], {rest}}}' for rest in BAD_REST]
 
 
 async def test_wrong_inference_requests_are_400(http: aiohttp.ClientSession) -> None:

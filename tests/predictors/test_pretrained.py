@@ -66,10 +66,8 @@ def test_the_commands_take_it_by_default(shipped: Path, empty_cache: None) -> No
     _, sources = build_server(ServeConfig())
     assert [source.path for source in sources.values()] == [str(shipped)]
     assert ProxyServer(ProxyConfig(engine_url="http://engine"))._forecaster._predictor.address == str(shipped)  # type: ignore[union-attr]
-    assert (
-        read_settings({"tailcast": {"policy": "tie", "predictor": "pretrained"}}, {}).predictor
-        == "pretrained"
-    )
+    settings = read_settings({"tailcast": {"policy": "tie", "predictor": "pretrained"}}, {})
+    assert settings.predictor == "pretrained"
 
 
 def test_simulate_asks_it(shipped: Path, tmp_path: Path) -> None:
@@ -102,19 +100,15 @@ def test_simulate_names_all_sources(
     (tmp_path / "trace.jsonl").write_text(json.dumps(row))
     words = f"run --trace {tmp_path}/trace.jsonl --policy tie --json {tmp_path}/r.json --predictor"
     assert simulate([*words.split(), predictor]) == 2
-    assert (
-        "allowed: none, trace, oracle, pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
-        in capsys.readouterr().err
-    )
+    allowed = "allowed: none, trace, oracle, pretrained, tiny, an artifact folder, or grpc://HOST:PORT"
+    assert allowed in capsys.readouterr().err
 
 
 def test_the_shipped_one_predicts_for_any_model() -> None:
     predictor = tailcast.load()
     for model in (None, "a-model-that-nobody-trained-on"):
-        short, long = (
-            predictor.predict(prompt, max_tokens=4096, model=model)
-            for prompt in ("Say yes.", "Write a detailed essay of 2000 words about the history of Rome.")
-        )
+        prompts = ("Say yes.", "Write a detailed essay of 2000 words about the history of Rome.")
+        short, long = (predictor.predict(prompt, max_tokens=4096, model=model) for prompt in prompts)
         assert 1 < short.median < long.median < 4096
 
 

@@ -53,17 +53,14 @@ ORDERS = {
 QUICK = {"minilm-quickstart", "ssjf-bert", "s3-distilbert-buckets", "ltr-opt125m-listmle", "semantic"}
 SERVED_MODEL = "small"
 
+TEXTS = [
+    text if number % 2 else text.replace("write", "now") for number, (text, _, _) in enumerate(prompts(12))
+]
+TOKENS = {"prompt_tokens": 8, "output_tokens": 20, "max_tokens": 100}
 TRACE = Trace(
     tuple(
-        TraceRequest(
-            request_id=f"r{number}",
-            arrival_s=0.0,
-            prompt_tokens=8,
-            output_tokens=20,
-            max_tokens=100,
-            prompt=text if number % 2 else text.replace("write", "now"),
-        )
-        for number, (text, _, _) in enumerate(prompts(12))
+        TraceRequest(request_id=f"r{number}", arrival_s=0.0, prompt=text, **TOKENS)
+        for number, text in enumerate(TEXTS)
     )
 )
 
@@ -80,12 +77,9 @@ def served(request: pytest.FixtureRequest, encoders: Any, files: Any, tmp_path: 
     if stem.startswith("s3"):
         options += ["--bucket.num_buckets", "3"]
     assert train(options) == 0
-    export_onnx(
-        ExportConfig(
-            checkpoint=str(tmp_path / "checkpoint"), out=str(tmp_path / "artifact"), legacy_exporter=True
-        )
-    )
-    return ORDERS[stem], tmp_path / "artifact"
+    out = tmp_path / "artifact"
+    export_onnx(ExportConfig(checkpoint=str(tmp_path / "checkpoint"), out=str(out), legacy_exporter=True))
+    return ORDERS[stem], out
 
 
 def simulated(order: Order, predictions: Predictions) -> list[str]:
@@ -123,9 +117,7 @@ async def proxied(order: Order, folder: Path, model: str) -> list[str]:
             tasks.append(asyncio.create_task(proxy.post(chat(row.prompt or ""))))
             await until(lambda: proxy.server.num_in_flight == len(tasks))
         answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
-        async with asyncio.timeout(60):
-            while await proxy.metric(answered) < len(tasks):
-                await asyncio.sleep(0.01)
+        await proxy.reaches(answered, len(tasks))
         go.set()
         assert {status for status, _ in await asyncio.gather(*tasks)} == {200}
     ids = {row.prompt: row.request_id for row in TRACE.requests}

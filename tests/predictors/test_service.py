@@ -114,9 +114,8 @@ def test_truncated_length_equals_the_distribution(
 
 
 def chat(*messages: tuple[str, str]) -> pb.ChatMessages:
-    return pb.ChatMessages(
-        messages=[pb.ChatMessage(role=role, content=content) for role, content in messages]
-    )
+    chat_messages = [pb.ChatMessage(role=role, content=content) for role, content in messages]
+    return pb.ChatMessages(messages=chat_messages)
 
 
 @pytest.mark.parametrize(
@@ -245,9 +244,8 @@ async def test_a_full_service_answers_from_its_cache(artifact_folder: Path) -> N
     async with server_and_stub(runtime, batching=ONE_BY_ONE, cache_entries=8) as (server, stub):
         await stub.Predict(pb.PredictRequest(prompt="a long essay"))
         runtime.gate.clear()
-        inside = [
-            asyncio.ensure_future(stub.Predict(pb.PredictRequest(prompt=text))) for text in ("sea", "name")
-        ]
+        requests = [pb.PredictRequest(prompt=text) for text in ("sea", "name")]
+        inside = [asyncio.ensure_future(stub.Predict(request)) for request in requests]
         await until(lambda: server.artifacts.num_in_flight == 2)
         response = await stub.Predict(pb.PredictRequest(prompt="a long essay"))
         assert response.cached

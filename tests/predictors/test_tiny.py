@@ -1,12 +1,10 @@
-"""The predictor `tiny`: alike wherever it is spelled, for any text, in a fraction of the time of `pretrained`."""
+"""The predictor `tiny`: alike wherever it is spelled, for any text."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -64,16 +62,8 @@ def test_it_needs_numpy_and_tokenizers_alone() -> None:
 
 
 async def test_any_text_has_a_prediction() -> None:
-    texts = [
-        "",
-        "\n",
-        "\x00",
-        "a",
-        "\ud800 half a character",
-        "日本の首都はどこですか。",
-        "x" * 10**6,
-        "word " * 10**6,
-    ]
+    texts = ["", "\n", "\x00", "a", "\ud800 half a character", "日本の首都はどこですか。"]
+    texts += ["x" * 10**6, "word " * 10**6]
     requests = [PredictionRequest(str(number), text, 100) for number, text in enumerate(texts)]
     for prediction in await load().predict(requests):
         assert prediction.length is not None
@@ -115,16 +105,3 @@ def test_weights_that_do_not_fit_each_other_are_refused(tmp_path: Path) -> None:
 def test_there_is_no_graph_to_run_on_a_gpu() -> None:
     with pytest.raises(InputError, match="a tiny predictor has no graph"):
         open_runtime("tiny", provider="cuda")
-
-
-def test_it_takes_a_fifth_of_the_time_of_the_shipped_one_at_most() -> None:
-    def least_s(call: Callable[[], object]) -> float:
-        times = []
-        for _ in range(30):
-            start = time.process_time()
-            call()
-            times.append(time.process_time() - start)
-        return min(times)
-
-    tiny, pretrained = load(), open_runtime("pretrained")
-    assert least_s(lambda: tiny.length(LONG)) < least_s(lambda: pretrained.predict([LONG])) / 5

@@ -35,10 +35,8 @@ def test_cutting_before_tokenising_changes_nothing(
     if len(text) > MAX_CHARS_PER_TOKEN * MAX_LENGTH:
         words = words[:10]
         text = gap.join(words)
-    tokenize = PromptTokenizer(
-        artifact_folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side=side
-    )
-    [prompt] = tokenize([text])
+    path = artifact_folder / "tokenizer.json"
+    [prompt] = PromptTokenizer(path, max_length=MAX_LENGTH, truncation_side=side)([text])
     assert prompt.ids.tolist() == whole_text(artifact_folder, text, side)
     assert prompt.truncated == (len(words) + 2 > MAX_LENGTH)
 
@@ -52,9 +50,7 @@ def test_each_side_keeps_its_end(artifact_folder: Path) -> None:
     assert left.ids.tolist() == [VOCAB["[CLS]"], VOCAB["a"], VOCAB["sea"], VOCAB["[SEP]"]]
     [middle] = PromptTokenizer(path, max_length=5, truncation_side="middle")([text])
     assert middle.ids.tolist() == [VOCAB[token] for token in ("[CLS]", "name", "a", "sea", "[SEP]")]
-    assert middle.truncated
-    assert right.truncated
-    assert left.truncated
+    assert all(prompt.truncated for prompt in (left, middle, right))
     assert right.ids.dtype == np.int64
 
 
@@ -73,9 +69,8 @@ class CountingTokenizer:
 @pytest.mark.parametrize("side", ["right", "middle"])
 @pytest.mark.parametrize("text", ["a " * 5_000_000, "x" * 10_000_000, " " * 10_000_000, "\n" * 10_000_000])
 def test_work_on_a_huge_prompt_is_bounded(artifact_folder: Path, text: str, side: str) -> None:
-    tokenize = PromptTokenizer(
-        artifact_folder / "tokenizer.json", max_length=MAX_LENGTH, truncation_side=side
-    )
+    path = artifact_folder / "tokenizer.json"
+    tokenize = PromptTokenizer(path, max_length=MAX_LENGTH, truncation_side=side)
     counting = CountingTokenizer(tokenize._tokenizer)
     tokenize._tokenizer = counting  # type: ignore[assignment]
     [prompt] = tokenize([text])
@@ -90,10 +85,8 @@ def test_padding_stored_in_the_file_is_not_applied(artifact_folder: Path, tmp_pa
     tokenizer.enable_padding(length=12)
     tokenizer.enable_truncation(3)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    [prompt] = PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="right")(
-        ["name three a"]
-    )
-    assert len(prompt.ids) == 5
+    tokenize = PromptTokenizer(tmp_path / "tokenizer.json", max_length=8, truncation_side="right")
+    assert len(tokenize(["name three a"])[0].ids) == 5
 
 
 def test_bad_file_and_bad_length_are_named(artifact_folder: Path, tmp_path: Path) -> None:

@@ -114,6 +114,20 @@ def simulate(
     return run_simulation(values, trace=trace, predictions=predictions, log=log, watch=watch)
 
 
+def token_times(log: DecisionLog) -> dict[str, list[float]]:
+    """By request: times of its tokens, which come at the ends of the steps that sample them; of single steps."""
+    times: dict[str, list[float]] = {}
+    sampling: list[str] = []
+    for entry in log.entries:
+        if entry["op"] == "schedule" and entry["plan"] is not None:
+            prefills, decodes = entry["plan"]["prefills"], entry["plan"]["decodes"]
+            sampling = [*decodes, *(chunk["request_id"] for chunk in prefills if chunk["is_last"])]
+        elif entry["op"] == "complete":
+            for name in sampling:
+                times.setdefault(name, []).append(entry["now"])
+    return times
+
+
 def trace_row(
     name: str, arrival_s: float, prompt_tokens: int, output_tokens: int, max_tokens: int = 50, **more: Any
 ) -> TraceRequest:

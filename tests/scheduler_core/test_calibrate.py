@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError, TailcastError
-from scheduler_core.plan import Finished, PrefillChunk, StepResult
+from scheduler_core.plan import PrefillChunk
 from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import (
@@ -28,44 +29,26 @@ from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime, StepWork
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from tests.scheduler_core.fake_engine import fake_engine
-from tests.scheduler_core.helpers import random_trace
+from tests.scheduler_core.helpers import random_trace, token_times
 
-TRUE = LinearStepTime(
-    base_s=0.01,
-    per_prefill_token_s=5e-5,
-    per_decode_s=4e-4,
-    per_context_token_s=2e-6,
-    per_swapped_token_s=0.0,
-)
+TRUE = LinearStepTime(base_s=0.01, per_prefill_token_s=5e-5, per_decode_s=4e-4, per_context_token_s=2e-6)
 LIMITS = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=2048, num_kv_blocks=4096)
-
-
-class Telling(Scheduler):
-    """A scheduler that notes when every token came."""
-
-    def __init__(self) -> None:
-        super().__init__(LIMITS, make_policy("fcfs"))
-        self.token_s: dict[str, list[float]] = {}
-
-    def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
-        plan, _ = self._open_step()
-        for name in (*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)):
-            self.token_s.setdefault(name, []).append(now)
-        return super().complete(result, now)
 
 
 def measured(step_time: StepTime, rate_rps: float, num: int = 80, seed: int = 0) -> list[Probe]:
     """What a client would see of an engine with these step times."""
     trace = random_trace(num, seed=seed, rate_rps=rate_rps, cap=120, most_prompt=600)
-    core = Telling()
+    log = DecisionLog()
+    core = Scheduler(LIMITS, make_policy("fcfs"), log)
     Simulation(trace, core, step_time, Predictions(), exact_steps=True).run()
+    times = token_times(log)
     return [
         Probe(
             request_id=row.request_id,
             sent_s=row.arrival_s,
             prompt_tokens=row.prompt_tokens,
             max_tokens=row.max_tokens,
-            token_s=core.token_s[row.request_id],
+            token_s=times[row.request_id],
             output_tokens=row.output_tokens,
         )
         for row in trace.requests
@@ -86,12 +69,10 @@ def test_step_times_are_found_again_from_the_times_of_tokens() -> None:
 def test_noise_and_hiccups_change_the_mean_and_not_the_proportions() -> None:
     """2 % of the steps take 20 times as long: they are left out, but queues follow the mean of all steps."""
     rng = np.random.default_rng(0)
-    samples = [
-        StepSample(
-            one.seconds * float(np.exp(rng.normal(0, 0.1))) * (20.0 if rng.random() < 0.02 else 1.0), one.work
-        )
-        for one in step_samples(measured(TRUE, 6.0))
-    ]
+    samples = []
+    for one in step_samples(measured(TRUE, 6.0)):
+        factor = float(np.exp(rng.normal(0, 0.1))) * (20.0 if rng.random() < 0.02 else 1.0)
+        samples.append(StepSample(one.seconds * factor, one.work))
     fit = fit_step_time(samples)
     assert fit.num_outliers > 0.01 * len(samples)
     total = sum(one.seconds for one in samples)
@@ -176,17 +157,10 @@ def test_nobody_there_and_wrong_values_are_told() -> None:
 @pytest.mark.slow
 def test_a_live_engine_is_calibrated_on_one_load_and_predicted_on_another() -> None:
     true = LinearStepTime(base_s=0.03, per_prefill_token_s=4e-4, per_decode_s=3e-3, per_context_token_s=0.0)
-    config: dict[str, Any] = {
-        "served_model": "m",
-        "rate": 2.0,
-        "held_out_rate": 5.0,
-        "num_requests": 40,
-        "prompt_words": (8, 300),
-        "output_tokens": (5, 30),
-        "scheduler": LIMITS,
-    }
+    loads: dict[str, Any] = {"rate": 2.0, "held_out_rate": 5.0, "num_requests": 40}
+    loads |= {"prompt_words": (8, 300), "output_tokens": (5, 30), "scheduler": LIMITS}
     with fake_engine(true, LIMITS) as url:
-        result = run_calibration(EngineCalibrationConfig(json="", url=url, **config))
+        result = run_calibration(EngineCalibrationConfig(json="", url=url, served_model="m", **loads))
     written = json.loads(json.dumps(result))
     again = make_step_time(written["step_time"]["name"], written["step_time"]["parameters"])
     assert isinstance(again, LinearStepTime)

@@ -37,7 +37,7 @@ from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
 from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
 from scheduler_core.simulator.watch import RunWatch
-from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, trace_row
+from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, token_times, trace_row
 
 ALL_POLICIES = (*POLICIES, *BOUNDS)
 TIGHT = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=40, kv_block_tokens=16)
@@ -272,21 +272,13 @@ def test_gaps_of_a_small_run_worked_out_by_hand(exact: bool) -> None:
 
 
 def test_the_longest_gap_is_that_of_the_token_times_also_after_preemptions() -> None:
-    """Against the decision log: tokens come at the ends of the steps that sample them."""
+    """Against the decision log."""
     tight = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=48, num_kv_blocks=24)
     trace = random_trace(60, seed=2, rate_rps=20, cap=100, most_prompt=60)
     log = DecisionLog()
     result = simulate(trace, scheduler=tight, exact_steps=True, log=log)
     assert result.metrics["num_preemptions"] > 0
-    times: dict[str, list[float]] = {}
-    sampling: list[str] = []
-    for entry in log.entries:
-        if entry["op"] == "schedule" and entry["plan"] is not None:
-            prefills, decodes = entry["plan"]["prefills"], entry["plan"]["decodes"]
-            sampling = [*decodes, *(chunk["request_id"] for chunk in prefills if chunk["is_last"])]
-        elif entry["op"] == "complete":
-            for name in sampling:
-                times.setdefault(name, []).append(entry["now"])
+    times = token_times(log)
     for record in result.records:
         gaps = np.diff(times[record.request_id])
         assert len(gaps) == record.output_tokens - 1
@@ -316,6 +308,7 @@ def test_gaps_of_steps_taken_at_once_are_those_of_single_steps(
             for exact in (True, False)
         )
         assert single.records == several.records
+        assert several.metrics["littles_law_error"] < 1e-9
         for one, other in zip(single.records, several.records, strict=True):
             assert one.max_tbt_s == pytest.approx(other.max_tbt_s, abs=1e-9)
         before, after = single.watch.gaps.total(), several.watch.gaps.total()

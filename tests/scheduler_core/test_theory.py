@@ -1,26 +1,86 @@
-"""The simulator against queueing theory.
+"""The simulator against queueing theory, and against the loads at which no policy keeps up (RAD, Theorems 1 and 2).
 
-With one seat and a time per step only, a request of n output tokens takes n steps: a single-server queue whose
+With one slot and a time per step only, a request of n output tokens takes n steps: a single-server queue whose
 service time is n * base_s. Every mean is over independent runs; the test allows four of its standard errors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from scheduler_core.errors import InputError
 from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.simulator.records import request_columns
+from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.step_time.base import LinearStepTime
 from scheduler_core.simulator.trace import Trace
 from tests.scheduler_core.helpers import simulate, trace_row
 
+STEP_TIME = LinearStepTime(
+    base_s=0.01, per_prefill_token_s=1e-4, per_decode_s=1e-4, per_context_token_s=0.0, per_swapped_token_s=0.0
+)
+T_COL, PROMPT, OUTPUT = 8, 64, 9
+RAD = SchedulerConfig(
+    max_num_seqs=T_COL,
+    max_num_batched_tokens=64,
+    batching="rad",
+    batching_parameters={"n": 100_000, "t_row": 16, "t_red": 16},
+)
+
+
+def trace_at(arrivals: Sequence[float]) -> Trace:
+    """Equal requests."""
+    rows = [trace_row(f"r{number}", float(at), PROMPT, OUTPUT, OUTPUT) for number, at in enumerate(arrivals)]
+    return Trace(tuple(rows))
+
+
+BOUNDS = rad_bounds(trace_at([0.0]), RAD, STEP_TIME)
+
+
+def at_load(load: float, count: int = 1500) -> tuple[np.ndarray, np.ndarray]:
+    """Arrivals, and latencies under RAD with the n that its theorem 2 asks for up to load 0.9."""
+    arrivals = np.cumsum(np.random.default_rng(7).exponential(BOUNDS.expected_s / load, count))
+    limits = replace(RAD, batching_parameters={**RAD.batching_parameters, "n": BOUNDS.num_per_cycle})
+    columns = request_columns(simulate(trace_at(arrivals), scheduler=limits, step_time=STEP_TIME).records)
+    return arrivals, columns["ttlt_s"][np.argsort(columns["arrival_s"], kind="stable")]
+
+
+def test_rads_bounds_worked_out_by_hand() -> None:
+    """Prompt of 64 in chunks of lcm(16, 8, 16) = 16 tokens: 4 steps of 0.01 + 16e-4 = 0.0464 s. The last one samples the
+    first token; the other 8 take steps of 0.01 + 8e-4 s that 8 requests share: 8 x 0.0108 / 8 = 0.0108 s of the engine's
+    time, or 8 x 0.0108 s of the request's. n > 7 T_max / (0.1 T_R) = 7 x 0.1328 / 0.00572 = 162.5.
+    """
+    assert BOUNDS.expected_s == pytest.approx(0.0464 + 0.0108)
+    assert BOUNDS.longest_s == pytest.approx(0.0464 + 0.0864)
+    assert BOUNDS.num_per_cycle == 163
+    with pytest.raises(InputError, match="epsilon"):
+        rad_bounds(trace_at([0.0]), RAD, STEP_TIME, epsilon=1.0)
+
+
+def test_rad_keeps_up_below_its_bound_and_nobody_does_above() -> None:
+    """Below the bound times do not grow with the number of requests; at 1.1 of it the backlog grows by a tenth of the time.
+
+    With load 1.1 the last of N requests arrives at N T_R/1.1 and cannot be done before N T_R, so it takes at least a tenth
+    of its arrival time.
+    """
+    arrivals, times = at_load(0.9)
+    thirds = [part.mean() for part in np.array_split(times, 3)]
+    assert thirds[2] < 2.5 * thirds[0]
+    assert times.max() < 0.1 * arrivals[-1]
+    arrivals, times = at_load(1.1)
+    assert times[-T_COL:].max() > 0.08 * arrivals[-1]
+    assert np.polyfit(arrivals, times, 1)[0] == pytest.approx(0.1, abs=0.04)
+
+
 BASE_S = 0.25
-STEP_TIME = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
+QUEUE_STEP = LinearStepTime(base_s=BASE_S, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
 NUM_RUNS, WARM_UP = 16, 200
-CAP = 4000
+MAX_TOKENS = 4000
 
 Lengths = Callable[[np.random.Generator, int], np.ndarray]
 
@@ -36,16 +96,16 @@ def waits(policy: str, load: float, lengths: Lengths, mean_tokens: float, num_re
         arrivals = np.cumsum(rng.exponential(mean_tokens * BASE_S / load, num_requests))
         tokens = lengths(rng, num_requests)
         pairs = zip(arrivals.tolist(), tokens.tolist(), strict=True)
-        rows = tuple(trace_row(str(i), at_s, 1, num, CAP) for i, (at_s, num) in enumerate(pairs))
+        rows = tuple(trace_row(str(i), at_s, 1, num, MAX_TOKENS) for i, (at_s, num) in enumerate(pairs))
         limits = SchedulerConfig(max_num_seqs=1)
-        result = simulate(Trace(rows), policy, scheduler=limits, step_time=STEP_TIME)
+        result = simulate(Trace(rows), policy, scheduler=limits, step_time=QUEUE_STEP)
         assert result.metrics["littles_law_error"] < 1e-9
         assert len(result.records) == num_requests
         means.append(np.mean([r.queueing_delay_s for r in result.records if int(r.request_id) >= WARM_UP]))
     return np.array(means)
 
 
-def check(means: np.ndarray, expected: float) -> None:
+def check_mean(means: np.ndarray, expected: float) -> None:
     error = means.std(ddof=1) / math.sqrt(means.size)
     assert error < 0.05 * expected, "the runs are long enough to tell"
     assert means.mean() == pytest.approx(expected, abs=4 * error)
@@ -56,14 +116,14 @@ def constant(tokens: int) -> Lengths:
 
 
 def geometric(mean: float) -> Lengths:
-    return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), CAP)
+    return lambda rng, size: np.minimum(rng.geometric(1 / mean, size), MAX_TOKENS)
 
 
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 600), (0.7, 1600)])
 def test_constant_lengths_wait_as_in_m_d_1(load: float, num_requests: int) -> None:
     """Pollaczek-Khinchine: W = rho S / (2 (1 - rho))."""
     service_s = 8 * BASE_S
-    check(waits("fcfs", load, constant(8), 8, num_requests), load * service_s / (2 * (1 - load)))
+    check_mean(waits("fcfs", load, constant(8), 8, num_requests), load * service_s / (2 * (1 - load)))
 
 
 @pytest.mark.parametrize(("load", "num_requests"), [(0.3, 1000), (0.7, 1800)])
@@ -72,7 +132,9 @@ def test_geometric_lengths_wait_as_in_m_g_1(load: float, num_requests: int) -> N
     mean = 10.0
     second_moment = (2 * mean**2 - mean) * BASE_S**2
     rate = load / (mean * BASE_S)
-    check(waits("fcfs", load, geometric(mean), mean, num_requests), rate * second_moment / (2 * (1 - load)))
+    check_mean(
+        waits("fcfs", load, geometric(mean), mean, num_requests), rate * second_moment / (2 * (1 - load))
+    )
 
 
 def test_oracle_sjf_waits_as_cobham_says() -> None:
@@ -85,4 +147,4 @@ def test_oracle_sjf_waits_as_cobham_says() -> None:
     below = upto - rate * p * n * BASE_S
     residual = rate * (2 * mean**2 - mean) * BASE_S**2 / 2
     expected = float(np.sum(p * residual / ((1 - below) * (1 - upto))))
-    check(waits("sjf", load, geometric(mean), mean, 1200), expected)
+    check_mean(waits("sjf", load, geometric(mean), mean, 1200), expected)

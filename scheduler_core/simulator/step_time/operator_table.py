@@ -143,11 +143,7 @@ def _not_profiled(table: Table, index: tuple[int, ...], what: str, units: tuple[
 
 
 def read_operator_table(
-    directory: str | Path,
-    *,
-    num_layers: int,
-    tensor_parallel: int = 1,
-    batching_overhead: float = 0.0,
+    directory: str | Path, *, num_layers: int, tensor_parallel: int = 1, batching_overhead: float = 0.0
 ) -> OperatorTable:
     """Reads one file per operator.
 

@@ -165,11 +165,11 @@ class Sessions:
         return turns
 
 
-def _default_lengths() -> Lengths:
-    return Lengths(
-        prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
-        output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
-    )
+#: Lengths of chats.
+_CHAT = Lengths(
+    prompt=TokenDistribution(kind="log_t", mu=5.5, sigma=0.8, high=4096),
+    output=TokenDistribution(kind="log_t", mu=5.0, sigma=0.7, high=2048),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ class Workload:
     """Number of requests."""
     arrivals: Arrivals = field(default_factory=Arrivals)
     """Arrival times."""
-    lengths: Lengths = field(default_factory=_default_lengths)
+    lengths: Lengths = _CHAT
     """Lengths of prompts and outputs."""
     classes: tuple[RequestClass, ...] = ()
     """Classes of requests with weights, targets and lengths of their own, such as paying and free, or reasoning and chat."""

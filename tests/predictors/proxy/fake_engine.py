@@ -29,21 +29,16 @@ def stream_events(words: Iterable[str], usage: int | None, *, null_usage: bool =
     events = [event({"id": "c", "choices": [{"index": 0, "delta": {"content": word}, "finish_reason": None}], **null}) for word in words]  # fmt: skip
     events.append(event({"id": "c", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], **null}))
     if usage is not None:
-        events.append(
-            event({"id": "c", "choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": usage}})
-        )
+        counts = {"prompt_tokens": 3, "completion_tokens": usage}
+        events.append(event({"id": "c", "choices": [], "usage": counts}))
     return [*events, b"data: [DONE]\n\n"]
 
 
 def completion(usage: int, reason: str = "stop") -> dict[str, Any]:
     """A completion that is not streamed."""
     choice = {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": reason}
-    return {
-        "id": "c",
-        "model": "tiny-llm",
-        "choices": [choice],
-        "usage": {"prompt_tokens": 3, "completion_tokens": usage},
-    }
+    counts = {"prompt_tokens": 3, "completion_tokens": usage}
+    return {"id": "c", "model": "tiny-llm", "choices": [choice], "usage": counts}
 
 
 async def plain(request: web.Request, body: bytes, tokens: int = 7) -> web.StreamResponse:
@@ -169,9 +164,8 @@ async def running_proxy(engine_url: str, **options: Any) -> AsyncIterator[Runnin
     port, admin = await server.start()
     url = f"http://127.0.0.1:{port}"
     try:
-        async with aiohttp.ClientSession(
-            auto_decompress=False, timeout=aiohttp.ClientTimeout(total=60)
-        ) as client:
+        timeout = aiohttp.ClientTimeout(total=60)
+        async with aiohttp.ClientSession(auto_decompress=False, timeout=timeout) as client:
             yield RunningProxy(server, url, f"http://127.0.0.1:{admin}", client)
     finally:
         await server.stop()

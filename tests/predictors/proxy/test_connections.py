@@ -18,14 +18,8 @@ from tests.predictors.proxy.fake_engine import CHAT, chat, respond, running_engi
 
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 #: When the engine closes the connection, and what a client gets.
-MOMENTS = {
-    "accepted": 502,
-    "first byte": 502,
-    "headers": 502,
-    "body": 502,
-    "inside the head": 502,
-    "inside the body": 200,
-}
+MOMENTS = dict.fromkeys(("accepted", "first byte", "headers", "body", "inside the head"), 502)
+MOMENTS["inside the body"] = 200
 
 
 @dataclass
@@ -66,9 +60,8 @@ class RawEngine:
         await reader.readexactly(int(lengths[0].split(b":")[1]) if lengths else 0)
         if moment == "body":
             return False
-        writer.write(
-            {"inside the head": ANSWER[:20], "inside the body": ANSWER[:-1]}.get(moment or "", ANSWER)
-        )
+        parts = {"inside the head": ANSWER[:20], "inside the body": ANSWER[:-1]}
+        writer.write(parts.get(moment or "", ANSWER))
         await writer.drain()
         return moment is None
 

@@ -256,11 +256,8 @@ def test_any_log_is_summarized_and_its_folder_imported(
     out = tmp_path / "samples.parquet"
     words = ["feedback", str(segment.parent), "--out", str(out), "--model", "m"]
     assert import_command(words) == 0
-    assert json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"] == {
-        "stop": 3,
-        "length": 1,
-        "error": 1,
-    }
+    reasons = json.loads((tmp_path / "samples.parquet.run.json").read_text())["finish_reasons"]
+    assert reasons == {"stop": 3, "length": 1, "error": 1}
 
 
 @pytest.fixture

@@ -207,14 +207,11 @@ async def test_no_fault_of_the_predictor_costs_a_request(
     fault: str, engine: str, artifact_folder: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and sends nothing
+        address = f"grpc://127.0.0.1:{silent.getsockname()[1]}"
         options: dict[str, Any] = {
             "absent": {},
             "down": {"predictor": "grpc://127.0.0.1:1", "deadline_s": 1.0, "warm_up_s": 2.0},
-            "slow": {
-                "predictor": f"grpc://127.0.0.1:{silent.getsockname()[1]}",
-                "deadline_s": 0.05,
-                "warm_up_s": 0.3,
-            },
+            "slow": {"predictor": address, "deadline_s": 0.05, "warm_up_s": 0.3},
             "wrong": {"predictor": str(artifact_folder)},  # the artifact gives NaN
         }[fault]
         async with running_engine() as fake, running_proxy(fake.url, engine=engine, **options) as proxy:
@@ -262,15 +259,8 @@ async def test_stop_answers_what_is_inside() -> None:
         await stopping
 
 
-WORDS = st.lists(
-    st.one_of(
-        st.text(max_size=8),
-        st.sampled_from(
-            ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
-        ),
-    ),
-    max_size=8,
-)
+ODD_WORDS = ['"usage":null', ',"usage":null', "\n\n", "data: [DONE]", "é", '"finish_reason":"x"']
+WORDS = st.lists(st.one_of(st.text(max_size=8), st.sampled_from(ODD_WORDS)), max_size=8)
 SPACES = st.sampled_from([b"\n\n", b"\r\n\r\n", b"\r\r"])
 
 

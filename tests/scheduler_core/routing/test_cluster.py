@@ -37,8 +37,8 @@ def replica_of(out: SimulationOutcome) -> dict[str, str | None]:
 def simulate(trace: Trace, route: Router, num: int, policy: str = "tie", **more: object) -> SimulationOutcome:
     names = [f"n{number}" for number in range(num)]
     cores = {name: core(policy) for name in names}
-    step_time = more.pop("step_time", LinearStepTime())
-    out = Simulation(trace, cores, step_time, trace_predictions(trace), route, **more).run()  # type: ignore[arg-type]
+    predictions = replace(trace_predictions(trace), latency_s=more.pop("latency_s", {}))
+    out = Simulation(trace, cores, LinearStepTime(), predictions, route, **more).run()  # type: ignore[arg-type]
     for one in cores.values():
         one.validate()
         assert one.num_waiting == one.num_running == 0
@@ -74,9 +74,9 @@ def test_many_steps_at_once_are_the_same_as_single_ones_also_on_three_replicas(
 ) -> None:
     """Runs of decodes or of chunks end where a request reaches that replica; another's arrivals do not matter."""
     trace = random_trace(60, seed=4, rate_rps=15.0 if most_prompt == 200 else 2.0, most_prompt=most_prompt)
-    delays_s = {row.request_id: 0.3 for row in trace.requests}
+    latency_s = {row.request_id: 0.3 for row in trace.requests}
     single, many = (
-        simulate(trace, router(name), 3, policy, exact_steps=exact, delays_s=delays_s)
+        simulate(trace, router(name), 3, policy, exact_steps=exact, latency_s=latency_s)
         for exact in (True, False)
     )
     assert sorted(single.records, key=lambda record: record.request_id) == sorted(
