@@ -32,7 +32,7 @@ from benchmarks.answers.table import Table, mean, metric
 from data_gen.splits import unit_hash
 from scheduler_core.errors import InputError
 from training.config import ConditioningOptions, StageConfig, TrainConfig
-from training.evaluating.config import EvaluateConfig
+from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.train import train
 

@@ -27,10 +27,10 @@ import pyarrow.compute as pc
 from benchmarks.answers.files import add_file_options, write_selected
 from benchmarks.answers.study import run_study
 from benchmarks.answers.table import METRICS, Table, metric
-from training.calibrating.config import CalibrateConfig
+from training.calibrating.cli import CalibrateConfig
 from training.calibrating.run import calibrate
 from training.config import ConditioningOptions, LengthTask, StageConfig, TrainConfig
-from training.evaluating.config import EvaluateConfig
+from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.train import train
 

@@ -108,9 +108,6 @@ def adapt(config: AdaptConfig) -> int:
 
     Returns:
         0, or 3 where the corrected artifact is not better on the requests held back: then nothing is written.
-
-    Raises:
-        InputError: Log, artifact or options cannot be used together.
     """
     from predictors.runtime import open_runtime
     from training.corrected_graph import FeatureRuntime
@@ -238,11 +235,7 @@ def _predicted(runtime: ArtifactRuntime, requests: Requests) -> Requests:
 
 
 def _held_back(requests: Requests, config: AdaptConfig) -> NDArray[np.bool_]:
-    """Requests that nothing is fitted to, by a hash of the prompt; equal texts and turns of one conversation stay together.
-
-    Raises:
-        InputError: There are too few prompts for either part.
-    """
+    """Requests that nothing is fitted to, by a hash of the prompt; equal texts and turns of one conversation stay together."""
     hashes = [unit_hash(f"held back\x00{config.seed}\x00{family_of(name)}") for name in requests.prompt_ids]
     texts = set(requests.prompts[np.array(hashes) < config.held_back])
     is_held_back = np.array([text in texts for text in requests.prompts])
@@ -355,12 +348,7 @@ class MetricComparison:
 
 
 def compare(before: Requests, after: Requests, seed: int) -> dict[str, MetricComparison]:
-    """Compares two predictions of the same requests.
-
-    Args:
-        before, after: With the predictions of the old and of the new artifact.
-        seed: Of the bootstrap over prompts that gives the intervals.
-    """
+    """Compares the old and the new artifact's predictions of the same requests; intervals are of a bootstrap over prompts."""
     sides = [(requests, requests.scores()) for requests in (before, after)]
     _, prompt = np.unique(before.prompts.astype(str), return_inverse=True)
     order = np.argsort(prompt, kind="stable")

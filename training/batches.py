@@ -68,8 +68,7 @@ class EpochPlans(Sampler[BatchPlan]):
     Args:
         num_tokens: Of each prompt [P].
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
-        batching: Options.
-        seed: Base of the order; the trainer sets the epoch.
+        batching, seed: The trainer sets the epoch.
         num_epochs: Epochs for which the number of batches must be the same.
         weights: Draws P prompts with replacement, by weight [P]; None: each prompt once.
         distributed: Several processes, where there are some, take the same number of batches each.

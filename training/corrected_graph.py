@@ -218,8 +218,7 @@ def with_corrections(
     """Puts corrections into a graph, in place; the predictions of all other served models stay the same to the bit.
 
     Args:
-        model: Graph of the artifact, with a length head.
-        manifest: Its manifest.
+        model, manifest: Of the artifact, with a length head.
         corrections: By name of the served model, new ones too.
         features: Name of the tensor that their weights are for.
 

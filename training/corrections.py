@@ -202,9 +202,8 @@ def _posterior_mode(
     """Maximum a posteriori of effects [C], and of scale and power of sigma, under right-censored log-t lengths.
 
     Args:
-        requests: Whose mu changes by columns @ effects.
-        columns: [N, C].
-        deviations: Standard deviations of the effects' priors [C].
+        requests: Whose mu changes by columns [N, C] @ effects.
+        columns, deviations: Of the effects; deviations are the standard deviations of their priors [C].
         fits_power: Otherwise it is 1.
         scale: Scale and power, if they are fixed.
     """

@@ -1,4 +1,4 @@
-"""Batches of a training run: tokens of prompts, and all rows that share them."""
+"""Batches of a training run: tokens of prompts, the rows that share them, and urgency labels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,47 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from data_gen.splits import split_of
+from data_gen.urgency.labels import read_labels
 from predictors.modules.config import PredictorConfig
 from predictors.modules.encoder import tokenize
 from predictors.modules.predictor import PromptPredictor
+from scheduler_core.errors import InputError
 from training.batches import BatchPlan, EpochPlans
-from training.labels import UrgencyLabels
+from training.config import TrainConfig
 from training.rows import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Text -> its level, 0 the most urgent, and its weight in the loss, above 0.
+UrgencyLabels = dict[str, tuple[int, float]]
+
+
+def read_split_labels(config: TrainConfig) -> tuple[UrgencyLabels, UrgencyLabels]:
+    """Labels of the training and of the validation split; both empty without an urgency head."""
+    if config.urgency is None:
+        return {}, {}
+    labels: dict[str, UrgencyLabels] = {"urgency_data": {}, "urgency_validation": {}}
+    for field, joined in labels.items():
+        for path in config.files[field]:
+            texts = read_labels(path, field, levels=config.urgency.levels)
+            # Of several labels of a text the first.
+            joined |= {text.text: (text.level, text.weight) for text in reversed(texts)} | joined
+    train, validation = labels.values()
+    if config.files["urgency_validation"]:
+        train = {text: label for text, label in train.items() if text not in validation}
+    else:
+        split = {text: split_of(text, config.split_seed, config.fractions) for text in train}
+        train, validation = (
+            {text: label for text, label in train.items() if split[text] == name}
+            for name in ("train", "validation")
+        )
+    for name, part in (("train", train), ("validation", validation)):
+        if not part:
+            allowed = "at least one; other fractions or split_seed may help"
+            raise InputError(f"labelled texts in the {name} split", 0, allowed)
+    return train, validation
 
 
 class SampleLengths(NamedTuple):
@@ -93,11 +125,9 @@ class SplitData:
 
     Attributes:
         rows: Rows and their samples.
-        texts: Of all prompts [P].
-        token_ids: Of all prompts [P].
+        texts, token_ids: Of all prompts [P].
         row_offsets: Rows of prompt p are row_offsets[p] to row_offsets[p + 1] [P + 1].
-        level: Urgency level [P].
-        level_weight: 0 where a prompt has no label [P].
+        level, level_weight: Urgency level and its weight; 0 where a prompt has no label [P].
     """
 
     rows: Rows
@@ -149,11 +179,7 @@ class SplitData:
 class Examples(Dataset[TrainingBatch]):
     """The batches of a split; an item is the batch of a plan.
 
-    Args:
-        data: The split.
-        model: The predictor: its normalization, and its numbers of served models.
-        pad_token_id: Token id of padding.
-        features: Pooled features [P, F], for stage 2, instead of the tokens.
+    Normalization and numbers of served models are the model's. `features` [P, F] stand for the tokens in stage 2.
     """
 
     def __init__(

@@ -42,12 +42,8 @@ def _first_prompts(batch: TrainingBatch, data: SplitData) -> str:
 def memory_errors(
     current: Callable[[], tuple[TrainingBatch, SplitData] | None], otherwise: str = "before the first batch"
 ) -> Iterator[None]:
-    """Turns running out of memory, on a GPU or not, into an OutOfMemoryError that names the batch.
-
-    Args:
-        current: Returns the batch under way, if there is one.
-        otherwise: Where memory ran out if there is none.
-    """
+    """Turns running out of memory, on a GPU or not, into an OutOfMemoryError that names the batch, or `otherwise` if none is
+    under way."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

@@ -21,10 +21,6 @@ def pair(record: FeedbackRecord, side: Side) -> dict[str, Any] | None:
     """A line of `evaluate-stream`; None for a record without that prediction, or without a true length.
 
     Counted events are no true length; an output whose client disconnected is a truncated one.
-
-    Args:
-        record: Of the feedback log.
-        side: main for the predictor, shadow for the shadow predictor.
     """
     prediction = record.main if side == "main" else record.shadow
     if prediction is None or record.counted_by == "deltas":

@@ -21,7 +21,7 @@ from predictors.modules.predictor import PromptPredictor
 from predictors.modules.towers import Tower
 from scheduler_core.errors import InputError
 from training.config import ConditioningOptions, StageConfig, TrainConfig
-from training.labels import UrgencyLabels
+from training.data import UrgencyLabels
 from training.rows import Rows
 
 if TYPE_CHECKING:
@@ -44,13 +44,7 @@ _ARCHITECTURE = ("max_length", "truncation_side", "pooling", "prompt_length", "c
 
 @dataclass(frozen=True, slots=True)
 class InitialModel:
-    """A predictor to be trained.
-
-    Attributes:
-        model: The predictor.
-        tokenizer: Its encoder's.
-        first_new_model: With `only_conditioning`, number of the first served model whose embedding is trained.
-    """
+    """A predictor to be trained; with `only_conditioning` only the embeddings of served models from `first_new_model` on."""
 
     model: PromptPredictor
     tokenizer: PreTrainedTokenizerBase
@@ -58,11 +52,7 @@ class InitialModel:
 
 
 def initial_model(config: TrainConfig, train: Rows, labels: UrgencyLabels) -> InitialModel:
-    """The predictor that `config` describes, for the rows and labels it is trained on.
-
-    Raises:
-        InputError: Encoder or checkpoint cannot be used, or do not fit the configuration or the data.
-    """
+    """The predictor that `config` describes, for the rows and labels it is trained on."""
     initial = (
         _fresh(config, train, labels) if config.init is None else _from_checkpoint(config, config.init, train)
     )

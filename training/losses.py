@@ -82,10 +82,7 @@ def within_mse(score: Tensor, target: Tensor) -> Tensor:
 def bucket_cross_entropy(logits: Tensor, edges: Tensor, samples: SampleLengths) -> Tensor:
     """Mean cross entropy of each row's samples over length buckets, nats [R]; a censored one contributes -ln P(bucket or later).
 
-    Args:
-        logits: Scores of K buckets [R, K].
-        edges: Tokens, ascending [K - 1]; bucket k holds edges[k - 1] <= length < edges[k].
-        samples: Of the rows.
+    Bucket k of `logits` [R, K] holds edges[k - 1] <= tokens < edges[k].
     """
     bucket = torch.bucketize(samples.tokens, edges.to(samples.tokens), right=True)
     log_p = torch.log_softmax(logits.float(), dim=-1)
@@ -95,12 +92,7 @@ def bucket_cross_entropy(logits: Tensor, edges: Tensor, samples: SampleLengths) 
 
 
 def ordinal_cross_entropy(logits: Tensor, level: Tensor) -> Tensor:
-    """Mean binary cross entropy [B] of the K - 1 questions "is the level above k?".
-
-    Args:
-        logits: Of P(level > k) [B, K - 1].
-        level: 0 to K - 1, int64 [B].
-    """
+    """Mean binary cross entropy [B] of the K - 1 questions "is the level [B] above k?", logits of P(level > k) [B, K - 1]."""
     above = (level.unsqueeze(-1) > torch.arange(logits.shape[-1], device=level.device)).float()
     return nn.functional.binary_cross_entropy_with_logits(logits.float(), above, reduction="none").mean(-1)
 
@@ -111,12 +103,7 @@ def list_mle(score: Tensor, tokens: Tensor, *, group_tokens: float) -> Tensor:
     Plackett-Luce model of the scores (Xia et al. 2008; LTR for LLM scheduling). Lengths are labels in groups of
     `group_tokens`, so that differences of sampling noise are no order. Differs: rows with the same label are not put in
     a random order, each is compared with the whole group and all shorter ones (Breslow's form), so the loss is a
-    function of the data.
-
-    Args:
-        score: Larger is longer [R].
-        tokens: Lengths [R].
-        group_tokens: Width of a label.
+    function of the data. Larger scores are longer.
     """
     label = torch.floor(tokens / group_tokens)
     ordered, order = torch.sort(label, stable=True)

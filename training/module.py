@@ -40,8 +40,7 @@ class StageModule(L.LightningModule):
     validation_accuracy, validation_under_triage; validation_score, which decides which epoch is best.
 
     Args:
-        network: The predictor.
-        config: Heads that are trained, optimizer, the stages.
+        network, config: The predictor and the recipe.
         number: Of the stage: 1 trains all parameters on tokens, 2 the heads on features of the frozen encoder.
         splits: "train" and "validation", to name a batch in errors.
         first_new_model: Train only the embeddings of served models from this number on; None: as `number` says.

@@ -45,12 +45,7 @@ def pooled_features(
 ) -> torch.Tensor:
     """Features float32 [N, F] on the CPU of N prompts, encoder in eval mode, without gradients.
 
-    Args:
-        model: On any device; its mode is left as it was.
-        token_ids: Tokens of each prompt [N].
-        pad_token_id: Token id of padding.
-        batch_size: Prompts per call of the encoder.
-        track: Wraps the loop over batches, e.g. in a progress bar.
+    The model may be on any device; its mode is left as it was. `track` wraps the loop over batches, e.g. in a progress bar.
     """
     was_training = model.training
     device = model.device
@@ -78,14 +73,7 @@ def predict_prompts(
 ) -> dict[str, NDArray[np.float64]]:
     """Predictions of N rows in natural units, calibration included; each different prompt is encoded once.
 
-    Args:
-        model: On any device; predicts in eval mode.
-        tokenizer: Of the checkpoint.
-        prompts: N texts.
-        served_models: Name for each; None, or one it was not trained on: the unknown one.
-        temperatures: Sampling temperature for each; None: unknown.
-        batch_size: Prompts per call of the encoder.
-        track: Wraps the loop over batches.
+    A served model of None, or one that the predictor was not trained on, is the unknown one.
 
     Returns:
         As `PromptPredictor.outputs`, float64: mu [N], sigma [N], nu [N] where it is learned, urgency [N, K], bucket

@@ -125,11 +125,7 @@ class SplitRows:
 
 
 def read_split_rows(config: TrainConfig) -> SplitRows:
-    """Reads all files with output lengths and splits them.
-
-    Raises:
-        InputError: A file cannot be read, lacks a column, or a split is empty.
-    """
+    """Reads all files with output lengths and splits them."""
     weights = config.data_weights or (1.0,) * len(config.files["data"])
     rows, num_excluded = _read_all(list(zip(config.files["data"], weights, strict=True)), config, "data")
     if config.files["validation"]:

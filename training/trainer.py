@@ -68,14 +68,8 @@ def train_stages(
     """Trains the model in place; it ends with the weights of the best epoch, on the CPU, in eval mode.
 
     With several devices or nodes each device has a process of its own, and those of all nodes find each other at
-    MASTER_ADDR and MASTER_PORT. Only on the first node the model is the trained one.
-
-    Args:
-        config: The recipe.
-        initial: Pretrained encoder and fresh heads, or a loaded checkpoint.
-        splits: Tokenized "train" and "validation".
-        work: Folder for checkpoints, which all nodes share; those of an interrupted run are resumed.
-        device: Where to train.
+    MASTER_ADDR and MASTER_PORT. `work` holds the checkpoints, from which an interrupted run is resumed; all nodes share
+    it. Only on the first node the model is the trained one.
 
     Returns:
         A row of metrics for each epoch of both stages; none but on the first node.
@@ -223,12 +217,7 @@ def _is_finished(history: History, options: StageConfig) -> bool:
 
 
 class EpochHistory(Callback):
-    """A row of metrics for each epoch, logged and kept in the checkpoints.
-
-    Args:
-        stage: Number of the stage, 1 or 2.
-        log_every: Epochs between log lines.
-    """
+    """A row of metrics for each epoch, kept in the checkpoints and logged every `log_every` epochs."""
 
     def __init__(self, stage: int, log_every: int) -> None:
         self._stage = stage

@@ -49,14 +49,12 @@ class Page:
         header: Sequence[str],
         rows: Iterable[Sequence[object]],
         text_columns: Collection[int] = (),
-        best_row: int | None = None,
     ) -> None:
-        """Adds a table; `text_columns` are the indices of columns of prose, `best_row` that of the row to highlight."""
+        """Adds a table; `text_columns` are the indices of columns of prose."""
         table = {
             "kind": "table",
             "header": list(header),
             "text_columns": set(text_columns),
-            "best_row": best_row,
         }
         self._parts.append(table | {"rows": [[format_cell(value) for value in row] for row in rows]})
 

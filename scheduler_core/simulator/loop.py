@@ -9,10 +9,11 @@ router.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
@@ -39,6 +40,22 @@ LINK_LATENCY_S = 5e-3
 BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaChange:
+    """An event in the life of a replica.
+
+    Attributes:
+        time_s: Time in seconds on the clock of the trace.
+        replica_id: The replica.
+        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
+            nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
+    """
+
+    time_s: float
+    replica_id: str
+    kind: Literal["join", "drain", "fail"]
+
+
 @dataclass(slots=True)
 class SimulationOutcome:
     """Result of a simulation, over all replicas.
@@ -51,6 +68,7 @@ class SimulationOutcome:
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
             (arrived, not finished), of waiting requests, and of replicas that run, drain or start.
         num_migrated_blocks: Blocks copied for requests that changed their replica.
+        num_restarts: Requests that started again because their replica had failed.
         scaling: Decisions of the auto-scaler and their times in seconds.
     """
 
@@ -66,6 +84,7 @@ class SimulationOutcome:
     num_migrations: int = 0
     num_migrated_blocks: int = 0
     aborted_migrations: Counter[AbortReason] = field(default_factory=Counter)
+    num_restarts: int = 0
     scaling: list[tuple[float, ScaleIn | ScaleOut]] = field(default_factory=list)
 
 
@@ -73,13 +92,14 @@ class Simulation:
     """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace, step_time: The requests, the durations of the engine's steps.
+        trace: The requests.
+        step_time: Durations of the engine's steps, of all replicas or by id.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
         predictions: Reach the schedulers as `update` events, `latency_s` after the arrivals.
         router: Chooses the replica of each request; a fresh one. None with one replica.
         clients: A closed loop of clients; None: requests arrive at their times.
-        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops.
+        prefix_cache_tokens: Tokens of earlier turns of conversations that each replica keeps until it stops or fails.
         calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
         served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
@@ -88,20 +108,23 @@ class Simulation:
         roles: By replica: the phases it runs; both where missing.
         planner: Moves requests between replicas every `interval_s`.
         stage_blocks: See `Migrations`.
+        changes: Replicas that join, drain or fail. Those that join later, or that only the scaler starts, are among the
+            schedulers too.
         scaler: Starts and drains replicas every `interval_s`; None: all run.
         standby: Replicas that only the scaler starts. A drained one can be started again.
         startup_s: Time until a replica that the scaler starts can be chosen; it counts for `max_replicas` at once.
+        rebuild: Makes a fresh scheduler for a replica that joins again after it has failed; None: none does.
 
     Raises:
-        InputError: There is no replica, or no router that is needed; a standby replica is unknown; by `run`: requests
-            remain that no replica takes.
+        InputError: There is no replica, or no router that is needed; a change or a standby replica is unknown; by `run`:
+            requests remain for which no replica came.
     """
 
     def __init__(
         self,
         trace: Trace,
         schedulers: Scheduler | Mapping[str, Scheduler],
-        step_time: StepTime,
+        step_time: StepTime | Mapping[str, StepTime],
         predictions: Predictions,
         router: Router | None = None,
         *,
@@ -116,37 +139,34 @@ class Simulation:
         planner: MigrationPlanner | Disaggregated | None = None,
         interval_s: float = 0.05,
         stage_blocks: int | None = 64,
+        changes: Sequence[ReplicaChange] = (),
         scaler: AutoScaler | None = None,
         standby: AbstractSet[str] = frozenset(),
         startup_s: float = 0.0,
+        rebuild: Callable[[str], Scheduler] | None = None,
     ) -> None:
         if isinstance(schedulers, Scheduler):
             schedulers = {"0": schedulers}
         if not schedulers:
             raise InputError("schedulers", schedulers, "at least one replica")
-        if router is None and (len(schedulers) > 1 or planner is not None or scaler is not None):
-            raise InputError("router", None, "a router for several replicas, planner or scaler")
-        for name in standby:
+        if router is None and (len(schedulers) > 1 or changes or planner is not None or scaler is not None):
+            raise InputError("router", None, "a router for several replicas, changes, planner or scaler")
+        for name in (*standby, *(change.replica_id for change in changes)):
             if name not in schedulers:
-                raise InputError("standby", name, ", ".join(schedulers))
+                raise InputError("standby, changes", name, ", ".join(schedulers))
+        self._step_times = (
+            step_time if isinstance(step_time, Mapping) else dict.fromkeys(schedulers, step_time)
+        )
         self._prefix_cache_tokens = prefix_cache_tokens
+        self._watch = watch
+        self._exact_steps = exact_steps or planner is not None
         self._fresh = scaler is not None or (router is not None and router.sees_tokens)
         #: Requests in the system.
         self._rows: dict[str, TraceRequest] = {}
-        self._schedulers = schedulers
-        self._replicas = {
-            name: SimulatedReplica(
-                name,
-                scheduler,
-                step_time,
-                self._rows,
-                prefix_cache_tokens=prefix_cache_tokens,
-                exact=exact_steps or planner is not None,
-                fresh=self._fresh,
-                watch=None if watch is None else ReplicaWatch(watch, name, scheduler),
-            )
-            for name, scheduler in schedulers.items()
-        }
+        self._replicas: dict[str, SimulatedReplica] = {}
+        self._schedulers: dict[str, Scheduler] = {}
+        for name, scheduler in schedulers.items():
+            self._add_replica(name, scheduler)
         self._predicted = predictions.by_id
         self._calibration, self._served_model = calibration, served_model
         #: By request id: corrected predictions of requests in the system.
@@ -155,6 +175,8 @@ class Simulation:
         self._progress = progress
         self._dispatcher = None if router is None else Dispatcher(router)
         self._roles = {name: (roles or {}).get(name, ReplicaRole.BOTH) for name in schedulers}
+        self._changes = sorted(changes, key=lambda change: -change.time_s)
+        self._rebuild = rebuild
         self._planner = planner
         self._interval_s = interval_s
         self._migrations = Migrations(self._schedulers, stage_blocks)
@@ -168,8 +190,7 @@ class Simulation:
         self._scaler = scaler
         self._standby = set(standby)
         self._startup_s = startup_s
-        #: Times at which replicas will have started, and their names.
-        self._starting: deque[tuple[float, str]] = deque()
+        self._starting: set[str] = set()
         self._next_tick_s = math.inf
         #: Requests in the system and waiting, since when, and whether they may have changed.
         self._counts = (0, 0)
@@ -180,12 +201,28 @@ class Simulation:
         self._replicas_s = 0.0
         self._outcome = SimulationOutcome()
 
+    def _add_replica(self, name: str, scheduler: Scheduler) -> None:
+        self._replicas[name] = SimulatedReplica(
+            name,
+            scheduler,
+            self._step_times[name],
+            self._rows,
+            prefix_cache_tokens=self._prefix_cache_tokens,
+            exact=self._exact_steps,
+            fresh=self._fresh,
+            watch=None if self._watch is None else ReplicaWatch(self._watch, name, scheduler),
+        )
+        self._schedulers[name] = scheduler
+
     def run(self) -> SimulationOutcome:
         """Runs until every request has finished or was refused."""
         now = self._counted_s = self._outcome.start_s = self._source.start_s
         if self._dispatcher is not None:
+            # Changes are in falling order of time: the last entry of a replica is its first change.
+            first_changes = {change.replica_id: change.kind for change in self._changes}
+            later = self._standby | {name for name, kind in first_changes.items() if kind == "join"}
             for name in self._replicas:
-                if name not in self._standby:
+                if name not in later:
                     self._dispatcher.joined(name, self._roles[name])
         if self._planner is not None or self._scaler is not None:
             self._next_tick_s = now + self._interval_s
@@ -193,7 +230,8 @@ class Simulation:
         while now < math.inf:
             now = self._advance(now)
         if self._dispatcher is not None and self._dispatcher.num_pending:
-            raise InputError("roles", self._roles, "a replica in the end that can take every request")
+            allowed = "a replica in the end that can take every request"
+            raise InputError("roles, changes", self._roles, allowed)
         assert not self._rows, "a request was lost"
         assert not self._migrations.in_flight, "a migration never ended"
         self._outcome.end_s = self._counted_s
@@ -217,8 +255,8 @@ class Simulation:
                 if end_s <= now and self._copies.get(name) == (end_s, copy):
                     self._copies[name] = (math.inf, copy)
                     self._end_copy(copy, now)
-        while self._starting and self._starting[0][0] <= now:
-            self._join(self._starting.popleft()[1], now)
+        while self._changes and self._changes[-1].time_s <= now:
+            self._change(self._changes.pop())
             self._count_replicas(now)
         while source.next_s <= now:
             self._deliver(source.pop())
@@ -228,8 +266,8 @@ class Simulation:
         next_s = source.next_s
         # What comes to one of several replicas shortens the run of its steps, see `_reach`.
         until_s = math.inf if self._dispatcher is not None and not self._fresh else next_s
-        if self._starting:
-            next_s, until_s = min(next_s, self._starting[0][0]), min(until_s, self._starting[0][0])
+        if self._changes:
+            next_s, until_s = min(next_s, self._changes[-1].time_s), min(until_s, self._changes[-1].time_s)
         if self._scaler is not None:
             until_s = min(until_s, self._next_tick_s)
         for replica in replicas.values():
@@ -316,8 +354,9 @@ class Simulation:
         self._may_count = True
         request = row.request()
         refusals = [replica.scheduler.refusal(request) for replica in self._replicas.values()]
-        if all(refusal is not None for refusal in refusals):
-            self._outcome.refused[name] = str(refusals[0])
+        may_fit_later = not refusals and any(change.kind == "join" for change in self._changes)
+        if not may_fit_later and all(refusal is not None for refusal in refusals):
+            self._outcome.refused[name] = str(refusals[0]) if refusals else "no replica is left"
             self._end_request(row, now)
             return
         self._rows[name] = row
@@ -326,8 +365,8 @@ class Simulation:
             cached = replica.prefix_cache.hit(row)
             replica.scheduler.add(row.request(cached) if cached else request, now)
         else:
-            first = next(iter(self._schedulers.values()))
-            blocks = prefix_blocks(row, first.config.kv_block_tokens)
+            schedulers = self._schedulers.values()
+            blocks = prefix_blocks(row, next(iter(schedulers)).config.kv_block_tokens) if schedulers else ()
             item = RoutingRequest(request=request, tier=request.tier, prefix_blocks=blocks)
             self._dispatcher.arrived(item)
             self._dispatch(self._dispatcher, now)
@@ -358,12 +397,34 @@ class Simulation:
             if request.request_id in self._delivered:
                 replica.scheduler.update(request.request_id, self._delivered[request.request_id], now)
 
-    def _join(self, name: str, now: float) -> None:
-        """A replica has started."""
+    def _change(self, change: ReplicaChange) -> None:
+        now, name, dispatcher = change.time_s, change.replica_id, self._dispatcher
         self._may_count = True
-        assert self._dispatcher is not None
-        self._dispatcher.joined(name, self._roles[name])
-        self._dispatch(self._dispatcher, now)
+        assert dispatcher is not None, "changes need a router"
+        if change.kind == "join":
+            self._standby.discard(name)
+            self._starting.discard(name)
+            if name not in self._replicas:
+                if self._rebuild is None:
+                    problem = f"replica {name} joins after it has failed"
+                    raise InputError("changes", problem, "that, with `rebuild`")
+                self._add_replica(name, self._rebuild(name))
+            dispatcher.joined(name, self._roles[name])
+        elif change.kind == "drain":
+            self._drain(dispatcher, name, now)
+        else:
+            for aborted in self._migrations.on_failed(name, now):
+                self._handle(aborted, now)
+            del self._replicas[name], self._schedulers[name]
+            lost = {item.request.request_id for item in dispatcher.failed(name, now)}
+            self._outcome.num_restarts += len(lost)
+            self._pending_moves -= lost
+        self._dispatch(dispatcher, now)
+
+    def _drain(self, dispatcher: Dispatcher, name: str, now: float) -> None:
+        dispatcher.draining(name)
+        for aborted in self._migrations.on_draining(name, now):
+            self._handle(aborted, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
         return tuple(
@@ -440,16 +501,17 @@ class Simulation:
             return
         self._outcome.scaling.append((now, signal))
         if isinstance(signal, ScaleIn):
-            dispatcher.draining(signal.victim)
-            for aborted in self._migrations.on_draining(signal.victim, now):
-                self._handle(aborted, now)
+            self._drain(dispatcher, signal.victim, now)
             return
         name = min(self._standby)
         self._standby.remove(name)
+        join = ReplicaChange(now + self._startup_s, name, "join")
         if self._startup_s == 0:
-            self._join(name, now)
-        else:
-            self._starting.append((now + self._startup_s, name))
+            self._change(join)
+            return
+        self._starting.add(name)
+        self._changes.append(join)
+        self._changes.sort(key=lambda change: -change.time_s)
 
     def _start_move(self, move: Move, now: float) -> None:
         self._pending_moves.discard(move.request_id)

@@ -142,6 +142,7 @@ def test_clusters_finish_everything_and_say_where(cluster: ClusterConfig) -> Non
     assert metrics["groups"]["tier"].keys() == {str(one.tier) for one in result.records}
     assert metrics["groups"]["tenant"].keys() == {"a", "b"}
     assert sum(group["num_finished"] for group in metrics["groups"]["tier"].values()) == 120
+    assert metrics["cluster"]["num_restarts"] == 0
     assert drawn(policy="hpjf", cluster=cluster, seed=1).metrics == metrics
     assert metrics["mean_replicas"] == pytest.approx(cluster.num_replicas)
     assert metrics["cost_per_latency"] == pytest.approx(cluster.num_replicas * metrics["ttlt_s"]["p99"])

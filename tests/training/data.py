@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +12,19 @@ import pyarrow.parquet as pq
 
 from data_gen.samples import write_samples
 from tests.data_gen.sample_rows import sample_row, to_table
+
+
+def assert_refused(
+    main: Callable[[Sequence[str]], int], words: Sequence[object], message: str, folder: Path, capsys: Any
+) -> None:
+    """A command ends with 2 after a line with the message, without a traceback, and leaves `folder` as it was."""
+    before = sorted(folder.rglob("*"))
+    assert main([str(word) for word in words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert message in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    assert sorted(folder.rglob("*")) == before
+
 
 TOPICS = ["rivers", "code", "story", "essay", "list", "number"]
 

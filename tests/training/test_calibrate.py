@@ -19,6 +19,7 @@ from predictors.modules.checkpoint import load_checkpoint
 from predictors.modules.config import Calibration, Conditioning
 from predictors.modules.heads import Heads, RankHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, prompts, random_checkpoint, write_drawn_answers
+from tests.training.data import assert_refused
 from training.calibrating.cli import main
 from training.calibrating.estimation import (
     METHODS,
@@ -139,19 +140,20 @@ def test_conformal_coverage_is_guaranteed_on_exchangeable_data(count, level, kin
 def test_conformal_quantiles_fall_back_where_rows_are_few():
     data = residuals(4000, shift=(0.0, 1.0))
     few = data.take((data.model == 1) | (np.cumsum(data.model == 2) <= 60))
-    found = fit_conformal(few, MODELS, np.random.default_rng(0))
-    assert found.own[1].all()
+    pooled, many, few = fit_conformal(few, MODELS, np.random.default_rng(0))["offsets"].values()
+    assert all(entry["own"] for entry in many.values())
     # 60 rows are enough for P50 and P90, not for a finite P99
-    assert found.own[2].tolist() == [True, True, False]
-    assert found.offsets[2, 2] == found.offsets[0, 2]
-    assert found.offsets[2, 0] == pytest.approx(1.0, abs=0.5)
+    assert [entry["own"] for entry in few.values()] == [True, True, False]
+    assert few["p99"]["offset"] == pooled["p99"]["offset"]
+    assert few["p50"]["offset"] == pytest.approx(1.0, abs=0.5)
 
 
 def test_one_sample_of_a_row_and_one_row_of_a_prompt_count():
     data = residuals(1000)
-    found = fit_conformal(data.take(np.repeat(np.arange(1000), 5)), MODELS, np.random.default_rng(0))
-    assert found.num_rows[0].tolist() == [500] * 3
-    assert found.num_rows[1:, 0].sum() == 1000
+    repeated = data.take(np.repeat(np.arange(1000), 5))
+    pooled, *models = fit_conformal(repeated, MODELS, np.random.default_rng(0))["offsets"].values()
+    assert [entry["num_rows"] for entry in pooled.values()] == [500] * 3
+    assert sum(entries["p50"]["num_rows"] for entries in models) == 1000
     # Too few or too many truncated samples give an infinite offset.
     assert conformal_offset(np.zeros(10), np.zeros(10, dtype=bool), 0.5) == math.inf
     assert conformal_offset(np.arange(4.0), np.ones(4, dtype=bool), 0.9) == math.inf
@@ -184,9 +186,7 @@ def coverage(predictor, data, out):
 def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
     args = [str(folder / "checkpoint"), "--data", str(folder / "answers.parquet"), "--progress", "false"]
     out = tmp_path / "calibrated"
-    assert main([*args, "--out", str(out), "--report", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    assert all(f"<td>{name}</td>" in page for name in MODELS)
+    assert main([*args, "--out", str(out)]) == 0
     info = json.loads((out / "training.json").read_text())
     assert info["note"] == "kept"
     assert info["calibration"]["method"] in ESTIMATORS
@@ -209,12 +209,10 @@ def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
 def test_a_method_can_be_chosen_and_a_predictor_without_conditions_has_one_entry(folder, tmp_path):
     plain = random_checkpoint(tmp_path / "plain", conditioning=None)
     args = [str(plain), "--data", str(folder / "answers.parquet"), "--progress", "false"]
-    args += ["--out", str(tmp_path / "out"), "--report", str(tmp_path / "report.html")]
-    assert main([*args, "--method", "quantiles"]) == 0
+    assert main([*args, "--out", str(tmp_path / "out"), "--method", "quantiles"]) == 0
     assert load_checkpoint(tmp_path / "out").model.calibration.num_models == 0
     info = json.loads((tmp_path / "out" / "training.json").read_text())
     assert (info["calibration"]["method"], info["calibration"]["pooling"]) == ("quantiles", 1.0)
-    assert "<td>unknown</td>" in (tmp_path / "report.html").read_text()
 
 
 def test_rows_of_unknown_served_models_say_nothing_of_a_mean_over_the_known_ones(tmp_path):
@@ -277,6 +275,4 @@ def test_bad_input_is_one_line(options, message, folder, tmp_path, capsys):
     words = [word.format(root=folder, rank=rank) for word in options]
     words += ["--data", str(folder / "answers.parquet")] if "--data" not in words else []
     words += ["--out", str(tmp_path / "out")] if "--out" not in words else []
-    assert main([*words, "--progress", "false"]) == 2
-    assert message in capsys.readouterr().err.strip().splitlines()[-1]
-    assert not (tmp_path / "out").exists()
+    assert_refused(main, [*words, "--progress", "false"], message, tmp_path, capsys)

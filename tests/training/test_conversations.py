@@ -12,7 +12,7 @@ import pytest
 from scheduler_core.errors import InputError
 from tests.training.tiny import tiny_bert
 from training.config import StageConfig, TowerOptions, TrainConfig
-from training.evaluating.config import EvaluateConfig
+from training.evaluating.cli import EvaluateConfig
 from training.evaluating.run import evaluate
 from training.fitting.samples import with_conversations
 from training.train import train

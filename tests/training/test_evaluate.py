@@ -7,17 +7,17 @@ import re
 import shutil
 from dataclasses import asdict
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from predictors.modules.heads import BucketHead, Heads, LengthHead, RankHead, RegressionHead, UrgencyHead
 from tests.training.checkpoints import MODELS, SMALL_TOWER, random_checkpoint, write_drawn_answers
-from tests.training.data import write_rows
+from tests.training.data import assert_refused, write_rows
 from training.cli_fit_dist import main as fit_dist
 from training.evaluating.baselines import baselines_of
 from training.evaluating.cli import main
+from training.evaluating.evaluation import CONFORMAL_SCHEMA
 from training.evaluating.report import COLUMNS
 from training.evaluating.rows import EvaluationRows
 from training.fitting.fits import FitOptions, read_fits_or_fit
@@ -209,25 +209,21 @@ def test_bad_input_is_one_line_and_writes_nothing(options, message, folder, tmp_
     fits = pq.read_table(folder / "fits.parquet")
     at = fits.column_names.index("nu")
     pq.write_table(fits.set_column(at, "nu", pa.array([9.0] * len(fits))), tmp_path / "other_nu.parquet")
-    before = sorted(tmp_path.iterdir())
     words = [word.format(dir=tmp_path, root=folder) for word in options]
     if "--data" not in words:
         words += ["--data", str(folder / "lists.parquet")]
-    assert main([*words, "--json", str(tmp_path / "e.json"), "--progress", "false"]) == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert message in lines[-1]
-    assert not any("Traceback" in line for line in lines)
-    assert sorted(tmp_path.iterdir()) == before
+    words += ["--json", str(tmp_path / "e.json"), "--progress", "false"]
+    assert_refused(main, words, message, tmp_path, capsys)
 
 
 def test_conformal_quantiles_of_a_checkpoint_are_evaluated(folder, tmp_path):
     from predictors.manifest import CONFORMAL
-    from training.evaluating.conformal import ConformalQuantiles
 
     shutil.copytree(folder / "known/checkpoint", tmp_path / "checkpoint")
-    offsets = np.array([[0.0], [10.0], [np.inf]])
-    quantiles = ConformalQuantiles((0.9,), MODELS, offsets, np.full((3, 1), 9), np.ones((3, 1), dtype=bool))
-    (tmp_path / "checkpoint" / CONFORMAL).write_text(json.dumps(quantiles.to_json()))
+    offsets = zip(("unknown", *MODELS), (0.0, 10.0, None), strict=True)
+    quantiles = {"schema": CONFORMAL_SCHEMA, "levels": [0.9], "served_models": MODELS}
+    quantiles["offsets"] = {name: {"p90": {"offset": offset}} for name, offset in offsets}
+    (tmp_path / "checkpoint" / CONFORMAL).write_text(json.dumps(quantiles))
     found = evaluate(tmp_path / "checkpoint", folder / "lists.parquet", tmp_path / "e.json")["conformal"]
     assert found["coverage"][MODELS[1]]["p90"] is None
     assert found["coverage"][MODELS[0]]["p90"] is None or found["coverage"][MODELS[0]]["p90"] > 0.95

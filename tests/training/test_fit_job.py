@@ -91,12 +91,6 @@ def test_the_file_holds_every_group_once_in_order_of_first_appearance(
     assert sorted(tmp_path.iterdir()) == [tmp_path / "out.parquet", path]
 
 
-def test_lists_of_different_groups_need_no_database(tmp_path, monkeypatch):
-    monkeypatch.setattr(queries, "connect", lambda: pytest.fail("DuckDB is started"))
-    path = write(lists(200), tmp_path / "samples.parquet")
-    assert fit(path, tmp_path / "out.parquet").num_rows == 200
-
-
 def test_scattered_rows_that_do_not_fit_into_memory_are_grouped_on_disk(tmp_path, monkeypatch):
     path = write(samples(60_000, longest=12), tmp_path / "samples.parquet")
     fit(path, tmp_path / "one.parquet", block_groups=10_000)

@@ -21,9 +21,8 @@ from tests.training.data import SERVED_MODELS, write_labels, write_lists, write_
 from tests.training.tiny import tiny_bert
 from training.batches import Batching, EpochPlans, batch_ends
 from training.config import BucketTask, ConditioningOptions, LengthTask, StageConfig, TrainConfig, UrgencyTask
-from training.data import Examples, SplitData, loader, prompt_weights
+from training.data import Examples, SplitData, loader, prompt_weights, read_split_labels
 from training.initial_model import length_statistics, quantile_edges
-from training.labels import read_split_labels
 from training.module import rate_factor
 from training.rows import join, read_split_rows
 

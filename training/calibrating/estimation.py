@@ -39,8 +39,8 @@ from numpy.typing import NDArray
 from scipy import optimize, stats
 
 from predictors.modules.config import Calibration
-from training.evaluating.conformal import ConformalQuantiles
-from training.evaluating.scores import COVERAGE_LEVELS, percent
+from training.evaluating.evaluation import CONFORMAL_SCHEMA
+from training.evaluating.scores import COVERAGE_LEVELS, finite, percent
 
 FloatArray = NDArray[np.float64]
 
@@ -134,32 +134,32 @@ def conformal_offset(z: FloatArray, finished: NDArray[np.bool_], level: float) -
 
 
 def fit_conformal(
-    residuals: Residuals,
-    served_models: Sequence[str],
-    rng: np.random.Generator,
-    levels: Sequence[float] = COVERAGE_LEVELS,
-) -> ConformalQuantiles:
-    """Offsets of all models together and of each served model.
+    residuals: Residuals, served_models: Sequence[str], rng: np.random.Generator
+) -> dict[str, Any]:
+    """Content of `conformal.json`: offsets of all models together ("unknown") and of each served model, from residuals of the
+    calibrated predictor, in units of its sigma.
 
-    Args:
-        residuals: Of the calibrated predictor.
-        served_models: That the predictor tells apart [M].
-        rng: Draws the sample of each row, and the row of each prompt, that counts.
-        levels: Ascending.
+    `rng` draws the sample of each row, and the row of each prompt, that counts. An offset is null where the data do not
+    reach it; num_rows is the number of rows behind it; own is false where a served model has those of all together.
     """
     one_per_row = residuals.take(_sample_one(residuals.row, rng))
     pooled = one_per_row.take(_sample_one(one_per_row.prompt, rng))
-    shape = (len(served_models) + 1, len(levels))
-    offsets, counts, own = np.empty(shape), np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=bool)
-    for row in range(shape[0]):
-        by_model = one_per_row.take(one_per_row.model == row) if row else pooled
-        for column, level in enumerate(levels):
-            is_enough = len(by_model) >= MIN_ROWS and len(by_model) >= level / (1 - level)
-            own[row, column] = is_enough or row == 0
-            data = by_model if own[row, column] else pooled
-            counts[row, column] = len(data)
-            offsets[row, column] = conformal_offset(data.z, data.finished, level)
-    return ConformalQuantiles(tuple(levels), tuple(served_models), offsets, counts, own)
+    offsets: dict[str, dict[str, Any]] = {}
+    for number, name in enumerate(("unknown", *served_models)):
+        by_model = one_per_row.take(one_per_row.model == number) if number else pooled
+        offsets[name] = {}
+        for level in COVERAGE_LEVELS:
+            own = number == 0 or len(by_model) >= max(MIN_ROWS, level / (1 - level))
+            rows = by_model if own else pooled
+            offset = finite(conformal_offset(rows.z, rows.finished, level))
+            offsets[name][percent(level)] = {"offset": offset, "num_rows": len(rows), "own": own}
+    return {
+        "schema": CONFORMAL_SCHEMA,
+        "levels": list(COVERAGE_LEVELS),
+        "served_models": list(served_models),
+        "guarantee": "P(length <= exp(mu + offset sigma)) >= level for a row exchangeable with the calibration rows",
+        "offsets": offsets,
+    }
 
 
 def _sample_one(groups: NDArray[np.intp], rng: np.random.Generator) -> NDArray[np.intp]:
@@ -182,12 +182,11 @@ Estimator = Callable[[Residuals], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalibration:
-    """A calibration and how it was selected.
+    """A calibration, fitted on all of the data, and how it was selected.
 
     Attributes:
         method: Name of the estimator; "identity" if nothing is better than no change.
         pooling: Weight of all models together in the numbers of each.
-        calibration: Fitted on all of the data.
         trials: "method, pooling" -> coverage on held-out prompts.
     """
 
@@ -274,13 +273,9 @@ METHODS: dict[str, Estimator] = {
 
 
 def fit_calibration(residuals: Residuals, num_models: int, method: str, pooling: float) -> Calibration:
-    """Tables for the unknown model (all samples together) and for each served model.
+    """Tables for the unknown model (all samples together) and for each of the served models that the predictor tells apart.
 
-    Args:
-        residuals: At least one.
-        num_models: Served models that the predictor tells apart.
-        method: One of METHODS.
-        pooling: Weight of all models together in the numbers of each, in [0, 1].
+    `pooling` in [0, 1] is the weight of all models together in the numbers of each.
     """
     return _pool(*_estimates(residuals, num_models, METHODS[method]), pooling)
 
@@ -305,13 +300,8 @@ def _pool(together: FloatArray, by_model: FloatArray, pooling: float) -> Calibra
 def select_calibration(
     folds: Sequence[Residuals], num_models: int, methods: Sequence[str]
 ) -> SelectedCalibration:
-    """Cross-validates methods and poolings; those with the best held-out coverage are fitted on all folds.
-
-    Args:
-        folds: Residuals of different prompts each, two or more.
-        num_models: Served models that the predictor tells apart.
-        methods: Some of METHODS.
-    """
+    """Cross-validates methods and poolings on two or more folds of different prompts; those with the best held-out coverage are
+    fitted on all folds."""
     poolings = POOLINGS if num_models else (1.0,)
     candidates = [
         (name, pooling) for name in methods for pooling in (poolings if name != "identity" else (1.0,))

@@ -17,13 +17,11 @@ from data_gen.splits import unit_hash
 from predictors.manifest import CONFORMAL
 from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, save_checkpoint
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, folder_target, sha256_file, writable_target, write_json
-from scheduler_core.report.page import Page
-from training.calibrating.config import CalibrateConfig
+from scheduler_core.files import existing_file, folder_target, sha256_file, write_json
+from training.calibrating.cli import CalibrateConfig
 from training.calibrating.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
-from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.prediction import pick_device
 from training.versions import versions_of
@@ -34,12 +32,13 @@ FOLDS = 5
 _COPIED_FILES = ("metrics.csv", "run.json")
 
 
-def calibrate(config: CalibrateConfig) -> dict[str, Any]:
-    """Runs the command; returns the summary that is written beside the calibrated predictor.
+def calibrate_command(config: CalibrateConfig) -> int:
+    """Runs the command; returns 3 where coverage is worse than before, else 0."""
+    return 3 if calibrate(config)["is_worse"] else 0
 
-    Raises:
-        InputError: Predictor, data or options cannot be used together.
-    """
+
+def calibrate(config: CalibrateConfig) -> dict[str, Any]:
+    """Calibrates; returns the summary that is written beside the calibrated predictor."""
     existing_file(config.data, "data")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -51,7 +50,6 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     checkpoint.model.to(pick_device("auto"))
     conditioning = checkpoint.config.conditioning
     names = () if conditioning is None else conditioning.served_models
-    report = None if config.report is None else writable_target(config.report, "report")
     rows = _rows(config, checkpoint)
     warn_of_training_prompts(checkpoint.training_info.get("data", {}), rows.prompts, config.split)
     options = InferenceOptions(config.batch_size, config.threads, config.progress)
@@ -88,7 +86,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     checkpoint.model.set_calibration(selected.calibration)
     copies = {name: checkpoint.path / name for name in _COPIED_FILES if (checkpoint.path / name).is_file()}
     with tempfile.TemporaryDirectory() as folder:
-        write_json(Path(folder) / CONFORMAL, conformal.to_json())
+        write_json(Path(folder) / CONFORMAL, conformal)
         save_checkpoint(
             out,
             checkpoint.model,
@@ -97,8 +95,6 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
             extra_files=copies | {CONFORMAL: Path(folder) / CONFORMAL},
             overwrite=config.overwrite,
         )
-    if report is not None:
-        write_report(report, summary)
     log.info(
         "method %s, pooling %g: smallest shift of coverage at P50, P90 and P99 (the largest of each served model, mean over "
         "served models) in cross-validation, %.1f points; without a change %s",
@@ -168,11 +164,7 @@ def _residuals(
 def _parts(
     residuals: Residuals, rows: EvaluationRows, purpose: str, bounds: Sequence[float] | NDArray[np.float64]
 ) -> list[Residuals]:
-    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1.
-
-    Raises:
-        InputError: A part is empty.
-    """
+    """Residuals by a hash of the prompt's text in [0, 1), in parts that end at the ascending `bounds` and at 1."""
     hashes = {text: unit_hash(f"{purpose}\x00{text}") for text in set(rows.prompts)}
     part = np.searchsorted(bounds, [hashes[text] for text in rows.prompts], side="right")
     parts = [residuals.take(part[residuals.row] == number) for number in range(len(bounds) + 1)]
@@ -180,32 +172,3 @@ def _parts(
         allowed = f"enough of them for {len(parts)} parts by a hash of the text"
         raise InputError("data, prompts", len(hashes), allowed)
     return parts
-
-
-def write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
-    """Writes the page out of the summary of `calibrate`."""
-    names = ["unknown", *summary["served_models"]]
-    sides: list[Mapping[str, Any]] = [
-        summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")
-    ]
-    numbers = list(sides[0])
-    levels = [percent(level) for level in COVERAGE_LEVELS]
-    page = Page(
-        "Calibration",
-        f"Method {summary['method']}, pooling {summary['pooling']:g}: shift of mu and scale of sigma for each served "
-        f"model, from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
-    )
-    page.heading("Coverage on prompts that nothing was fitted to")
-    header = ("served model", "mu shift", "sigma scale", *(f"{level}, before" for level in levels), *levels)
-    rows = [
-        (
-            names[int(number)],
-            summary["mu_shift"][int(number)],
-            summary["sigma_scale"][int(number)],
-            *(side[number][level] for side in sides for level in levels),
-        )
-        for number in numbers
-    ]
-    page.table(header, rows)
-    page.note("Fraction of samples below the predicted quantile, where that lies below max_tokens.")
-    page.write(path)

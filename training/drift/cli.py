@@ -146,11 +146,7 @@ class DriftStream:
 
 
 def watch(config: StreamConfig) -> None:
-    """Reads to the end of the stream; events are written as they happen.
-
-    Raises:
-        InputError: A file cannot be read or written.
-    """
+    """Reads to the end of the stream; events are written as they happen."""
     stream = DriftStream(config)
     with contextlib.ExitStack() as stack:
         source: IO[bytes] = sys.stdin.buffer

@@ -1,7 +1,5 @@
-"""Baselines: predictions without a model, from the training split only.
-
-They are stored with the predictor as a few numbers (`training.json`, the manifest).
-"""
+"""Baselines, from the training split only: predictions without a model, which are stored with the predictor as a few
+numbers (`training.json`, the manifest), and boosted trees."""
 
 from __future__ import annotations
 
@@ -11,8 +9,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sklearn.ensemble import HistGradientBoostingRegressor
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.model_selection import GroupKFold, cross_val_predict
+from sklearn.preprocessing import OrdinalEncoder
 
 from scheduler_core.errors import InputError
+from training.evaluating.predictors import PredictedRows, distinct
+from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import standard_quantiles
 from training.fitting.estimate import SortedLengths, estimate, family_of
 from training.fitting.fits import NOT_FITTED, FittedGroups
@@ -22,6 +26,8 @@ FloatArray = NDArray[np.float64]
 SIGMA_FLOOR = 1e-6
 #: Minimum number of outputs of a served model for a distribution of its own.
 MIN_OUTPUTS = 10
+#: Of the boosted trees.
+_NUM_WORDS, _NUM_TREES, _FOLDS = 200, 200, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +58,6 @@ class Baselines:
     def of(cls, rows: Rows, nu: float) -> Baselines:
         """Baselines of training rows; where no row has a fit, as with a single output per prompt, the logarithms of the
         outputs and the scale of all of them stand for mu and sigma.
-
-        Args:
-            rows: At least one.
-            nu: Degrees of freedom.
 
         Raises:
             InputError: No output is finished.
@@ -89,12 +91,9 @@ class Baselines:
     def predict(
         self, prompts: Sequence[str], served_models: Sequence[str | None]
     ) -> dict[str, tuple[FloatArray, FloatArray]]:
-        """Name of the baseline -> (mu [N], sigma [N]).
+        """Name of the baseline -> (mu [N], sigma [N]) of N prompts.
 
-        Args:
-            prompts: N texts.
-            served_models: Of each prompt [N]; None, or one that the training split did not have, gets the marginal
-                distribution.
+        A served model of None, or one that the training split did not have, gets the marginal distribution.
         """
         ones = np.ones(len(prompts))
         size = _size(prompts)
@@ -149,3 +148,36 @@ def _line(x: FloatArray, y: FloatArray) -> tuple[float, float]:
     total = float((centered**2).sum())
     slope = float((centered * y).sum()) / total if total > 1e-12 else 0.0
     return slope, float(y.mean()) - slope * float(x.mean())
+
+
+def boosted_trees(train: EvaluationRows, rows: EvaluationRows, *, seed: int = 0) -> PredictedRows:
+    """mu of `rows` by trees trained on at least three different prompts, and one sigma: the scale of the training outputs
+    about the cross-validated mu."""
+    words = CountVectorizer(binary=True, max_features=_NUM_WORDS, token_pattern=r"(?u)\w+").fit(train.prompts)
+    models = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=np.nan)
+    models.fit(_as_column(train.served_models))
+    inputs = _inputs(train, words, models)
+    trees = HistGradientBoostingRegressor(
+        max_iter=_NUM_TREES, min_samples_leaf=20, categorical_features=[0], random_state=seed
+    )
+    _, prompt = distinct(train.prompts)
+    unseen = cross_val_predict(trees, inputs, train.fits.mu, groups=prompt, cv=GroupKFold(_FOLDS))
+    distance = np.abs(np.log(train.outputs.lengths) - unseen[train.outputs.owner])
+    nu = float(train.fits.nu)
+    sigma = float(np.median(distance) / standard_quantiles(np.array([0.75]), nu)[0, 0])
+    mu = trees.fit(inputs, train.fits.mu).predict(_inputs(rows, words, models))
+    return PredictedRows(mu=np.asarray(mu), sigma=np.full(len(rows), max(sigma, 1e-6)), nu=nu)
+
+
+def _as_column(values: Any) -> NDArray[np.object_]:
+    return np.array([[value or ""] for value in values], dtype=object)
+
+
+def _inputs(rows: EvaluationRows, words: Any, models: Any) -> NDArray[np.float64]:
+    """Served model, temperature, logarithms of characters and lines, one column for each word [G, 4 + words]."""
+    numbers = [
+        [np.nan if temperature is None else temperature, np.log1p(len(prompt)), np.log1p(prompt.count("\n"))]
+        for prompt, temperature in zip(rows.prompts, rows.temperatures, strict=True)
+    ]
+    present = words.transform(rows.prompts).toarray()
+    return np.hstack([models.transform(_as_column(rows.served_models)), np.array(numbers), present])

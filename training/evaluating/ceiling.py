@@ -67,12 +67,7 @@ def true_parameters(rows: EvaluationRows, rng: np.random.Generator) -> Bound:
 
 
 def ceilings(rows: EvaluationRows, seed: int) -> tuple[dict[str, Bound], dict[str, Any]]:
-    """Both bounds by name, and the reliabilities; a bound that the data do not allow is missing.
-
-    Args:
-        rows: Rows with their fits.
-        seed: Of the halves and of the drawn outputs.
-    """
+    """Both bounds by name, and the reliabilities; a bound that the data do not allow is missing."""
     bounds: dict[str, Bound] = {}
     info: dict[str, Any] = {"seed": seed, "reliability": None}
     if (rows.fits.groups.counts >= 2 * MIN_SAMPLES).any():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from predictors.manifest import CONFORMAL
+from scheduler_core.errors import InputError
 from training.evaluating.baselines import Baselines
 from training.evaluating.ceiling import ceilings
-from training.evaluating.predictors import PredictedRows
+from training.evaluating.predictors import OpenedPredictor, PredictedRows
 from training.evaluating.rows import EvaluationRows
 from training.evaluating.scores import (
     NO_SUMMARY,
     OutputScores,
     kendall_tau,
+    percent,
     ranking,
     regression,
     score_outputs,
@@ -24,6 +28,7 @@ from training.evaluating.scores import (
 
 FloatArray = NDArray[np.float64]
 SCHEMA = "evaluation/4"
+CONFORMAL_SCHEMA = "conformal/1"
 #: Columns of the breakdowns, and the largest number of values of one.
 BREAKDOWNS = ("model", "dataset", "category")
 MAX_BREAKDOWN = 40
@@ -33,14 +38,7 @@ MIN_COMPARED = 20
 
 @dataclass(frozen=True, slots=True)
 class ScoredPredictor:
-    """Predictions with the scores of all outputs under them.
-
-    Attributes:
-        rows: Rows of the evaluation.
-        prediction: Of each row.
-        bucket_edges: Of the bucket head, in tokens.
-        scores: Of each output; None without a distribution.
-    """
+    """Predictions of the rows with the scores of all outputs under them, which are None without a distribution."""
 
     rows: EvaluationRows
     prediction: PredictedRows
@@ -147,7 +145,8 @@ def _rankings(
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A predictor of a comparison: its name in tables, its description for the report, its predictions."""
+    """A predictor of a comparison: its name in tables, its description for the report, its predictions, and the edges of its
+    bucket head in tokens."""
 
     name: str
     description: Mapping[str, Any]
@@ -163,14 +162,9 @@ def compare(
     *,
     ceiling_seed: int | None = None,
 ) -> tuple[dict[str, Any], ScoredPredictor]:
-    """Scores all predictors on the same rows.
+    """Scores all predictors on the same rows, `main` also by served model, data set and category.
 
-    Args:
-        rows: Prompts, outputs and fits.
-        main: The predictor to evaluate, broken down by served model, data set and category.
-        baselines: Of its training data.
-        others: Other predictors.
-        ceiling_seed: Of the noise ceiling; None: no ceiling.
+    Without `ceiling_seed` there is no noise ceiling.
 
     Returns:
         Content of the JSON file, and the main predictor with its scores.
@@ -200,3 +194,50 @@ def compare(
         "ceiling": ceiling,
         **{f"by_{column}": part for column in BREAKDOWNS if (part := scored.by(column)) is not None},
     }, scored
+
+
+def conformal_coverage(
+    predictor: OpenedPredictor, rows: EvaluationRows, prediction: PredictedRows
+) -> dict[str, Any] | None:
+    """Coverage of the predictor's conformal quantiles, over all outputs and by served model; None if it has none.
+
+    Over outputs of prompts whose quantile lies below max_tokens.
+
+    Raises:
+        InputError: The file of quantiles is broken, or was made for other served models.
+    """
+    if prediction.mu is None or prediction.sigma is None:
+        return None
+    path = predictor.folder / CONFORMAL
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema"] != CONFORMAL_SCHEMA:
+            raise ValueError(f"schema {content['schema']}")
+        served_models, levels = content["served_models"], [percent(level) for level in content["levels"]]
+        cells = [
+            [content["offsets"][name][level] for level in levels] for name in ("unknown", *served_models)
+        ]
+        offsets = np.array([[cell["offset"] for cell in row] for row in cells], dtype=np.float64)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(CONFORMAL, str(error), "the tables that calibrate writes") from error
+    if served_models != list(predictor.served_models):
+        raise InputError(CONFORMAL, served_models, "the predictor's served models")
+    offsets[np.isnan(offsets)] = np.inf
+    numbers = {name: number for number, name in enumerate(served_models, start=1)}
+    model = np.array([numbers.get(name or "", 0) for name in rows.served_models], dtype=np.intp)
+    with np.errstate(over="ignore"):
+        bound = np.exp(prediction.mu[:, None] + prediction.sigma[:, None] * offsets[model])
+    outputs, owner = rows.outputs, rows.outputs.owner
+    names = np.array([name or "(unnamed)" for name in rows.served_models], dtype=object)[owner]
+    parts = {"all": np.ones(len(owner), dtype=bool)} | {name: names == name for name in sorted(set(names))}
+    coverage: dict[str, dict[str, float | None]] = {name: {} for name in parts}
+    for column, level in enumerate(levels):
+        below = bound[:, column][owner]
+        observed = below <= outputs.max_tokens[owner]
+        covered = outputs.finished & (outputs.lengths <= below)
+        for name, own in parts.items():
+            chosen = observed & own
+            coverage[name][level] = float(covered[chosen].mean()) if chosen.any() else None
+    return {"levels": levels, "coverage": coverage}

@@ -79,8 +79,7 @@ class OpenedPredictor:
     """A predictor out of either kind of folder.
 
     Attributes:
-        kind: "checkpoint" or "artifact".
-        name: Identifies it.
+        kind, name, folder: "checkpoint" or "artifact", what identifies it, and where it is.
         nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
         predict: (prompts, served models, temperatures), each [G], to the predictions.
         bucket_edges: Of the bucket head, in tokens.
@@ -88,7 +87,6 @@ class OpenedPredictor:
         served_models: Those it is conditioned on; empty: it does not see the served model.
         data: Its training data: name, SHA-256, split, baselines.
         conversations: It tokenizes whole conversations, not the last user message only.
-        folder: Its folder.
     """
 
     kind: str
@@ -126,12 +124,7 @@ class InferenceOptions:
 def open_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> OpenedPredictor:
-    """Opens an artifact (it has a manifest) or a checkpoint.
-
-    Args:
-        folder: The folder; "pretrained" and "tiny" are the artifacts that come with tailcast.
-        options: Of inference.
-        field: Option that names the folder, for messages.
+    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with tailcast.
 
     Raises:
         InputError: It is neither, or it is broken.
@@ -230,16 +223,7 @@ def predict_rows(
     temperatures: Sequence[float | None],
     options: InferenceOptions,
 ) -> PredictedRows:
-    """Predicts G rows with a checkpoint.
-
-    Args:
-        checkpoint: On any device.
-        prompts, served_models, temperatures: One of each row [G].
-        options: Prompts per call of the encoder.
-
-    Raises:
-        InputError: A served model is unknown to a predictor that was not trained for unknown ones.
-    """
+    """Predicts G rows with a checkpoint on any device."""
     from training.prediction import predict_prompts
 
     outputs = predict_prompts(

@@ -102,13 +102,7 @@ def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: s
 
 
 def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:
-    """Warns where prompts were trained on, as far as can be told.
-
-    Args:
-        data: What the predictor says about its training data.
-        prompts: The texts that it predicts now.
-        split: How they were chosen; nothing is said about the train split.
-    """
+    """Warns where prompts were trained on, as far as the predictor's `data` tell, unless they are its train split."""
     fraction = overlap(prompts, data.get("smallest_hashes") or ())
     if fraction == 0 or split == "train":
         return

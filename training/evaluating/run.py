@@ -13,10 +13,9 @@ import pyarrow.parquet as pq
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file, existing_file, sha256_file, writable_target, write_json
-from training.evaluating.baselines import Baselines, baselines_of
-from training.evaluating.config import EvaluateConfig
-from training.evaluating.conformal import conformal_coverage
-from training.evaluating.evaluation import Candidate, compare
+from training.evaluating.baselines import Baselines, baselines_of, boosted_trees
+from training.evaluating.cli import EvaluateConfig
+from training.evaluating.evaluation import Candidate, compare, conformal_coverage
 from training.evaluating.predictors import InferenceOptions, OpenedPredictor, PredictedRows, open_predictor
 from training.evaluating.report import report_lines, write_html, write_markdown
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
@@ -31,9 +30,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
 
     Returns:
         The content of the JSON file; see `docs/evaluation-format.md`.
-
-    Raises:
-        InputError: Folder, data or options cannot be used together.
     """
     targets = {
         name: writable_target(path, name)
@@ -53,8 +49,6 @@ def evaluate(config: EvaluateConfig) -> dict[str, Any]:
     candidates = [_candidate(name, other, rows) for name, other in others.items()]
     training_fits = None
     if (path := config.baselines_from) is not None:
-        from training.evaluating.trees import boosted_trees
-
         existing_file(path, "baselines_from")
         training_fits = _read(path, config, predictor, "baselines_from")
         trees = boosted_trees(EvaluationRows.of(training_fits), rows, seed=config.seed)

@@ -86,11 +86,7 @@ class OutputScores:
     nll: FloatArray
 
     def coverage(self, level: float, rows: Rows = slice(None)) -> dict[str, float | None]:
-        """Observed coverage of the predicted quantile of a level.
-
-        Args:
-            level: Its nominal probability.
-            rows: Outputs that count, at least one.
+        """Observed coverage of the predicted quantile of a level over some outputs, at least one.
 
         Returns:
             level; estimate (None if no quantile lies below max_tokens); observed_fraction, the fraction of outputs it is
@@ -165,13 +161,7 @@ def standard_quantiles(levels: FloatArray, nu: float | FloatArray) -> FloatArray
 def score_outputs(
     mu: FloatArray, sigma: FloatArray, nu: float | FloatArray, outputs: OutputLengths
 ) -> OutputScores:
-    """Scores N outputs under the log-t predicted for their prompts.
-
-    Args:
-        mu, sigma: Parameters for each prompt [G], log tokens.
-        nu: Degrees of freedom, one for all or [G].
-        outputs: The outputs and their limits.
-    """
+    """Scores N outputs under the log-t predicted for their prompts: mu and sigma [G] in log tokens, nu one for all or [G]."""
     owner, lengths = outputs.owner, outputs.lengths
     nu_of = nu if np.ndim(nu) == 0 else np.asarray(nu)[owner]
     each = LogT(mu[owner], sigma[owner], nu_of)

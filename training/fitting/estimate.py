@@ -106,7 +106,7 @@ class Family:
         code: What the kernels branch on.
         nu: Degrees of freedom; None if they are free, unused outside the log-t.
         fixed_scale: Whether sigma stays 1.
-        num_parameters: Free parameters, for AIC.
+        num_parameters: Free ones, for AIC.
         parameters: Values and standard errors by name.
     """
 
@@ -190,8 +190,7 @@ class Estimates:
     """Estimates of G groups.
 
     Attributes:
-        family: What was fitted.
-        solution: Parameters and standard errors as the kernels name them.
+        family, solution: What was fitted, and parameters and standard errors as the kernels name them.
         flags: Bits of `kernels.groups`, [G].
         converged: No slope of the mean log-likelihood above 1e-8 (by lbfgsb 1e-5), or all samples are equal; [G].
     """
@@ -238,8 +237,7 @@ def estimate(
     """Fits every group by itself.
 
     Args:
-        sample: Observations by group.
-        family: What to fit.
+        sample, family: Observations by group, and what to fit.
         solver: batched = compiled Newton for all groups; lbfgsb = scipy's L-BFGS-B, group by group (the paper's).
             Groups that the first does not bring to its target are handed to the second.
         integers: Whether a finished length x stands for [x - 1/2, x + 1/2] instead of the density at x.

@@ -72,21 +72,16 @@ def fit_file(
     progress: bool = False,
     fit: Fit = fit_block,
 ) -> dict[str, Any]:
-    """Fits all groups of a file of any format and size.
+    """Fits all groups of a file of any format and size; the options are those of `fit-dist`.
 
     After an interruption of any kind the same call resumes with the finished blocks of the folder OUT.parts, which is
     removed at the end, and at an early end before the first block is finished.
 
     Args:
-        samples: The input, see `sample_files`.
-        out: The Parquet file to write.
+        samples, out: The input, see `sample_files`, and the Parquet file to write.
         options: How groups are made and fitted.
-        versions: Packages that the result depends on.
-        block_groups: Maximum number of groups fitted at a time by one process.
-        processes: Number of processes, or processors of a local Ray cluster.
-        ray: Address of a Ray cluster, `local` to start one; None: no Ray.
-        resume: Use finished blocks; False: start over.
-        progress: Show a bar on stderr.
+        versions: Of packages that the result depends on.
+        block_groups, processes, ray, resume, progress: As `fit-dist --help` explains them.
         fit: Fits a block; the same for a group whatever is around it.
 
     Returns:
@@ -173,11 +168,7 @@ class _Parts:
         self.folder = out.with_name(out.name + ".parts")
 
     def open(self, manifest: dict[str, Any], *, resume: bool) -> bool:
-        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new.
-
-        Raises:
-            InputError: It belongs to a run with another manifest and `resume` is true, or no run made it.
-        """
+        """Makes the folder, or takes the one of an interrupted run of the same manifest; returns whether it is new."""
         manifest = json.loads(json.dumps(manifest))
         names = {entry.name for entry in self.folder.iterdir()}
         if MANIFEST in names and resume:
@@ -214,12 +205,7 @@ class _Parts:
             pq.write_table(shard, temporary, compression="zstd")
 
     def assemble(self, samples: Path) -> None:
-        """Writes the output file from all shards in order, atomically.
-
-        Raises:
-            InputError: No group of `samples` has enough samples to be fitted.
-            TailcastError: The file cannot be written, or a shard is damaged.
-        """
+        """Writes the output file from all shards in order, atomically."""
         shards = self.shards()
         largest = 0
         try:

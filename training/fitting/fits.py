@@ -76,22 +76,7 @@ NOT_TESTED = ("constant", *NOT_FITTED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FitOptions:
-    """How groups are made and fitted.
-
-    Attributes:
-        family: What to fit.
-        nu: Degrees of freedom of the log-t distribution; None = free, by profile likelihood.
-        censoring: "right" counts truncated samples as at least as long, "none" as complete (the paper's way, biased low).
-        integers: Take a finished length x for [x - 1/2, x + 1/2], whose probability is the likelihood.
-        solver: See `estimate.estimate`.
-        keys: Columns that name a group.
-        max_tokens: Limit of all samples, see `group_table`.
-        weights: Column with how many samples each one counts as; None = 1.
-        alternatives: Compare with the other families.
-        bootstrap: Replicates of the parametric bootstrap for each group; 0 = none.
-        confidence: Of the bootstrap's intervals.
-        seed: Of the bootstrap.
-    """
+    """How groups are made and fitted, as the options of `fit-dist` say (nu None: free; keys: its group_by)."""
 
     family: FamilyName = "log-t"
     nu: float | None = 3.5
@@ -117,11 +102,7 @@ class FitOptions:
 class FittedGroups:
     """Groups with their fits; arrays have one entry for each of G groups.
 
-    Attributes:
-        groups: Names and samples.
-        parameters: Of the family, by name.
-        flag_bits: Flags as bits.
-        columns: Other columns of the table `fits/2` by name, from log_likelihood on; none if the fits were read.
+    `columns` are those of the table `fits/2` from log_likelihood on, by name; none if the fits were read.
     """
 
     groups: GroupedLengths
@@ -166,11 +147,7 @@ class FittedGroups:
         return [names[bits] for bits in self.flag_bits.tolist()]
 
     def has_flag(self, *flags: str) -> NDArray[np.bool_]:
-        """Whether each group has any of these flags, [G].
-
-        Raises:
-            InputError: There is no such flag.
-        """
+        """Whether each group has any of these flags, [G]."""
         return np.asarray((self.flag_bits & _bits_of(flags)) != 0)
 
     def take(self, groups: Sequence[int] | NDArray[np.intp]) -> FittedGroups:
@@ -302,10 +279,10 @@ def read_fits_or_fit(
     min_samples: int = MIN_SAMPLES,
     conversations: bool = False,
 ) -> FittedGroups:
-    """Fits out of a fits file as they are; any other output lengths are fitted now.
+    """Fits out of a fits file as they are; any other output lengths (samples or lists) are fitted now.
 
     Args:
-        path: Parquet file: fits, samples or lists.
+        path: Parquet file.
         options: Used to make and fit groups; of a fits file only the keys are used.
         field: Name of the option with the path, for messages.
         where: Column -> value: only rows with it.

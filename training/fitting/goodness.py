@@ -86,14 +86,12 @@ def bootstrap(
     depends on no parameter, so that uncensored continuous samples give exact coverage.
 
     Args:
-        sample: The fitted lengths.
-        fits: Their fits.
+        sample, fits: The fitted lengths and their fits.
         replicates: Number for each group.
         confidence: Of the intervals, in (0, 1).
-        integers: As the fit was made.
+        integers, solver: As the fits were made.
         limits: Length beyond which a group's replicates are censored, tokens, inf for never [G].
         seeds: Of each group's random stream [G], see `group_seed`.
-        solver: Of the replicates.
     """
     result = Bootstrap(*(np.full((len(sample), *shape), np.nan) for shape in ((), (), (2,), (2,))))
     at = fits.solution

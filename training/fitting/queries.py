@@ -1,22 +1,21 @@
-"""Rows of a file by group: as they are where each row is a group, else by DuckDB, which needs no memory for them all."""
+"""Rows of a file by group, by DuckDB, which needs no memory for them all."""
 
 from __future__ import annotations
 
 import csv
 import glob
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.json_text import parse_json
-from scheduler_core.table_files import open_parquet, readable, require_unique
+from scheduler_core.table_files import readable, require_unique
 from training.fitting.samples import GROUP, ROW, candidate_columns, check_columns, used_columns
 
 MEMORY_LIMIT, THREADS = "1GB", 2
@@ -58,24 +57,20 @@ class GroupingQuery:
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
         """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
 
-        Args:
-            work: Folder for what does not fit into memory.
-            locate: Row -> its name in messages.
+        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages.
 
         Raises:
             InputError: The file is damaged, or keys come again in a file of one row for each group.
             TailcastError: The folder cannot be written.
         """
-        values = ", ".join(f"{value} AS {_quoted(name)}" for name, value in self.columns.items())
+        values = ", ".join(f"{value} AS {quoted(name)}" for name, value in self.columns.items())
         rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
-        keys = ", ".join(_quoted(key) for key in self.keys)
+        keys = ", ".join(quoted(key) for key in self.keys)
         if self.lists:
             self._check_keys_once(rows, locate)
             query = f"SELECT *, {ROW} AS {GROUP} FROM {rows}"
         else:
-            same = " AND ".join(
-                f"s.{_quoted(key)} IS NOT DISTINCT FROM g.{_quoted(key)}" for key in self.keys
-            )
+            same = " AND ".join(f"s.{quoted(key)} IS NOT DISTINCT FROM g.{quoted(key)}" for key in self.keys)
             # The prompt of a group's first row is enough, and long ones are costly to sort.
             first_prompt = f"REPLACE (CASE WHEN {ROW} = {GROUP} THEN prompt END AS prompt)"
             is_carried = "prompt" in self.columns and "prompt" not in self.keys
@@ -94,7 +89,7 @@ class GroupingQuery:
                 yield table
 
     def _check_keys_once(self, rows: str, locate: Callable[[int], str]) -> None:
-        keys = [_quoted(key) for key in self.keys]
+        keys = [quoted(key) for key in self.keys]
         repeat = first_row(
             self.path,
             self.connection,
@@ -123,48 +118,6 @@ class GroupingQuery:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ParquetLists:
-    """Parquet files with a list of lengths in each row; attributes as of `GroupingQuery`."""
-
-    path: Path
-    files: tuple[Path, ...]
-    keys: tuple[str, ...]
-    columns: tuple[str, ...]
-
-    def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
-        """As `GroupingQuery.tables`; DuckDB, whose start costs a tenth of a small file's fits, only if keys may repeat."""
-        if not self._keys_differ():
-            query = query_stored(self.path, self.files, self.keys, self.columns, lists=True)
-            yield from query.tables(work, locate)
-            return
-        first = 0
-        for batch in self._batches(self.columns):
-            rows = pa.array(np.arange(first, first + batch.num_rows))
-            yield pa.Table.from_batches([batch]).append_column(ROW, rows).append_column(GROUP, rows)
-            first += batch.num_rows
-
-    def _batches(self, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        for file in self.files:
-            with readable(file, "samples", "Parquet"):
-                yield from open_parquet(file, "samples").iter_batches(BATCH_ROWS, columns=list(columns))
-
-    def _keys_differ(self) -> bool:
-        """Whether the hashes of the rows' keys differ, so the keys do."""
-        try:
-            hashes = np.fromiter(
-                (
-                    hash(row)
-                    for batch in self._batches(self.keys)
-                    for row in zip(*batch.to_pydict().values(), strict=True)
-                ),
-                np.int64,
-            )
-        except UnicodeDecodeError:
-            return False
-        return len(np.unique(hashes)) == len(hashes)
-
-
 def connect() -> Any:
     """A connection to an empty database in memory."""
     import duckdb
@@ -172,19 +125,6 @@ def connect() -> Any:
     return duckdb.connect(
         config={"memory_limit": MEMORY_LIMIT, "threads": THREADS, "autoinstall_known_extensions": False}
     )
-
-
-def query_stored(
-    path: Path, rows: pa.Table | Sequence[Path], keys: tuple[str, ...], columns: Sequence[str], *, lists: bool
-) -> GroupingQuery:
-    """A query of a table in memory, or of Parquet files."""
-    connection = connect()
-    if isinstance(rows, pa.Table):
-        connection.register("samples", rows)
-        relation = "samples"
-    else:
-        relation = f"read_parquet([{', '.join(map(_path_literal, rows))}])"
-    return GroupingQuery(path, connection, relation, keys, lists, {name: _quoted(name) for name in columns})
 
 
 def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
@@ -198,12 +138,12 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)
     if is_csv:
         relation = (
-            f"read_csv({_path_literal(path)}, auto_detect = false, columns = {{{kinds}}}, header = true, delim = ',', "
+            f"read_csv({path_literal(path)}, auto_detect = false, columns = {{{kinds}}}, header = true, delim = ',', "
             f"quote = '\"', escape = '\"', allow_quoted_nulls = false, max_line_size = {MAX_LINE_BYTES})"
         )
     else:
         relation = (
-            f"read_json({_path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
+            f"read_json({path_literal(path)}, format = 'newline_delimited', columns = {{{kinds}}}, "
             f"maximum_object_size = {MAX_LINE_BYTES})"
         )
     connection = connect()
@@ -211,7 +151,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     counts = first_row(
         path,
         connection,
-        f"SELECT count(*), {', '.join(f'count({_quoted(name)})' for name in names)} FROM {relation}",
+        f"SELECT count(*), {', '.join(f'count({quoted(name)})' for name in names)} FROM {relation}",
     )
     assert counts is not None
     num_rows, *filled = counts
@@ -220,7 +160,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     names = [name for name, count in zip(names, filled, strict=True) if count]
     check_columns(names, path, keys, weights)
     text = "nullif(trim({}), '')" if is_csv else "CAST({} AS VARCHAR)"
-    texts = {name: text.format(_quoted(name)) for name in used_columns(names, keys, weights)}
+    texts = {name: text.format(quoted(name)) for name in used_columns(names, keys, weights)}
     length = texts["output_tokens"]
     first = first_row(path, connection, f"SELECT {length} FROM {relation} WHERE {length} IS NOT NULL LIMIT 1")
     lists = first is not None and first[0].startswith("[")
@@ -229,7 +169,7 @@ def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[
     columns, bad = {}, []
     for name, text in texts.items():
         if name not in types:
-            columns[name] = _quoted(name) if is_csv else f"{_quoted(name)}->>'$'"
+            columns[name] = quoted(name) if is_csv else f"{quoted(name)}->>'$'"
             continue
         kind = types[name]
         # A cast to BIGINT would round 7.5; with a comma it is refused.
@@ -274,7 +214,7 @@ def database_errors(path: Path) -> Iterator[None]:
         raise InputError("samples", str(path), f"a whole file ({' '.join(lines[:2])})") from error
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
@@ -282,7 +222,7 @@ def _literal(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def _path_literal(path: Path) -> str:
+def path_literal(path: Path) -> str:
     return _literal(glob.escape(str(path)))
 
 

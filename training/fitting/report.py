@@ -48,11 +48,8 @@ def _read_numbers(path: str | Path) -> Any:
 
 
 def summarize_file(path: str | Path, family: FamilyName = "log-t", nu: float | None = 3.5) -> dict[str, Any]:
-    """Counts, flags, quantiles of the parameters and tests of the families, ready for JSON (None for no number).
-
-    Args:
-        path: A file `fits/2`.
-        family, nu: What the file's main columns are fits of.
+    """Counts, flags, quantiles of the parameters and tests of the families of a file `fits/2`, ready for JSON (None for no
+    number); family and nu are what its main columns are fits of.
 
     Returns:
         num_groups, num_samples, num_censored, num_errors_left_out, num_not_converged, flags (flag -> groups), family, parameters
@@ -157,13 +154,7 @@ _NUM_PANELS = 6
 
 
 def write_report(fits_path: str | Path, html_path: str | Path, summary: dict[str, Any]) -> None:
-    """Writes the page.
-
-    Args:
-        fits_path: A file `fits/2`.
-        html_path: Page to write.
-        summary: The result of `summarize_file`.
-    """
+    """Writes the page of a file `fits/2` out of its summary by `summarize_file`."""
     page = Page(
         f"Fits of {Path(fits_path).name}",
         f"{FAMILY_NAMES[summary['family']]} distributions of output length, one for each of {summary['num_groups']} "
@@ -206,10 +197,6 @@ def draw_fits(path: str | Path, family: str) -> Any:
 
     A mark stands where samples were censored; they count in no bar: bars and curve agree left of it. Without a group
     to draw, where each is constant, censored throughout or too small, the figure is a line of text.
-
-    Args:
-        path: The file.
-        family: Label of the family that was fitted.
     """
     numbers = _read_numbers(path)
     typical = numbers["scale"] * numbers.get("shape", 1.0) if "scale" in numbers else numbers["mu"]

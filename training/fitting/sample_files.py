@@ -8,8 +8,7 @@
 | folder saved by `datasets` | state.json | as stored |
 | folder of Parquet files | suffix .parquet | as stored; files in order of name |
 
-DuckDB groups the rows (`queries`), on disk where they do not fit into memory. Parquet of one row for each group is
-streamed as it is.
+DuckDB groups the rows (`queries`), on disk where they do not fit into memory.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import pyarrow.compute as pc
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file, sha256_file
 from scheduler_core.table_files import open_parquet
-from training.fitting.queries import GroupingQuery, ParquetLists, query_stored, query_text
+from training.fitting.queries import GroupingQuery, connect, path_literal, query_text, quoted
 from training.fitting.samples import GROUP, check_columns, is_list, used_columns
 
 ALLOWED = (
@@ -45,18 +44,13 @@ _FIELD = "samples"
 class SampleFile:
     """An opened file or folder of output lengths.
 
-    Attributes:
-        path: Path of the option.
-        files: The files behind it, in order.
-        num_rows: Rows of the input.
-        query: Brings the rows together by group.
-        starts: Row at which each of `files` begins, if errors name them one by one; else empty.
+    `starts` are the rows at which each of `files` begins, if errors name them one by one; else it is empty.
     """
 
     path: Path
     files: tuple[Path, ...]
     num_rows: int
-    query: GroupingQuery | ParquetLists
+    query: GroupingQuery
     starts: tuple[int, ...] = ()
 
     def locate(self, row: int) -> str:
@@ -86,20 +80,7 @@ class SampleFile:
         return files[0] if self.path == self.files[0] else {"name": self.path.name, "files": files}
 
     def blocks(self, max_groups: int, work: Path) -> Iterator[pa.Table]:
-        """All rows in blocks of whole groups, in order of the groups' first rows; the same blocks in every run.
-
-        Args:
-            max_groups: Maximum number of groups of a block.
-            work: Folder for what does not fit into memory; DuckDB makes it on demand.
-
-        Yields:
-            Tables of the used columns, ROW and GROUP.
-
-        Raises:
-            InputError: The file is damaged, a value has a wrong type, or keys come again in a file of one row for
-                each group.
-            TailcastError: The folder cannot be written.
-        """
+        """All rows in blocks of up to `max_groups` whole groups, as `GroupingQuery.tables` has them; the same in every run."""
         pending: list[pa.Table] = []
         for table in self.query.tables(work, self.locate):
             # The last group may go on in the next table.
@@ -132,11 +113,6 @@ def open_samples(
     path: str | Path, keys: Sequence[str] = ("prompt_id", "model"), weights: str | None = None
 ) -> SampleFile:
     """Opens a file or folder of output lengths; see the table above.
-
-    Args:
-        path: The file or folder.
-        keys: Columns that name a group.
-        weights: Column of weights, None: none.
 
     Raises:
         InputError: It is missing, empty, of another format, damaged, or lacks a column.
@@ -214,12 +190,13 @@ def _stored(
     if num_rows == 0:
         raise InputError(path.name, "no rows", "at least one row")
     check_columns(schema.names, path, keys, weights)
-    columns = used_columns(schema.names, keys, weights)
+    columns = {name: quoted(name) for name in used_columns(schema.names, keys, weights)}
     lists = pa.types.is_nested(schema.field("output_tokens").type)
-    has_plain_keys = not any(pa.types.is_nested(schema.field(key).type) for key in keys)
-    query = (
-        ParquetLists(path, files, tuple(keys), tuple(columns))
-        if lists and has_plain_keys and not isinstance(rows, pa.Table)
-        else query_stored(path, rows, tuple(keys), columns, lists=lists)
-    )
+    connection = connect()
+    if isinstance(rows, pa.Table):
+        connection.register("samples", rows)
+        relation = "samples"
+    else:
+        relation = f"read_parquet([{', '.join(map(path_literal, rows))}])"
+    query = GroupingQuery(path, connection, relation, tuple(keys), lists, columns)
     return SampleFile(path, files, num_rows, query, starts)

@@ -166,8 +166,7 @@ def group_table(
     """Groups the samples of a table in either form; rows of the same keys are one group.
 
     Args:
-        table: As in the table above.
-        path: Source file, for messages.
+        table, path: As in the table above, and its source file, for messages.
         keys: Columns that name a group.
         max_tokens: Limit of all samples: longer ones count as censored there. In the list form without a column
             `finished` a sample of just this length counts as censored too, since its own end would be a coincidence.
@@ -358,10 +357,7 @@ def group_rows(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number of the group of each row, and the first row of each group; groups in order of first appearance.
 
-    Args:
-        table: The rows.
-        keys: Columns that name a group.
-        codes: Groups by other columns [rows] that are divided further; None: there are none.
+    `codes` are groups by other columns [rows] that are divided further.
     """
     for key in keys:
         column = table.column(key).combine_chunks().dictionary_encode(null_encoding="encode")
@@ -396,9 +392,7 @@ def _group_limits(
 def with_conversations(table: pa.Table, path: Path) -> pa.Table:
     """A table of output lengths whose column `prompt` is the text of the whole conversation, where there is one.
 
-    Args:
-        table: Samples or lists; a row whose `messages` are null is a single user message, as is a table without them.
-        path: Source file, for messages.
+    A row whose `messages` are null is a single user message, as is a table without them.
 
     Raises:
         InputError: It is a file of fits, which keep the last user message alone.

@@ -26,18 +26,17 @@ from training.urgency.metrics import upper_bound
 
 #: N texts -> probabilities [N, K], the most urgent level first.
 Predict = Callable[[Sequence[str]], NDArray[np.float64]]
-Risk = Literal["under-triage", "wrong", "far"]
+Risk = Literal["under-triage", "wrong"]
 CHAIN_STARTS = (0.9, 0.75, 0.6, 0.45)
 STEP = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimRows:
-    """Predictions for P texts with and without a claim of urgency.
+    """Predictions for P texts without and with a claim of urgency.
 
     Attributes:
-        plain: Probabilities without the claim [P, K].
-        claimed: With it [P, K].
+        plain, claimed: Probabilities [P, K].
         tiers: Declared tiers [P], the true levels of the texts.
         max_promotion: Maximum number of levels that a text raises itself.
         under_triage_cost: Cost the levels are decided with.
@@ -74,13 +73,10 @@ class AbstainThreshold:
 
     Attributes:
         threshold: Least highest probability that counts; None: none could be certified, so abstain always.
-        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = decided otherwise than
-            true; far = more than one level away.
+        risk: What counts as a failure: under-triage = decided less urgent than true; wrong = otherwise than true.
         allowed_rate: With confidence 1 - delta, at most this fraction of the answered texts fails.
         delta: Probability that the guarantee does not hold.
-        num_texts: Validation texts.
-        num_answered: Of them, those at or above the threshold.
-        num_failures: Of those, failures.
+        num_texts, num_answered, num_failures: Validation texts, those of them at or above the threshold, failures of those.
         bound: Upper bound of the failure rate, at the confidence that was tested; None without threshold.
         under_triage_cost: Cost the levels were decided with.
         jumps: What claims of urgency gain at the threshold: allowed_rate, num_pairs (those whose plain text is not
@@ -108,9 +104,7 @@ def failures(
     """Whether the level of least expected cost out of probabilities [N, K] fails against true levels [N]; see
     `AbstainThreshold.risk`."""
     decided = expected_cost_levels(probabilities, under_triage_cost)
-    if risk == "under-triage":
-        return np.asarray(decided > true)
-    return np.asarray(decided != true if risk == "wrong" else np.abs(decided - true) > 1)
+    return np.asarray(decided > true if risk == "under-triage" else decided != true)
 
 
 def choose_threshold(
@@ -129,14 +123,13 @@ def choose_threshold(
     With `claims` the fraction of texts whose scheduled level a claim makes more urgent is certified, too.
 
     Args:
-        probabilities: Of validation texts, which nothing else of the predictor was fitted to [N, K].
-        true: Their levels [N].
-        allowed_rate: Largest fraction of failures among answered texts, between 0 and 1.
-        delta: Probability, over validation sets, of certifying a threshold that is worse; between 0 and 1.
+        probabilities, true: Of validation texts, which nothing else of the predictor was fitted to [N, K], and their levels [N].
+        allowed_rate: Largest fraction of failures among answered texts.
+        delta: Probability, over validation sets, of certifying a threshold that is worse.
         risk: What a failure is.
         under_triage_cost: Cost the levels are decided with.
         claims: Of validation pairs, which nothing was fitted to; None: claims are not measured.
-        jump_rate: Largest fraction of pairs that may gain, between 0 and 1.
+        jump_rate: Largest fraction of pairs that may gain.
 
     Raises:
         InputError: A number is outside its range.

@@ -2,113 +2,78 @@
 
 from __future__ import annotations
 
-import logging
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Literal
 
 from scheduler_core.command import command
 from scheduler_core.errors import InputError
-from training.urgency.config import BASELINES, EvaluateUrgencyConfig
+from scheduler_core.ranges import INTEGERS, check_ranges
 
-if TYPE_CHECKING:
-    from data_gen.urgency.labels import LabeledText
-    from training.urgency.abstention import Predict
-
-log = logging.getLogger(__name__)
-
-FROZEN = "frozen:"
+BASELINES = ("constant", "bag_of_words")
 
 
-def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
-    """Runs the command.
+@dataclass(frozen=True, kw_only=True)
+class EvaluateUrgencyConfig:
+    """Measure an urgency predictor: triage metrics, reliability, abstain threshold, adversarial check, baselines. Exits with 3 if claims of urgency raise scheduled levels more often than allowed."""
 
-    Returns:
-        0 if claims of urgency jump at most as often as allowed, else 3; the JSON is written in both cases.
-    """
-    from data_gen.urgency.labels import level_number, read_labels
-    from data_gen.urgency.seed_set import read_pairs
-    from scheduler_core.files import sha256_file, writable_target, write_json
-    from training.urgency.evaluation import COLUMNS, cell_of, evaluate_urgency
-    from training.urgency.predictors import save_threshold
+    INPUTS = ("predictor", "data", "validation", "compare")
+    OUTPUTS = ("json",)
 
-    level_number(config.declared_tier, "declared_tier")
-    target = writable_target(config.json, "json")
-    texts = read_labels(config.data)
-    measured = _split(texts, config.split, config.data)
-    if config.validation is None:
-        validation = _split(texts, "validation", config.data)
-    else:
-        validation = read_labels(config.validation, "validation")
-    pairs, validation_pairs = read_pairs(config.split), read_pairs("validation")
-    train = [text for text in texts if text.split == "train"]
+    predictor: str
+    """Folder of a checkpoint or of an artifact with an urgency head; or a baseline trained on split train: constant, bag-of-words, or frozen:ENCODER (logistic regression on the features of an encoder: a folder, package:NAME/PATH or hub name)."""
+    data: str
+    """Labelled texts as import-urgency writes them (Parquet with columns text, level; optional weight, source, language, split): split train trains the baselines, validation chooses the threshold, test is evaluated."""
+    json: str
+    """JSON file to write."""
+    overwrite: bool = False
+    """Replace files at the outputs."""
+    validation: str | None = None
+    """Another file for the threshold: all of its texts."""
+    split: Literal["test", "validation"] = "test"
+    """Texts to evaluate; validation while a predictor is being chosen."""
+    under_triage_cost: float = 3.0
+    """Cost of deciding one level too low, where one level too high costs 1."""
+    risk_rate: float = 0.1
+    """Largest fraction of levels decided too low among the texts that are answered, which the abstain threshold bounds."""
+    delta: float = 0.1
+    """Probability, over validation sets, that the bound does not hold."""
+    jump_rate: float = 0.05
+    """Largest fraction of adversarial pairs whose scheduled level a claim of urgency may raise; the abstain threshold is certified for it, too."""
+    max_promotion: int = 1
+    """Maximum number of levels by which a text raises its own request."""
+    name: str = "predictor"
+    """Name of the predictor in the log and in the JSON."""
+    compare: list[str] | None = None
+    """Further predictors, each NAME=PREDICTOR with anything that PREDICTOR may be; entries of one name are seeds of one recipe."""
+    save_threshold: bool = False
+    """Also write the abstain threshold into the checkpoint's training.json, from where export-onnx takes it."""
+    baselines: bool = True
+    """Also measure a constant and a bag of words, trained on split train."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the predictor runs."""
+    batch_size: int = 32
+    """Texts per model call."""
 
-    def evaluate(predictor: str) -> dict[str, Any]:
-        predict = _open(predictor, config, train)
-        return evaluate_urgency(
-            predict, measured, validation, pairs, config, validation_pairs=validation_pairs
-        )
+    def __post_init__(self) -> None:
+        check_ranges(self, batch_size=(1, INTEGERS))
+        self.others  # noqa: B018  (raises for a wrong NAME=PREDICTOR)
 
-    report = evaluate(config.predictor)
-    compared = [(name, evaluate(predictor)) for name, predictor in config.others]
-    if config.baselines and not train:
-        raise InputError("data, texts of split train", 0, "at least one, or --baselines false")
-    baselines = {name: evaluate(name) for name in BASELINES if config.baselines}
-    for name, entry in [(config.name, report), *compared, *baselines.items()]:
-        numbers = (f"{column} {cell_of(column, entry)}" for column in COLUMNS)
-        log.info("%s: %s", name, ", ".join(numbers))
-    passed = report["adversarial"]["passed"]
-    write_json(
-        target,
-        {
-            "schema": "urgency-evaluation/2",
-            "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
-            "split": config.split,
-            "threshold_chosen_on_measured_texts": config.validation is None and config.split == "validation",
-            "num_texts": len(measured),
-            "num_validation": len(validation),
-            "config": asdict(config),
-            "passed": passed,
-            **report,
-            "compared": [{"name": name} | other for name, other in compared],
-            "baselines": baselines,
-        },
-    )
-    if config.save_threshold:
-        save_threshold(config.predictor, report["abstention"])
-    if not passed:
-        log.error(
-            "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
-            cell_of("jumps, scheduled", report),
-            100 * config.jump_rate,
-        )
-    return 0 if passed else 3
-
-
-def _split(texts: list[LabeledText], split: str, path: str) -> list[LabeledText]:
-    selected = [text for text in texts if text.split == split and not text.claimed]
-    if not selected:
-        raise InputError(f"{Path(path).name}, texts of split {split}", 0, "at least one")
-    return selected
-
-
-def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText]) -> Predict:
-    from training.urgency import predictors
-
-    if predictor == "constant":
-        return predictors.constant_baseline(train)
-    if predictor in ("bag-of-words", "bag_of_words"):
-        return predictors.bag_of_words_baseline(train)
-    if predictor.startswith(FROZEN):
-        encoder = predictor.removeprefix(FROZEN)
-        return predictors.frozen_encoder_baseline(train, encoder, config.batch_size)
-    return predictors.open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """Name and predictor of each entry of `compare`."""
+        pairs = [entry.partition("=") for entry in self.compare or []]
+        for name, equals, predictor in pairs:
+            if not (name and equals and predictor) or name in BASELINES:
+                raise InputError(
+                    "compare", f"{name}{equals}{predictor}", "NAME=PREDICTOR with a name of its own"
+                )
+        return [(name, predictor) for name, _, predictor in pairs]
 
 
 main = command(
     "evaluate-urgency",
     EvaluateUrgencyConfig,
-    evaluate_urgency_command,
+    "training.urgency.evaluation:evaluate_urgency_command",
     positionals=("predictor",),
     extra="train",
 )

@@ -1,22 +1,35 @@
-"""Evaluation of an urgency predictor on labeled texts, as JSON content and as tables in Markdown."""
+"""Evaluation of an urgency predictor on labeled texts: what `evaluate-urgency` runs, and its JSON content."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import reduce
 from operator import getitem
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_gen.urgency.labels import LabeledText, level_number
-from data_gen.urgency.seed_set import ClaimPair, neutral_texts
+from data_gen.urgency.labels import LabeledText, read_labels
+from data_gen.urgency.seed_set import ClaimPair, neutral_texts, read_pairs
+from scheduler_core.errors import InputError
+from scheduler_core.files import sha256_file, writable_target, write_json
 from scheduler_core.urgency import LEVELS, effective_level, expected_cost_levels
 from training.urgency.abstention import ClaimRows, Predict, choose_threshold, failures
-from training.urgency.config import EvaluateUrgencyConfig
+from training.urgency.cli import BASELINES, EvaluateUrgencyConfig
 from training.urgency.metrics import rate, reliability_of_levels, urgency_metrics
+from training.urgency.predictors import (
+    bag_of_words_baseline,
+    constant_baseline,
+    frozen_encoder_baseline,
+    open_urgency,
+    save_threshold,
+)
+
+log = logging.getLogger(__name__)
 
 IntArray = NDArray[np.int64]
 #: Number of the summary -> path of a number in the report. Rates are in percent; of kappa and macro F1, three digits.
@@ -38,6 +51,85 @@ COLUMNS = {
     "answered": ("abstention", "answered", "value"),
 }
 SCORES = ("kappa", "macro F1")
+FROZEN = "frozen:"
+#: Level that all texts declare, for the metrics of scheduled levels.
+DECLARED_TIER = LEVELS.index("standard")
+
+
+def evaluate_urgency_command(config: EvaluateUrgencyConfig) -> int:
+    """Runs the command.
+
+    Returns:
+        0 if claims of urgency jump at most as often as allowed, else 3; the JSON is written in both cases.
+    """
+    target = writable_target(config.json, "json")
+    texts = read_labels(config.data)
+    measured = _split(texts, config.split, config.data)
+    if config.validation is None:
+        validation = _split(texts, "validation", config.data)
+    else:
+        validation = read_labels(config.validation, "validation")
+    pairs, validation_pairs = read_pairs(config.split), read_pairs("validation")
+    train = [text for text in texts if text.split == "train"]
+
+    def evaluate(predictor: str) -> dict[str, Any]:
+        predict = _open(predictor, config, train)
+        return evaluate_urgency(
+            predict, measured, validation, pairs, config, validation_pairs=validation_pairs
+        )
+
+    report = evaluate(config.predictor)
+    compared = [(name, evaluate(predictor)) for name, predictor in config.others]
+    if config.baselines and not train:
+        raise InputError("data, texts of split train", 0, "at least one, or --baselines false")
+    baselines = {name: evaluate(name) for name in BASELINES if config.baselines}
+    for name, entry in [(config.name, report), *compared, *baselines.items()]:
+        numbers = (f"{column} {cell_of(column, entry)}" for column in COLUMNS)
+        log.info("%s: %s", name, ", ".join(numbers))
+    passed = report["adversarial"]["passed"]
+    write_json(
+        target,
+        {
+            "schema": "urgency-evaluation/2",
+            "data": {"name": Path(config.data).name, "sha256": sha256_file(config.data)},
+            "split": config.split,
+            "threshold_chosen_on_measured_texts": config.validation is None and config.split == "validation",
+            "num_texts": len(measured),
+            "num_validation": len(validation),
+            "config": asdict(config),
+            "passed": passed,
+            **report,
+            "compared": [{"name": name} | other for name, other in compared],
+            "baselines": baselines,
+        },
+    )
+    if config.save_threshold:
+        save_threshold(config.predictor, report["abstention"])
+    if not passed:
+        log.error(
+            "claims of urgency jump the queue: %s of the pairs, at most %.1f %% are allowed",
+            cell_of("jumps, scheduled", report),
+            100 * config.jump_rate,
+        )
+    return 0 if passed else 3
+
+
+def _split(texts: list[LabeledText], split: str, path: str) -> list[LabeledText]:
+    selected = [text for text in texts if text.split == split and not text.claimed]
+    if not selected:
+        raise InputError(f"{Path(path).name}, texts of split {split}", 0, "at least one")
+    return selected
+
+
+def _open(predictor: str, config: EvaluateUrgencyConfig, train: list[LabeledText]) -> Predict:
+    if predictor == "constant":
+        return constant_baseline(train)
+    if predictor in ("bag-of-words", "bag_of_words"):
+        return bag_of_words_baseline(train)
+    if predictor.startswith(FROZEN):
+        encoder = predictor.removeprefix(FROZEN)
+        return frozen_encoder_baseline(train, encoder, config.batch_size)
+    return open_urgency(predictor, accelerator=config.accelerator, batch_size=config.batch_size)
 
 
 def evaluate_urgency(
@@ -51,22 +143,13 @@ def evaluate_urgency(
 ) -> dict[str, Any]:
     """Measures a predictor; the abstain threshold is chosen on `validation` and `validation_pairs` alone.
 
-    Args:
-        predict: N texts -> probabilities [N, K].
-        texts: To be evaluated on; at least one.
-        validation: For the threshold; at least one.
-        pairs: Adversarial pairs; at least one.
-        config: Costs, rates and limits.
-        validation_pairs: For the threshold; none: claims are not measured.
+    Without `validation_pairs` claims are not measured for the threshold; of all other texts and pairs there is at least one.
 
     Returns:
         predicted, decided, scheduled: metrics of the most likely level, of that of least expected cost, and of the level
         after abstention and limited promotion; reliability; abstention: the threshold, its guarantee, and how many of
         the evaluated texts it answers and fails; quiet_emergencies_found: of calmly worded emergencies, those decided as
         level 0 or 1; accuracy_by_language, accuracy_by_source; adversarial: see `check_claims`.
-
-    Raises:
-        InputError: An option is outside its range.
     """
     cost = config.under_triage_cost
     limits: dict[str, Any] = {"max_promotion": config.max_promotion, "under_triage_cost": cost}
@@ -75,18 +158,16 @@ def evaluate_urgency(
         _levels(validation),
         allowed_rate=config.risk_rate,
         delta=config.delta,
-        risk=config.risk,
         under_triage_cost=cost,
         claims=ClaimRows.of(predict, validation_pairs, **limits) if validation_pairs else None,
         jump_rate=config.jump_rate,
     )
     rows, true = predict([text.text for text in texts]), _levels(texts)
     predicted, decided = rows.argmax(axis=1), expected_cost_levels(rows, cost)
-    tier = level_number(config.declared_tier, "declared_tier")
-    scheduled = effective_level(rows, tier, chosen.threshold, max_demotion=config.max_demotion, **limits)
+    scheduled = effective_level(rows, DECLARED_TIER, chosen.threshold, **limits)
     answered = rows.max(axis=1) >= (np.inf if chosen.threshold is None else chosen.threshold)
     right = predicted == true
-    failed = failures(rows, true, config.risk, cost)
+    failed = failures(rows, true, "under-triage", cost)
     is_quiet = np.array([text.source == "seed-quiet" for text in texts])
     return {
         "predicted": urgency_metrics(true, predicted),
@@ -114,8 +195,7 @@ def check_claims(
     """How often adding a claim of urgency makes the level of a text more urgent.
 
     Args:
-        predict: N texts -> probabilities [N, K].
-        pairs: Texts with and without a claim; at least one.
+        predict, pairs: The predictor, and at least one text with and without a claim.
         threshold: Abstain threshold, for the scheduled level.
         allowed_rate: Largest fraction of pairs that may jump.
         limits: max_promotion and under_triage_cost of `ClaimRows`.

@@ -24,14 +24,6 @@ MAX_TOKENS = 256
 def open_urgency(path: str | Path, *, accelerator: Accelerator = "auto", batch_size: int = 32) -> Predict:
     """Opens a checkpoint or an artifact with an urgency head over the five levels.
 
-    Args:
-        path: Its folder.
-        accelerator: auto, cpu or cuda.
-        batch_size: Texts per model call.
-
-    Returns:
-        N texts -> probabilities [N, 5], the most urgent level first.
-
     Raises:
         InputError: There is no such folder, or its predictor has no urgency head or other levels.
     """
@@ -91,11 +83,6 @@ def bag_of_words_baseline(train: Sequence[LabeledText]) -> Predict:
 def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_size: int = 32) -> Predict:
     """Standardized [CLS; mean; max] features of an encoder that is not trained, then logistic regression.
 
-    Args:
-        train: Labelled texts with two levels or more.
-        encoder: Local folder, `package:NAME/PATH` or hub name.
-        batch_size: Texts per call of the encoder.
-
     Raises:
         InputError: The encoder cannot be read, or there is only one level.
     """
@@ -124,11 +111,7 @@ def frozen_encoder_baseline(train: Sequence[LabeledText], encoder: str, batch_si
 
 
 def _trained(train: Sequence[LabeledText], *steps: Any) -> Predict:
-    """A pipeline of scikit-learn trained on labelled texts.
-
-    Raises:
-        InputError: There are no texts, or a regression gets one level alone.
-    """
+    """A pipeline of scikit-learn trained on labelled texts."""
     from sklearn.pipeline import make_pipeline
 
     if not train:

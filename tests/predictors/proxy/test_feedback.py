@@ -157,15 +157,14 @@ async def test_from_live_traffic_to_training_drift_and_comparison(
     last = evaluated(sorted(log.iterdir())[0])
     assert (last["num_outcomes"], last["num_bad_lines"]) == (30, 1)
 
-    assert cli.main([str(log), "--records", str(tmp_path / "all.jsonl")]) == 0
-    report = imported(tmp_path / "all.jsonl", tmp_path / "samples.parquet")
+    report = imported(log, tmp_path / "samples.parquet")
     assert (report["num_written"], sum(report["finish_reasons"].values())) == (30, 30)
     import pyarrow.parquet as pq
 
     rows = pq.read_table(tmp_path / "samples.parquet").to_pylist()
     assert [row["output_tokens"] for row in rows] == [min(int(length), 500) for length in lengths]
     assert {(row["prompt"], row["model"], row["max_tokens"]) for row in rows} == {(SHORT, "tiny-llm", 500)}
-    trace = imported(tmp_path / "all.jsonl", tmp_path / "trace.parquet", schema="trace")
+    trace = imported(log, tmp_path / "trace.parquet", schema="trace")
     assert trace["num_without_arrival"] == 0
 
 
