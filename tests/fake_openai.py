@@ -196,9 +196,9 @@ def first(count: int, fault: Fault) -> Callable[[int, dict[str, Any]], Fault]:
     return lambda number, body: fault if number < count else GOOD
 
 
-def length_of(prompt: str, seed: int | None) -> int:
+def length_of(prompt: str, seed: int | None, choice: int = 0) -> int:
     """Length of an output before it is truncated, end marker included: 1 to 64 words."""
-    return 1 + hashlib.sha256(f"{prompt}|{seed}".encode()).digest()[0] % 64
+    return 1 + hashlib.sha256(f"{prompt}|{seed}|{choice}".encode()).digest()[0] % 64
 
 
 @dataclass
@@ -212,6 +212,9 @@ class Completions:
         version: Of the engine.
         delay_s: Seconds until an output.
         gate: Outputs wait until so many requests have come.
+        honors_n: Whether `n` above 1 is obeyed.
+        usage: Whether it counts tokens.
+        lists_end: Whether token ids and logprobs hold the end marker.
         key: API key it wants, if any.
     """
 
@@ -221,6 +224,9 @@ class Completions:
     version: str = "9.9"
     delay_s: float = 0.0
     gate: int = 0
+    honors_n: bool = True
+    usage: bool = True
+    lists_end: bool = True
     key: str = ""
     _number: int = 0
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -268,14 +274,20 @@ class Completions:
         is_chat = "messages" in body
         prompt = str(body["messages"][-1]["content"] if is_chat else body["prompt"])
         max_tokens = body.get("max_tokens", body.get("max_completion_tokens"))
-        length = length_of(prompt, body.get("seed"))
-        stopped = length <= max_tokens
-        length = min(length, max_tokens)
-        text = " ".join(f"w{i}" for i in range(length - stopped))
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop" if stopped else "length"}
-        choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
-        usage = {"prompt_tokens": len(prompt.split()), "completion_tokens": length}
-        return {"id": "x", "model": self.model, "choices": [choice], "usage": usage}
+        choices, total = [], 0
+        for index in range(body.get("n", 1) if self.honors_n else 1):
+            length = length_of(prompt, body.get("seed"), index)
+            stopped = length <= max_tokens
+            length = min(length, max_tokens)
+            total += length
+            text = " ".join(f"w{i}" for i in range(length - stopped))
+            choice: dict[str, Any] = {"index": index, "finish_reason": "stop" if stopped else "length"}
+            choice |= {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+            choices.append(choice | _listed(body, length - (stopped and not self.lists_end)))
+        content: dict[str, Any] = {"id": "x", "model": self.model, "choices": choices}
+        if self.usage:
+            content["usage"] = {"prompt_tokens": len(prompt.split()), "completion_tokens": total}
+        return content
 
     async def _stream(
         self, request: web.Request, content: dict[str, Any], fault: Fault
@@ -293,18 +305,39 @@ class Completions:
         return response
 
 
+def _listed(body: dict[str, Any], count: int) -> dict[str, Any]:
+    """Token ids and logprobs of so many tokens, if a request wants them."""
+    listed: dict[str, Any] = {}
+    if body.get("return_token_ids"):
+        listed["token_ids"] = [0] * count
+    if body.get("logprobs"):
+        tokens = [{"token": "w", "logprob": -1.0}] * count
+        listed["logprobs"] = {"content": tokens} if "messages" in body else {"tokens": tokens}
+    return listed
+
+
 def _events(content: dict[str, Any]) -> list[bytes]:
-    """Server-sent events, one for each word, usage last."""
-    [choice] = content["choices"]
-    is_chat = "message" in choice
-    first, *rest = (choice["message"]["content"] if is_chat else choice["text"]).split(" ")
-    texts = [first, *(f" {word}" for word in rest)]
-    pieces = [{"delta": {"content": text}} if is_chat else {"text": text} for text in texts]
-    pieces.append({"delta": {}} if is_chat else {"text": ""})
-    pieces[-1]["finish_reason"] = choice["finish_reason"]
-    if is_chat:
-        pieces.insert(0, {"delta": {"role": "assistant", "content": ""}})
-    contents = [{"choices": [{"index": 0, "finish_reason": None} | piece]} for piece in pieces]
+    """Server-sent events, one for each word, the choices interleaved, usage last."""
+    pieces: list[dict[str, Any]] = []
+    for choice in content["choices"]:
+        is_chat = "message" in choice
+        words = (choice["message"]["content"] if is_chat else choice["text"]).split()
+        texts = [f" {word}" if number else word for number, word in enumerate(words)]
+        ids, logprobs = choice.get("token_ids"), choice.get("logprobs") or {}
+        for position, text in enumerate([*texts, None]):
+            last = text is None
+            entry = {"index": choice["index"], "finish_reason": choice["finish_reason"] if last else None}
+            entry |= {"delta": {} if last else {"content": text}} if is_chat else {"text": text or ""}
+            window = slice(position, None if last else position + 1)
+            if ids is not None:
+                entry["token_ids"] = ids[window]
+            if logprobs:
+                entry["logprobs"] = {name: tokens[window] for name, tokens in logprobs.items()}
+            pieces.append({"position": position, "entry": entry})
+        if is_chat:
+            role = {"index": choice["index"], "delta": {"role": "assistant", "content": ""}}
+            pieces.append({"position": -1, "entry": role})
+    contents = [{"choices": [one["entry"]]} for one in sorted(pieces, key=lambda one: one["position"])]
     if "usage" in content:
         contents.append({"choices": [], "usage": content["usage"]})
     return [*map(event, contents), b"data: [DONE]\n\n"]

@@ -57,6 +57,7 @@ VALUES = {
 }
 #: Refused, or opened, while options are checked.
 NOT_POSSIBLE = {
+    ("gen-samples", "openai.tokenizer"),
     ("import-lengths", "tokenizer"),
     *((f"simulate {name}", "step_time_parameters") for name in ("run", "sweep", "capacity")),
 }

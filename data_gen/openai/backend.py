@@ -11,13 +11,14 @@ import queue
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import tenacity
 
 from data_gen.backend import SampledOutput, SampleFailure, SamplingSettings, Work, WorkResult
+from data_gen.filters import token_counter
 from data_gen.openai.http_client import (
     DISCONNECTED,
     SEEDED_ENGINES,
@@ -27,7 +28,7 @@ from data_gen.openai.http_client import (
     allow_descriptors,
 )
 from data_gen.openai.options import EngineError, OpenAIOptions
-from data_gen.openai.responses import RequestBodies, ResponseError, ServerResponse
+from data_gen.openai.responses import RequestBodies, ResponseError, ServerResponse, count_tokens
 from data_gen.prompts import Prompt
 from scheduler_core.errors import InputError
 
@@ -84,11 +85,16 @@ class OpenAIBackend:
     @property
     def seeded(self) -> bool:
         """Whether every sample has a seed of its own that the engine is known to use."""
-        return self._options.send_seed and self._identified().name in SEEDED_ENGINES
+        options = self._options
+        return (
+            options.send_seed
+            and options.samples_per_request == 1
+            and self._identified().name in SEEDED_ENGINES
+        )
 
     @property
     def counters(self) -> dict[str, int]:
-        """Events beside outputs, by kind: failed attempts, retries, server_down, truncated_early, ..."""
+        """Events beside outputs, by kind: failed attempts, retries, server_down, tokenizer_mismatch, ..."""
         return dict(+self._counters)
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
@@ -240,10 +246,10 @@ class _Server:
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A sample of a prompt, and how many attempts have failed."""
+    """Sample indices of one prompt that are requested together, and how many attempts have failed."""
 
     prompt: Prompt
-    index: int
+    indices: tuple[int, ...]
     prefix: bytes
     ready_at: float
     num_failed: int = 0
@@ -274,8 +280,11 @@ class _Dispatcher:
         self._deliver, self._counters = deliver, counters
         self._loop = asyncio.get_running_loop()
         self._bodies = RequestBodies(options, settings, identity.model)
+        count = token_counter(options.tokenizer) if options.tokenizer else None
+        self._count_text = None if count is None else lambda text: count([text])[0]
         self._tasks: set[asyncio.Task[None]] = set()
         self._results: list[WorkResult] = []
+        self._per_request = options.samples_per_request
         self._num_refused: int | None = 0  # None once a request has succeeded
         self._ready: deque[_Request] = deque()
         self._stopped = False
@@ -286,11 +295,12 @@ class _Dispatcher:
 
     def feed(self, work: Iterable[Work]) -> None:
         """Takes prompts and the indices that are missing; every index is delivered exactly once."""
-        now = self._loop.time()
+        now, size = self._loop.time(), self._options.samples_per_request
         try:
             for item in work:
                 prefix = self._bodies.prefix(item.prompt)
-                self._ready.extend(_Request(item.prompt, index, prefix, now) for index in item.indices)
+                for first in range(0, len(item.indices), size):
+                    self._ready.append(_Request(item.prompt, item.indices[first : first + size], prefix, now))
             self._start_workers()
         except Exception as error:  # the thread that waits for results must get it
             self._deliver(error)
@@ -341,17 +351,23 @@ class _Dispatcher:
         """One attempt; waiting for an absent server is none."""
         sent_at = self._loop.time()
         try:
-            body = self._bodies.body(request.prefix, request.prompt, request.index)
-            self._accept(request, await self._client.complete(server.url, body), sent_at)
+            indices = request.indices[: self._per_request]
+            body = self._bodies.body(request.prefix, request.prompt, indices)
+            response = await self._client.complete(server.url, body)
+            problem = self._accept(request, indices, response, sent_at)
             server.on_success()
         except ResponseError as error:
             self._counters[error.kind] += 1
             if error.kind == UNREACHABLE:
                 self._ready.appendleft(request)
                 self._set_down(server, error.reason)
-            else:
-                self._on_error(server, error, sent_at)
-                self._retry(request, error)
+                return
+            self._on_error(server, error, sent_at)
+            problem = error
+        if problem is not None:
+            self._retry(request, problem)
+        elif request.indices:
+            self._ready.appendleft(request)
 
     def _retry(self, request: _Request, error: ResponseError) -> None:
         """Sends a request again, after exponential back-off with full jitter, or gives it up."""
@@ -363,32 +379,60 @@ class _Dispatcher:
             self._loop.call_later(random.uniform(0, longest_s), self._queue, request)
             return
         attempts = f"{options.max_attempts} attempts, the last one: " if error.retry else ""
-        failure = SampleFailure(request.index, f"{attempts}{error.reason}", error.kind)
-        self._put(WorkResult(request.prompt, None, failures=(failure,)))
+        reason = f"{attempts}{error.reason}"
+        failures = tuple(SampleFailure(index, reason, error.kind) for index in request.indices)
+        self._put(WorkResult(request.prompt, None, (), failures))
 
     def _queue(self, request: _Request) -> None:
         if not self._stopped:
             self._ready.append(request)
             self._start_workers()
 
-    def _accept(self, request: _Request, response: ServerResponse, sent_at: float) -> None:
-        """Delivers an output."""
-        max_tokens, count = self._settings.max_tokens, response.output_tokens
-        if count > max_tokens:
-            reason = f"{count} tokens for max_tokens = {max_tokens}"
-            raise ResponseError("too_many_tokens", reason, retry=False)
-        self._counters["truncated_early"] += response.finish_reason == "length" and count < max_tokens
-        self._num_refused = None
-        output = SampledOutput(
-            sample_index=request.index,
-            output_tokens=count,
-            finish_reason=response.finish_reason,
-            text=response.text,
-            queue_s=sent_at - request.ready_at,
-            ttft_s=None if response.first_at is None else response.first_at - sent_at,
-            total_s=(response.last_at or self._loop.time()) - sent_at,
-        )
-        self._put(WorkResult(request.prompt, response.prompt_tokens, (output,)))
+    def _accept(
+        self, request: _Request, indices: Sequence[int], response: ServerResponse, sent_at: float
+    ) -> ResponseError | None:
+        """Delivers the outputs of a response and leaves the rest in the request; returns why a choice is of no use."""
+        ended_at = self._loop.time()
+        num_choices = len(response.choices)
+        if num_choices > len(indices):
+            raise ResponseError(
+                "malformed", f"{num_choices} choices for {len(indices)} requested", retry=True
+            )
+        if num_choices < len(indices):
+            self._counters["fewer_choices"] += 1
+            self._per_request = min(self._per_request, num_choices)
+        counts = count_tokens(response, self._settings.max_tokens, self._count_text)
+        outputs, failures, again = [], [], []
+        last_problem, max_tokens = None, self._settings.max_tokens
+        for index, choice, count in zip(indices, response.choices, counts, strict=False):
+            problem = choice.problem
+            if problem is None and count > max_tokens:
+                reason = f"{count} tokens for max_tokens = {max_tokens}"
+                problem = ResponseError("too_many_tokens", reason, retry=False)
+            if problem is None:
+                self._counters["truncated_early"] += choice.finish_reason == "length" and count < max_tokens
+                output = SampledOutput(
+                    sample_index=index,
+                    output_tokens=count,
+                    finish_reason="stop" if choice.finish_reason == "stop" else "length",
+                    text=choice.text,
+                    queue_s=sent_at - request.ready_at,
+                    ttft_s=None if choice.first_at is None else choice.first_at - sent_at,
+                    total_s=(choice.last_at or ended_at) - sent_at,
+                )
+                outputs.append(output)
+                continue
+            self._counters[problem.kind] += 1
+            if problem.retry:
+                again.append(index)
+                last_problem = problem
+            else:
+                failures.append(SampleFailure(index, problem.reason, problem.kind))
+        request.indices = (*again, *request.indices[num_choices:])
+        if outputs:
+            self._num_refused = None
+        self._put(WorkResult(request.prompt, response.prompt_tokens, tuple(outputs), tuple(failures)))
+        return last_problem
 
     def _on_error(self, server: _Server, error: ResponseError, sent_at: float) -> None:
         """Slows down or puts aside the server; ends the run where no request can succeed."""
@@ -413,9 +457,10 @@ class _Dispatcher:
                 )
 
     def _put(self, result: WorkResult) -> None:
-        if not self._results:
-            self._loop.call_soon(self._flush)
-        self._results.append(result)
+        if result.outputs or result.failures:
+            if not self._results:
+                self._loop.call_soon(self._flush)
+            self._results.append(result)
 
     def _flush(self) -> None:
         """Delivers all results of one turn of the event loop at once: waking the other thread is what costs."""

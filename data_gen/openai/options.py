@@ -36,10 +36,17 @@ class OpenAIOptions:
     """chat sends messages, the server applies the chat template; completions sends the bare text of the prompt."""
     concurrency: int = 256
     """Requests in flight per server; fewer while it answers 429, 5xx or not in time."""
+    samples_per_request: int = 1
+    """Outputs per request (`n`). 1 gives exact token counts from any server and a seed for every output."""
     send_seed: bool = True
-    """Send a seed derived from the run's seed, the prompt id and the sample index."""
+    """Send a seed derived from the run's seed, the prompt id and the sample index; only with one output per request."""
     stream: bool = False
     """Stream the outputs, to measure the time to the first token; costs client time for every token."""
+    count_by: Literal["usage", "token_ids", "logprobs", "tokenizer"] = "usage"
+    """Where the length of an output comes from: usage (one output per request), token_ids (vLLM), logprobs (most engines),
+    or counting its text by `tokenizer`, which counts only if the sum agrees with usage."""
+    tokenizer: str = ""
+    """The model's tokenizer.json, or a folder with it: counts texts where the server does not list tokens."""
     max_tokens_field: str = "max_tokens"
     """Field of the request for the maximum number of output tokens; some hosted models need max_completion_tokens."""
     timeout_s: float = 600.0
@@ -78,10 +85,15 @@ class OpenAIOptions:
                 raise InputError("base_urls", f"{parts.scheme}://{parts.hostname}...", allowed)
         if not self.base_urls or len(set(self.base_urls)) < len(self.base_urls):
             raise InputError("base_urls", list(self.base_urls), "at least one address, each once")
+        counts = ("concurrency", "samples_per_request", "max_attempts")
         times = ("timeout_s", "chunk_timeout_s", "connect_timeout_s", "backoff_s", "max_backoff_s")
-        check_ranges(self, concurrency=(1, INTEGERS), max_attempts=(1, INTEGERS))
-        check_ranges(self, **dict.fromkeys(times, (POSITIVE, FINITE)))
+        check_ranges(self, **dict.fromkeys(counts, (1, INTEGERS)), **dict.fromkeys(times, (POSITIVE, FINITE)))
         check_ranges(self, start_wait_s=(0.0, FINITE), server_wait_s=(0.0, FINITE))
+        if self.samples_per_request > 1 and self.count_by == "usage":
+            allowed = "token_ids, logprobs or tokenizer with samples_per_request above 1: usage holds only their sum"
+            raise InputError("count_by", self.count_by, allowed)
+        if self.count_by == "tokenizer" and not self.tokenizer:
+            raise InputError("tokenizer", "", "the model's tokenizer, for count_by tokenizer")
         taken = sorted({*_OURS, self.max_tokens_field} & set(self.body))
         if taken:
             raise InputError("body", taken, "fields that have no option of their own")
@@ -97,7 +109,7 @@ class OpenAIOptions:
         Twice as much made a request cost half as much CPU time again at 10,000 in flight.
         """
         in_flight = self.concurrency * len(self.base_urls)
-        return in_flight + max(8, in_flight // 4)
+        return (in_flight + max(8, in_flight // 4)) * self.samples_per_request
 
     def secrets(self, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
         """Headers to send, with the values that come from the environment; never to be logged or stored.

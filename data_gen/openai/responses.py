@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from data_gen.backend import SamplingSettings, sample_seed
 from data_gen.openai.options import OpenAIOptions
 from data_gen.prompts import Prompt
 from scheduler_core.json_text import valid_unicode
 
-_STOPPED: Mapping[str, Literal["stop", "length"]] = {
-    "stop": "stop",
-    "eos_token": "stop",
-    "stop_sequence": "stop",
-    "length": "length",
-}
+_STOPPED = {"stop": "stop", "eos_token": "stop", "stop_sequence": "stop", "length": "length"}
 # What reading an unexpected JSON value raises, an infinite index and deep nesting included.
 _UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 _MAX_TOKENS = 2**31 - 1
@@ -55,21 +50,66 @@ class ResponseError(Exception):
 
 
 @dataclass(slots=True)
-class ServerResponse:
-    """The output of one request.
+class ResponseChoice:
+    """One choice of a response.
 
     Attributes:
-        prompt_tokens: None if the server does not count them.
-        output_tokens: Its length as the server counts it, end marker included.
+        text: The output.
+        finish_reason: "stop" or "length", unless there is a problem.
+        listed_tokens: Its length, if the server listed its tokens.
         first_at, last_at: When its first token and its finish_reason arrived in a stream.
+        problem: Why it cannot be used; None if it can.
     """
 
-    text: str
-    finish_reason: Literal["stop", "length"]
-    prompt_tokens: int | None
-    output_tokens: int
+    text: str = ""
+    finish_reason: str = ""
+    listed_tokens: int | None = None
     first_at: float | None = None
     last_at: float | None = None
+    problem: ResponseError | None = None
+
+
+@dataclass(slots=True)
+class ServerResponse:
+    """All choices of one request in the order of their index, and the counts of `usage` (over all choices)."""
+
+    choices: list[ResponseChoice]
+    prompt_tokens: int | None
+    completion_tokens: int | None
+
+
+def count_tokens(
+    response: ServerResponse, max_tokens: int, count_text: Callable[[str], int] | None
+) -> list[int]:
+    """Exact lengths in the order of the choices, end markers included: of the server, or of a tokenizer that agrees.
+
+    Args:
+        response: The response.
+        max_tokens: Longest output.
+        count_text: Counts the tokens of a text; None: only the server counts.
+
+    Raises:
+        ResponseError: no_token_count or tokenizer_mismatch.
+    """
+    choices, total = response.choices, response.completion_tokens
+    if len(choices) == 1 and total:
+        return [total]
+    ends = [choice.finish_reason == "stop" for choice in choices]
+    listed = [choice.listed_tokens for choice in choices if choice.listed_tokens]
+    if len(listed) == len(choices):
+        # Engines differ in whether they list the end marker.
+        marked = [count + end for count, end in zip(listed, ends, strict=True)]
+        if total is None or total in (sum(listed), sum(marked)):
+            return listed if total in (None, sum(listed)) else marked
+    if count_text is None or total is None:
+        usage = "no usage" if total is None else f"usage of {total} tokens over {len(choices)} choices"
+        raise ResponseError("no_token_count", f"the server gave {usage} and no list of tokens", retry=False)
+    texts = zip(choices, ends, strict=True)
+    counts = [count_text(choice.text) + 1 if end else max_tokens for choice, end in texts]
+    if sum(counts) == total:
+        return counts
+    reason = f"the texts have {sum(counts)} tokens, usage says {total}"
+    raise ResponseError("tokenizer_mismatch", reason, retry=False)
 
 
 class RequestBodies:
@@ -77,7 +117,7 @@ class RequestBodies:
 
     def __init__(self, options: OpenAIOptions, settings: SamplingSettings, model: str) -> None:
         self._chat = options.api == "chat"
-        self._seed = settings.seed if options.send_seed else None
+        self._seed = settings.seed if options.send_seed and options.samples_per_request == 1 else None
         fields: dict[str, Any] = {
             "model": model,
             "temperature": settings.temperature,
@@ -87,6 +127,10 @@ class RequestBodies:
         }
         if options.stream:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        if options.count_by == "token_ids":
+            fields["return_token_ids"] = True
+        if options.count_by == "logprobs":
+            fields["logprobs"] = True if self._chat else 1
         self._common = json.dumps(fields)[1:-1].encode() + b"}"
 
     def prefix(self, prompt: Prompt) -> bytes:
@@ -96,36 +140,47 @@ class RequestBodies:
             return b'{"messages":' + json.dumps(messages).encode() + b","
         return b'{"prompt":' + json.dumps(prompt.text).encode() + b","
 
-    def body(self, prefix: bytes, prompt: Prompt, index: int) -> bytes:
-        """The body that asks for a sample of a prompt."""
-        if self._seed is None:
-            return prefix + self._common
-        return b'%s"seed":%d,%s' % (prefix, sample_seed(self._seed, prompt.prompt_id, index), self._common)
+    def body(self, prefix: bytes, prompt: Prompt, indices: tuple[int, ...]) -> bytes:
+        """The body that asks for these sample indices."""
+        if len(indices) > 1:
+            return b'%s"n":%d,%s' % (prefix, len(indices), self._common)
+        if self._seed is not None:
+            return b'%s"seed":%d,%s' % (
+                prefix,
+                sample_seed(self._seed, prompt.prompt_id, indices[0]),
+                self._common,
+            )
+        return prefix + self._common
 
 
 def read_response(payload: bytes) -> ServerResponse:
     """A response that came in one piece.
 
     Raises:
-        ResponseError: It cannot be used.
+        ResponseError: malformed, empty or server_error.
     """
     try:
         content = json.loads(payload)
         if "error" in content and not content.get("choices"):
             raise ResponseError("server_error", _message_of(content), retry=True)
-        if not content["choices"]:
-            raise ResponseError("empty", "the server sent no choices", retry=True)
-        [entry] = content["choices"]
-        message = entry.get("message")
-        text = (message.get("content") or message.get("refusal")) if message is not None else entry["text"]
-        return _response([_text(text)], _text(entry["finish_reason"]), *_read_usage(content))
+        choices = [_read_choice(entry) for entry in sorted(content["choices"], key=_index_of)]
+        prompt_tokens, completion_tokens = _read_usage(content)
     except _UNREADABLE as error:
-        raise _malformed("a response", payload, error) from error
+        excerpt = payload[:80].decode(errors="replace")
+        raise ResponseError(
+            "malformed", f"not a response of this API: {excerpt!r} ({error})", retry=True
+        ) from error
+    return _checked(ServerResponse(choices, prompt_tokens, completion_tokens))
 
 
-def _malformed(kind: str, payload: bytes, error: Exception) -> ResponseError:
-    excerpt = payload[:80].decode(errors="replace")
-    return ResponseError("malformed", f"not {kind} of this API: {excerpt!r} ({error})", retry=True)
+def _index_of(entry: Mapping[str, Any]) -> int:
+    return int(entry.get("index") or 0)
+
+
+def _read_choice(entry: Mapping[str, Any]) -> ResponseChoice:
+    message = entry.get("message")
+    text = (message.get("content") or message.get("refusal")) if message is not None else entry["text"]
+    return ResponseChoice(_text(text), _text(entry["finish_reason"]), _listed_tokens(entry))
 
 
 def _text(value: Any) -> str:
@@ -134,32 +189,41 @@ def _text(value: Any) -> str:
     return value or ""
 
 
+def _listed_tokens(entry: Mapping[str, Any]) -> int | None:
+    token_ids = entry.get("token_ids")
+    if token_ids is not None:
+        return len(token_ids)
+    logprobs = entry.get("logprobs")
+    if logprobs:
+        listed = logprobs.get("content") or logprobs.get("tokens")
+        return None if listed is None else len(listed)
+    return None
+
+
 def _read_usage(content: Mapping[str, Any]) -> tuple[int | None, int | None]:
-    """Tokens of the prompt and of the output."""
-    usage = content.get("usage") or {}
-    counts = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    for count in counts:
+    usage = content.get("usage")
+    if not usage:
+        return None, None
+    prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    for count in (prompt_tokens, completion_tokens):
         if count is not None and (type(count) is not int or not 0 <= count <= _MAX_TOKENS):
             raise ValueError(f"usage holds {count!r}")
-    return counts
+    return prompt_tokens, completion_tokens
 
 
-def _response(
-    texts: list[str],
-    reason: str,
-    prompt_tokens: int | None,
-    output_tokens: int | None,
-    first_at: float | None = None,
-    last_at: float | None = None,
-) -> ServerResponse:
-    if reason not in _STOPPED:
-        kind, retry = _PROBLEMS.get(reason, ("finish_reason", False))
-        raise ResponseError(kind, f"finish_reason {reason!r}", retry=retry)
-    if not output_tokens:
-        raise ResponseError("no_token_count", "the server gave no usage", retry=False)
-    # Joined before it is checked: a stream may split a surrogate pair between two events.
-    text = valid_unicode("".join(texts))
-    return ServerResponse(text, _STOPPED[reason], prompt_tokens, output_tokens, first_at, last_at)
+def _checked(reply: ServerResponse) -> ServerResponse:
+    if not reply.choices:
+        raise ResponseError("empty", "the server sent no choices", retry=True)
+    for choice in reply.choices:
+        # Only now: a stream may split a surrogate pair between two events.
+        choice.text = valid_unicode(choice.text)
+        reason = choice.finish_reason
+        if reason in _STOPPED:
+            choice.finish_reason = _STOPPED[reason]
+        else:
+            kind, retry = _PROBLEMS.get(reason, ("finish_reason", False))
+            choice.problem = ResponseError(kind, f"finish_reason {reason!r}", retry=retry)
+    return reply
 
 
 @dataclass(slots=True)
@@ -168,11 +232,10 @@ class EventStreamParser:
 
     _rest: bytes = b""
     _size: int = 0
-    _texts: list[str] = field(default_factory=list)
-    _reason: str | None = None
+    _choices: dict[int, ResponseChoice] = field(default_factory=dict)
+    _texts: dict[int, list[str]] = field(default_factory=dict)
     _usage: tuple[int | None, int | None] = (None, None)
-    _first_at: float | None = None
-    _last_at: float | None = None
+    _done: bool = False
 
     def feed(self, data: bytes, now: float) -> None:
         """Takes bytes that arrived at `now`.
@@ -187,10 +250,13 @@ class EventStreamParser:
             limits = f"{MAX_LINE_BYTES} bytes in a line or {MAX_STREAM_BYTES} in all"
             raise ResponseError("malformed", f"a stream of more than {limits}", retry=True)
         for line in lines:
-            if line.startswith(b"data:") and (event := line[5:].strip()) != b"[DONE]":
-                self._event(event, now)
+            if line.startswith(b"data:"):
+                self._event(line[5:].strip(), now)
 
     def _event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self._done = True
+            return
         try:
             content = json.loads(data)
             if "error" in content:
@@ -200,34 +266,47 @@ class EventStreamParser:
             for entry in content.get("choices") or ():
                 self._piece(entry, now)
         except _UNREADABLE as error:
-            raise _malformed("an event", data, error) from error
+            excerpt = data[:80].decode(errors="replace")
+            raise ResponseError(
+                "malformed", f"not an event of this API: {excerpt!r} ({error})", retry=True
+            ) from error
 
     def _piece(self, entry: Mapping[str, Any], now: float) -> None:
-        if entry.get("index"):
-            raise ValueError("one choice was requested")
-        reason = _text(entry.get("finish_reason"))
-        self._reason = self._reason or reason
+        index = _index_of(entry)
+        choice = self._choices.get(index)
+        if choice is None:
+            choice = self._choices[index] = ResponseChoice()
+            self._texts[index] = []
         delta = entry.get("delta")
         if delta is None:
             text = visible = _text(entry.get("text"))
         else:
             text = _text(delta.get("content") or delta.get("refusal"))
             visible = text or delta.get("reasoning_content") or delta.get("reasoning") or ""
-        self._texts.append(text)
-        if self._first_at is None and (visible or reason):
-            self._first_at = now
-        if reason:
-            self._last_at = now
+        if text:
+            self._texts[index].append(text)
+        listed = _listed_tokens(entry)
+        if listed:
+            choice.listed_tokens = (choice.listed_tokens or 0) + listed
+        if choice.first_at is None and (visible or listed or entry.get("finish_reason")):
+            choice.first_at = now
+        if entry.get("finish_reason"):
+            choice.finish_reason = _text(entry["finish_reason"])
+            choice.last_at = now
 
     def finish(self) -> ServerResponse:
         """The complete response, once the server has closed the stream.
 
         Raises:
-            ResponseError: It cannot be used.
+            ResponseError: empty, or truncated if the stream ended before it should.
         """
-        if self._reason is None:
-            raise ResponseError("empty", "the server sent no choices", retry=True)
-        return _response(self._texts, self._reason, *self._usage, self._first_at, self._last_at)
+        if not self._done and not all(choice.finish_reason for choice in self._choices.values()):
+            raise ResponseError("truncated", "the stream ended before the output did", retry=True)
+        for index, texts in self._texts.items():
+            self._choices[index].text = "".join(texts)
+        return _checked(
+            ServerResponse([self._choices[index] for index in sorted(self._choices)], *self._usage)
+        )
 
 
 def read_error_response(status: int, payload: bytes) -> ResponseError:
@@ -238,19 +317,19 @@ def read_error_response(status: int, payload: bytes) -> ResponseError:
         reason = payload[:200].decode(errors="replace")
     message = f"HTTP {status}: {reason}"
     lowered = payload[:4000].decode(errors="replace").lower()
+    if status == 429 and "insufficient_quota" in lowered:
+        return ResponseError("no_quota", message, retry=False)
     if status in (408, 409, 425, 429) or status >= 500:
-        if status == 429 and "insufficient_quota" in lowered:
-            return ResponseError("no_quota", message, retry=False)
         return ResponseError(f"http_{status}", message, retry=True)
+    if status == 413 or (status in (400, 422) and any(words in lowered for words in _TOO_LONG)):
+        return ResponseError("too_long", message, retry=False)
+    if status == 400 and ("content_filter" in lowered or "content_policy" in lowered):
+        return ResponseError("content_filter", message, retry=False)
     if status in (401, 402, 403):
-        kind = "unauthorized"
-    elif status == 413 or (status in (400, 422) and any(words in lowered for words in _TOO_LONG)):
-        kind = "too_long"
-    elif status == 400 and ("content_filter" in lowered or "content_policy" in lowered):
-        kind = "content_filter"
-    else:
-        kind = "refused" if status in (400, 422) else f"http_{status}"
-    return ResponseError(kind, message, retry=False)
+        return ResponseError("unauthorized", message, retry=False)
+    if status in (400, 422):
+        return ResponseError("refused", message, retry=False)
+    return ResponseError(f"http_{status}", message, retry=False)
 
 
 def _message_of(content: Mapping[str, Any]) -> str:

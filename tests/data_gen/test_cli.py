@@ -155,7 +155,8 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
         [f"{server.url}/v1"],
         ["X-Team"],
     )
-    assert content["engine_options"] == {"api": "chat", "send_seed": True, "body": {}}
+    chosen = {"api": "chat", "samples_per_request": 1, "send_seed": True, "count_by": "usage", "body": {}}
+    assert content["engine_options"] == chosen
     assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()
     assert (card / "card.json").exists()
 

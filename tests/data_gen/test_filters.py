@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data_gen.filters import (
@@ -56,6 +56,21 @@ def test_token_bounds(tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     with pytest.raises(InputError, match="a tokenizer.json"):
         list(filtered(stream, PromptFilters(tokenizer=str(tmp_path / "bad.json"))))
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from("abc"), max_size=60), st.integers(1, 40), st.integers(0, 5))
+def test_strata_share_evenly_what_they_have(kinds: list[str], count: int, seed: int) -> None:
+    stream, dropped = [Prompt(f"p{i}", "x", kind) for i, kind in enumerate(kinds)], Counter[str]()
+    filters = PromptFilters(sample=count, stratify_by="category", sample_seed=seed, deduplicate=False)
+    drawn = list(filtered(stream, filters, dropped))
+    assert len(drawn) == min(count, len(stream))
+    assert dropped["not drawn"] == len(stream) - len(drawn)
+    assert [p for p in stream if p in drawn] == drawn
+    have, got = Counter(kinds), Counter(p.category for p in drawn)
+    fewest = min((got[kind] for kind in have if got[kind] < have[kind]), default=None)
+    if fewest is not None:
+        assert all(got[kind] <= fewest + 1 for kind in have)
 
 
 def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from tests.data_gen.openai_helpers import (
     sampled,
     works,
 )
-from tests.fake_openai import Completions, Fault, error, first, running
+from tests.fake_openai import Completions, Fault, error, first, length_of, running
 
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
@@ -69,6 +70,39 @@ def test_conversations_keep_their_messages() -> None:
             list(client.sample([talk], SETTINGS))
 
 
+@pytest.mark.parametrize("count_by", ["token_ids", "logprobs", "tokenizer"])
+@pytest.mark.parametrize(("api", "stream"), [("chat", False), ("chat", True), ("completions", True)])
+@pytest.mark.parametrize("lists_end", [True, False])
+def test_several_outputs_per_request_are_counted_one_by_one(
+    count_by: str, stream: bool, api: str, lists_end: bool, word_tokenizer: Path
+) -> None:
+    options: dict[str, Any] = {"count_by": count_by, "api": api, "stream": stream, "samples_per_request": 3}
+    if count_by == "tokenizer":
+        options["tokenizer"] = str(word_tokenizer)
+    with running(Completions(lists_end=lists_end)) as (engine,), backend(engine, **options) as client:
+        assert not client.seeded
+        outputs, failures = gathered(client.sample(WORK, SETTINGS))
+        assert not failures
+        assert len(engine.bodies) == 2 * len(WORK)
+        assert "seed" not in engine.bodies[0]
+        for (prompt_id, index), output in outputs.items():
+            text = PROMPTS[int(prompt_id[1:])].text
+            assert output.output_tokens == min(40, length_of(text, None, index % 3))
+
+
+def test_texts_are_counted_by_a_tokenizer_only_if_usage_agrees(word_tokenizer: Path) -> None:
+    def more(content: dict[str, Any]) -> None:
+        content["usage"]["completion_tokens"] += 1
+
+    options = {"samples_per_request": 4, "count_by": "tokenizer", "tokenizer": str(word_tokenizer)}
+    script = Completions(behave=first(1, Fault(change=more)))
+    outputs, failures, counters = sampled(script, concurrency=1, **options)
+    assert {failure.kind for failure in failures.values()} == {"tokenizer_mismatch"}
+    assert (len(outputs), len(failures), counters["tokenizer_mismatch"]) == (16, 4, 1)
+    _, failures, _ = sampled(Completions(usage=False), **options)
+    assert {failure.kind for failure in failures.values()} == {"no_token_count"}
+
+
 def test_an_output_truncated_before_max_tokens_is_counted() -> None:
     def shorter(content: dict[str, Any]) -> None:
         content["choices"][0]["finish_reason"] = "length"
@@ -77,6 +111,13 @@ def test_an_output_truncated_before_max_tokens_is_counted() -> None:
     outputs, _, counters = sampled(Completions(behave=first(1, Fault(change=shorter))), WORK[:1])
     assert [output.finish_reason for output in outputs.values() if output.output_tokens == 7] == ["length"]
     assert counters == {"truncated_early": 1}
+
+
+def test_a_server_that_ignores_n_is_asked_again_for_the_rest() -> None:
+    options: dict[str, Any] = {"samples_per_request": 4, "count_by": "token_ids", "concurrency": 1}
+    outputs, failures, counters = sampled(Completions(honors_n=False), **options)
+    assert (len(outputs), failures) == (20, {})
+    assert counters == {"fewer_choices": 1}, "learned from the first response"
 
 
 def test_requests_in_flight_and_look_ahead_are_bounded() -> None:
@@ -168,6 +209,8 @@ def test_the_key_is_sent_and_shown_nowhere(caplog: pytest.LogCaptureFixture) -> 
         ("base_urls", {"base_urls": ("http://a/v1", "http://a/v1/")}),
         ("concurrency", {"concurrency": 0}),
         ("server_wait_s", {"server_wait_s": float("inf")}),
+        ("count_by", {"samples_per_request": 2}),
+        ("tokenizer", {"count_by": "tokenizer"}),
         ("body", {"body": {"seed": 1}}),
     ],
 )

@@ -18,8 +18,8 @@ from data_gen.openai.responses import (
     MAX_LINE_BYTES,
     EventStreamParser,
     RequestBodies,
+    ResponseChoice,
     ResponseError,
-    ServerResponse,
     read_error_response,
     read_response,
 )
@@ -27,7 +27,6 @@ from data_gen.prompts import Message, Prompt
 from scheduler_core.errors import InputError
 
 SETTINGS = SamplingSettings(num_samples=4, max_tokens=40, temperature=0.7, top_p=0.9, seed=3)
-USAGE = {"prompt_tokens": 3, "completion_tokens": 9}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +52,11 @@ def chunks_of(events: list[dict[str, Any]]) -> bytes:
 def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: str) -> None:
     data = b": a comment\n\n" + chunks_of(
         [
-            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"index": 1, "delta": {"role": "assistant", "content": ""}}]},
+            {"choices": [{"index": 1, "delta": {"content": "a" + text}, "token_ids": [4, 5]}]},
             {"choices": [{"index": 0, "delta": {"content": text + "é"}}]},
-            {"choices": [{"index": 0, "delta": {"content": "z"}, "finish_reason": "length"}]},
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}]},
+            {"choices": [{"index": 1, "delta": {"content": "z"}, "finish_reason": "stop", "token_ids": [6]}]},
             {"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 9}},
         ]
     )
@@ -64,24 +65,29 @@ def test_a_stream_means_the_same_in_pieces_of_any_size(sizes: list[int], text: s
     for size in [*sizes, len(data)]:
         reader.feed(data[position : position + size], 1.0)
         position += size
-    assert reader.finish() == ServerResponse(text + "éz", "length", 3, 9, first_at=1.0, last_at=1.0)
+    reply = reader.finish()
+    assert [choice.text for choice in reply.choices] == [text + "é", "a" + text + "z"]
+    assert [choice.finish_reason for choice in reply.choices] == ["length", "stop"]
+    assert [choice.listed_tokens for choice in reply.choices] == [None, 3]
+    assert (reply.prompt_tokens, reply.completion_tokens) == (3, 9)
 
 
-def response_of(*pieces: dict[str, Any]) -> ServerResponse:
-    """What a stream of pieces means, which arrive one second after the other."""
+def choice_of(*pieces: dict[str, Any]) -> ResponseChoice:
+    """The choice of a stream of pieces, which arrive one second after the other."""
     reader = EventStreamParser()
     for second, piece in enumerate((*pieces, {"delta": {}, "finish_reason": "stop"}), start=1):
-        event = json.dumps({"choices": [{"index": 0, **piece}], "usage": USAGE})
+        event = json.dumps({"choices": [{"index": 0, **piece}]})
         reader.feed(f"data: {event}\n\n".encode(), float(second))
-    return reader.finish()
+    (choice,) = reader.finish().choices
+    return choice
 
 
 def test_the_first_token_is_not_the_role_and_surrogates_are_joined() -> None:
     role, thought = {"delta": {"role": "assistant", "content": ""}}, {"delta": {"reasoning": "hm"}}
-    response = response_of(role, thought, {"delta": {"content": "x"}})
-    assert (response.first_at, response.last_at, response.text) == (2.0, 4.0, "x")
+    choice = choice_of(role, thought, {"delta": {"content": "x"}})
+    assert (choice.first_at, choice.last_at, choice.text) == (2.0, 4.0, "x")
     halves = ({"delta": {"content": text}} for text in ("a\ud83d", "\ude00b\ud800"))
-    assert response_of(*halves).text == "a\U0001f600b\ufffd", "a lone one is replaced"
+    assert choice_of(*halves).text == "a\U0001f600b\ufffd", "a lone one is replaced"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +95,7 @@ def test_the_first_token_is_not_the_role_and_surrogates_are_joined() -> None:
     [
         (b"data: {", "malformed"),
         pytest.param(b"data: " + b"[" * 100_000, "malformed", id="deep"),
-        (b'data: {"choices": [{"index": 1}]}', "malformed"),
+        (b'data: {"choices": [{"index": 1e999}]}', "malformed"),
         (b'data: {"usage": {"prompt_tokens": 2147483648}}', "malformed"),
         (b'data: {"error": {"message": "engine died"}}', "server_error"),
         (b'data: {"choices": [{"index": 0, "delta": {"content": "x"}}]}', "truncated"),
@@ -123,25 +129,22 @@ def test_a_broken_stream_is_named(data: bytes, kind: str) -> None:
 )
 def test_whatever_a_server_sends_is_a_response_or_a_named_problem(payload: bytes) -> None:
     try:
-        kind = read_response(payload).finish_reason
+        kinds = [
+            choice.problem.kind if choice.problem else "good" for choice in read_response(payload).choices
+        ]
     except ResponseError as error:
-        kind = error.kind
-    assert kind in (
-        "stop",
-        "malformed",
-        "empty",
-        "server_error",
-        "truncated",
-        "finish_reason",
-        "no_token_count",
-    )
+        kinds = [error.kind]
+    assert kinds
+    assert set(kinds) <= {"malformed", "empty", "server_error", "truncated", "finish_reason", "good"}
     assert read_error_response(500, payload).kind == "http_500"
 
 
-@pytest.mark.parametrize("reason", ["eos_token", "stop_sequence", "stop"])
-def test_engines_name_the_end_differently(reason: str) -> None:
-    content = {"choices": [{"text": "x", "finish_reason": reason}], "usage": USAGE}
-    assert read_response(json.dumps(content).encode()) == ServerResponse("x", "stop", 3, 9)
+def test_choices_are_put_in_order_and_names_of_ends_differ_between_engines() -> None:
+    reasons = {2: "eos_token", 0: "stop_sequence", 3: "length", 1: "stop"}
+    entries = [{"index": i, "text": str(i), "finish_reason": reason} for i, reason in reasons.items()]
+    choices = read_response(json.dumps({"choices": entries}).encode()).choices
+    assert [choice.text for choice in choices] == ["0", "1", "2", "3"]
+    assert [choice.finish_reason for choice in choices] == ["stop", "stop", "stop", "length"]
 
 
 @pytest.mark.parametrize(
@@ -160,22 +163,24 @@ def test_statuses_are_sorted(status: int, message: str, kind: str, retry: bool) 
     assert (problem.kind, problem.retry) == (kind, retry)
 
 
-def body_of(prompt: Prompt, index: int, **changed: Any) -> dict[str, Any]:
+def body_of(prompt: Prompt, indices: tuple[int, ...], **changed: Any) -> dict[str, Any]:
     bodies = RequestBodies(OpenAIOptions(**changed), SETTINGS, "m")
-    return dict(json.loads(bodies.body(bodies.prefix(prompt), prompt, index)))
+    return dict(json.loads(bodies.body(bodies.prefix(prompt), prompt, indices)))
 
 
 @given(st.text(), st.lists(st.text(), max_size=3))
 def test_bodies_hold_any_text_and_what_is_asked(text: str, contents: list[str]) -> None:
     prompt = Prompt("p", text, messages=tuple(Message("user", content) for content in contents))
-    body = body_of(prompt, 1, body={"priority": 1}, max_tokens_field="max_completion_tokens", stream=True)
+    body = body_of(prompt, (1,), body={"priority": 1}, max_tokens_field="max_completion_tokens", stream=True)
     assert [message["content"] for message in body["messages"]] == (contents or [text])
     assert (body["max_completion_tokens"], body["priority"]) == (40, 1)
     assert "max_tokens" not in body
     assert body["stream_options"] == {"include_usage": True}
-    assert body_of(prompt, 1)["seed"] == body["seed"] != body_of(prompt, 2)["seed"]
-    assert "seed" not in body_of(prompt, 1, send_seed=False)
-    assert body_of(prompt, 1, api="completions")["prompt"] == text
+    assert body_of(prompt, (1,))["seed"] == body["seed"] != body_of(prompt, (2,))["seed"]
+    assert "seed" not in body_of(prompt, (1,), send_seed=False)
+    several = body_of(prompt, (1, 2), samples_per_request=2, count_by="logprobs", api="completions")
+    assert (several["prompt"], several["n"], several["logprobs"]) == (text, 2, 1)
+    assert "seed" not in several
 
 
 def test_the_limit_of_open_files_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,15 @@ def test_a_huge_body_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters == {"malformed": 3, "retries": 3}
 
 
+def test_one_bad_choice_does_not_cost_the_others() -> None:
+    fault = Fault(change=lambda content: content["choices"][1].update(finish_reason="content_filter"))
+    outputs, failures, _ = sampled(
+        Completions(behave=first(1, fault)), WORK[:1], samples_per_request=4, count_by="token_ids"
+    )
+    assert set(outputs) == {("p0", 0), ("p0", 2), ("p0", 3)}
+    assert failures[("p0", 1)].kind == "content_filter"
+
+
 def test_a_run_in_which_everything_is_refused_stops_early() -> None:
     many = [Work(Prompt(f"q{i}", "q"), (0, 1)) for i in range(100)]
     with running(Completions(behave=lambda number, body: error(400, "bad field"))) as (server,):

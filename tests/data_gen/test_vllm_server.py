@@ -99,6 +99,7 @@ def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
         "openai.base_urls": f"[http://127.0.0.1:{server.port}/v1]",
         "openai.concurrency": 2,
         "openai.stream": "true",
+        "openai.tokenizer": model_folder,
         "openai.start_wait_s": 400,
         "openai.server_wait_s": 400,
     }
@@ -142,4 +143,5 @@ def test_a_run_outlives_the_death_of_the_command_and_of_the_server(
     assert len({row["text"] for row in rows}) > 12, "the outputs of a prompt differ"
     report = json.loads(out.with_name(out.name + ".run.json").read_text())
     assert report["engine_counters"]["server_down"] >= 1
+    assert "tokenizer_mismatch" not in report["engine_counters"]
     assert "resuming" in log.read_text()
