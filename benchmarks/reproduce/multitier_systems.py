@@ -10,8 +10,7 @@ from benchmarks.reproduce.simulate import Outcome, System, percentile
 from scheduler_core.routing.llumnix import Llumnix
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import ClusterConfig
-from scheduler_core.simulator.step_time.base import StepTime, StepWork
-from scheduler_core.simulator.step_time.decode_run import DecodeRun
+from scheduler_core.simulator.step_time.base import DecodeRun, StepTime, StepWork
 from scheduler_core.simulator.step_time.roofline import RooflineStepTime
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution

@@ -11,8 +11,7 @@ from benchmarks.reproduce.simulate import System, over_seeds, simulate
 from benchmarks.reproduce.study import Claim, Effort, Findings, Row, Study
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.step_time import rad_bounds
-from scheduler_core.simulator.step_time.base import StepWork
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork
 from scheduler_core.simulator.workloads.arrivals import Arrivals
 from scheduler_core.simulator.workloads.lengths import Lengths, TokenDistribution
 from scheduler_core.simulator.workloads.workload import Workload

@@ -90,9 +90,7 @@ class Outcome:
 
     def gaps(self, tenant: str | None = None) -> GapHistogram:
         """Times between tokens, of one tenant or of all."""
-        return GapHistogram.merged(
-            part for kind, part in self.watch.gaps.by_class.items() if tenant is None or kind[1] == tenant
-        )
+        return self.watch.gaps.merged(None if tenant is None else "tenant", tenant)
 
 
 def simulate(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.policies import make_policy, policy_class
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
@@ -22,7 +23,7 @@ from scheduler_core.routing.llumnix import (
     exponential_headroom,
 )
 from scheduler_core.routing.snapshot import ReplicaRole
-from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.step_time import make_step_time
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
@@ -238,6 +239,10 @@ class SimulationConfig:
         """The configuration of the simulation alone, without the further options of a command."""
         values = {item.name: getattr(self, item.name) for item in fields(SimulationConfig)}
         return SimulationConfig(**values | changes)
+
+    def make_scheduler(self, log: DecisionLog | None = None) -> Scheduler:
+        """A new scheduler of one replica; `InputError` if policy and batch former do not go together."""
+        return Scheduler(self.scheduler, make_policy(self.order_policy, self.policy_parameters), log)
 
     def make_step_time(self) -> StepTime:
         """The model of step times; `InputError` if there is no such model or parameter, or its files cannot be used."""

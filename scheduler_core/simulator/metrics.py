@@ -18,7 +18,6 @@ from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.token_gaps import (
     GAP_CLASS,
     QUANTILES,
-    GapHistogram,
     TokenGaps,
     named_statistics,
 )
@@ -121,7 +120,7 @@ def run_metrics(
     mean_replicas = outcome.replica_seconds * per_s
     return {
         **_request_metrics(requests, per_s, len(outcome.refused)),
-        "tbt_s": watch.gaps.total().summary(),
+        "tbt_s": watch.gaps.merged().summary(),
         "num_refused": len(outcome.refused),
         "num_preemptions": sum(core.counters.num_preemptions for core in schedulers.values()),
         "num_steps": outcome.num_steps,
@@ -176,9 +175,7 @@ def _group_metrics(requests: Columns, name: str, per_s: float, gaps: TokenGaps) 
         members = {column: values[codes == number] for column, values in requests.items()}
         groups[str(key)] = _request_metrics(members, per_s, 0)
         if name in GAP_CLASS:
-            position = GAP_CLASS.index(name)
-            parts = [part for one, part in gaps.by_class.items() if one[position] == key]
-            groups[str(key)]["tbt_s"] = GapHistogram.merged(parts).summary()
+            groups[str(key)]["tbt_s"] = gaps.merged(name, key).summary()
     return groups
 
 

@@ -14,8 +14,7 @@ from itertools import pairwise
 from scheduler_core.plan import Finished, PrefillChunk, StepPlan, StepResult
 from scheduler_core.request import Phase, Status
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.step_time.base import DecodeContexts, StepTime, StepWork
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, StepGroup
+from scheduler_core.simulator.step_time.base import DecodeContexts, DecodeRun, StepGroup, StepTime, StepWork
 from scheduler_core.simulator.trace import TraceRequest
 from scheduler_core.simulator.watch import ReplicaWatch, Step
 

@@ -14,9 +14,7 @@ import numpy as np
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.errors import InputError
 from scheduler_core.online_calibration import OnlineCalibration
-from scheduler_core.policies import make_policy
 from scheduler_core.predictor import PREDICTORS, SHIPPED
-from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import BOUNDS, SimulationConfig
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.metrics import predictor_statistics, run_metrics
@@ -47,8 +45,7 @@ class SimulationResult:
         metrics: See `metrics.run_metrics`; with several replicas also `cluster`: migrations and scaling.
         predictor: See `metrics.predictor_statistics`; with online calibration also `online_calibration`: by served model
             `OnlineCalibration.metrics`.
-        records: Finished requests, in the order they finished.
-        refused: By request id: why it could never run.
+        records, refused: Requests in the order they finished; by id of the others, why they could never run.
         watch: Gaps between tokens, memory in use, and every step if requested.
     """
 
@@ -129,15 +126,15 @@ def run_simulation(
     Args:
         config: The simulation.
         trace: Requests with their arrivals, used as they are; None prepares those of the configuration.
-        predictions: Predictions of the requests; None prepares those of `config.predictor`. Not used by a bound
-            such as sjf, which always has the true lengths.
+        predictions: None prepares those of `config.predictor`. Not used by a bound such as sjf, which always has the true
+            lengths.
         log: Records all decisions; one replica only.
         progress: Called with the number of requests done since the last call.
         watch: Observes the run; None: gaps between tokens and memory in use.
 
     Raises:
-        InputError: The configuration or trace cannot be used, or no request of the trace fits into the engine.
-        TailcastError: Calls to the predictor fail.
+        TailcastError: The configuration or trace cannot be used, no request of the trace fits into the engine, or calls to
+            the predictor fail.
     """
     cluster = config.cluster
     if log is not None and cluster.num_replicas > 1:
@@ -151,10 +148,7 @@ def run_simulation(
     if config.predictor_delay_s is not None:
         delays = dict.fromkeys(predictions.by_id, config.predictor_delay_s)
         delayed = replace(predictions, latency_s=delays)
-    schedulers = {
-        name: Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters), log)
-        for name in cluster.replica_ids
-    }
+    schedulers = {name: config.make_scheduler(log) for name in cluster.replica_ids}
     clients = None
     if config.num_clients is not None:
         rng = np.random.default_rng([config.seed, 3])

@@ -22,11 +22,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file, writable_target, write_json
-from scheduler_core.policies import make_policy
 from scheduler_core.processes import worker_processes
 from scheduler_core.ranges import check_ranges
 from scheduler_core.ray_cluster import LOCAL, fetch_result, ray_cluster
-from scheduler_core.scheduler import Scheduler
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import SimulationResult, run_simulation
 
@@ -37,14 +35,8 @@ JOINT = {"num_tiers": ("workload.tiers.num_tiers", "cluster.num_tiers")}
 MAX_CELLS = 1_000_000
 #: Settings whose change changes what a load of 1 is.
 _CAPACITY_SETTINGS = (
-    "scheduler.max_num_seqs",
-    "scheduler.max_num_batched_tokens",
-    "scheduler.num_kv_blocks",
-    "scheduler.kv_block_tokens",
-    "scheduler.kv_watermark",
-    "cluster.num_replicas",
-    "step_time",
-)
+    "scheduler.max_num", "scheduler.num_kv_blocks", "scheduler.kv_", "cluster.num_replicas", "step_time"
+)  # fmt: skip
 #: How often a simulation is repeated whose worker or node was lost.
 RETRIES = 2
 #: More than any machine has cores.
@@ -136,7 +128,7 @@ def grid(base: SimulationConfig, vary: Mapping[str, Sequence[Any]], seeds: Seque
         for name, value in settings.items():
             for part in JOINT.get(name, (name,)):
                 config = with_setting(config, part, value)
-        Scheduler(config.scheduler, make_policy(config.order_policy, config.policy_parameters))
+        config.make_scheduler()
         scalars = {  # lists and mappings as JSON, for tables
             name: value if isinstance(value, str | int | float | None) else json.dumps(value, sort_keys=True)
             for name, value in settings.items()

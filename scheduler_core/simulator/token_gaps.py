@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler_core.request import RequestState
-from scheduler_core.simulator.step_time.decode_run import StepGroups
+from scheduler_core.simulator.step_time.base import StepGroups
 
 #: Ratio of the bounds of a bin: quantiles are right to half a percent.
 _RATIO = math.log(1.005)
@@ -136,9 +136,11 @@ class TokenGaps:
             for name, num in num_all.items():
                 self.by_class[name].add_steps(rest, num)
 
-    def total(self) -> GapHistogram:
-        """The gaps of all requests."""
-        return GapHistogram.merged(self.by_class.values())
+    def merged(self, field: str | None = None, value: object = None) -> GapHistogram:
+        """The gaps of all requests, or of those with this value of a field of `GAP_CLASS`."""
+        at = None if field is None else GAP_CLASS.index(field)
+        parts = (part for one, part in self.by_class.items() if at is None or one[at] == value)
+        return GapHistogram.merged(parts)
 
 
 class LockstepGaps:

@@ -151,13 +151,10 @@ def load_trace(
     is that of a missing column. Rows are sorted by arrival.
 
     Args:
-        path: The file.
+        path: The file; an `InputError` names row, column and value that cannot be used, and what could.
         need_arrivals: False if arrival times will be drawn: arrival_s may then be missing or empty and is 0.
         default_max_tokens: max_tokens of the requests that have none, as in public traces; outputs may not be longer.
             None: every request needs max_tokens of its own.
-
-    Raises:
-        InputError: Names the file, row, column and value that cannot be used, and what could.
     """
     file = existing_file(path, "trace")
     defaults = {} if need_arrivals else {"arrival_s": 0.0}
@@ -232,13 +229,8 @@ def _request(location: str, row: Mapping[str, Any], defaults: Mapping[str, float
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Writes a trace as JSON lines, CSV or Parquet by the name's ending, atomically; `load_trace` reads it back.
-
-    Optional columns in which every row has the default are left out.
-
-    Raises:
-        InputError: The name ends in something else, or there is no such folder.
-    """
+    """Writes a trace as JSON lines, CSV or Parquet by the name's ending, atomically; `load_trace` reads it back. Optional
+    columns in which every row has the default are left out."""
     defaults = {item.name: item.default for item in fields(TraceRequest)}
     columns = {}
     for name in COLUMNS:

@@ -11,7 +11,7 @@ import numpy as np
 from scheduler_core.plan import Finished, StepPlan
 from scheduler_core.request import Phase, RequestState, Status
 from scheduler_core.scheduler import Scheduler
-from scheduler_core.simulator.step_time.decode_run import StepGroups
+from scheduler_core.simulator.step_time.base import StepGroups
 from scheduler_core.simulator.tables import Columns
 from scheduler_core.simulator.token_gaps import LockstepGaps, TokenGaps
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
@@ -28,6 +28,7 @@ from scheduler_core.simulator.step_time.operator_table import (
 from scheduler_core.simulator.step_time.quadratic import PRESETS, QuadraticStepTime
 from scheduler_core.simulator.step_time.roofline import GPUS, MODELS, RooflineStepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
+from tests.scheduler_core.helpers import PLAIN
 
 TABLE = OperatorTable(
     num_layers=2,
@@ -93,13 +94,7 @@ def test_more_work_never_takes_less(model: StepTime) -> None:
 
 
 def test_linear_times_by_hand() -> None:
-    model = LinearStepTime(
-        base_s=1.0,
-        per_prefill_token_s=0.1,
-        per_decode_s=0.01,
-        per_context_token_s=0.001,
-        per_swapped_token_s=5.0,
-    )
+    model = replace(PLAIN, per_swapped_token_s=5.0)
     work = StepWork((chunk(20, 10), chunk(0, 3)), [100, 50], num_swapped_tokens=2)
     assert model.step_s(work) == pytest.approx(1 + 1.3 + 0.02 + 0.17 + 10)
 
@@ -119,14 +114,13 @@ def test_quadratic_times_by_hand() -> None:
 
 
 def test_the_staircase_rises_where_a_tile_begins_and_by_hand_only_there() -> None:
-    model = StaircaseStepTime(
-        base_s=0.0, linear_tile_s=1.0, per_token_s=0.0, decode_tile_s=0.0, prefill_tile_s=0.0
+    nothing = StaircaseStepTime(
+        base_s=0.0, linear_tile_s=0.0, per_token_s=1e-9, decode_tile_s=0.0, prefill_tile_s=0.0
     )
+    model = replace(nothing, linear_tile_s=1.0, per_token_s=0.0)
     times = [model.step_s(StepWork((chunk(0, num),))) for num in (1, 256, 257, 512, 513)]
     assert times == [1.0, 1.0, 2.0, 2.0, 3.0]
-    attention = StaircaseStepTime(
-        base_s=0.0, linear_tile_s=0.0, per_token_s=1e-9, decode_tile_s=1.0, prefill_tile_s=1.0
-    )
+    attention = replace(nothing, decode_tile_s=1.0, prefill_tile_s=1.0)
     # A decode at position 129: 2 rows of 128, 1 column of 256: 128/256 * 2 + 128/128 * 1.
     assert attention.step_s(StepWork((), [128])) == pytest.approx(2.0)
     assert attention.step_s(StepWork((), [127])) == pytest.approx(1.5)
@@ -143,16 +137,9 @@ def test_staircase_defaults_are_near_slais_timings() -> None:
 
 def test_sizes_of_models_are_the_published_ones() -> None:
     published = {
-        "llama-2-7b": 6.74,
-        "llama-2-13b": 13.0,
-        "llama-2-70b": 69.0,
-        "llama-3-8b": 8.03,
-        "llama-3-70b": 70.6,
-        "mistral-7b": 7.24,
-        "qwen1.5-4b": 3.95,
-        "qwen2.5-7b": 7.62,
-        "qwen2.5-72b": 72.7,
-    }
+        "llama-2-7b": 6.74, "llama-2-13b": 13.0, "llama-2-70b": 69.0, "llama-3-8b": 8.03, "llama-3-70b": 70.6,
+        "mistral-7b": 7.24, "qwen1.5-4b": 3.95, "qwen2.5-7b": 7.62, "qwen2.5-72b": 72.7,
+    }  # fmt: skip
     for name, billions in published.items():
         assert MODELS[name].num_parameters / 1e9 == pytest.approx(billions, rel=0.005), name
     assert MODELS["mistral-7b"].kv_bytes_per_token == 131_072
@@ -196,28 +183,24 @@ def test_table_times_by_hand() -> None:
 def write_profile(folder: Path, suffix: str) -> None:
     tokens = list(range(1, 33))
     per_token = {"num_tokens": tokens, "prediction": [0.001 * one for one in tokens]}
-    pairs = [(num, size) for num in (1, 2) for size in (0, 64, 128)]
-    tables: dict[str, dict[str, list[Any]]] = dict.fromkeys(
-        (*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token
-    )
-    tables["attn_decode"] = {
-        "batch_size": [num for num, _ in pairs],
-        "kv_cache_size": [size for _, size in pairs],
-        "prediction": [num + size / 1000 for num, size in pairs],
+    nums, sizes = [1, 1, 1, 2, 2, 2], [0, 64, 128, 0, 64, 128]
+    times = [num + size / 1000 for num, size in zip(nums, sizes, strict=True)]
+    tables: dict[str, dict[str, list[Any]]] = {
+        **dict.fromkeys((*TOKEN_OPERATORS, "attn_kv_cache_save", "all_reduce"), per_token),
+        "attn_decode": {"batch_size": nums, "kv_cache_size": sizes, "prediction": times},
+        "attn_prefill": {
+            "kv_cache_size": [0, 64],
+            "prefill_chunk_size_squared": [64, 64],
+            "prediction": [5.0, 6.0],
+        },
     }
-    tables["attn_prefill"] = {
-        "kv_cache_size": [0, 64], "prefill_chunk_size_squared": [64, 64], "prediction": [5.0, 6.0]
-    }  # fmt: skip
     for name, columns in tables.items():
         path = folder / f"{name}{suffix}"
         if suffix == ".parquet":
             pq.write_table(pa.table(columns), path)
         else:
-            rows = [
-                ",".join(columns),
-                *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
-            ]
-            path.write_bytes((gzip.compress if suffix == ".csv.gz" else bytes)("\n".join(rows).encode()))
+            with pa.output_stream(path) as stream:  # compressed by the name's ending
+                csv.write_csv(pa.table(columns), stream)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".csv.gz", ".parquet"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -35,10 +35,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     elif path.suffix == ".csv":
-        with open(path, "w", encoding="utf-8", newline="") as stream:
-            writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        csv.write_csv(pa.Table.from_pylist(rows), path)
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
@@ -139,10 +136,8 @@ def _parquet(**changes: Any) -> bytes:
     table = pa.table({name: [value] for name, value in GOOD[0].items()})
     if "column" in changes:
         table = table.append_column(changes["column"], pa.array([99]))
-    buffer = io.BytesIO()
-    pq.write_table(
-        table.replace_schema_metadata({"tailcast.schema": changes.get("schema", "trace/1")}), buffer
-    )
+    buffer, schema = io.BytesIO(), {"tailcast.schema": changes.get("schema", "trace/1")}
+    pq.write_table(table.replace_schema_metadata(schema), buffer)
     return buffer.getvalue()
 
 

@@ -105,12 +105,10 @@ def test_the_same_seed_gives_the_same_trace_and_another_rate_the_same_lengths() 
 
 
 def test_classes_bring_their_share_targets_and_lengths() -> None:
-    fixed = {
-        "prompt": TokenDistribution(kind="fixed", low=100),
-        "output": TokenDistribution(kind="fixed", low=50),
-    }
+    prompt, output = (TokenDistribution(kind="fixed", low=low) for low in (100, 50))
+    fixed = Lengths(prompt=prompt, output=output)
     classes = (
-        RequestClass(weight=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=Lengths(**fixed)),
+        RequestClass(weight=1, category="reasoning", tenant="a", ttft_slo_s=2.0, lengths=fixed),
         RequestClass(weight=3, category="chat", tenant="b", tier=0),
     )
     workload = Workload(num_requests=2000, lengths=SHORT, classes=classes, tiers=Tiers(num_tiers=2))
@@ -126,18 +124,14 @@ def test_classes_bring_their_share_targets_and_lengths() -> None:
 
 
 def test_conversations_grow_and_wait() -> None:
-    workload = Workload(
-        num_requests=400,
-        lengths=SHORT,
-        sessions=Sessions(mean_turns=3, mean_think_time_s=5, max_prompt_tokens=200),
-    )
-    rows = workload.trace(2).requests
+    sessions = Sessions(mean_turns=3, mean_think_time_s=5, max_prompt_tokens=200)
+    rows = Workload(num_requests=400, lengths=SHORT, sessions=sessions).trace(2).requests
     assert len(rows) == 400
-    sessions: dict[str, list[int]] = {}
+    turns_of: dict[str, list[int]] = {}
     by_turn = {(row.session_id, row.turn): row for row in rows}
     for row in rows:
         assert row.session_id is not None
-        sessions.setdefault(row.session_id, []).append(row.turn)
+        turns_of.setdefault(row.session_id, []).append(row.turn)
         if row.turn == 0:
             assert (row.prefix_tokens, row.think_time_s) == (0, None)
             continue
@@ -146,8 +140,8 @@ def test_conversations_grow_and_wait() -> None:
         assert row.think_time_s is not None
         assert row.arrival_s == pytest.approx(before.arrival_s + row.think_time_s)
         assert row.prompt_tokens <= 200
-    assert all(sorted(turns) == list(range(len(turns))) for turns in sessions.values())
-    assert len(rows) / len(sessions) == pytest.approx(3, rel=0.25)
+    assert all(sorted(turns) == list(range(len(turns))) for turns in turns_of.values())
+    assert len(rows) / len(turns_of) == pytest.approx(3, rel=0.25)
 
 
 def test_lengths_from_a_trace_keep_the_pairs_and_its_arrivals_can_be_rescaled(tmp_path: Path) -> None:
@@ -156,12 +150,8 @@ def test_lengths_from_a_trace_keep_the_pairs_and_its_arrivals_can_be_rescaled(tm
     pq.write_table(pa.table(columns), file)
     drawn = Workload(num_requests=50, lengths=Lengths(file=str(file))).trace(0).requests
     assert {(row.prompt_tokens, row.output_tokens) for row in drawn} == {(1, 10), (2, 20), (3, 30)}
-    real = Workload(
-        num_requests=3,
-        lengths=Lengths(file=str(file), in_order=True),
-        arrivals=Arrivals(process="trace", rate_rps=4.0),
-    )
-    rows = real.trace(0).requests
+    arrivals, lengths = Arrivals(process="trace", rate_rps=4.0), Lengths(file=str(file), in_order=True)
+    rows = Workload(num_requests=3, lengths=lengths, arrivals=arrivals).trace(0).requests
     assert [row.prompt_tokens for row in rows] == [1, 2, 3]
     assert [row.arrival_s for row in rows] == pytest.approx([0.0, 0.1, 0.5])
 

@@ -100,10 +100,6 @@ def run_calibration(
         `step_time` (name and parameters, for `make_step_time`), `num_steps` that it was fitted to, `num_outliers` among them
         left out as hiccups, `median_step_error` and `held_out_median_step_error` (relative, of a step of each load),
         `fitted` and `held_out` (`latency_error` of each load), and `config`.
-
-    Raises:
-        TailcastError: All requests failed.
-        InputError: Too little was measured to fit the model.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]

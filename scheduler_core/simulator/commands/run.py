@@ -25,7 +25,7 @@ from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
-from scheduler_core.simulator.token_gaps import GAP_CLASS, GapHistogram
+from scheduler_core.simulator.token_gaps import GAP_CLASS
 from scheduler_core.simulator.trace import Trace
 from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
 from scheduler_core.statistics import FloatArray, over_seeds
@@ -33,8 +33,8 @@ from scheduler_core.statistics import FloatArray, over_seeds
 logger = logging.getLogger(__name__)
 #: A distribution function: values, and the fraction of values up to each.
 Curve = tuple[FloatArray, FloatArray]
-#: Points of a drawn distribution function.
-NUM_POINTS = 400
+#: Levels of the quantiles of which a distribution function is drawn.
+_LEVELS = np.linspace(0.0, 1.0, 400)
 #: Mean number of waiting requests below which a policy has nothing to order.
 HARDLY_ANY = 0.01
 _STATISTICS = {"mean": "mean", "p50": "P50", "p90": "P90", "p95": "P95", "p99": "P99", "p999": "P99.9", "max": "max",
@@ -124,12 +124,11 @@ def run(config: RunConfig) -> None:
     logger.info("%s: %d requests, ttft mean %.3f s p99 %.3f s", *summary)
     if first.metrics["mean_requests_waiting"] < HARDLY_ANY:
         slots = config.scheduler.max_num_seqs * first.metrics["mean_replicas"]
-        logger.warning(
+        text = (
             "nobody waited: load %.2f of %g slots, so every policy gives the same latencies; a higher --load or --rate, or "
-            "fewer --scheduler.max_num_seqs, makes them differ",
-            first.metrics["mean_requests_in_system"],
-            slots,
+            "fewer --scheduler.max_num_seqs, makes them differ"
         )
+        logger.warning(text, first.metrics["mean_requests_in_system"], slots)
 
 
 def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) -> SimulationResult:
@@ -156,16 +155,8 @@ def _simulated(config: RunConfig, simulation: SimulationConfig, trace: Trace) ->
 def write_run_page(
     result: SimulationResult, path: str | Path, intervals: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes the HTML report of a run: latencies, also by group, one figure of their distributions, all other metrics.
-
-    Args:
-        result: The run; with several seeds the first one, of which everything but the intervals is.
-        path: Where to write.
-        intervals: Metrics over several seeds, see `statistics.over_seeds`; None: one seed.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-    """
+    """Writes the HTML report of a run: latencies, also by group, one figure of their distributions, all other metrics; with
+    several seeds of the first one, but for the intervals over them (see `statistics.over_seeds`)."""
     metrics, seed = result.metrics, result.config["seed"]
     page = Page(f"Simulation: {result.config['policy']}, {result.trace['num_requests']} requests")
     page.note(_summary(result))
@@ -175,31 +166,24 @@ def write_run_page(
     if intervals is not None:
         page.heading("Means over seeds, 95 % confidence")
         page.note(f"Student's t: wide with few seeds. Everything else on this page is of seed {seed} alone.")
-        ends = ("mean", "low", "high")
-        rows = [
-            [
-                name,
-                *(one[statistic][key] for statistic in ("mean", "p99") for key in ends),
-                one["mean"]["num"],
-            ]
-            for name in _LATENCIES
-            if (one := intervals.get(name))
-        ]
+        rows = []
+        for name in _LATENCIES:
+            if one := intervals.get(name):
+                ends = [
+                    one[statistic][key] for statistic in ("mean", "p99") for key in ("mean", "low", "high")
+                ]
+                rows.append([name, *ends, one["mean"]["num"]])
         page.table(["seconds", "mean", "low", "high", "P99", "low", "high", "seeds"], rows)
     for name, groups in metrics["groups"].items():
         if groups:
             page.heading(f"By {name}, seconds")
-            numbers = {key: dict(flat(one)) for key, one in groups.items()}
-            page.table(
-                [name, *_GROUP_COLUMNS],
-                [[key or "(none)", *map(one.get, _GROUP_COLUMNS.values())] for key, one in numbers.items()],
-            )
+            numbers = {key or "(none)": dict(flat(one)) for key, one in groups.items()}
+            rows = [[key, *map(one.get, _GROUP_COLUMNS.values())] for key, one in numbers.items()]
+            page.table([name, *_GROUP_COLUMNS], rows)
     field = next((name for name, groups in metrics["groups"].items() if groups), None)
     page.heading("Distribution of latencies")
-    page.figure(
-        distribution_functions(_curves(result, field)),
-        "TTFT, TBT and TTLT" + (f" by {field}." if field else "."),
-    )
+    caption = "TTFT, TBT and TTLT" + (f" by {field}." if field else ".")
+    page.figure(distribution_functions(_curves(result, field)), caption)
     page.heading("All other metrics")
     page.note("simulator/README.md explains them.")
     others = {name: value for name, value in metrics.items() if name not in (*_LATENCIES, "groups")}
@@ -227,22 +211,11 @@ def _curves(result: SimulationResult, field: str | None) -> dict[str, dict[str, 
     for value in values:
         rows = slice(None) if field is None else np.asarray(columns[field] == value)
         name = "all requests" if field is None else f"{field} {value}".strip()
-        curves["TTFT"][name] = _empirical(columns["ttft_s"][rows])
-        curves["TTLT"][name] = _empirical(columns["ttlt_s"][rows])
-        if field in (None, *GAP_CLASS):
-            at = None if field is None else GAP_CLASS.index(field)
-            merged = GapHistogram.merged(
-                part for one, part in gaps.by_class.items() if at is None or one[at] == value
-            )
-            if merged.counts.any():
-                curves["TBT"][name] = merged.curve()
+        for title, latency in (("TTFT", "ttft_s"), ("TTLT", "ttlt_s")):
+            curves[title][name] = (np.quantile(columns[latency][rows], _LEVELS), _LEVELS)
+        if field in (None, *GAP_CLASS) and (merged := gaps.merged(field, value)).counts.any():
+            curves["TBT"][name] = merged.curve()
     return {title: groups for title, groups in curves.items() if groups}
-
-
-def _empirical(values: FloatArray) -> Curve:
-    """The empirical distribution function at up to `NUM_POINTS` quantiles."""
-    levels = np.linspace(0.0, 1.0, min(NUM_POINTS, max(2, len(values))))
-    return np.quantile(values, levels), levels
 
 
 def distribution_functions(panels: Mapping[str, Mapping[str, Curve]]) -> str:

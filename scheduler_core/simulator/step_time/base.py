@@ -1,15 +1,21 @@
-"""How long one step of the engine takes: the interface of every model, and the linear one."""
+"""How long steps of the engine take: the interface of every model, the linear one, and runs of steps.
+
+In a run the end of the k-th step is a function of the start and k alone, so that taking the steps one by one or many at
+once gives the same times to the last bit.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from scheduler_core.errors import InputError
 from scheduler_core.plan import PrefillChunk
 from scheduler_core.ranges import check_ranges
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
 
 #: Shortest step in seconds: a shorter one is lost when it is added to the simulated clock.
 MIN_STEP_S = 1e-9
@@ -68,6 +74,143 @@ class StepWork:
     def num_context_tokens(self) -> int:
         """Tokens read from the KV cache, for prompts and decodes together."""
         return sum([chunk.start_token for chunk in self.prefills]) + total_of(self.contexts)
+
+
+class StepGroup(NamedTuple):
+    """`num_steps` > 0 consecutive steps: the first takes `first_s`, each next one `growth_s` >= 0 longer."""
+
+    first_s: float
+    growth_s: float
+    num_steps: int
+
+    @property
+    def longest_s(self) -> float:
+        """Duration of the last."""
+        return self.first_s + self.growth_s * (self.num_steps - 1)
+
+    @property
+    def total_s(self) -> float:
+        """Sum of the durations."""
+        return self.num_steps * (self.first_s + self.growth_s * (self.num_steps - 1) / 2)
+
+
+StepGroups = Sequence[StepGroup]
+
+
+class DecodeRun(ABC):
+    """A run of decode steps from `start_s` on; `num_done` is the number of steps taken so far, counted by the caller."""
+
+    __slots__ = ("_start_s", "num_done")
+
+    def __init__(self, start_s: float) -> None:
+        self._start_s = start_s
+        self.num_done = 0
+
+    @abstractmethod
+    def elapsed_s(self, num_steps: int) -> float:
+        """Seconds from the start to the end of step number `num_steps`, counted from 1; it grows with every step."""
+
+    def at(self, num_steps: int) -> float:
+        """End of step number `num_steps`, counted from 1."""
+        return self._start_s + self.elapsed_s(num_steps)
+
+    def end_s(self, more_steps: int) -> float:
+        """When the run will have taken `more_steps` steps more."""
+        return self._start_s + self.elapsed_s(self.num_done + more_steps)
+
+    def steps_to_reach(self, time_s: float, limit: int) -> int:
+        """The fewest steps more, from 1 to `limit`, that end at or after `time_s`; `limit` if none does."""
+        steps = min(self._guess(time_s, limit), limit)
+        while steps < limit and self.end_s(steps) < time_s:
+            steps += 1
+        while steps > 1 and self.end_s(steps - 1) >= time_s:
+            steps -= 1
+        return steps
+
+    @abstractmethod
+    def steps(self, first: int, num_steps: int) -> StepGroups:
+        """Durations of `num_steps` steps from number `first` on, counted from 0."""
+
+    @abstractmethod
+    def _guess(self, time_s: float, limit: int) -> int:
+        """How many steps more, at least 1, end at or after the time, but for rounding; looks no further than `limit`."""
+
+
+class PolynomialRun(DecodeRun):
+    """Every step takes `growth_s` longer than the one before: k first_s + growth_s k (k-1) / 2."""
+
+    __slots__ = ("_first_s", "_growth_s")
+
+    def __init__(self, start_s: float, first_s: float, growth_s: float) -> None:
+        super().__init__(start_s)
+        self._first_s = first_s
+        self._growth_s = growth_s
+
+    def elapsed_s(self, num_steps: int) -> float:
+        return num_steps * self._first_s + self._growth_s * (num_steps * (num_steps - 1) // 2)
+
+    def steps(self, first: int, num_steps: int) -> StepGroups:
+        if not num_steps:
+            return ()
+        return (StepGroup(self._first_s + first * self._growth_s, self._growth_s, num_steps),)
+
+    def _guess(self, time_s: float, limit: int) -> int:
+        half = self._growth_s / 2
+        linear = self._first_s - half
+        elapsed = max(time_s - self._start_s, 0.0)
+        root = linear + math.sqrt(linear * linear + 4 * half * elapsed)
+        return max(1, math.ceil(2 * elapsed / root) - self.num_done) if root > 0 else 1
+
+
+class PiecewiseRun(DecodeRun):
+    """Runs of identical steps; `segment` gives for the number of a step (from 0): (its duration, the number of the first step
+    that may take another time)."""
+
+    __slots__ = ("_before_s", "_each_s", "_end", "_firsts", "_segment")
+
+    def __init__(self, start_s: float, segment: Callable[[int], tuple[float, int]]) -> None:
+        super().__init__(start_s)
+        self._segment = segment
+        #: Of each segment: number of its first step, seconds before that step, duration of each of its steps.
+        self._firsts: list[int] = []
+        self._before_s: list[float] = []
+        self._each_s: list[float] = []
+        #: Steps in these segments.
+        self._end = 0
+
+    def elapsed_s(self, num_steps: int) -> float:
+        while self._end < num_steps:
+            self._extend()
+        index = bisect_right(self._firsts, num_steps - 1) - 1
+        return self._before_s[index] + (num_steps - self._firsts[index]) * self._each_s[index]
+
+    def steps(self, first: int, num_steps: int) -> StepGroups:
+        last = first + num_steps
+        while self._end < last:
+            self._extend()
+        groups = []
+        index = bisect_right(self._firsts, first) - 1
+        while first < last:
+            end = self._firsts[index + 1] if index + 1 < len(self._firsts) else self._end
+            groups.append(StepGroup(self._each_s[index], 0.0, min(end, last) - first))
+            first, index = end, index + 1
+        return groups
+
+    def _guess(self, time_s: float, limit: int) -> int:
+        elapsed = time_s - self._start_s
+        last = self.num_done + limit
+        while self._end < last and (not self._end or self.elapsed_s(self._end) < elapsed):
+            self._extend()
+        index = max(bisect_right(self._before_s, elapsed) - 1, 0)
+        steps = self._firsts[index] + math.ceil((elapsed - self._before_s[index]) / self._each_s[index])
+        return max(1, steps - self.num_done)
+
+    def _extend(self) -> None:
+        first = self._end
+        self._before_s.append(self.elapsed_s(first) if first else 0.0)
+        each_s, self._end = self._segment(first)
+        self._firsts.append(first)
+        self._each_s.append(each_s)
 
 
 class StepTime(Protocol):

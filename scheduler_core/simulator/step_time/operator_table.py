@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, check_ranges
-from scheduler_core.simulator.step_time.base import StepWork, total_of
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PiecewiseRun, StepWork, total_of
 from scheduler_core.table_files import import_pyarrow
 
 #: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.

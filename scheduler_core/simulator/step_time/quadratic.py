@@ -10,8 +10,7 @@ from typing import Any, Literal
 from scheduler_core.errors import InputError
 from scheduler_core.kv_cost import KVCost
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.simulator.step_time.base import StepWork, total_of
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork, total_of
 
 
 @dataclass(frozen=True, kw_only=True)

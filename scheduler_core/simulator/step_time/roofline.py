@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
-from scheduler_core.simulator.step_time.base import StepWork, total_of
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PolynomialRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PolynomialRun, StepWork, total_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, check_ranges
-from scheduler_core.simulator.step_time.base import StepWork
-from scheduler_core.simulator.step_time.decode_run import DecodeRun, PiecewiseRun
+from scheduler_core.simulator.step_time.base import DecodeRun, PiecewiseRun, StepWork
 
 
 @dataclass(frozen=True, kw_only=True)
