@@ -163,7 +163,7 @@ class FittedGroups:
 
 def _bits_of(flags: Sequence[str]) -> int:
     if unknown := set(flags) - _BITS.keys():
-        raise InputError("flag", min(unknown), ", ".join(_BITS))
+        raise InputError("flag", min(unknown, key=str), ", ".join(_BITS))
     return sum(_BITS[flag] for flag in set(flags))
 
 
