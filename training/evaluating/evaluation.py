@@ -27,7 +27,7 @@ from training.evaluating.scores import (
 )
 
 FloatArray = NDArray[np.float64]
-SCHEMA = "evaluation/5"
+SCHEMA = "evaluation/4"
 CONFORMAL_SCHEMA = "conformal/1"
 #: Columns of the breakdowns, and the largest number of values of one.
 BREAKDOWNS = ("model", "dataset", "category")

@@ -8,13 +8,14 @@ All scores of distributions respect censoring, that is outputs truncated at max_
   max_tokens every output shows it, truncated or not, and whether q is below max_tokens depends on the prediction only:
   the estimate is the fraction among the outputs of such prompts, without bias. `low` and `high` bound the coverage over
   all outputs: truncated outputs with q beyond max_tokens are all longer, or all shorter, than q.
-- CRPS: of the served length min(X, max_tokens), which a truncated output shows exactly; the predicted
+- pinball loss and CRPS: of the served length min(X, max_tokens), which a truncated output shows exactly; the predicted
   quantile is min(q, max_tokens) too. In tokens, and of ln tokens, where long outputs weigh no more than short ones.
 - nll: -ln f(x), for truncated outputs -ln(1 - F(x)); in nats, x in tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from scipy.special import stdtrit
 from scipy.stats import kendalltau
 from sklearn.metrics import (
     mean_absolute_error,
+    mean_absolute_percentage_error,
     r2_score,
     root_mean_squared_error,
 )
@@ -70,12 +72,15 @@ class OutputScores:
         finished: False where the output was truncated [N].
         pit: F(x) [N], of a truncated output at the length it was truncated at.
         pit_at_limit: F(max_tokens of its prompt) [N], 1 without a limit.
-        crps_tokens, crps_log, nll: [N].
+        pinball_tokens: At each of COVERAGE_LEVELS [N, 3].
+        crps_tokens, crps_log: [N].
+        nll: [N].
     """
 
     finished: BoolArray
     pit: FloatArray
     pit_at_limit: FloatArray
+    pinball_tokens: FloatArray
     crps_tokens: FloatArray
     crps_log: FloatArray
     nll: FloatArray
@@ -116,10 +121,14 @@ class OutputScores:
         """Means over the chosen outputs; see `docs/evaluation-format.md`."""
         if not len(self.pit[rows]):
             return dict(NO_SUMMARY)
+        pinball = self.pinball_tokens[rows].mean(axis=0)
         return {
             "coverage": {percent(level): self.coverage(level, rows) for level in COVERAGE_LEVELS},
             "calibration": [self.coverage(level, rows) for level in CALIBRATION_LEVELS],
             "pit": self.pit_histogram(rows),
+            "pinball_tokens": {
+                percent(level): finite(loss) for level, loss in zip(COVERAGE_LEVELS, pinball, strict=True)
+            },
             "crps_tokens": finite(self.crps_tokens[rows].mean()),
             "crps_log_tokens": finite(self.crps_log[rows].mean()),
             "nll": finite(self.nll[rows].mean()),
@@ -131,6 +140,7 @@ NO_SUMMARY: dict[str, Any] = {
     "coverage": {},
     "calibration": [],
     "pit": [],
+    "pinball_tokens": {},
     "crps_tokens": None,
     "crps_log_tokens": None,
     "nll": None,
@@ -167,18 +177,23 @@ def score_outputs(
     with np.errstate(divide="ignore"):
         log_served, log_limits = np.log(served), np.log(outputs.max_tokens)
 
+    def pinball(levels: FloatArray) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """Losses of the quantile of each level, in tokens and in log tokens."""
+        for z, level in zip(standard_quantiles(levels, nu).T, levels.tolist(), strict=True):
+            quantile = np.minimum(mu + sigma * z, log_limits)
+            with np.errstate(over="ignore"):
+                gaps = served - np.exp(quantile)[owner], log_served - quantile[owner]
+            yield tuple(np.maximum(level * gap, (level - 1) * gap) for gap in gaps)
+
     crps_tokens, crps_log = np.zeros(len(lengths)), np.zeros(len(lengths))
-    for z, level in zip(standard_quantiles(CRPS_LEVELS, nu).T, CRPS_LEVELS.tolist(), strict=True):
-        quantile = np.minimum(mu + sigma * z, log_limits)
-        with np.errstate(over="ignore"):
-            gaps = served - np.exp(quantile)[owner], log_served - quantile[owner]
-        for crps, gap in zip((crps_tokens, crps_log), gaps, strict=True):
-            # The pinball loss.
-            crps += np.maximum(level * gap, (level - 1) * gap) * (2 / len(CRPS_LEVELS))
+    for tokens, logs in pinball(CRPS_LEVELS):
+        crps_tokens += tokens * (2 / len(CRPS_LEVELS))
+        crps_log += logs * (2 / len(CRPS_LEVELS))
     return OutputScores(
         finished=outputs.finished,
         pit=np.asarray(each.cdf(lengths)),
         pit_at_limit=at_limit[owner],
+        pinball_tokens=np.stack([tokens for tokens, _ in pinball(np.array(COVERAGE_LEVELS))], axis=1),
         crps_tokens=crps_tokens,
         crps_log=crps_log,
         nll=-np.where(outputs.finished, each.logpdf(lengths), log_sf),
@@ -186,13 +201,14 @@ def score_outputs(
 
 
 def regression(true: FloatArray, predicted: FloatArray | None) -> dict[str, float | None]:
-    """R2, MAE and RMSE of predictions [N]; R2 is None where the truth does not vary."""
+    """R2, MAE, RMSE and MAPE of predictions [N]; R2 is None where the truth does not vary, MAPE where it is not positive."""
     if predicted is None or len(true) == 0:
-        return dict.fromkeys(("r2", "mae", "rmse"))
+        return dict.fromkeys(("r2", "mae", "rmse", "mape"))
     return {
         "r2": float(r2_score(true, predicted)) if np.ptp(true) > 0 else None,
         "mae": float(mean_absolute_error(true, predicted)),
         "rmse": float(root_mean_squared_error(true, predicted)),
+        "mape": float(mean_absolute_percentage_error(true, predicted)) if (true > 0).all() else None,
     }
 
 
