@@ -55,7 +55,9 @@ def main(args: Sequence[str] | None = None) -> None:
     options = parser.parse_args(args)
     files = prepare(options.data, options.work / "data")
     artifacts = {folder.name: folder for folder in FOLDERS.values()}
-    artifacts |= {name: Path(folder) for name, _, folder in (item.partition("=") for item in options.artifacts)}
+    artifacts |= {
+        name: Path(folder) for name, _, folder in (item.partition("=") for item in options.artifacts)
+    }
     first, *others = artifacts
     target = options.work / "evaluation.json"
     Shell(options.work / "logs").run("evaluate", [

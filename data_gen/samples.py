@@ -1,4 +1,4 @@
-"""The sample schema `samples/2`, one row per sample, and how its Parquet files are read and written."""
+"""The schemas `samples/2`, one row per sample, and `trace/1`, requests for the simulator; files of samples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from scheduler_core.files import atomic_file
 from scheduler_core.table_files import open_parquet, readable, require_columns
 
 SCHEMA_NAME = "samples/2"
-SCHEMA_KEY = b"tailcast.schema"
-FINISH_REASONS = ("stop", "length", "error", "unknown")
 MESSAGES = pa.list_(pa.struct([pa.field("role", pa.string()), pa.field("content", pa.string())]))
 SCHEMA = pa.schema(
     [
@@ -64,7 +62,25 @@ SCHEMA = pa.schema(
         # The run that wrote the row.
         pa.field("run_id", pa.string(), nullable=False),
     ],
-    metadata={SCHEMA_KEY: SCHEMA_NAME.encode()},
+    metadata={"tailcast.schema": SCHEMA_NAME},
+)
+# Null is unknown. The simulator (`scheduler_core.simulator.trace.load_trace`) needs the first five columns known: arrival_s may
+# be null only where it draws arrivals itself. The tokens' unit is in the file's metadata under `tailcast.tokens`.
+TRACE_SCHEMA = pa.schema(
+    [
+        pa.field("request_id", pa.string(), nullable=False),  # unique in the trace
+        pa.field("arrival_s", pa.float64()),  # from the first request
+        pa.field("prompt_tokens", pa.int32()),
+        pa.field("output_tokens", pa.int32(), nullable=False),  # at least 1
+        pa.field("max_tokens", pa.int32()),
+        pa.field("tier", pa.int32()),  # urgency, 0 is the most urgent
+        pa.field("tenant", pa.string()),  # sender: a user, a session, an application
+        pa.field("prompt_id", pa.string()),
+        pa.field("prompt", pa.string()),  # the user's text
+        pa.field("model", pa.string()),
+        pa.field("category", pa.string()),  # kind of request
+    ],
+    metadata={"tailcast.schema": "trace/1"},
 )
 
 

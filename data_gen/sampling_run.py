@@ -38,11 +38,7 @@ PERMANENT_FAILURES = PROMPT_FAILURES | {"no_token_count", "finish_reason", "too_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRunOptions:
-    """How a run stores its samples; but for the last, options of `gen-samples`, which explains them.
-
-    Attributes:
-        sync_interval_s: Longest time until a result is safe from a power cut.
-    """
+    """How a run stores its samples: options of `gen-samples`, which explains them."""
 
     keep_text: bool = False
     hash_prompts: bool = False
@@ -50,7 +46,7 @@ class SamplingRunOptions:
     max_failures_in_a_row: int = 1000
     overwrite: bool = False
     progress: bool = False
-    sync_interval_s: float = 5.0
+    sync_interval_s: float = 5.0  # longest time until a result is safe from a power cut
 
 
 def run_sampling(
@@ -74,9 +70,7 @@ def run_sampling(
         backend: Engine; closed by the caller.
         prompts: Prompts with unique ids, iterable more than once in the same order. A resumed run may have fewer,
             others, or another order.
-        settings: How to sample.
-        out: File to write.
-        options: How samples are stored.
+        settings, out, options: How to sample, the file to write, and how samples are stored.
         engine_options: How the engine is used beyond `settings`, as JSON; a run continues only with the same.
         notes: Whatever else is to be recorded, e.g. where the prompts come from, as JSON.
 

@@ -39,16 +39,6 @@ CREATE TABLE samples (
     PRIMARY KEY (prompt_id, sample_index)
 );
 """
-# Of several outputs of one key the first stays, of several failures the last.
-_INSERT = """
-INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET (
-    engine_version, prompt_tokens, output_tokens, finish_reason, error, queue_s, ttft_s, total_s, text, final
-) = (
-    excluded.engine_version, excluded.prompt_tokens, excluded.output_tokens, excluded.finish_reason, excluded.error,
-    excluded.queue_s, excluded.ttft_s, excluded.total_s, excluded.text, excluded.final
-) WHERE finish_reason = 'error'
-"""
 _OF_SOURCE = "FROM samples JOIN source USING (prompt_id)"
 FAILED = "finish_reason = 'error'"
 
@@ -192,26 +182,26 @@ class SampleStore:
         engine_version: str,
         keep_text: bool,
     ) -> None:
-        """Commits a result; `failures` are mapped to whether the same request would fail again.
+        """Commits a result, in place of earlier failures; `failures` are mapped to whether they would be repeated.
 
         Raises:
             RunStoppedError: The disk is full or fails; what was added before stays.
         """
-        shared = (valid_unicode(prompt_id), engine_version, prompt_tokens)
+        key = valid_unicode(prompt_id)
         rows: list[tuple[object, ...]] = []
         for output in outputs:
+            request = (key, output.sample_index, engine_version, prompt_tokens, output.output_tokens)
             times = (output.queue_s, output.ttft_s, output.total_s)
             text = valid_unicode(output.text) if keep_text else None
-            rows.append(
-                (output.sample_index, output.output_tokens, output.finish_reason, None, *times, text, True)
-            )
+            rows.append((*request, output.finish_reason, None, *times, text, True))
         for failure, permanent in failures.items():
+            request = (key, failure.sample_index, engine_version, prompt_tokens, 0)
             error = valid_unicode(f"{failure.kind}: {failure.reason}")
-            rows.append((failure.sample_index, 0, "error", error, None, None, None, None, permanent))
+            rows.append((*request, "error", error, None, None, None, None, permanent))
         with disk_errors(self.path), self._lock:
             self._raise_sync_error()
             with self.transaction():
-                self._db.executemany(_INSERT, [(shared[0], row[0], *shared[1:], *row[1:]) for row in rows])
+                self._db.executemany(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * 12)})", rows)
             if self._sync_interval_s <= 0:
                 self._sync_log()
             elif self._timer is None:

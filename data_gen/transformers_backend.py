@@ -54,10 +54,8 @@ class _Row:
 class TransformersBackend:
     """Continuous-batch sampling of a causal language model in this process.
 
-    Args:
-        model: Local folder, `.gguf` file, hub name or `package:NAME/PATH`.
-        served_model: Name recorded with the samples; default is the last part of `model`.
-        options: How it runs.
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` the name recorded with the samples,
+    by default its last part.
     """
 
     name = "transformers"

@@ -44,10 +44,8 @@ class VllmBackend:
     sample index) alone: a resumed run requests the missing ones of a prompt and gets what it would have got. vLLM makes
     n requests out of n=N too, and its prefix cache lets them share the prompt.
 
-    Args:
-        model: Local folder, `.gguf` file, hub name or `package:NAME/PATH`.
-        served_model: Name recorded with the samples; default is the last part of `model`.
-        options: How the engine is started.
+    `model` is a local folder, `.gguf` file, hub name or `package:NAME/PATH`; `served_model` the name recorded with the samples,
+    by default its last part.
     """
 
     name = "vllm"
@@ -95,32 +93,26 @@ class VllmBackend:
         engine, tokenizer = llm.llm_engine, llm.get_tokenizer()
         limit = int(engine.model_config.max_model_len)
         look_ahead = 2 * self._options.max_num_seqs
+        names = ("temperature", "top_p", "max_tokens")
+        common = {name: getattr(settings, name) for name in names}
         pending: dict[str, tuple[Prompt, int, int]] = {}  # prompt, sample index, tokens of the prompt
         waiting = iter(work)
+        item = next(waiting, None)
         number = 0
-        more = True
         try:
-            while more or pending:
-                while more and len(pending) < look_ahead:
-                    item = next(waiting, None)
-                    if item is None:
-                        more = False
-                        break
+            while item is not None or pending:
+                while item is not None and len(pending) < look_ahead:
                     ids, failure = tokenize_within(tokenizer, item, settings, limit)
                     if failure is not None:
                         yield failure
-                        continue
-                    for index in item.indices:
-                        number += 1
-                        pending[str(number)] = (item.prompt, index, len(ids))
-                        parameters = _vllm().SamplingParams(
-                            n=1,
-                            temperature=settings.temperature,
-                            top_p=settings.top_p,
-                            max_tokens=settings.max_tokens,
-                            seed=sample_seed(settings.seed, item.prompt.prompt_id, index),
-                        )
-                        engine.add_request(str(number), {"prompt_token_ids": ids}, parameters)
+                    else:
+                        for index in item.indices:
+                            number += 1
+                            pending[str(number)] = (item.prompt, index, len(ids))
+                            seed = sample_seed(settings.seed, item.prompt.prompt_id, index)
+                            parameters = _vllm().SamplingParams(n=1, seed=seed, **common)
+                            engine.add_request(str(number), {"prompt_token_ids": ids}, parameters)
+                    item = next(waiting, None)
                 if pending:
                     for output in engine.step():
                         if output.finished and output.request_id in pending:
@@ -132,9 +124,7 @@ class VllmBackend:
     def close(self) -> None:
         """Stops the engine and frees its memory."""
         if self._llm is not None:
-            core = getattr(self._llm.llm_engine, "engine_core", None)
-            if core is not None and hasattr(core, "shutdown"):
-                core.shutdown()
+            self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
 
 

@@ -28,13 +28,8 @@ def export_graph(
 ) -> None:
     """Writes `model` as an ONNX file with free batch and sequence.
 
-    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it.
-
-    Args:
-        model: Predictor in eval mode on the CPU.
-        manifest: Names the inputs and outputs.
-        path: File to write.
-        legacy_exporter: Use torch's TorchScript exporter: faster, a larger graph.
+    De-normalization, sigma floor and calibration are inside. Weights beyond 1.9 GB go to a second file beside it. The model
+    is in eval mode on the CPU; the manifest names inputs and outputs.
 
     Raises:
         TailcastError: torch cannot export this encoder.

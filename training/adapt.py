@@ -205,7 +205,7 @@ def _read_log(config: AdaptConfig, *, conversations: bool) -> Requests:
 
 def _kind_of(path: Path) -> str:
     """Kind of a log by its content: feedback of the proxy, OpenAI-style requests and responses, samples, or any table."""
-    from data_gen.importers.feedback import SEGMENTS
+    from data_gen.importers.logs import SEGMENTS
     from scheduler_core.table_files import file_rows
 
     if path.is_dir():

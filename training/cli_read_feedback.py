@@ -32,7 +32,7 @@ class FeedbackConfig:
 
 def read(config: FeedbackConfig) -> None:
     """Runs the command."""
-    from data_gen.importers.feedback import feedback_records
+    from data_gen.importers.logs import feedback_records
     from training.feedback import pair, summarize
 
     records = feedback_records(config.log)

@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen import samples, trace
-from data_gen.importers.feedback import feedback_rows, segments_of
-from data_gen.importers.logs import openai_rows, parse_mapping
+from data_gen import samples
+from data_gen.importers.logs import feedback_rows, openai_rows, parse_mapping, segments_of
 from data_gen.importers.public_sets import castillo_rows, sharegpt_rows, trace_rows
 from data_gen.importers.values import ERROR, LENGTH, STOP, UNKNOWN, Row, SkippedRows, table_rows
 from data_gen.prompts import Message, Prompt
@@ -235,7 +234,7 @@ class _SampleRows(_Rows):
 class _TraceRows(_Rows):
     """Rows of `trace/1`; requests without an output or a prompt's tokens are skipped and counted."""
 
-    schema = trace.TRACE_SCHEMA
+    schema = samples.TRACE_SCHEMA
 
     def __init__(self, config: ImportLengthsConfig, skipped: SkippedRows) -> None:
         super().__init__(config, skipped)

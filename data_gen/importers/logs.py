@@ -1,21 +1,52 @@
-"""Production logs and other tables of output lengths.
+"""Logs of requests.
 
 `log` reads any table with a mapping from canonical columns to the table's (`output_tokens=usage.completion_tokens`;
 dots go into objects), by default the columns that have canonical names. `openai-log` reads responses of the OpenAI API:
 one on each line, alone, beside its request (`{"request": ..., "response": ...}`), or as the Batch API writes it
 (`{"custom_id", "response": {"body"}}`).
+
+`feedback` reads what `tailcast-proxy --feedback FOLDER` writes, one output of each request: a folder of segments
+(feedback-*.jsonl, in the order of their names) or one of them. Lines that are no record, torn by a crash or damaged, and
+copies of earlier lines are skipped and counted.
+
+| record | as sample |
+|---|---|
+| finish_reason stop, length, ... | as of the OpenAI API (`values.FINISH_REASONS`) |
+| the client hung up ("abort") | an error row: the client decided that length, not the model |
+| counted by events ("deltas") | an error row: a lower bound; a tokenizer or the engine's usage counts rightly |
+| prompts only hashed | its prompt id is the hash; it fits a trace, and samples whose prompts are known elsewhere |
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_gen.importers.values import ERROR, MAPPED, Row, SkippedRows, checked_columns
+from data_gen.feedback_record import FeedbackRecord, bounded_lines, parse_object, validated
+from data_gen.importers.values import (
+    ERROR,
+    FINISH_REASONS,
+    MAPPED,
+    UNKNOWN,
+    Row,
+    SkippedRows,
+    checked_columns,
+    prompt_columns,
+)
+from data_gen.prompts import prompt_id_of
+from data_gen.sources.layouts import messages_of
+from data_gen.splits import digest64
 from scheduler_core.errors import InputError
 from scheduler_core.table_files import file_rows
 
+log = logging.getLogger(__name__)
+SEGMENTS = "feedback-*.jsonl"
+#: A line beyond this is skipped.
+MAX_LINE_BYTES = 64 << 20
+_COLUMNS = {"request_id", "tier", "tenant", "temperature", "top_p", "prompt_tokens", "output_tokens", "ttft_s", "total_s"}  # fmt: skip
 _OF_REQUEST = {"temperature": "temperature", "top_p": "top_p", "tenant": "user", "model": "model"}
 _OF_RESPONSE = {
     "model": "model",
@@ -87,3 +118,112 @@ def _openai_row(raw: Mapping[str, Any], location: str) -> dict[str, Any]:
         problem = f"shared_count: {len(choices)} choices share one token count"
         return row | {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
     return row | checked_columns(choices[0], {"finish_reason": "finish_reason"}, f"{location} choices")
+
+
+def segments_of(path: Path) -> list[Path]:
+    """The segments of a log in their order; the path itself if it is no folder.
+
+    Raises:
+        InputError: There is none.
+    """
+    segments = sorted(path.glob(SEGMENTS)) if path.is_dir() else [path]
+    if not segments or not segments[0].is_file():
+        raise InputError("feedback log", str(path), f"a file, or a folder with {SEGMENTS}")
+    return segments
+
+
+def feedback_records(
+    path: str | Path, skipped: Counter[str] | None = None
+) -> Iterator[tuple[int, FeedbackRecord]]:
+    """Number of the line, counted over all segments, and content of each record.
+
+    Args:
+        path: The folder, or one segment.
+        skipped: Counts skipped lines by reason; None: one line in the log sums them up.
+
+    Raises:
+        InputError: There is no segment, or no line of them is a record.
+    """
+    reasons = Counter[str]() if skipped is None else skipped
+    digests: set[int] = set()
+    number = 0
+    for number, line in enumerate(_lines(segments_of(Path(path))), start=1):
+        try:
+            record = _record(line, digests)
+        except InputError as error:
+            reasons[_reason(error)] += 1
+            continue
+        yield number, record
+    counts = f"skipped {reasons.total()} of {number} lines: " + ", ".join(
+        f"{count} x {reason}" for reason, count in reasons.most_common()
+    )
+    if number and not digests:
+        raise InputError("feedback log", str(path), f"at least one record ({counts})")
+    if skipped is None and reasons:
+        log.warning("%s: %s", Path(path).name, counts)
+
+
+def feedback_rows(path: Path, skipped: Counter[str]) -> Iterator[Row]:
+    """Rows of a feedback log; counts the lines that are skipped.
+
+    Raises:
+        InputError: See `feedback_records`.
+    """
+    for number, record in feedback_records(path, skipped):
+        try:
+            yield number, _row(record)
+        except InputError as error:
+            skipped[_reason(error)] += 1
+
+
+def _lines(segments: list[Path]) -> Iterator[bytes]:
+    """Lines that are not empty; of one beyond the limit its first part."""
+    for segment in segments:
+        with open(segment, "rb") as stream:
+            yield from filter(None, map(bytes.strip, bounded_lines(stream, MAX_LINE_BYTES)))
+
+
+def _record(line: bytes, digests: set[int]) -> FeedbackRecord:
+    if len(line) > MAX_LINE_BYTES:
+        raise InputError("line", line[:40], f"at most {MAX_LINE_BYTES} bytes")
+    record = validated(FeedbackRecord, parse_object(line))
+    digest = digest64(record.request_id or line.decode())
+    if digest in digests:
+        raise InputError("record", line[:40], "one not read before")
+    digests.add(digest)
+    return record
+
+
+def _reason(error: InputError) -> str:
+    key = error.field.partition(" ")[0]  # not which of many messages: reasons stay few
+    return f"{key} (allowed: {error.allowed})"
+
+
+def _row(record: FeedbackRecord) -> dict[str, Any]:
+    row = record.model_dump(include=_COLUMNS) | {
+        "model": record.served_model,
+        "arrival_s": record.time,
+        "max_tokens": record.max_output_tokens,
+        "finish_reason": FINISH_REASONS.get(record.finish_reason, UNKNOWN),
+        **_prompt(record),
+    }
+    problem = None
+    if record.finish_reason == "abort":
+        problem = "abort: the client hung up"
+    elif record.counted_by == "deltas":
+        problem = "deltas: events were counted, not tokens"
+    elif row["finish_reason"] == ERROR:
+        problem = f"{record.finish_reason}: as logged"
+    if problem is not None:
+        row |= {"output_tokens": 0, "finish_reason": ERROR, "error": problem}
+    return row
+
+
+def _prompt(record: FeedbackRecord) -> dict[str, Any]:
+    messages = [message.model_dump() for message in record.messages or ()]
+    columns = prompt_columns(messages_of(messages, "messages"))
+    if columns:
+        return columns
+    if record.prompt:
+        return {"prompt_id": prompt_id_of(record.prompt), "prompt": record.prompt}
+    return {"prompt_id": record.prompt_sha256}

@@ -253,9 +253,7 @@ class _Dispatcher:
     """Sends what it is fed, as fast as the servers take it, and again what fails; lives in the event loop.
 
     Args:
-        client: Open client of this event loop.
         identity: What all servers are; one that comes back as something else is not used.
-        options, settings: How to use the servers, and how outputs are drawn.
         deliver: Gets finished results, or the error that ends the run; called in the event loop.
         counters: Counts events beside outputs.
         absent: Addresses that did not respond at first.

@@ -116,8 +116,3 @@ class OpenAIOptions:
         if key and not any(name.lower() == "authorization" for name in headers):
             headers["Authorization"] = f"Bearer {key}"
         return headers
-
-    def recorded(self) -> dict[str, object]:
-        """The options that a manifest records: nothing secret, nothing that only sets the pace."""
-        names = ("base_urls", "api", "send_seed", "stream", "body")
-        return {name: getattr(self, name) for name in names} | {"header_names": sorted(self.headers)}

@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_gen.samples import read_samples
-from data_gen.trace import TRACE_SCHEMA
+from data_gen.samples import TRACE_SCHEMA, read_samples
 from scheduler_core.errors import InputError
 from scheduler_core.files import atomic_file
 from scheduler_core.simulator.workloads.arrivals import Arrivals

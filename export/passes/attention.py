@@ -61,10 +61,7 @@ class Reading:
 def fuse_attention(model: ir.Model, *, max_length: int, vocabulary: int) -> int:
     """Puts every attention of a simplified graph that can be proved into one operator, in place; returns how many.
 
-    Args:
-        model: The graph.
-        max_length: Most tokens the graph reads.
-        vocabulary: Number of token ids.
+    The graph reads at most `max_length` tokens, of a vocabulary of so many ids.
     """
     graph = model.graph
     softmaxes = [node for node in graph if node.op_type == "Softmax"]

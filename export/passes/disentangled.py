@@ -64,11 +64,9 @@ def position_tables(
     """Tables of terms by distance.
 
     Args:
-        model: The graph.
         terms: Terms whose tables do not depend on the prompt and whose buckets depend on the distance alone; others are
             left out.
         max_length: Most tokens P the graph reads.
-        rng, vocabulary: For random prompts.
 
     Returns:
         [H, D, 2 P] of each term; column c is for the distance (row less column) P - c.

@@ -31,10 +31,8 @@ LOWEST = -6e4
 def to_half(model: ir.Model, last_states: ir.Value, feed: Feed) -> int:
     """Puts the encoder of a simplified graph into half precision, in place; returns the number of its nodes.
 
-    Args:
-        model: The graph; its inputs and outputs keep their types.
-        last_states: The encoder's last hidden states.
-        feed: Inputs, to see the types of tensors.
+    Inputs and outputs of the graph keep their types. `last_states` are the encoder's last hidden states, `feed` are inputs to
+    see the types of tensors with.
 
     Raises:
         TailcastError: No word embeddings lead to `last_states`.

@@ -90,11 +90,7 @@ def random_feed(
 ) -> dict[str, Array]:
     """Inputs for a graph of token ids: random tokens, rows padded on the right from the second on, zeros for the rest.
 
-    Args:
-        model: Its inputs have the axes batch and seq in this order, as the manifest says.
-        batch, seq: Shape.
-        rng: Draws tokens and lengths.
-        vocabulary: Number of token ids.
+    The graph's inputs have the axes batch and seq in this order, as the manifest says.
     """
     feed: dict[str, Array] = {}
     lengths = np.array([seq, *rng.integers(1, seq + 1, size=batch - 1)])

@@ -54,17 +54,11 @@ SMALLEST_WEIGHT = 64 * 64
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """`source @ weight + bias`.
+    """`source @ weight + bias`."""
 
-    Attributes:
-        node: The MatMul.
-        source: States [B, S, K] that were measured; rewrites can put others in their place.
-        add: The Add of a stored bias [N], if there is one.
-    """
-
-    node: ir.Node
-    source: ir.Value
-    add: ir.Node | None = None
+    node: ir.Node  # the MatMul
+    source: ir.Value  # states [B, S, K] that were measured; rewrites can put others in their place
+    add: ir.Node | None = None  # the Add of a stored bias [N]
 
     @property
     def weight(self) -> ir.Value:
@@ -162,20 +156,17 @@ def smooth(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Valu
             continue
         shift, scale = _shift_and_scale(ranges[source], [_array(product.weight) for product in group])
         if node.op_type == "LayerNormalization":
-            gain, offset = (stored(value) for value in (*node.inputs[1:], None)[:2])
-            if gain is None or offset is None:
+            constants = [array for value in node.inputs[1:] if (array := stored(value)) is not None]
+            if len(constants) < 2:
                 continue
+            gain, offset = constants
             smoothed = add(
                 graph,
                 "LayerNormalization",
                 node.inputs[0],
                 add_constant(graph, "smooth_gain", gain / scale),
                 add_constant(graph, "smooth_offset", (offset - shift) / scale),
-                **{
-                    name: node.attributes[name].value
-                    for name in ("axis", "epsilon")
-                    if name in node.attributes
-                },
+                **{name: attribute.value for name, attribute in node.attributes.items()},
             )
             for product in group:
                 replace_uses(source, smoothed, [product.node])
@@ -234,10 +225,8 @@ def quantize(model: ir.Model, products: Sequence[Product], ranges: Mapping[ir.Va
             quantized[product.source] = (integers, *constants)
         integers, act_scale, act_zero = quantized[product.source]
         rounded, scales = quantize_weight(_array(product.weight))
-        weight, weight_scale = (
-            add_constant(graph, "weight_int8", rounded),
-            add_constant(graph, "weight_scale", scales),
-        )
+        weight = add_constant(graph, "weight_int8", rounded)
+        weight_scale = add_constant(graph, "weight_scale", scales)
         operands = (integers, weight, act_scale, weight_scale, act_zero, None, product.bias)
         result = add(graph, "MatMulIntegerToFloat", *operands, domain=MICROSOFT)
         replace_uses(product.output, result)

@@ -120,10 +120,8 @@ def select_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
 def rejection_reasons(plain: Metrics, result: Mapping[str, Any], limits: AcceptanceLimits) -> Iterator[str]:
     """Limits that a variant exceeds; batch mates may change next to nothing in single precision.
 
-    Args:
-        plain: Metrics of the artifact.
-        result: precision, metrics (on the same rows), probability_shift and batch_mates of the variant.
-        limits: Maximum losses.
+    `plain` are the metrics of the artifact; `result` has precision, metrics (on the same rows), probability_shift and
+    batch_mates of the variant.
     """
     checks = [("r2", "R2 of mu", limits.r2_drop), ("tau", "Kendall's tau", limits.tau_drop)]
     checks += [(level, f"coverage of {level.upper()}", limits.coverage_shift) for level in LEVELS]

@@ -143,6 +143,7 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
             str(card),
         ]
         arguments += ["--backend", "openai", "--openai.base-urls", f"[{server.url}/v1]"]
+        arguments += ["--openai.headers", '{"X-Team": "team-secret"}']
         assert main([*arguments, "--openai.max-attempts", "2"]) == 0
     rows = read_samples(out).to_pylist()
     assert len(rows) == 48
@@ -150,8 +151,12 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
     assert {row["model"] for row in rows} == {script.model}
     content = json.loads((tmp_path / "s.parquet.run.json").read_text())
     assert content["failures"]["too_long"]["count"] == 4
-    assert "base_urls" in content["notes"]
-    assert "base_urls" not in content["engine_options"]
+    assert (content["notes"]["base_urls"], content["notes"]["header_names"]) == (
+        [f"{server.url}/v1"],
+        ["X-Team"],
+    )
+    assert content["engine_options"] == {"api": "chat", "send_seed": True, "body": {}}
+    assert "team-secret" not in (tmp_path / "s.parquet.run.json").read_text()
     assert (card / "card.json").exists()
 
 
@@ -171,9 +176,16 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
         ("templates:3 --out x --backend synthetic --card file", "card"),
         ("templates:3 --out folder --backend synthetic", "out"),
         ("templates:3 --out x --temperature nan", "temperature"),
-        ("templates:3 --out x --filters.near_duplicates 0.3", "near_duplicates"),
+        ("templates:3 --out x --filters.near_duplicates 0.49", "near_duplicates"),
+        ("templates:3 --out x --filters.near_duplicates nan", "near_duplicates"),
+        ("templates:3 --out x --filters.max_characters 0", "max_characters"),
+        ("templates:3 --out x --filters.min_prompt_tokens 3", "tokenizer"),
         ("templates:3 --out x --transformers.max_rows 0", "max_rows"),
-        ("templates:3 --out x --synthetic.min_alpha -1", "min_alpha"),
+        ("templates:3 --out x --synthetic.min_alpha 5", "min_alpha"),
+        ("templates:3 --out x --synthetic.min_typical_tokens 301", "min_typical_tokens"),
+        ("templates:3 --out x --ray-workers 2", "ray_workers: got 2; allowed: unset without ray"),
+        ("templates:3 --out x --ray local --ray-workers 0", "ray_workers"),
+        ("templates:3 --out x --ray local --backend openai", "openai.base_urls"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(

@@ -69,22 +69,6 @@ def test_a_draw_depends_on_seed_and_ids_not_on_order() -> None:
     assert list(filtered(stream, PromptFilters(sample=400))) == stream
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"sample": 0}, "sample"),
-        ({"max_characters": 0}, "max_characters"),
-        ({"min_prompt_tokens": 3}, "tokenizer"),
-        ({"near_duplicates": 0.49}, "near_duplicates"),
-        ({"near_duplicates": 1.01}, "near_duplicates"),
-        ({"near_duplicates": float("nan")}, "near_duplicates"),
-    ],
-)
-def test_bad_filters_are_named(options: dict[str, object], field: str) -> None:
-    with pytest.raises(InputError, match=f"^{field}:"):
-        PromptFilters(**options)  # type: ignore[arg-type]
-
-
 #: Few letters, so that small texts share pieces.
 TEXTS = st.lists(st.text("ab ", max_size=24) | st.text(max_size=8), max_size=30)
 

@@ -17,20 +17,9 @@ pytestmark = RAY_WARNINGS
 ARGUMENTS = ["templates:30", "--backend", "synthetic", "--num-samples", "8", "--progress", "false", "--out"]
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--ray", "127.0.0.1:1"], "the address of a running Ray cluster"),
-        (["--ray-workers", "2"], "ray_workers: got 2; allowed: unset without ray"),
-        (["--ray", "local", "--ray-workers", "0"], "ray_workers"),
-        (["--ray", "local", "--backend", "openai"], "openai.base_urls"),
-    ],
-)
-def test_bad_options_are_named(
-    options: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*ARGUMENTS, str(tmp_path / "s.parquet"), *options]) == 2
-    assert named in capsys.readouterr().err
+def test_an_address_without_a_cluster_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGUMENTS, str(tmp_path / "s.parquet"), "--ray", "127.0.0.1:1"]) == 2
+    assert "the address of a running Ray cluster" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

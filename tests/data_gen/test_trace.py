@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from data_gen.trace import TRACE_SCHEMA
+from data_gen.samples import TRACE_SCHEMA
 from examples.quickstart.tables import trace_of, write_trace
 from scheduler_core.errors import InputError
 from scheduler_core.simulator.trace import load_trace

@@ -37,6 +37,7 @@ class Engine:
 
     def __init__(self, max_model_len: int) -> None:
         self.model_config = SimpleNamespace(max_model_len=max_model_len)
+        self.engine_core = SimpleNamespace(shutdown=lambda: None)
         self.running: dict[str, Any] = {}
         self.requests: list[tuple[Any, Any]] = []
         self.aborted: list[str] = []

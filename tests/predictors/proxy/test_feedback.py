@@ -19,8 +19,8 @@ from aiohttp import web
 
 from data_gen.cli_import_lengths import ImportLengthsConfig
 from data_gen.cli_import_lengths import main as import_command
-from data_gen.importers.feedback import feedback_records
 from data_gen.importers.import_lengths import import_lengths
+from data_gen.importers.logs import feedback_records
 from predictors.proxy.feedback_log import FeedbackLog
 from scheduler_core.errors import InputError
 from tests.predictors.fakes import expected, write_artifact
