@@ -159,7 +159,7 @@ def main(args: Sequence[str] | None = None) -> None:
             for name, part in raw.items()
         }
 
-    ways = {"MiniLM": (None, True)}
+    ways: dict[str, tuple[int | None, bool]] = {"MiniLM": (None, True)}
     ways |= {f"SmolLM2, layer {layer}": (layer, False) for layer in LAYERS}
     ways |= {f"MiniLM and SmolLM2, layer {layer}": (layer, True) for layer in LAYERS}
     runs: dict[str, list[dict[str, NDArray[np.float64]]]] = {}

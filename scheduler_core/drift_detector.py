@@ -43,10 +43,8 @@ def _scale_integral(u: float) -> float:
 class DriftDetector:
     """The test of one served model; constant memory.
 
-    Args:
-        arl: Alarm at this value of S: the mean number of outputs to a false alarm is at least that.
-
     Attributes:
+        arl: Alarm at this value of S: the mean number of outputs to a false alarm is at least that.
         value: S.
         num_steps: Outputs since the start or the last alarm.
     """
@@ -64,11 +62,7 @@ class DriftDetector:
         self.num_steps = 0
 
     def update(self, low: float, high: float) -> bool:
-        """Updates the test with an interval that holds u; returns whether there is an alarm.
-
-        Args:
-            low, high: Ends of the interval.
-        """
+        """Updates the test with an interval that holds u; returns whether there is an alarm."""
         location, scale, tail = interval_means(low, high)
         gains = np.array([location, location, scale, scale, tail, tail])[:, None]
         # Far beyond the alarm; keeps the sums finite.

@@ -34,6 +34,11 @@ def unknown_name(field: str, value: str, names: Iterable[str]) -> InputError:
     return InputError(field, value, ", ".join(choices) + (f". Did you mean {similar[0]}?" if similar else ""))
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message; the name of its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _repr(value: object) -> str:
     try:
         text = repr(value)

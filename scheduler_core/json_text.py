@@ -74,11 +74,7 @@ def replace_lone_surrogates(value: Any, text: str) -> Any:
 
 
 def read_json_object(path: Path, field: str) -> dict[str, Any]:
-    """Content of a file that holds one JSON object, read strictly.
-
-    Args:
-        path: The file.
-        field: Its name in an error.
+    """Content of a file, `field` in an error, that holds one JSON object, read strictly.
 
     Raises:
         InputError: The file is missing or empty, not UTF-8 or not valid JSON, has a key twice in one object, NaN or

@@ -111,12 +111,10 @@ class KVCache:
         return self.num_free_blocks + freed_blocks - self.blocks_for(num_tokens) >= spare
 
     def admit(self, request_id: str, num_tokens: int, *, waive_watermark: bool) -> bool:
-        """Takes the blocks of a request that holds none; False (and nothing taken) if it does not fit now.
+        """Takes the blocks for the tokens that a request without blocks processes before its next output token, and frees its
+        offloaded ones; False (and nothing taken) if it does not fit now.
 
-        Args:
-            request_id: Its offloaded blocks are freed.
-            num_tokens: Tokens it will process before its next output token.
-            waive_watermark: Nothing is running that the watermark would protect.
+        `waive_watermark`: nothing is running that the watermark would protect.
         """
         assert request_id not in self._held
         if not self.fits(num_tokens, waive_watermark=waive_watermark):

@@ -68,12 +68,9 @@ class KVCost:
         return self.beta * offload_tokens + self.prefill_s(num_tokens) - self.prefill_s(offload_tokens)
 
     def offload_tokens(self, prompt_tokens: int, decoded_tokens: int, form: Form = "exact") -> int:
-        """Number of the first tokens to copy to the host.
+        """Number of the first tokens to copy to the host, of those in the cache; decoded ones follow the whole prompt.
 
-        Args:
-            prompt_tokens: Tokens of the prompt that are in the cache, >= 0.
-            decoded_tokens: Decoded tokens that are in the cache, >= 0; they follow the whole prompt.
-            form: See the class.
+        `form`: see the class.
         """
         num_tokens = prompt_tokens + decoded_tokens
         if form == "exact":

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -138,13 +138,8 @@ class _ServedModel:
         a, b = self.coefficients
         mu = prediction.mu + a[0] + a[1] * x + a[2] * y + a[3] * z
         log_sigma = math.log(prediction.sigma) + b[0] + b[1] * x + b[2] * y + b[3] * z
-        return LengthPrediction(
-            min(max(mu, -50.0), 50.0),
-            math.exp(min(max(log_sigma, -20.0), 3.9)),
-            prediction.nu,
-            prediction.artifact_id,
-            prediction.artifact_version,
-        )
+        sigma = math.exp(min(max(log_sigma, -20.0), 3.9))
+        return replace(prediction, mu=min(max(mu, -50.0), 50.0), sigma=sigma)
 
     def score(
         self,
@@ -246,9 +241,6 @@ class OnlineCalibration:
     """Corrected predictions for each served model; constant memory, no I/O.
 
     Not for several threads at once, except for `correct`, which may run while one other thread observes.
-
-    Args:
-        config: Parameters.
     """
 
     def __init__(self, config: OnlineCalibrationConfig | None = None) -> None:
@@ -265,10 +257,7 @@ class OnlineCalibration:
     ) -> LengthPrediction:
         """The corrected prediction; that itself without finished requests of the served model.
 
-        Args:
-            served_model: Its name.
-            prediction: As the predictor made it.
-            prompt_tokens: Length of the prompt; None where it is not known.
+        `prompt_tokens` is the length of the prompt, None where it is not known.
         """
         model = self._models.get(served_model)
         if model is None or not model.is_used:

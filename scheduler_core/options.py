@@ -39,16 +39,14 @@ _UNKNOWN = re.compile(
 def read_config(
     prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
 ) -> C:
-    """The configuration from a command line.
+    """The configuration of the command `prog` from the words after its name.
 
     Args:
-        prog: Name of the command.
         config_class: Frozen dataclass with one documented field per option; a class attribute RECIPES is the folder of
             YAML files that --config finds by name.
         positionals: Names of string fields given by position, in order, the last maybe a list; those without a default
             are required.
         extra: The extra of `tailcast` that installs jsonargparse.
-        args: Words after the name of the command.
 
     Raises:
         TailcastError: An option is unknown, missing, or has a value that is not allowed, or an output is an input.

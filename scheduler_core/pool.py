@@ -172,14 +172,13 @@ class Pool:
         if state.first_scheduled_s is None:
             state.first_scheduled_s = now
         running[state.request_id] = state
-        state.kv_tokens = self.kv.held_by(state.request_id) * self.kv.block_tokens
+        self._on_running(state, now)
         if self.lockstep is not None:
             self._num_admitted = rank = self._num_admitted + 1
             if state.num_computed_tokens < state.prefill_target_tokens:
                 self._prefilling[state.request_id] = (state, rank)
             else:
                 self.lockstep.join(state, rank)
-        self._on_running(state, now)
         return True
 
     def grow(self, state: RequestState, num_tokens: int) -> bool:
@@ -195,13 +194,10 @@ class Pool:
         return True
 
     def preempt(self, state: RequestState, now: float, offload_tokens: int | None = None) -> int:
-        """Takes a running request's memory away; it waits again.
+        """Takes a running request's memory away; it waits again. Returns the number of tokens copied to the host.
 
-        The first `offload_tokens` are copied to the host (None: all if preemption is by swap, else none), and none if that has
-        no memory left; the others will be processed again.
-
-        Returns:
-            The tokens copied.
+        Copied are the first `offload_tokens` (None: all if preemption is by swap, else none), and none if the host has no memory
+        left; the others will be processed again.
         """
         self._stop_running(state)
         if offload_tokens is None:
@@ -345,11 +341,9 @@ class Pool:
             self.evictions.remove(state)
 
     def validate(self, now: float, *, keys_are_fresh: bool) -> None:
-        """Checks the invariants; AssertionError names the one that does not hold.
+        """Checks the invariants, O(requests); AssertionError names the one that does not hold.
 
-        Args:
-            now: Time of the last call.
-            keys_are_fresh: Nothing has happened since keys were brought up to date: check that they are.
+        `keys_are_fresh`: nothing has happened since keys were brought up to date: check that they are.
         """
         waiting = {state.request_id for state in self.waiting}
         running = set(self.running)

@@ -27,8 +27,7 @@ class LengthPrediction:
         mu: Location of ln X (ln tokens), in [-50, 50].
         sigma: Scale of ln X, in [1e-9, 50].
         nu: Degrees of freedom, in [0.1, 1e9].
-        artifact_id: Id of the artifact that predicted it; empty if there is none.
-        artifact_version: Version of that artifact.
+        artifact_id, artifact_version: Of the artifact that predicted it; empty if there is none.
     """
 
     mu: float
@@ -108,11 +107,7 @@ class BucketPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PointPrediction:
-    """Predicted output length as one number, without a distribution.
-
-    Attributes:
-        tokens: Predicted number of tokens, > 0.
-    """
+    """Predicted output length as one number of tokens > 0, without a distribution."""
 
     tokens: float
 
@@ -123,11 +118,7 @@ class PointPrediction:
 
 @dataclass(frozen=True, slots=True)
 class RankPrediction:
-    """A score whose order is that of the expected output lengths; its size means nothing.
-
-    Attributes:
-        score: Smaller is expected to be shorter.
-    """
+    """A score whose order is that of the expected output lengths, smaller is shorter; its size means nothing."""
 
     score: float
 

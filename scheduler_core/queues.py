@@ -110,9 +110,7 @@ class LazyHeap(ABC):
 class WaitingQueue(LazyHeap):
     """The waiting requests in the policy's order: min-heap over (group, key, arrival, order).
 
-    Args:
-        policy: Gives the keys.
-        group: Requests of a smaller group go before those of a larger one, whatever their keys; None: all are of one.
+    Requests of a smaller `group` go before those of a larger one, whatever their keys; None: all are of one.
     """
 
     __slots__ = ("_group", "policy")
@@ -136,9 +134,6 @@ class EvictionQueue(LazyHeap):
 
     For a policy whose running keys change "on_event" the heap is always right. For the others the keys are recomputed,
     O(n), when the first of a step is read.
-
-    Args:
-        policy: Gives the eviction keys.
     """
 
     __slots__ = ("_is_stale", "policy")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from scheduler_core.errors import InputError, MissingExtraError, TailcastError
+from scheduler_core.errors import InputError, MissingExtraError, TailcastError, first_line
 
 LOCAL = "local"
 CONNECT_SECONDS = 10.0
@@ -56,7 +56,7 @@ def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: st
             raise error.cause from None
         raise
     except ray.exceptions.RayError as error:
-        lost = f"{task} was lost on the Ray cluster {retries + 1} times ({_detail(error)})"
+        lost = f"{task} was lost on the Ray cluster {retries + 1} times ({first_line(error)})"
         raise TailcastError(f"{lost}; {finished}, the same command goes on from there") from error
 
 
@@ -74,7 +74,9 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
     try:
         ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # what Ray raises when its processes do not start within half a minute
-        raise TailcastError(f"no Ray cluster could be started on this machine ({_detail(error)})") from error
+        raise TailcastError(
+            f"no Ray cluster could be started on this machine ({first_line(error)})"
+        ) from error
     finally:
         if before is None:
             os.environ.pop(_STATISTICS, None)
@@ -92,9 +94,4 @@ def _check_reachable(address: str, field: str) -> None:
 
 
 def _no_cluster(address: str, field: str, error: Exception) -> InputError:
-    return InputError(field, address, f"local, or the address of a running Ray cluster ({_detail(error)})")
-
-
-def _detail(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return InputError(field, address, f"local, or the address of a running Ray cluster ({first_line(error)})")

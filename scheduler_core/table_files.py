@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from scheduler_core.errors import InputError, MissingExtraError
+from scheduler_core.errors import InputError, MissingExtraError, first_line
 from scheduler_core.files import existing_file
 from scheduler_core.json_text import parse_json, replace_lone_surrogates
 
@@ -63,7 +63,7 @@ def readable(path: str | Path, field: str, kind: str) -> Iterator[None]:
     except Exception as error:
         if not (_is_arrows(error) or isinstance(error, _READ_ERRORS)):
             raise
-        raise InputError(field, str(path), f"a whole {kind} file ({_detail(error)})") from error
+        raise InputError(field, str(path), f"a whole {kind} file ({first_line(error)})") from error
 
 
 @contextlib.contextmanager
@@ -74,7 +74,7 @@ def convertible(where: str) -> Iterator[None]:
     except Exception as error:
         if not (_is_arrows(error) or isinstance(error, UnicodeError | OverflowError)):
             raise
-        raise InputError(f"{where}: columns", _detail(error), "values of the documented types") from error
+        raise InputError(f"{where}: columns", first_line(error), "values of the documented types") from error
 
 
 _READ_ERRORS = (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError)
@@ -87,30 +87,14 @@ def _is_arrows(error: Exception) -> bool:
     return type(error).__module__.startswith("pyarrow")
 
 
-def _detail(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def read_parquet(path: str | Path, field: str) -> pa.Table:
-    """A whole Parquet file.
-
-    Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
-
-    Raises:
-        InputError: As `open_parquet`.
-    """
+    """A whole Parquet file; raises as `open_parquet`."""
     with open_parquet(path, field) as file, readable(path, field, "Parquet"):
         return file.read()
 
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
-    """A Parquet file to be read in parts; only its footer is read now.
-
-    Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
+    """A Parquet file to be read in parts; only its footer is read now. `field` is the option that gave the path, for messages.
 
     Raises:
         InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
@@ -167,8 +151,7 @@ def file_rows(
     Text formats may be gzipped (`.gz`).
 
     Args:
-        path: The file.
-        field: Name of the option that gave the path, for messages.
+        path, field: As of `open_parquet`.
         columns: Columns of a Parquet file that are enough; None: all.
         on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
 

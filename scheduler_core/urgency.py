@@ -90,9 +90,9 @@ def _checked_rows(probabilities: ArrayLike) -> NDArray[np.float64]:
     rows = np.asarray(probabilities, dtype=np.float64)
     if rows.ndim not in (1, 2) or rows.shape[-1] < 2:
         raise InputError("probabilities, shape", rows.shape, "[N, K] or [K] with K >= 2 levels")
-    sums = rows.sum(axis=-1)
-    if not (np.all(rows >= 0) and np.all(np.abs(sums - 1) <= 1e-4)):
-        bad = np.flatnonzero(np.atleast_1d(~((np.abs(sums - 1) <= 1e-4) & np.all(rows >= 0, axis=-1))))[0]
+    is_valid = np.all(rows >= 0, axis=-1) & (np.abs(rows.sum(axis=-1) - 1) <= 1e-4)
+    if not is_valid.all():
+        bad = int(np.argmin(is_valid))
         raise InputError(
             f"probabilities, row {bad}", np.atleast_2d(rows)[bad].tolist(), "numbers >= 0 of sum 1"
         )

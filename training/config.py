@@ -164,7 +164,7 @@ class TrainConfig:
     """Train a predictor of output lengths or urgency: first all its parameters, then the heads on a frozen encoder."""
 
     INPUTS = ("data", "validation", "urgency_data", "urgency_validation", "encoder", "init")
-    OUTPUTS = ("out", "{out}.partial", "tensorboard")
+    OUTPUTS = ("out", "{out}.partial", "tensorboard", "report")
     RECIPES = Path(__file__).parent / "configs"
 
     out: str
@@ -265,6 +265,8 @@ class TrainConfig:
     """Resume an interrupted run from OUT.partial, if it had the same options and data; false starts over."""
     tensorboard: str | None = None
     """Folder for TensorBoard event files; a CSV file with a row for each epoch is always written."""
+    report: str | None = None
+    """HTML page to write: losses, learning rate and validation metrics of each epoch."""
     progress: bool = True
     """Show progress bars on a terminal, a line for each epoch elsewhere."""
 

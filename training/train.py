@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,8 +24,11 @@ from scheduler_core.files import (
     folder_target,
     locked_folder,
     sha256_file,
+    writable_target,
     write_json,
 )
+from scheduler_core.report.page import Page
+from scheduler_core.report.plotting import GRAY, color, new_figure, svg
 from training.config import FILE_OPTIONS, TrainConfig
 from training.data import SplitData, UrgencyLabels, read_split_labels
 from training.distributed import node_rank
@@ -41,7 +45,7 @@ log = logging.getLogger(__name__)
 PACKAGES = ("torch", "lightning", "transformers", "tokenizers", "safetensors", "numpy", "scipy", "pyarrow")
 IDENTITY = "identity.json"
 # Options that do not change the result.
-NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard")
+NOT_IDENTITY = (*FILE_OPTIONS, "out", "overwrite", "resume", "progress", "threads", "tensorboard", "report")
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
@@ -64,6 +68,7 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
         resolve_encoder(config.encoder)
     if config.only_conditioning:
         config = with_architecture_of_init(config)
+    page = None if config.report is None else writable_target(config.report, "report")
     device = pick_device(config.accelerator)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -104,6 +109,8 @@ def _train(config: TrainConfig, out: Path, work: Path, is_first: bool) -> dict[s
         out, initial.model, initial.tokenizer, info, extra_files=extra, overwrite=config.overwrite
     )
     _clear(work)
+    if page is not None:
+        _write_report(page, info, history)
     return info
 
 
@@ -255,3 +262,36 @@ def _throughput(history: History) -> dict[str, Any]:
             "padding_fraction": round(1 - totals[-1] / cells, 4) if cells else None,
         }
     return report
+
+
+def _write_report(path: Path, info: dict[str, Any], history: History) -> None:
+    """The HTML page of a run: losses over the epochs of both stages, and a table of all numbers of each epoch."""
+    metrics, data = info["metrics"], info["data"]
+    lead = (
+        f"Heads {', '.join(info['heads'])}; {data['num_prompts']['train']} prompts and {data['num_labels']['train']} "
+        f"labels of {data['name']}. The checkpoint is of stage {metrics['best_stage']}, epoch {metrics['best_epoch']}."
+    )
+    page = Page(f"Training of {Path(info['config']['out']).name}", lead)
+    page.figure(
+        svg(_figure(info["heads"], history)), "Each epoch; dashed: training; dotted: the second stage"
+    )
+    left_out = {*COUNTS, "train_seconds", "seconds"}
+    names = [name for name in dict.fromkeys(name for row in history for name in row) if name not in left_out]
+    page.table(names, [[row.get(name) for name in names] for row in history])
+    page.note(", ".join(f"{name} {version}" for name, version in info["versions"].items()))
+    page.write(path)
+
+
+def _figure(heads: Sequence[str], history: History) -> Any:
+    """Losses of the heads over the epochs of both stages."""
+    figure, (axis,) = new_figure(8, 4, columns=1)
+    epochs = range(1, len(history) + 1)
+    for number, head in enumerate(heads):
+        for prefix, style in (("validation_", {"label": head}), ("train_", {"linestyle": "--"})):
+            losses = [row.get(prefix + head) for row in history]
+            axis.plot(epochs, losses, marker=".", color=color(number), **style)
+    axis.set(xlabel="epoch", ylabel="loss")
+    axis.legend(fontsize=8)
+    if start := sum(row["stage"] == 1 for row in history):
+        axis.axvline(start + 0.5, color=GRAY, linewidth=1, linestyle=":")
+    return figure

@@ -18,7 +18,7 @@ import numpy as np
 from data_gen.prompts import Prompt, prompt_id_of
 from data_gen.sources.layouts import LAYOUTS, Layout, SourceOptions, layout_of, prompts_of
 from data_gen.splits import digest64
-from scheduler_core.errors import InputError
+from scheduler_core.errors import InputError, first_line
 from scheduler_core.table_files import SUFFIXES, Row, file_rows, file_suffix
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _dataset_rows(source: str | Path, split: str) -> Iterator[Row]:
             options = {} if file is None else {"data_files": file}
             data = datasets.load_dataset(str(source), streaming=True, **options)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        reason = first_line(error)[:200]
         allowed = f"a folder of the datasets library, or a set on the hub that can be reached ({reason})"
         raise InputError("prompts", str(source), allowed) from error
     if hasattr(data, "keys"):

@@ -59,10 +59,6 @@ class LiveStrategy(_Base):  # type: ignore[misc]
 
     It has the requests of this process: with several workers each sees its own.
 
-    Args:
-        router: The router to choose for.
-        settings: How.
-
     Raises:
         InputError: There is no such predictor.
     """
@@ -133,11 +129,7 @@ class LiveStrategy(_Base):  # type: ignore[misc]
         return deployments[replica_id]
 
     def get_available_deployment(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: LiteLLM offers the healthy deployments to asynchronous strategies only.
-
-        Raises:
-            TailcastError: Always.
-        """
+        """Refused: LiteLLM offers the healthy deployments to asynchronous strategies only."""
         raise TailcastError(
             "the routing strategy serves the asynchronous methods of LiteLLM's Router: call acompletion"
         )

@@ -26,13 +26,7 @@ MAX_PENDING = 10_000
 
 
 class CalibrationGauges:
-    """Gauges of an `OnlineCalibration`.
-
-    Args:
-        prefix: Of their names.
-        registry: Where they are registered.
-        **options: Further arguments of the gauges.
-    """
+    """Gauges of an `OnlineCalibration`, their names with a prefix; `options` are further arguments of the gauges."""
 
     def __init__(self, prefix: str, registry: Any, **options: Any) -> None:
         from prometheus_client import Gauge  # the engine or the extra brings it

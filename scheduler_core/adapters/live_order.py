@@ -15,12 +15,9 @@ from scheduler_core.request import Request, RequestState, Status
 
 
 def order_policy(name: str, parameters: Mapping[str, float], *, sent_once: bool = False) -> Policy:
-    """A policy over the requests of an engine that forms its batches itself.
+    """A policy (see `make_policy`) over the requests of an engine that forms its batches itself.
 
-    Args:
-        name: As of `make_policy`, as are `parameters`.
-        parameters: Overrides of the policy's parameters.
-        sent_once: The engine gets each key as one number, when the request is sent to it.
+    `sent_once`: the engine gets each key as one number, when the request is sent to it.
 
     Raises:
         InputError: The policy or a parameter is unknown, or the policy decides what only the engine can.

@@ -333,12 +333,7 @@ class LiveRouting:
             self._thread.withdraw(request_id)
 
     def _snapshot(self, replica_id: str, num_others: int) -> ReplicaSnapshot:
-        """What is known of a replica.
-
-        Args:
-            replica_id: The replica.
-            num_others: Requests there that are not known one by one.
-        """
+        """What is known of a replica; `num_others` requests there are not known one by one."""
         settings = self._settings
         num_blocks, block_tokens = settings.num_kv_blocks, settings.kv_block_tokens
         views = []

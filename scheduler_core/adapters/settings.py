@@ -132,11 +132,8 @@ class EngineSettings(PredictorSettings):
 
 
 def read_settings(additional: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
-    """The settings from the engine's additional configuration or from the file that the environment names.
-
-    Args:
-        additional: vLLM's `additional_config`; its entry "tailcast" is a mapping with the settings, or a file's name.
-        environment: Variables of the process; TAILCAST_CONFIG names a file.
+    """The settings from the entry "tailcast" of vLLM's `additional_config`, a mapping or the name of a file, or from the file
+    that TAILCAST_CONFIG names in the environment.
 
     Raises:
         InputError: There are none, there are two, or a value is not allowed.

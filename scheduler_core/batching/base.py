@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -38,12 +39,9 @@ class BatchFormer(ABC):
 
     @abstractmethod
     def form(self, pool: Pool, max_num_batched_tokens: int, now: float) -> Batch:
-        """The next step; empty only if there are no requests.
+        """The next step, of at most so many tokens (prefill and decode); empty only if there are no requests.
 
-        Args:
-            pool: Live requests; changed through the batch alone.
-            max_num_batched_tokens: Maximum number of tokens (prefill and decode) in the step.
-            now: Time in seconds.
+        The pool is changed through the batch alone.
         """
 
     @abstractmethod
@@ -114,14 +112,9 @@ def steps_that_fit(pool: Pool, batch: Batch, limit: int, spare_blocks: int = 0) 
     """The most steps, from 1 to `limit`, that the decodes can take before less than `spare_blocks` are free."""
     if _fits(pool, batch, limit, spare_blocks):
         return limit
-    low, high = 1, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        if _fits(pool, batch, middle, spare_blocks):
-            low = middle
-        else:
-            high = middle
-    return low
+    # The first number from 2 on that does not fit is one too many.
+    too_many = range(2, limit)
+    return 1 + bisect_left(too_many, True, key=lambda steps: not _fits(pool, batch, steps, spare_blocks))
 
 
 def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:

@@ -13,11 +13,8 @@ from scheduler_core.request import RequestState, Status
 class Batch:
     """The requests of one step, with admissions and evictions.
 
-    Args:
-        budget: Maximum number of tokens in it.
-
     Attributes:
-        budget: Tokens that may still be added.
+        budget: Tokens that may still be added; at first their maximum number.
         prefills: Requests and the chunk of each to process.
         decodes: Requests that generate one token.
         admitted: Requests that left the waiting queue.

@@ -171,14 +171,7 @@ def expected_and_cvar(
 ) -> tuple[float, float]:
     """(E[min(X, M)], CVaR_alpha(min(X, M))) in tokens for one request: the scheduler's fast path.
 
-    The numbers of `LogT.expected_and_cvar` for plain floats.
-
-    Args:
-        mu: Location of ln X (ln tokens).
-        sigma: Scale of ln X, > 0.
-        nu: Degrees of freedom, > 0; inf is the log-normal.
-        max_tokens: M > 0, in tokens.
-        alpha: Level in [0.5, 1).
+    The numbers of `LogT.expected_and_cvar` for plain floats; alpha in [0.5, 1).
     """
     if not (-math.inf < mu < math.inf and 0 < sigma < math.inf and nu > 0):
         raise InputError("mu, sigma, nu", (mu, sigma, nu), "finite mu, finite sigma > 0, nu > 0")

@@ -33,15 +33,9 @@ def mean_excess(
     max_tokens: FloatArray,
     start: FloatArray | None = None,
 ) -> FloatArray:
-    """m(a, M) in tokens; 0 where a >= M. All arrays are columns [N, 1], or [1, 1] for parameters of the standard distribution.
+    """m(a, M) in tokens, a = start_tokens >= 0, M = max_tokens > 0; 0 where a >= M. `start` is t of a, where a is rounded from it.
 
-    Args:
-        standard: Distribution of T in ln X = location + scale T.
-        location: In ln tokens.
-        scale: Dimensionless, > 0.
-        start_tokens: a >= 0.
-        max_tokens: M > 0.
-        start: t of a, where a is rounded from it.
+    All arrays are columns [N, 1], or [1, 1] for parameters of `standard`, the distribution of T in ln X = location + scale T.
     """
     inside = start_tokens < max_tokens
     a = np.where(inside, start_tokens, 0.0)

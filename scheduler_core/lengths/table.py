@@ -42,13 +42,8 @@ class LengthTable:
     """Survival S(x) = P(X~ > x) and work W(x) = E[min(X~, x)] of X~ = min(max(X, 1), M), linear between points.
 
     W is the integral of S over [0, x]. Error of expectations below 2 % or 0.1 tokens for nu >= 3.5 and sigma in [0.001,
-    1.2] (tests). Where S(g) < 1e-9 the prediction has been refuted and M - g is taken to be left.
-
-    Args:
-        mu: Location of ln X (ln tokens).
-        sigma: Scale of ln X, > 0.
-        nu: Degrees of freedom, > 0.
-        max_tokens: M, in tokens.
+    1.2] (tests). Where S(g) < 1e-9 the prediction has been refuted and M - g is taken to be left. Parameters as of `LogT`, M =
+    max_tokens.
     """
 
     __slots__ = ("_points", "_total_work", "max_tokens", "points", "survival", "work")

@@ -14,7 +14,8 @@ from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import INTEGERS, POSITIVE, check_ranges
 from scheduler_core.request import RequestState
 
-_LOG_RATIO = math.log(5.0)
+#: ln 5, and least t99 - t95 in seconds, against a tail that has collapsed.
+_LOG_RATIO, _MIN_GAP_S = math.log(5.0), 1e-3
 
 
 @lru_cache(maxsize=65_536)
@@ -44,9 +45,7 @@ def boost_s(work_s: float, gamma_per_s: float) -> float:
     Least arrival - boost first makes P(response > t) fall fastest in the light-tailed M/G/1 queue (Yu & Scully 2024,
     "Strongly tail-optimal scheduling in the light-tailed M/G/1", Proc. ACM Meas. Anal. Comput. Syst. 8(2)).
 
-    Args:
-        work_s: w, engine time that the request needs, in seconds > 0.
-        gamma_per_s: gamma > 0, rate at which P(response > t) falls.
+    w is the engine time that the request needs, gamma > 0 the rate at which P(response > t) falls.
     """
     return -math.log(-math.expm1(-gamma_per_s * work_s)) / gamma_per_s
 
@@ -63,16 +62,14 @@ class TailRate:
         update_every: New latencies between two estimates.
         smoothing: beta.
         min_per_s, max_per_s: Bounds of gamma.
-        min_gap_s: Least t99 - t95, against a tail that has collapsed.
     """
 
     gamma_per_s: float
-    window: int = 1000
-    update_every: int = 100
-    smoothing: float = 0.2
-    min_per_s: float = 1e-4
-    max_per_s: float = 100.0
-    min_gap_s: float = 1e-3
+    window: int
+    update_every: int
+    smoothing: float
+    min_per_s: float
+    max_per_s: float
     _latencies: deque[float] = field(init=False, repr=False)
     _num_new: int = field(default=0, init=False, repr=False)
 
@@ -89,16 +86,20 @@ class TailRate:
             return False
         self._num_new = 0
         t95, t99 = np.quantile(np.fromiter(self._latencies, float), (0.95, 0.99))
-        estimate = _LOG_RATIO / max(float(t99 - t95), self.min_gap_s)
+        estimate = _LOG_RATIO / max(float(t99 - t95), _MIN_GAP_S)
         gamma = (1.0 - self.smoothing) * self.gamma_per_s + self.smoothing * estimate
         self.gamma_per_s = min(max(gamma, self.min_per_s), self.max_per_s)
         return True
 
 
+#: Weight of old steps in `WorkRate` falls by this with each new one.
+_STEP_FADE = 0.5 ** (1.0 / 1000.0)
+
+
 class WorkRate:
     """Engine seconds per prompt token and per output token, measured while the engine works.
 
-    A step's duration is divided equally among the tokens processed in it; sums fade with a half-life in steps. So the
+    A step's duration is divided equally among the tokens processed in it; sums fade with a half-life of 1,000 steps. So the
     work of all requests adds up to the time the engine was busy, which is what work means in an M/G/1 queue: of a step
     with 32 decodes each token costs a 32nd. It needs the duration of every step.
 
@@ -108,13 +109,10 @@ class WorkRate:
         step_s: Mean duration of a step in seconds: what a running request waits for its next token.
     """
 
-    def __init__(
-        self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3, half_life_steps: float = 1000.0
-    ) -> None:
+    def __init__(self, prefill_token_s: float = 5e-5, decode_token_s: float = 1e-3) -> None:
         self.prefill_token_s = prefill_token_s
         self.decode_token_s = decode_token_s
         self.step_s = decode_token_s
-        self._fade = 0.5 ** (1.0 / half_life_steps)
         self._prefill_s = self._prefill_tokens = self._decode_s = self._decode_tokens = 0.0
         self._num_steps = self._steps_s = 0.0
         self._step_prefill = self._step_decode = 0
@@ -134,7 +132,7 @@ class WorkRate:
         if prefill + decode == 0 or step_s <= 0:
             return
         token_s = step_s / (prefill + decode)
-        fade = self._fade
+        fade = _STEP_FADE
         self._prefill_s = self._prefill_s * fade + token_s * prefill
         self._prefill_tokens = self._prefill_tokens * fade + prefill
         self._decode_s = self._decode_s * fade + token_s * decode

@@ -61,11 +61,7 @@ class PredictionBias:
 
 
 class RecentValues:
-    """The latest values of a quantity.
-
-    Args:
-        window: How many of them.
-    """
+    """The latest `window` values of a quantity."""
 
     def __init__(self, window: int) -> None:
         self._values = np.zeros(window)
@@ -285,9 +281,7 @@ class Load:
     def lower_bound(self, token_s: float, service_s: float) -> float:
         """The load less its standard error; 0 with too few blocks for that.
 
-        Args:
-            token_s: Seconds of the engine per token of work.
-            service_s: Seconds of the engine for the mean request.
+        `token_s` and `service_s` are seconds of the engine, per token of work and for the mean request.
         """
         ended = self._blocks[:-1]
         if len(ended) < 4:

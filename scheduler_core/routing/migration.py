@@ -97,9 +97,6 @@ class Migrations:
         schedulers: The replicas by id; looked up at every call, so replicas may join and leave.
         stage_blocks: Maximum number of blocks copied in one stage, > 0; None copies everything in one stage, stopped
             (disaggregated serving).
-
-    Raises:
-        InputError: `stage_blocks` is not above 0.
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:
@@ -129,10 +126,10 @@ class Migrations:
         """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
 
         Raises:
-            InputError: A replica does not exist, source and destination are the same, or their blocks differ in size.
+            InputError: Source and destination are the same, or their blocks differ in size.
         """
         assert move.request_id not in self._ongoing, "a second migration of a request"
-        source, destination = self._scheduler(move.source), self._scheduler(move.destination)
+        source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         if (
             move.source == move.destination
             or source.config.kv_block_tokens != destination.config.kv_block_tokens
@@ -153,13 +150,13 @@ class Migrations:
         ongoing = self._ongoing[request_id]
         ongoing.copied_blocks += ongoing.copying_blocks
         if ongoing.stopped is None:
-            state = self._scheduler(ongoing.move.source).find(request_id)
+            state = self._schedulers[ongoing.move.source].find(request_id)
             assert state is not None, "the request has left its source without an event"
             return self._next_stage(ongoing, state, now)
         move = ongoing.move
         del self._ongoing[request_id]
-        self._scheduler(move.source).unreserve(request_id, now)
-        self._scheduler(move.destination).attach(ongoing.stopped, now)
+        self._schedulers[move.source].unreserve(request_id, now)
+        self._schedulers[move.destination].attach(ongoing.stopped, now)
         return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
     def on_finished(self, request_id: str, now: float) -> Aborted | None:
@@ -176,7 +173,7 @@ class Migrations:
         if ongoing is None:
             return None
         if ongoing.stopped is not None:
-            self._scheduler(ongoing.move.source).unreserve(request_id, now)
+            self._schedulers[ongoing.move.source].unreserve(request_id, now)
         return self._end(ongoing, AbortReason.ABORTED, now)
 
     def on_draining(self, replica_id: str, now: float) -> tuple[Aborted, ...]:
@@ -193,7 +190,7 @@ class Migrations:
         for ongoing in list(self._ongoing.values()):
             move = ongoing.move
             if move.source == replica_id:
-                self._scheduler(move.destination).unreserve(move.request_id, now)
+                self._schedulers[move.destination].unreserve(move.request_id, now)
                 reason = AbortReason.SOURCE_FAILED
             elif move.destination == replica_id:
                 self._resume(ongoing, now)
@@ -206,7 +203,7 @@ class Migrations:
 
     def _next_stage(self, ongoing: _Ongoing, state: RequestState, now: float) -> Outcome:
         move = ongoing.move
-        source, destination = self._scheduler(move.source), self._scheduler(move.destination)
+        source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         left = -(-state.num_computed_tokens // source.config.kv_block_tokens) - ongoing.copied_blocks
         if ongoing.num_stages and left >= ongoing.left_blocks:
             return self._stay(ongoing, AbortReason.STALLED, now)
@@ -235,17 +232,9 @@ class Migrations:
 
     def _resume(self, ongoing: _Ongoing, now: float) -> None:
         if ongoing.stopped is not None:
-            self._scheduler(ongoing.move.source).attach(ongoing.stopped, now)
+            self._schedulers[ongoing.move.source].attach(ongoing.stopped, now)
 
     def _end(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
-        self._scheduler(ongoing.move.destination).unreserve(ongoing.move.request_id, now)
+        self._schedulers[ongoing.move.destination].unreserve(ongoing.move.request_id, now)
         del self._ongoing[ongoing.move.request_id]
         return Aborted(ongoing.move, reason)
-
-    def _scheduler(self, replica_id: str) -> Scheduler:
-        scheduler = self._schedulers.get(replica_id)
-        if scheduler is None:
-            raise InputError(
-                "replica", replica_id, ", ".join(self._schedulers) or "none: there is no replica"
-            )
-        return scheduler

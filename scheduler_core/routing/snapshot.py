@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
@@ -90,7 +90,7 @@ class ReplicaSnapshot:
     head_demand_blocks: int = 0
     waiting_prefill_tokens: int = 0
     tiers: tuple[int, ...] = ()
-    requests: Sequence[RequestView] = ()
+    requests: Iterable[RequestView] = ()
 
     @property
     def num_requests(self) -> int:
@@ -154,7 +154,7 @@ def take_snapshot(
     )
 
 
-class _Views(Sequence[RequestView]):
+class _Views(Iterable[RequestView]):
     """The requests of a pool, the running ones first, made when they are first read."""
 
     __slots__ = ("_pool", "_views")
@@ -163,21 +163,12 @@ class _Views(Sequence[RequestView]):
         self._pool = pool
         self._views: tuple[RequestView, ...] | None = None
 
-    def _made(self) -> tuple[RequestView, ...]:
+    def __iter__(self) -> Iterator[RequestView]:
         if self._views is None:
             waiting = sorted(self._pool.waiting, key=lambda state: state.order)
             states = (*self._pool.running.values(), *waiting)
             self._views = tuple(_view(state, self._pool.kv) for state in states)
-        return self._views
-
-    def __len__(self) -> int:
-        return len(self._made())
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._made()[index]
-
-    def __iter__(self) -> Iterator[RequestView]:
-        return iter(self._made())
+        return iter(self._views)
 
 
 def _view(state: RequestState, kv: KVCache) -> RequestView:

@@ -36,9 +36,9 @@ ROUND = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.0, pe
 PLAIN = LinearStepTime(base_s=1.0, per_prefill_token_s=0.1, per_decode_s=0.01, per_context_token_s=0.001)
 
 
-def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100) -> Request:
-    """A request."""
-    return Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap)
+def request(name: str, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, **more: Any) -> Request:
+    """A request; `more` are its other fields."""
+    return Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, **more)
 
 
 def prediction(median: float, sigma: float = 0.5, nu: float = 3.5) -> LengthPrediction:
@@ -153,12 +153,12 @@ def random_trace(
         seen = LengthPrediction(float(rng.normal(4.0, 0.8)), float(rng.uniform(0.2, 0.9)), 3.5)
         drawn = float(np.exp(np.clip(seen.mu + seen.sigma * rng.standard_t(seen.nu), 0, 20)))
         rows.append(
-            TraceRequest(
-                request_id=f"r{index}",
-                arrival_s=float(arrivals[index]),
-                prompt_tokens=int(rng.integers(1, most_prompt)),
-                output_tokens=int(min(cap, max(1, round(drawn)))),
-                max_tokens=cap,
+            trace_row(
+                f"r{index}",
+                float(arrivals[index]),
+                int(rng.integers(1, most_prompt)),
+                int(min(cap, max(1, round(drawn)))),
+                cap,
                 prediction=seen,
             )
         )

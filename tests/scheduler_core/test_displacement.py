@@ -8,11 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
-from scheduler_core.plan import StepResult
+from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies.base import KeyChanges, Policy
 from scheduler_core.request import Request, RequestState
-from scheduler_core.scheduler import Scheduler, SchedulerConfig
+from scheduler_core.scheduler import Scheduler
 from tests.scheduler_core.driving import line
+from tests.scheduler_core.helpers import request, scheduler
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,24 +31,28 @@ class Urgent(Policy):
         return -math.inf if state.request.priority == 99 else float(state.request.priority)
 
 
-def ask(name: str, priority: int, prompt: int = 4, arrival_s: float = 0.0, cap: int = 20) -> Request:
-    return Request(
-        request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, priority=priority
-    )
+def ask(name: str, priority: int, prompt: int = 4, cap: int = 20) -> Request:
+    return request(name, prompt=prompt, cap=cap, priority=priority)
 
 
 def core_of(policy: Policy | None = None, **limits: Any) -> Scheduler:
-    values = {"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
-    return Scheduler(SchedulerConfig(**values), policy or Urgent())
+    return scheduler(
+        policy or Urgent(), **{"kv_block_tokens": 1, "kv_watermark": 0.0, "num_kv_blocks": 1000, **limits}
+    )
 
 
-def step(core: Scheduler, now: float = 0.0) -> str:
+def planned(core: Scheduler, now: float) -> StepPlan:
+    """A step, which ends at once."""
     plan = core.schedule(now)
     assert plan is not None
     core.validate()
     core.complete(StepResult(plan.step), now)
     core.validate()
-    return line(plan)
+    return plan
+
+
+def step(core: Scheduler, now: float = 0.0) -> str:
+    return line(planned(core, now))
 
 
 FORMERS = ["chunked_prefill", "vllm"]
@@ -88,12 +93,8 @@ def test_as_many_go_as_memory_needs_and_no_more(former: str) -> None:
     step(core)
     step(core)
     core.add(ask("d", 1, prompt=8, cap=10), 1.0)
-    plan = core.schedule(1.0)
-    assert plan is not None
-    assert plan.preempted == ("c",)
-    assert plan.admitted == ("d",)
-    core.complete(StepResult(plan.step), 1.0)
-    core.validate()
+    plan = planned(core, 1.0)
+    assert (plan.preempted, plan.admitted) == (("c",), ("d",))
 
 
 @pytest.mark.parametrize("former", FORMERS)
@@ -105,8 +106,7 @@ def test_nobody_is_evicted_in_vain(former: str) -> None:
     step(core)
     step(core)
     core.add(ask("d", 1, prompt=14, cap=2), 1.0)
-    plan = core.schedule(1.0)
-    assert plan is not None
+    plan = planned(core, 1.0)
     assert plan.preempted == ()
     assert set(plan.decodes) == {"high", "low"}
 

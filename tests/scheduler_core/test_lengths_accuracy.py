@@ -7,7 +7,6 @@ taken with enough digits that its cancellation does no harm.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import mpmath as mp
@@ -20,21 +19,9 @@ ALPHA = 0.9
 RTOL = 1e-9
 
 
-class Reference(ABC):
-    """A survival function and its integral, in mpmath."""
+class StudentReference:
+    """In mpmath: sf, P(X > x), and stop_loss, the integral of it over [low, high]."""
 
-    digits = 60
-
-    @abstractmethod
-    def sf(self, x: Any) -> Any:
-        """P(X > x)."""
-
-    @abstractmethod
-    def stop_loss(self, low: Any, high: Any) -> Any:
-        """Integral of P(X > x) over [low, high]."""
-
-
-class StudentReference(Reference):
     digits = 20
 
     def __init__(self, mu: float, sigma: float, nu: float) -> None:
@@ -72,7 +59,11 @@ class StudentReference(Reference):
         return scale * within
 
 
-class NormalReference(Reference):
+class NormalReference:
+    """As `StudentReference`."""
+
+    digits = 60
+
     def __init__(self, mu: float, sigma: float) -> None:
         self.mu, self.sigma = mp.mpf(mu), mp.mpf(sigma)
 
@@ -92,6 +83,7 @@ class NormalReference(Reference):
         return mean * mp.erfc((z - self.sigma) / mp.sqrt(2)) / 2 - x * self.sf(x)
 
 
+Reference = StudentReference | NormalReference
 Case = tuple[LogT, Reference, float, float]
 
 

@@ -262,14 +262,6 @@ def test_impossible_observations_are_refused(values: dict[str, object], field: s
     assert calibration.served_models == ()
 
 
-@pytest.mark.parametrize(
-    "values", [{"memory": 1}, {"window": 10}, {"arl": 1.0}, {"arl": math.nan}, {"max_models": 0}]
-)
-def test_parameters_out_of_range_are_refused(values: dict[str, float]) -> None:
-    with pytest.raises(InputError, match=next(iter(values))):
-        OnlineCalibrationConfig(**values)  # type: ignore[arg-type]
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(

@@ -9,7 +9,8 @@ import pytest
 from scheduler_core.errors import InputError
 from scheduler_core.plan import StepPlan, StepResult
 from scheduler_core.policies import POLICIES
-from scheduler_core.scheduler import Scheduler, SchedulerConfig, SchedulerStateError
+from scheduler_core.predictions import BucketPrediction, Prediction, RankPrediction
+from scheduler_core.scheduler import Scheduler, SchedulerStateError
 from tests.scheduler_core.helpers import predicted, prediction, request, run_step, scheduler
 
 
@@ -187,11 +188,19 @@ def test_equal_keys_are_served_in_order_of_arrival(policy: str) -> None:
     assert order == [("c",), ("a",), ("b",)]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("max_num_seqs", 0), ("max_num_batched_tokens", 3), ("num_kv_blocks", 0), ("kv_block_tokens", -1),
-     ("kv_watermark", 1.0), ("batching", "magic")],
-)  # fmt: skip
-def test_wrong_limits_are_named(field: str, value: object) -> None:
-    with pytest.raises(InputError, match=field):
-        SchedulerConfig(**{field: value})  # type: ignore[arg-type]
+def test_the_bucket_is_the_most_probable_class() -> None:
+    assert BucketPrediction((0.2, 0.5, 0.3), (10, 100)).bucket == 1
+    assert BucketPrediction((0.5, 0.5), (10,)).bucket == 0
+
+
+def test_a_bundle_replaces_only_what_it_contains() -> None:
+    core = scheduler()
+    core.add(request("a"), 0.0)
+    core.update("a", Prediction(length=prediction(5), rank=RankPrediction(1.0)), 0.0)
+    core.update("a", Prediction(rank=RankPrediction(2.0)), 0.0)
+    state = core.state("a")
+    assert state.prediction == prediction(5)
+    assert state.rank == RankPrediction(2.0)
+    assert (state.urgency, state.bucket) == (None, None)
+    core.update("a", None, 0.0)
+    assert state.prediction == prediction(5)

@@ -186,7 +186,9 @@ def coverage(predictor, data, out):
 def test_the_command_writes_a_calibrated_checkpoint(folder, tmp_path):
     args = [str(folder / "checkpoint"), "--data", str(folder / "answers.parquet"), "--progress", "false"]
     out = tmp_path / "calibrated"
-    assert main([*args, "--out", str(out)]) == 0
+    assert main([*args, "--out", str(out), "--report", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert all(f"<td>{name}</td>" in page for name in MODELS)
     info = json.loads((out / "training.json").read_text())
     assert info["note"] == "kept"
     assert info["calibration"]["method"] in ESTIMATORS

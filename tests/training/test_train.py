@@ -99,9 +99,10 @@ def predict(checkpoint, texts, *conditions, **options):
     return predict_prompts(checkpoint.model, checkpoint.tokenizer, texts, *conditions, **options)
 
 
-def test_both_stages_train_and_the_checkpoint_records_them(bert, samples, tmp_path):
+def test_both_stages_train_and_the_checkpoint_and_the_report_record_them(bert, samples, tmp_path):
     random = torch.random.get_rng_state()
-    info = train(tiny(bert, samples, tmp_path / "out", length=MSE))
+    page = tmp_path / "report.html"
+    info = train(tiny(bert, samples, tmp_path / "out", length=MSE, report=str(page)))
 
     assert torch.equal(random, torch.random.get_rng_state())
     checkpoint = load_checkpoint(tmp_path / "out")
@@ -126,6 +127,9 @@ def test_both_stages_train_and_the_checkpoint_records_them(bert, samples, tmp_pa
     assert info["metrics"]["validation_loss"] == pytest.approx(float(best["validation_loss"]))
     start, end = load_encoder(bert).state_dict(), weights(tmp_path / "out")
     assert any(not torch.equal(value, end[f"encoder.{name}"]) for name, value in start.items())
+    text = page.read_text()
+    assert text.count("<svg") == 1
+    assert f"<td>{float(rows[1]['validation_length']):.4g}</td>" in text
 
 
 def test_stage_1_trains_with_dropout_and_stage_2_leaves_the_encoder_as_it_is(bert, several, tmp_path):

@@ -16,7 +16,7 @@ class CalibrateConfig:
     """Shift and scale a predictor's distributions so that coverage is right for each served model, and make conformal quantiles; writes a new checkpoint."""
 
     INPUTS = ("predictor", "data")
-    OUTPUTS = ("out",)
+    OUTPUTS = ("out", "report")
 
     predictor: str
     """Checkpoint folder of train with a length head."""
@@ -42,6 +42,8 @@ class CalibrateConfig:
     """Prompts per call of the model."""
     threads: int | None = None
     """Threads of the model; unset: torch's own choice."""
+    report: str | None = None
+    """HTML file to write: coverage of each served model before and after."""
     progress: bool = True
     """Show progress bars on a terminal, a line now and then elsewhere."""
 

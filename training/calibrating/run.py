@@ -17,11 +17,13 @@ from data_gen.splits import unit_hash
 from predictors.manifest import CONFORMAL
 from predictors.modules.checkpoint import KIND, Checkpoint, load_checkpoint, save_checkpoint
 from scheduler_core.errors import InputError
-from scheduler_core.files import existing_file, folder_target, sha256_file, write_json
+from scheduler_core.files import existing_file, folder_target, sha256_file, writable_target, write_json
+from scheduler_core.report.page import Page
 from training.calibrating.cli import CalibrateConfig
 from training.calibrating.estimation import METHODS, Residuals, fit_conformal, select_calibration
 from training.evaluating.predictors import DEFAULT_NU, InferenceOptions, distinct, predict_rows
 from training.evaluating.rows import EvaluationRows, of_split, warn_of_training_prompts
+from training.evaluating.scores import COVERAGE_LEVELS, percent
 from training.fitting.fits import FitOptions, read_fits_or_fit
 from training.prediction import pick_device
 from training.versions import versions_of
@@ -50,6 +52,7 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
     checkpoint.model.to(pick_device("auto"))
     conditioning = checkpoint.config.conditioning
     names = () if conditioning is None else conditioning.served_models
+    report = None if config.report is None else writable_target(config.report, "report")
     rows = _rows(config, checkpoint)
     warn_of_training_prompts(checkpoint.training_info.get("data", {}), rows.prompts, config.split)
     options = InferenceOptions(config.batch_size, config.threads, config.progress)
@@ -95,6 +98,8 @@ def calibrate(config: CalibrateConfig) -> dict[str, Any]:
             extra_files=copies | {CONFORMAL: Path(folder) / CONFORMAL},
             overwrite=config.overwrite,
         )
+    if report is not None:
+        _write_report(report, summary)
     log.info(
         "method %s, pooling %g: smallest shift of coverage at P50, P90 and P99 (the largest of each served model, mean over "
         "served models) in cross-validation, %.1f points; without a change %s",
@@ -172,3 +177,32 @@ def _parts(
         allowed = f"enough of them for {len(parts)} parts by a hash of the text"
         raise InputError("data, prompts", len(hashes), allowed)
     return parts
+
+
+def _write_report(path: str | Path, summary: Mapping[str, Any]) -> None:
+    """Writes the page out of the summary of `calibrate`."""
+    names = ["unknown", *summary["served_models"]]
+    sides: list[Mapping[str, Any]] = [
+        summary["coverage_of_conformal_rows"][side]["by_model"] for side in ("before", "after")
+    ]
+    numbers = list(sides[0])
+    levels = [percent(level) for level in COVERAGE_LEVELS]
+    page = Page(
+        "Calibration",
+        f"Method {summary['method']}, pooling {summary['pooling']:g}: shift of mu and scale of sigma for each served "
+        f"model, from {summary['data']['num_samples']} samples of {summary['data']['num_rows']} rows.",
+    )
+    page.heading("Coverage on prompts that nothing was fitted to")
+    header = ("served model", "mu shift", "sigma scale", *(f"{level}, before" for level in levels), *levels)
+    rows = [
+        (
+            names[int(number)],
+            summary["mu_shift"][int(number)],
+            summary["sigma_scale"][int(number)],
+            *(side[number][level] for side in sides for level in levels),
+        )
+        for number in numbers
+    ]
+    page.table(header, rows)
+    page.note("Fraction of samples below the predicted quantile, where that lies below max_tokens.")
+    page.write(path)

@@ -1,4 +1,4 @@
-"""A real vLLM behind the proxy: a later short or urgent request overtakes earlier long ones.
+"""A real vLLM behind the proxy: a later short or urgent request overtakes earlier long ones, and nobody is lost.
 
 vLLM's engine stands still until all requests are there: on a loaded machine the first ones could be answered before.
 
@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from predictors.runtime import open_runtime
 from tests.data_gen.conftest import save_tiny_llama, vllm_environment, vllm_python
+from tests.predictors.fakes import running_server
 from tests.predictors.proxy.fake_engine import CHAT, RunningProxy, running_proxy
 from tests.scheduler_core.adapters.test_vllm_engine import Server, answers
 
@@ -108,8 +110,13 @@ async def test_a_later_short_or_urgent_request_overtakes(
     engine: Engine, artifact_folder: Path, kind: str, policy: str, prompt: str, tier: int | None
 ) -> None:
     """By hints, and held by the proxy as in front of an engine without them."""
-    options: dict[str, Any] = {"engine": kind, "max_num_seqs": 1, "release": 1, "policy": policy}
-    async with running_proxy(engine.url, predictor=str(artifact_folder), **options) as proxy:
+    options: dict[str, Any] = {
+        "engine": kind,
+        "predictor": str(artifact_folder),
+        "max_num_seqs": 1,
+        "release": 1,
+    }
+    async with running_proxy(engine.url, policy=policy, **options) as proxy:
         assert num_overtaken(await finish_order(engine, proxy, prompt, tier)) >= NUM_LONG // 2
         outcome = "policy" if kind == "vllm" else "held"
         assert await proxy.metric(f'tailcast_proxy_hints_total{{outcome="{outcome}"}}') == NUM_LONG + 1
@@ -139,3 +146,20 @@ async def test_streams_are_counted_by_the_engine_and_look_as_without_the_proxy(
         assert await proxy.metric('tailcast_proxy_hints_total{outcome="policy"}') == 2
     rows = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_bytes().splitlines()]
     assert [(row["output_tokens"], row["counted_by"]) for row in rows] == [(9, "usage")] * 2
+
+
+async def test_no_request_is_lost_when_the_predictor_goes(engine: Engine, artifact_folder: Path) -> None:
+    answered = 'tailcast_proxy_predictions_total{outcome="answered"}'
+    async with running_server(open_runtime(artifact_folder)) as (_, address):
+        manager = running_proxy(
+            engine.url, engine="vllm", predictor=f"grpc://{address}", max_num_seqs=1, deadline_s=2.0
+        )
+        proxy = await manager.__aenter__()
+        with engine.stopped():
+            first = [asyncio.create_task(proxy.post(asks(LONG, 40))) for _ in range(6)]
+            await proxy.reaches(answered, 6)
+            assert not any(task.done() for task in first)
+    rest = [asyncio.create_task(proxy.post(asks(SHORT, 40))) for _ in range(6)]
+    assert [status for status, _ in await asyncio.gather(*first, *rest)] == [200] * 12
+    assert await proxy.metric(answered) == 6
+    await manager.__aexit__(None, None, None)

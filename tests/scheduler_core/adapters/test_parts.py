@@ -15,7 +15,7 @@ from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.adapters.live_order import LiveOrder
 from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDecoder
 from scheduler_core.adapters.settings import EngineSettings
-from scheduler_core.adapters.vllm_requests import PolicyQueue
+from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.policies import make_policy
 from scheduler_core.predictor import PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Phase, Request

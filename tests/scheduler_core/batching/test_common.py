@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from scheduler_core.batching import BATCH_FORMERS
-from scheduler_core.decision_log import DecisionLog
 from scheduler_core.plan import StepResult
 from scheduler_core.policies import POLICIES
 from scheduler_core.request import Phase, Request
-from scheduler_core.scheduler import SchedulerConfig
+from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
 from tests.scheduler_core.driving import Drive
@@ -31,12 +30,9 @@ PAIRS = compatible_pairs(POLICIES, BATCH_FORMERS)
 FEW = [pair for pair in PAIRS if pair[0] in ("fcfs", "hrrn", "srpt", "las", "semantic")]
 #: Memory is reserved for the longest answer.
 NEVER_PREEMPT = {"orca", "request_level"}
-TIGHT: dict[str, Any] = {
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 40,
-    "num_kv_blocks": 20,
-    "kv_block_tokens": 2,
-}
+TIGHT = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "num_kv_blocks": 20, "kv_block_tokens": 2}
+#: Keeping a copy costs nothing, so that all of the cache is kept.
+KEEP: dict[str, dict[str, Any]] = {"stage_aware": {"batching_parameters": {"beta": 0.0}}}
 
 
 def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> list[tuple[Request, int]]:
@@ -45,11 +41,11 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     made = []
     for index in range(num):
         length = int(rng.integers(1, 16))
-        item = Request(
-            request_id=f"r{index}",
-            arrival_s=gap_s * float(rng.integers(0, num)),
-            prompt_tokens=int(rng.integers(1, 16)),
-            max_tokens=16,
+        item = request(
+            f"r{index}",
+            gap_s * float(rng.integers(0, num)),
+            prompt=int(rng.integers(1, 16)),
+            cap=16,
             priority=int(rng.integers(0, 3)),
             tier=int(rng.integers(0, 5)),
             tenant=str(rng.integers(0, 2)),
@@ -60,17 +56,16 @@ def rows(num: int = 25, seed: int = 3, gap_s: float = 0.7, **fields: Any) -> lis
     return made
 
 
-def drive(
-    pair: tuple[str, str], given: list[tuple[Request, int]], log: DecisionLog | None = None, **more: Any
-) -> Drive:
+def drive(pair: tuple[str, str], given: list[tuple[Request, int]]) -> Drive:
     policy, former = pair
-    limits = {**TIGHT, **more}
-    core = scheduler(
-        policy, log=log, batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **limits
-    )
-    return Drive(
-        core, given, predictions={item.request_id: full_prediction(length) for item, length in given}
-    )
+    predictions = {item.request_id: full_prediction(length) for item, length in given}
+    return Drive(core_of(former, policy), given, predictions=predictions)
+
+
+def core_of(former: str, policy: str = "fcfs", **more: Any) -> Scheduler:
+    """On a tight engine, parameters of the former such that it works there."""
+    parameters = {"batching_parameters": SMALL_PARAMETERS.get(former, {})}
+    return scheduler(policy, batching=former, **{**TIGHT, **parameters, **more})
 
 
 def name_of(pair: tuple[str, str]) -> str:
@@ -121,10 +116,8 @@ def test_under_fcfs_requests_start_in_the_order_they_came(former: str) -> None:
 
 @pytest.mark.parametrize("former", [name for name in BATCH_FORMERS if name not in NEVER_PREEMPT])
 def test_what_is_swapped_is_not_computed_again(former: str) -> None:
-    parameters = {"stage_aware": {"beta": 0.0}}.get(former, SMALL_PARAMETERS.get(former, {}))
-    core = scheduler("fcfs", batching=former, batching_parameters=parameters, preemption="swap", **TIGHT)
     given = rows()
-    run = Drive(core, given)
+    run = Drive(core_of(former, preemption="swap", **KEEP.get(former, {})), given)
     run.run()
     assert run.core.counters.num_swaps > 0
     assert run.core.counters.num_swaps == sum(len(plan.swapped_out) for plan in run.plans)
@@ -136,16 +129,14 @@ def test_what_is_swapped_is_not_computed_again(former: str) -> None:
 
 @pytest.mark.parametrize("former", BATCH_FORMERS)
 def test_prefix_cache_hits_save_prefill_once_but_no_blocks(former: str) -> None:
-    hits = Request(request_id="a", arrival_s=0.0, prompt_tokens=10, max_tokens=4, cached_prefix_tokens=7)
-    core = scheduler(batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **TIGHT)
+    hits = request("a", prompt=10, cap=4, cached_prefix_tokens=7)
+    core = core_of(former)
     core.add(hits, 0.0)
     plan = core.schedule(0.0)
     assert plan is not None
     assert (plan.prefills[0].start_token, plan.num_context_tokens) == (7, 7)
     assert core.config.num_kv_blocks - core.pool.kv.num_free_blocks >= 5, "all 10 tokens in blocks of 2"
-    run = Drive(
-        scheduler(batching=former, batching_parameters=SMALL_PARAMETERS.get(former, {}), **TIGHT), [(hits, 4)]
-    )
+    run = Drive(core_of(former), [(hits, 4)])
     run.run()
     assert run.prefill_tokens == {"a": 3}
 
@@ -159,13 +150,9 @@ def test_a_request_may_be_aborted_in_every_state(former: str, in_step: bool) -> 
     """Runs until a request is in the wanted state, aborts it there, and goes on: the others are served in full."""
     reached = set()
     for wanted in STATES:
-        limits = {
-            **TIGHT,
-            "max_num_batched_tokens": 31,
-            "preemption": "swap" if wanted == "offloaded" else "recompute",
-        }
-        parameters = {"stage_aware": {"beta": 0.0}}.get(former, SMALL_PARAMETERS.get(former, {}))
-        core = scheduler("fcfs", batching=former, batching_parameters=parameters, **limits)
+        preemption = "swap" if wanted == "offloaded" else "recompute"
+        limits = {"max_num_batched_tokens": 31, "preemption": preemption, **KEEP.get(former, {})}
+        core = core_of(former, **limits)
         given = rows(15, gap_s=0.3)
         run = Drive(core, given)
         victim = None

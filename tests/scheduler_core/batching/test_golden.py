@@ -14,10 +14,9 @@ from scheduler_core.batching import BATCH_FORMERS
 from scheduler_core.decision_log import DecisionLog
 from scheduler_core.predictions import LengthPrediction, Prediction, UrgencyPrediction
 from scheduler_core.replay import read_log, replay
-from scheduler_core.request import Request
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import SMALL_PARAMETERS, scheduler
+from tests.scheduler_core.helpers import SMALL_PARAMETERS, request, scheduler
 
 FOLDER = Path(__file__).parent / "golden"
 #: The order policy of each recording: the paper's own where there is one.
@@ -43,11 +42,11 @@ def record(former: str) -> DecisionLog:
     )
     given = []
     for index in range(NUM_REQUESTS):
-        item = Request(
-            request_id=f"r{index}",
-            arrival_s=float(rng.integers(0, 12)) / 2,
-            prompt_tokens=int(rng.integers(2, 12)),
-            max_tokens=12,
+        item = request(
+            f"r{index}",
+            float(rng.integers(0, 12)) / 2,
+            prompt=int(rng.integers(2, 12)),
+            cap=12,
             tier=int(rng.integers(0, 5)),
             tbt_slo_s=(0.1, 2.0, None)[index % 3],
             cached_prefix_tokens=index % 2,

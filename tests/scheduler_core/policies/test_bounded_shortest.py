@@ -15,14 +15,15 @@ from scheduler_core.errors import InputError
 from scheduler_core.policies.bounded_shortest import BoundedShortest
 from scheduler_core.policies.fcfs_estimate import ArrivalOrder, Load, RecentValues
 from scheduler_core.predictions import LengthPrediction, Prediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
 from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.predictions import Predictions, oracle_predictions
 from scheduler_core.simulator.records import RequestRecord
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time import saturation_rate_rps
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import request, trace_row
 
 CONFIG = SimulationConfig(trace="test", policy="fcfs", scheduler=SchedulerConfig(max_num_seqs=16))
 
@@ -31,16 +32,7 @@ def trace_of(seed: int, load: float, num: int = 800, *, is_bursty: bool = False)
     """Log-normal lengths, Poisson arrivals or ones in bursts of 40."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(4.5, 1.0, num), 1, 2000).astype(int)
-    rows = [
-        TraceRequest(
-            request_id=f"r{index}",
-            arrival_s=0.0,
-            prompt_tokens=50,
-            output_tokens=int(length),
-            max_tokens=2000,
-        )
-        for index, length in enumerate(lengths)
-    ]
+    rows = [trace_row(f"r{index}", 0.0, 50, int(length), 2000) for index, length in enumerate(lengths)]
     rate = load * saturation_rate_rps(
         Trace(tuple(rows), source="test"), CONFIG.scheduler, CONFIG.make_step_time()
     )
@@ -131,9 +123,7 @@ def test_who_is_due_is_what_the_definition_gives(events: list[tuple[int, int, in
     waiting, expected = ArrivalOrder(), {}
     waiting.set_bound(1.25, 20.0, 40.0, 1 / 64)
     for order, (choice, work, wait_s) in enumerate(events):
-        state = RequestState(
-            Request(request_id=f"r{order}", arrival_s=0.0, prompt_tokens=1, max_tokens=9), order=order
-        )
+        state = RequestState(request(f"r{order}", prompt=1, cap=9), order=order)
         waiting.add(state, wait_s, work)
         expected[order] = [state, wait_s, work, 0.0]
         if choice % 2:
@@ -177,17 +167,15 @@ def test_a_prediction_after_the_admission_counts_as_one_before() -> None:
         policy = BoundedShortest()
         for order in range(200):
             max_tokens = 8 if order < 100 else 800
-            request = Request(
-                request_id=f"r{order}", arrival_s=float(order), prompt_tokens=1, max_tokens=max_tokens
-            )
-            state = RequestState(request, order=order)
-            policy.on_arrival(state, request.arrival_s)
+            now = float(order)
+            state = RequestState(request(f"r{order}", now, prompt=1, cap=max_tokens), order=order)
+            policy.on_arrival(state, now)
             if is_late:
-                policy.on_admit(state, request.arrival_s)
+                policy.on_admit(state, now)
             state.apply_prediction(Prediction(length=LengthPrediction(math.log(max_tokens / 2), 0.3, 3.5)))
             policy.on_prediction(state)
             if not is_late:
-                policy.on_admit(state, request.arrival_s)
+                policy.on_admit(state, now)
         loads.append((policy._load.lower_bound(0.001, 0.1), policy._running.remaining(200.0, 1.0)))
     assert loads[0] == pytest.approx(loads[1])
 

@@ -7,24 +7,13 @@ import math
 import pytest
 
 from scheduler_core.policies import POLICIES, make_policy
-from scheduler_core.request import Request
+from scheduler_core.predictions import HEADS
 from tests.scheduler_core.driving import Drive
-from tests.scheduler_core.helpers import full_prediction, run_step, scheduler
+from tests.scheduler_core.helpers import full_prediction, request, run_step, scheduler
 
 STEP_S = 0.05
 
 ALL = pytest.mark.parametrize("name", POLICIES)
-
-
-def ask(name: str, arrival_s: float, prompt: int, tenant: str, ttlt_slo_s: float) -> Request:
-    return Request(
-        request_id=name,
-        arrival_s=arrival_s,
-        prompt_tokens=prompt,
-        max_tokens=60,
-        tenant=tenant,
-        ttlt_slo_s=ttlt_slo_s,
-    )
 
 
 #: Policies that say nobody starves, with parameters that make the wait short enough for a test.
@@ -50,8 +39,11 @@ def test_nobody_starves_where_that_is_promised(name: str) -> None:
     Short: 4 prompt and 3 output tokens, predicted well; long: 40 and 50, arrives in the 10th step.
     """
     steps = [step for step in range(800) if step % 3 == 0 or step < 5]
-    rows = [(ask(f"s{step}", step * STEP_S, 4, "a", 1.0), 3) for step in steps]
-    rows.append((ask("long", 10 * STEP_S, 40, "b", 20.0), 50))
+    rows = [
+        (request(f"s{step}", step * STEP_S, prompt=4, cap=60, tenant="a", ttlt_slo_s=1.0), 3)
+        for step in steps
+    ]
+    rows.append((request("long", 10 * STEP_S, prompt=40, cap=60, tenant="b", ttlt_slo_s=20.0), 50))
     predictions = {item.request_id: full_prediction(float(length), 0.1) for item, length in rows}
     core = scheduler(
         make_policy(name, FAIR[name]), max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=4000
@@ -68,7 +60,7 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
     core = scheduler(name, max_num_seqs=1)
     policy, names = core.policy, ("a", "b", "c")
     for request_id in names:
-        core.add(ask(request_id, 0.0, 5, "", 9.0), 0.0)
+        core.add(request(request_id, prompt=5, cap=60, ttlt_slo_s=9.0), 0.0)
     for step in range(12):
         run_step(core, float(step))
         for request_id in names:
@@ -76,14 +68,4 @@ def test_keys_are_finite_before_and_after_every_prediction(name: str) -> None:
                 core.update(request_id, full_prediction(20.0), float(step))
             assert math.isfinite(policy.key(core.state(request_id), float(step)))
             assert policy.eviction_key(core.state(request_id), float(step)) < math.inf
-    assert policy.inputs <= {
-        "length",
-        "urgency",
-        "bucket",
-        "rank",
-        "point",
-        "priority",
-        "tier",
-        "tenant",
-        "slo",
-    }
+    assert policy.inputs <= {*HEADS, "priority", "tier", "tenant", "slo"}

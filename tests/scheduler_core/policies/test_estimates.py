@@ -13,7 +13,8 @@ from scheduler_core.lengths.table import LengthTable
 from scheduler_core.policies.estimates import TailRate
 from scheduler_core.policies.tail_guard import VirtualFcfs
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
+from tests.scheduler_core.helpers import request
 
 
 def table_of(length: LengthPrediction, max_tokens: int) -> LengthTable:
@@ -43,21 +44,13 @@ def test_nothing_is_left_at_the_cap_and_everything_where_the_prediction_is_refut
     assert table.expected_remaining() == pytest.approx(50.0, rel=1e-3)
 
 
-def state(name: str = "a", arrival_s: float = 0.0) -> RequestState:
-    made = RequestState(
-        Request(request_id=name, arrival_s=arrival_s, prompt_tokens=10, max_tokens=100), order=0
-    )
-    made.prefill_target_tokens = 10
-    return made
-
-
 def test_gamma_is_the_slope_of_the_tail() -> None:
     """Exponential latencies of rate 2: ln 5/(t99 - t95) = 2. Eq. 9, not the 39 times smaller line 17 of the algorithm."""
-    rate = TailRate(1.0, window=20_000, update_every=20_000, smoothing=1.0)
+    rate = TailRate(1.0, 20_000, 20_000, smoothing=1.0, min_per_s=1e-4, max_per_s=100.0)
     latencies = np.random.default_rng(0).exponential(0.5, 20_000)
     assert [rate.finished(float(value)) for value in latencies][-1]
     assert rate.gamma_per_s == pytest.approx(2.0, rel=0.1)
-    same = TailRate(1.0, window=10, update_every=10, smoothing=1.0, max_per_s=7.0)
+    same = TailRate(1.0, 10, 10, smoothing=1.0, min_per_s=1e-4, max_per_s=7.0)
     assert [same.finished(1.0) for _ in range(10)][-1]
     assert same.gamma_per_s == 7.0, "a collapsed tail does not run away"
 
@@ -67,7 +60,7 @@ def test_virtual_fcfs_is_fcfs(monkeypatch: pytest.MonkeyPatch) -> None:
     first was predicted to need 2 s: it leaves the virtual queue after 2 s, and the true second is made up for."""
     monkeypatch.setattr("scheduler_core.policies.tail_guard._REFRESH_EVERY", 3)
     queue = VirtualFcfs(10)
-    a, b, c = state("a"), state("b"), state("c", 1.0)
+    a, b, c = (RequestState(request(name, at), order=0) for name, at in (("a", 0.0), ("b", 0.0), ("c", 1.0)))
     queue.arrived(a, 0.0, 2.0)
     queue.arrived(b, 0.0, 1.0)
     queue.served(1.0)

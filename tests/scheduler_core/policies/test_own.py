@@ -13,7 +13,8 @@ from scheduler_core.scheduler import SchedulerConfig
 from scheduler_core.simulator.config import SimulationConfig
 from scheduler_core.simulator.run import run_simulation
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import trace_row
 from tests.scheduler_core.policies.test_papers import enter, generate, state, sure
 
 STEP = LinearStepTime(base_s=1.0, per_prefill_token_s=0, per_decode_s=0, per_context_token_s=0)
@@ -44,15 +45,8 @@ def overload(num: int, slots: int, load: float, seed: int) -> Trace:
     tokens = np.clip(np.round(np.exp(mu + 0.3 * rng.standard_t(3.5, num))), 1, 4000).astype(int)
     arrivals = np.cumsum(rng.exponential(tokens.mean() / slots / load, num))
     rows = [
-        TraceRequest(
-            request_id=f"r{index}",
-            arrival_s=float(arrivals[index]),
-            prompt_tokens=1,
-            output_tokens=int(tokens[index]),
-            max_tokens=4000,
-            prediction=LengthPrediction(float(mu[index]), 0.3, 3.5),
-        )
-        for index in range(num)
+        trace_row(f"r{index}", float(arrivals[index]), 1, int(tokens[index]), 4000, prediction=prediction)
+        for index, prediction in enumerate(LengthPrediction(float(center), 0.3, 3.5) for center in mu)
     ]
     return Trace(tuple(rows))
 

@@ -7,30 +7,42 @@ from typing import Any
 
 import pytest
 
+from scheduler_core.lengths import LogT
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.policies.estimates import boost_s
 from scheduler_core.policies.s3 import EDGES
+from scheduler_core.policies.shortest_first import Sept, Ssjf
+from scheduler_core.policies.tie import Tie
 from scheduler_core.policies.uniboost import UniBoost
 from scheduler_core.predictions import BucketPrediction, LengthPrediction, RankPrediction, UrgencyPrediction
-from scheduler_core.request import Request, RequestState, Status
+from scheduler_core.request import RequestState, Status
+from tests.scheduler_core.helpers import prediction, request
 
 
 def state(
     name: str = "a", *, arrival_s: float = 0.0, prompt: int = 10, cap: int = 100, order: int = 0, **more: Any
 ) -> RequestState:
     """A waiting request; `more` are fields of the request, or of its state where it has such."""
-    inside = {key: more.pop(key) for key in list(more) if key in RequestState.__slots__}
-    request = Request(request_id=name, arrival_s=arrival_s, prompt_tokens=prompt, max_tokens=cap, **more)
-    made = RequestState(request, order=order, prefill_target_tokens=prompt)
-    for key, value in inside.items():
-        setattr(made, key, value)
-    return made
+    inside = {field: more.pop(field) for field in list(more) if field in RequestState.__slots__}
+    item = request(name, arrival_s, prompt=prompt, cap=cap, **more)
+    return RequestState(item, order=order, **inside)
 
 
 def sure(tokens: float) -> LengthPrediction:
     """A prediction without doubt."""
-    return LengthPrediction(math.log(tokens), 1e-6, 3.5)
+    return prediction(tokens, sigma=1e-6)
+
+
+def predicted(name: str, median: float, sigma: float = 0.5, **more: Any) -> RequestState:
+    """A waiting request with a predicted length."""
+    return state(name, prediction=prediction(median, sigma), **more)
+
+
+def key(policy: Policy, item: RequestState, now: float = 0.0) -> float:
+    if item.prediction is not None:
+        policy.on_prediction(item)
+    return policy.key(item, now)
 
 
 def enter(policy: Policy, *states: RequestState, now: float = 0.0) -> None:
@@ -286,20 +298,55 @@ def test_uniboost_signal_by_phase() -> None:
     assert UniBoost().effective_tokens(item) == (1000, 10)
 
 
+def test_ssjf_orders_by_predicted_median_and_takes_max_tokens_without_one() -> None:
+    policy = Ssjf()
+    short, long = predicted("a", 20), predicted("b", 80)
+    unknown, beyond = state("c"), predicted("d", 5000)
+    assert key(policy, short) == pytest.approx(math.log(20))
+    assert key(policy, short) < key(policy, long) < key(policy, unknown) == key(policy, beyond)
+
+
+def test_sept_orders_by_the_expectation_of_the_capped_length() -> None:
+    policy = Sept()
+    narrow, wide = predicted("a", 50, 0.1), predicted("b", 45, 1.5)
+    assert key(policy, narrow) == pytest.approx(float(LogT(math.log(50), 0.1).expected(100)))
+    assert key(Ssjf(), wide) < key(Ssjf(), narrow), "by median the wide one is shorter"
+    fresh = Sept()
+    tail = predicted("c", 45, 1.5, cap=4000)
+    plain = predicted("d", 50, 0.1, cap=4000)
+    assert key(fresh, plain) < key(fresh, tail), "by mean it is longer"
+    assert key(fresh, state("e", cap=77)) == 77
+
+
+def test_tie_score_is_mean_plus_beta_times_tail_mean() -> None:
+    """sigma -> 0 and median 40: E = CVaR = 40, so the score is 40 (1 + beta)."""
+    policy = Tie()
+    exact = predicted("a", 40, 1e-6)
+    policy.on_prediction(exact)
+    assert policy.score(exact) == pytest.approx(40 * 1.1, rel=1e-4)
+    policy.on_pressure(num_waiting=30, max_num_seqs=10)
+    assert policy.score(exact) == pytest.approx(40 * 1.3, rel=1e-4)
+    wide = predicted("b", 40, 0.9)
+    policy.on_prediction(wide)
+    length = LogT(math.log(40), 0.9)
+    assert policy.score(wide) == pytest.approx(
+        float(length.expected(100)) + 0.3 * float(length.cvar(0.9, 100))
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "parameters", "named"),
-    [
-        ("lifo", {}, "policy"),
-        ("tie", {"gama": 0.9}, "gama"),
-        ("tie", {"gamma": 0.0}, "gamma"),
-        ("tie", {"beta_min": 0.6}, "beta_min"),
-        ("mlfq", {"factor": 1.0}, "factor"),
-        ("semantic", {"gamma_1": -1.0}, "gamma_1"),
-        ("uniboost", {"gamma_per_s": 1e6}, "gamma_per_s"),
-        ("uniboost", {"decode_token_s": 0.0}, "decode_token_s"),
-        ("tail_guard", {"exempt_fraction": 1.0}, "exempt_fraction"),
-    ],
+    ("num_waiting", "beta"),
+    [(0, 0.1), (10, 0.1), (11, 0.1), (13, 0.15), (20, 0.2), (30, 0.3), (50, 0.5), (900, 0.5)],
 )
-def test_wrong_parameters_are_named(name: str, parameters: dict[str, float], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        make_policy(name, parameters)
+def test_beta_follows_the_queue_on_a_grid(num_waiting: int, beta: float) -> None:
+    """beta = clip(0.1 * Lq / B, 0.1, 0.5) with B = 10, rounded to steps of 0.05."""
+    assert Tie().beta(num_waiting, 10) == pytest.approx(beta)
+
+
+def test_waiting_lowers_the_tie_score_by_gamma_per_tau() -> None:
+    """A request that waited 30 s longer is served as if its score were 0.9 of what it is."""
+    policy = Tie()
+    old = predicted("a", 50, 1e-6)
+    young = predicted("b", 45, 1e-6, arrival_s=30.0)
+    assert key(policy, old) == pytest.approx(key(policy, young), abs=1e-6)
+    assert key(policy, old, now=0.0) == key(policy, old, now=1e6), "static in time"

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from scheduler_core.policies import make_policy
 from scheduler_core.policies.base import Policy
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Request, RequestState
+from scheduler_core.request import RequestState
+from tests.scheduler_core.helpers import request
 
 FloatArray = NDArray[np.float64]
 
@@ -19,21 +20,11 @@ MEAN, CAP, NUM, WARM_UP = 1000.0, 100_000, 1600, 200
 
 
 def latencies(
-    policy: Policy,
-    arrivals: FloatArray,
-    tokens: NDArray[np.int64],
-    predictions: list[LengthPrediction],
-    *,
-    cap: int,
+    policy: Policy, arrivals: FloatArray, tokens: NDArray[np.int64], predictions: list[LengthPrediction]
 ) -> FloatArray:
     """Time from arrival to last token of each request on one server, preemption free of charge; a token takes a second.
 
-    Args:
-        policy: Keys alone are used; the smallest, then the earliest, is served.
-        arrivals: Ascending, in seconds.
-        tokens: True lengths.
-        predictions: Of each request.
-        cap: max_tokens of all.
+    Of the policy keys alone are used; the smallest, then the earliest, is served. Arrivals are ascending, in seconds.
     """
     present: dict[int, RequestState] = {}
     keys: dict[int, float] = {}
@@ -43,10 +34,8 @@ def latencies(
         if not present:
             now = max(now, float(arrivals[coming]))
         while coming < len(arrivals) and arrivals[coming] <= now:
-            request = Request(
-                request_id=str(coming), arrival_s=float(arrivals[coming]), prompt_tokens=1, max_tokens=cap
-            )
-            state = RequestState(request, order=coming, prediction=predictions[coming])
+            item = request(str(coming), float(arrivals[coming]), prompt=1, cap=CAP)
+            state = RequestState(item, order=coming, prediction=predictions[coming])
             policy.on_prediction(state)
             present[coming], keys[coming] = state, policy.key(state, now)
             coming += 1
@@ -74,7 +63,7 @@ def means(policy: str, load: float, runs: int = 6) -> FloatArray:
         arrivals = np.cumsum(rng.exponential(MEAN / load, NUM))
         tokens = np.maximum(np.round(rng.exponential(MEAN, NUM)), 1).astype(int)
         sure = [LengthPrediction(math.log(value), 1e-7, 3.5) for value in tokens]
-        found.append(latencies(make_policy(policy), arrivals, tokens, sure, cap=CAP)[WARM_UP:].mean())
+        found.append(latencies(make_policy(policy), arrivals, tokens, sure)[WARM_UP:].mean())
     return np.array(found)
 
 

@@ -19,8 +19,8 @@ from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.loop import ReplicaChange, Simulation, SimulationOutcome
 from scheduler_core.simulator.predictions import Predictions, trace_predictions
 from scheduler_core.simulator.step_time.base import LinearStepTime
-from scheduler_core.simulator.trace import Trace, TraceRequest
-from tests.scheduler_core.helpers import random_trace
+from scheduler_core.simulator.trace import Trace
+from tests.scheduler_core.helpers import random_trace, trace_row
 from tests.scheduler_core.routing.helpers import router
 
 LIMITS = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, num_kv_blocks=120)
@@ -236,12 +236,12 @@ def conversations(num: int) -> Trace:
         for place in range(4):
             prompt = known + 60
             rows.append(
-                TraceRequest(
-                    request_id=f"s{number}t{place}",
-                    arrival_s=number * 0.05,
-                    prompt_tokens=prompt,
-                    output_tokens=20,
-                    max_tokens=40,
+                trace_row(
+                    f"s{number}t{place}",
+                    number * 0.05,
+                    prompt,
+                    20,
+                    40,
                     session_id=f"s{number}",
                     turn=place,
                     think_time_s=None if place == 0 else 0.5,

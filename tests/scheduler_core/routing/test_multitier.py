@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -196,17 +195,3 @@ def test_scaling_keeps_its_bounds_and_its_pace() -> None:
     assert isinstance(scaler.signal(idle, 1.0), ScaleIn)
     assert scaler.signal(idle[:1], 3.0) is None, "one must stay"
     assert scaler.signal([], 3.0) is None
-
-
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: Headroom((1.5,)), "headroom fraction"),
-        (lambda: exponential_headroom(0), "headroom fractions"),
-        (lambda: MigrationPlanner(threshold=-1.0), "threshold"),
-        (lambda: AutoScaler(out_below=2.0), "out_below"),
-    ],
-)
-def test_what_is_outside_its_range_is_named(make: Callable[[], object], field: str) -> None:
-    with pytest.raises(InputError, match=field):
-        make()

@@ -7,9 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from scheduler_core.errors import InputError
 from scheduler_core.lengths import LogT
-from scheduler_core.routing import make_router
 from scheduler_core.routing.baselines import PowerOfTwo
 from scheduler_core.routing.disaggregated import Disaggregated
 from scheduler_core.routing.infaas import Infaas
@@ -175,18 +173,3 @@ def test_disaggregated_moves_processed_prompts_to_the_emptiest_decode_replica_wi
     ]
     assert split.plan(pictures, frozenset(), 0.0) == (Move("1", "p", "d2"), Move("2", "p", "d1"))
     assert split.plan(pictures, frozenset({"1", "2", "3"}), 0.0) == (Move("4", "p", "d2"),)
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "field"),
-    [
-        ("prefix_affine", {"imbalance": -1}, "imbalance"),
-        ("predicted_work", {"decode_token_s": -1.0}, "decode_token_s"),
-        ("infaas", {"ewma": 0.0}, "ewma"),
-    ],
-)
-def test_parameters_outside_their_range_are_named(
-    name: str, parameters: dict[str, float], field: str
-) -> None:
-    with pytest.raises(InputError, match=field):
-        make_router(name, parameters, np.random.default_rng(0))
