@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from export.passes.attention import fuse_attention
 from export.passes.fp16 import to_half
-from export.passes.graph import Feed, random_feed, stored
+from export.passes.graph import Feed, random_feed
 from export.passes.int8 import find_products, measure_ranges, quantize, quantize_tables, smooth
 from predictors.artifact import Artifact, write_manifest
 from predictors.manifest import MODEL, Precision
@@ -52,7 +52,6 @@ def build_variant(
     steps: dict[str, int] = {}
     if kind != "fp16":
         steps["attention_layers"] = fuse_attention(model, max_length=max_length, vocabulary=vocabulary)
-        steps["residuals"] = keep_residuals_apart(model)
         if kind.endswith("fused") and not steps["attention_layers"]:
             raise TailcastError("no attention of this graph can be put into one operator")
     if kind == "fused":
@@ -100,26 +99,6 @@ def simplified(path: str | Path) -> ir.Model:
     if list(model.graph.subgraphs()):
         raise TailcastError("a node has a graph inside (a loop or a branch): no pass can read it")
     return model
-
-
-def keep_residuals_apart(model: ir.Model) -> int:
-    """Turns the Add of two computed tensors in front of each layer normalization into a Sum; returns how many.
-
-    ONNX Runtime would make one operator of Add and normalization, which is slower than both on a CPU.
-    """
-    sums = []
-    for node in model.graph:
-        if node.op_type == "LayerNormalization" and node.inputs[0] is not None:
-            added = node.inputs[0].producer()
-            if (
-                added is not None
-                and added.op_type == "Add"
-                and all(stored(one) is None for one in added.inputs)
-            ):
-                sums.append(added)
-    for node in sums:
-        node.op_type = "Sum"
-    return len(sums)
 
 
 def _feed_of(model: ir.Model, tokens: NDArray[np.int64]) -> Feed:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from predictors.modules.checkpoint import save_checkpoint
+from predictors.modules.checkpoint import load_checkpoint, save_checkpoint
 from predictors.modules.config import Conditioning
 from predictors.modules.encoder import load_tokenizer
 from predictors.modules.heads import Heads, LengthHead
@@ -75,18 +75,8 @@ def write_drawn_answers(
     max_tokens: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """Answers of both served models to the same prompts, drawn from the predictions with mu moved by `shift` sigmas.
-
-    Args:
-        path: Lists, with dataset and temperature.
-        checkpoint: Whose predictions are drawn from.
-        num_prompts, num_answers: How many.
-        shift, scale: Of each served model.
-        max_tokens: Cap.
-        seed: Of the draw.
-    """
-    from predictors.modules.checkpoint import load_checkpoint
-
+    """Lists, with dataset and temperature, of outputs of both served models for the same prompts, drawn from the checkpoint's
+    predictions with mu moved by `shift` sigmas and sigma times `scale`, of each served model."""
     loaded = load_checkpoint(checkpoint)
     rng = np.random.default_rng(seed)
     texts = [text for text in prompts(num_prompts) for _ in MODELS]

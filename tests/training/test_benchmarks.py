@@ -103,11 +103,9 @@ def test_only_the_section_is_replaced(tmp_path):
     put_section(page, "a", "newer")
     assert page.read_text().count("newer") == 1
     assert "more" in page.read_text()
-
-
-def test_a_page_that_is_not_there_is_made(tmp_path):
-    put_section(tmp_path / "page.md", "a", "text")
-    assert (tmp_path / "page.md").read_text() == "<!-- a -->\ntext\n<!-- end of a -->\n"
+    # A page that is not there is made.
+    put_section(tmp_path / "new.md", "a", "text")
+    assert (tmp_path / "new.md").read_text() == "<!-- a -->\ntext\n<!-- end of a -->\n"
 
 
 HALF = ("<!-- a --> alone", "<!-- end of a -->", "<!-- end of a --><!-- a -->")

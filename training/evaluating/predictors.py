@@ -243,11 +243,6 @@ def predict_rows(
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
     """First row of each distinct combination of values [D], and the number of each row's combination [G]."""
     numbers: dict[tuple[Any, ...], int] = {}
-    first: list[int] = []
-    of_row = np.empty(len(columns[0]), dtype=np.intp)
-    for row, values in enumerate(zip(*columns, strict=True)):
-        number = numbers.setdefault(values, len(numbers))
-        if number == len(first):
-            first.append(row)
-        of_row[row] = number
-    return np.array(first, dtype=np.intp), of_row
+    of_row = [numbers.setdefault(values, len(numbers)) for values in zip(*columns, strict=True)]
+    _, first = np.unique(of_row, return_index=True)
+    return first, np.array(of_row, dtype=np.intp)

@@ -93,8 +93,6 @@ def fit_file(
         TailcastError: A worker died, or the output cannot be written; finished blocks are kept.
     """
     out = Path(out)
-    if out.is_dir():
-        raise InputError("out", str(out), "a file path, but a folder stands there")
     source = open_samples(samples, keys=options.keys, weights=options.weights)
     if out.resolve() in {file.resolve() for file in source.files}:
         raise InputError("out", str(out), "another file than the samples")

@@ -162,12 +162,9 @@ class FittedGroups:
 
 
 def _bits_of(flags: Sequence[str]) -> int:
-    bits = 0
-    for flag in flags:
-        if flag not in _BITS:
-            raise InputError("flag", flag, ", ".join(_BITS))
-        bits |= _BITS[flag]
-    return bits
+    if unknown := set(flags) - _BITS.keys():
+        raise InputError("flag", min(unknown, key=str), ", ".join(_BITS))
+    return sum(_BITS[flag] for flag in set(flags))
 
 
 def fit_groups(groups: GroupedLengths, options: FitOptions) -> FittedGroups:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.files import existing_file
+from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
 from scheduler_core.table_files import file_rows
@@ -21,6 +22,8 @@ from scheduler_core.table_files import file_rows
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
+#: Longest output drawn from a fitted distribution when the workload sets no max_tokens.
+MAX_DRAWN_TOKENS = 32_768
 #: zipf has a table with the probability of each value.
 MAX_ZIPF_VALUES = 10_000_000
 Kind = Literal["fixed", "uniform", "zipf", "log_t", "buckets"]
@@ -135,22 +138,46 @@ class Lengths:
             raise InputError("prompt_fraction", self.prompt_fraction, "numbers between 0 and 1")
         check_ranges(self, max_tokens=(1, MAX_TOKENS), max_total_tokens=(2, 2 * MAX_TOKENS))
 
-    def draw(self, num: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:
-        """Prompt and output lengths from the distributions; two of shape [num]."""
-        if self.total is None:
-            assert self.prompt is not None
-            assert self.output is not None
-            return self.prompt.draw(num, rng), self.output.draw(num, rng)
-        total = np.maximum(self.total.draw(num, rng), 2)
-        prompt = np.clip(np.rint(total * self.prompt_fraction).astype(np.int64), 1, total - 1)
-        return prompt, total - prompt
+    def draw(
+        self, num: int, rng: np.random.Generator
+    ) -> tuple[IntArray, IntArray, int, list[LengthPrediction]]:
+        """Prompts [num], outputs [num], max_tokens, and the distributions that outputs were drawn from, if a file has them."""
+        predictions: list[LengthPrediction] = []
+        if self.file is not None:
+            prompt, output, predictions = self._from_file(self.file, num, rng)
+        elif self.total is not None:
+            total = np.maximum(self.total.draw(num, rng), 2)
+            prompt = np.clip(np.rint(total * self.prompt_fraction).astype(np.int64), 1, total - 1)
+            output = total - prompt
+        else:
+            assert self.prompt is not None and self.output is not None  # noqa: PT018
+            prompt, output = self.prompt.draw(num, rng), self.output.draw(num, rng)
+        if self.max_total_tokens is not None:
+            factor = np.minimum(1.0, self.max_total_tokens / (prompt + output))
+            output = np.maximum(1, np.floor(output * factor)).astype(np.int64)
+            prompt = np.maximum(1, np.floor(prompt * factor)).astype(np.int64)
+            prompt = np.minimum(prompt, self.max_total_tokens - output)
+        max_tokens = int(output.max()) if self.max_tokens is None else self.max_tokens
+        return prompt, np.minimum(output, max_tokens), max_tokens, predictions
 
-
-def shortened(prompt: IntArray, output: IntArray, max_total: int) -> tuple[IntArray, IntArray]:
-    """Lengths with at most `max_total` tokens, both parts shortened by the same factor, at least one token each."""
-    factor = np.minimum(1.0, max_total / (prompt + output))
-    short = np.maximum(1, np.floor(output * factor)).astype(np.int64)
-    return np.minimum(np.maximum(1, np.floor(prompt * factor)).astype(np.int64), max_total - short), short
+    def _from_file(
+        self, file: str, num: int, rng: np.random.Generator
+    ) -> tuple[IntArray, IntArray, list[LengthPrediction]]:
+        rows = read_lengths(file)
+        indices = np.arange(num) % len(rows) if self.in_order else rng.integers(0, len(rows), num)
+        if self.prompt is not None:
+            prompt = self.prompt.draw(num, rng)
+        elif rows.prompt_tokens is not None:
+            prompt = rows.prompt_tokens[indices]
+        else:
+            allowed = "a file with a column prompt_tokens, or a distribution lengths.prompt"
+            raise InputError("lengths.file", rows.source, allowed)
+        if rows.output_tokens is not None:
+            return prompt, rows.output_tokens[indices], []
+        assert rows.parameters is not None
+        parameters = rows.parameters[:, indices]
+        output = log_t_tokens(parameters, 1, self.max_tokens or MAX_DRAWN_TOKENS, rng)
+        return prompt, output, [LengthPrediction(*one) for one in parameters.T.tolist()]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,25 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
-from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.request import MAX_TIERS
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS, Trace, TraceRequest
 from scheduler_core.simulator.workloads.arrivals import Arrivals, FloatArray, at_rate, check_rate
-from scheduler_core.simulator.workloads.lengths import (
-    IntArray,
-    LengthRows,
-    Lengths,
-    TokenDistribution,
-    log_t_tokens,
-    read_lengths,
-    shortened,
-)
+from scheduler_core.simulator.workloads.lengths import IntArray, Lengths, TokenDistribution, read_lengths
 
 #: A request takes about half a kilobyte.
 MAX_REQUESTS = 100_000_000
-#: Longest output drawn from a fitted distribution when the workload sets no max_tokens.
-MAX_DRAWN_TOKENS = 32_768
 
 #: Fields of a class that all of its requests have.
 _CLASS_FIELDS = ("tenant", "category", "priority", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s")
@@ -244,7 +233,7 @@ class Workload:
             members = np.flatnonzero(indices == index)
             if not len(members):
                 continue
-            prompt, output, max_tokens, predictions = _draw(one.lengths or self.lengths, len(members), rng)
+            prompt, output, max_tokens, predictions = (one.lengths or self.lengths).draw(len(members), rng)
             for position, member in enumerate(members):
                 values[member] = dict(
                     request_id=f"r{member}",
@@ -262,38 +251,3 @@ def _choices(weights: Sequence[float] | FloatArray, num: int, rng: np.random.Gen
     """Indices [num], each with a probability in proportion to its weight."""
     fractions = np.asarray(weights) / np.sum(weights)
     return np.asarray(rng.choice(len(fractions), num, p=fractions))
-
-
-def _draw(
-    lengths: Lengths, num: int, rng: np.random.Generator
-) -> tuple[IntArray, IntArray, int, list[LengthPrediction]]:
-    """Prompts, outputs, max_tokens, and the distributions that the outputs were drawn from, if there are."""
-    predictions: list[LengthPrediction] = []
-    if lengths.file is None:
-        prompt, output = lengths.draw(num, rng)
-    else:
-        rows = read_lengths(lengths.file)
-        indices = np.arange(num) % len(rows) if lengths.in_order else rng.integers(0, len(rows), num)
-        prompt, output, predictions = _from_rows(lengths, rows, indices, rng)
-    if lengths.max_total_tokens is not None:
-        prompt, output = shortened(prompt, output, lengths.max_total_tokens)
-    max_tokens = int(output.max()) if lengths.max_tokens is None else lengths.max_tokens
-    return prompt, np.minimum(output, max_tokens), max_tokens, predictions
-
-
-def _from_rows(
-    lengths: Lengths, rows: LengthRows, indices: IntArray, rng: np.random.Generator
-) -> tuple[IntArray, IntArray, list[LengthPrediction]]:
-    if lengths.prompt is not None:
-        prompt = lengths.prompt.draw(len(indices), rng)
-    elif rows.prompt_tokens is not None:
-        prompt = rows.prompt_tokens[indices]
-    else:
-        allowed = "a file with a column prompt_tokens, or a distribution lengths.prompt"
-        raise InputError("lengths.file", rows.source, allowed)
-    if rows.output_tokens is not None:
-        return prompt, rows.output_tokens[indices], []
-    assert rows.parameters is not None
-    parameters = rows.parameters[:, indices]
-    output = log_t_tokens(parameters, 1, lengths.max_tokens or MAX_DRAWN_TOKENS, rng)
-    return prompt, output, [LengthPrediction(*one) for one in parameters.T.tolist()]
