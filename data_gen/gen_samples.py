@@ -207,7 +207,7 @@ def gen_samples(config: GenSamplesConfig) -> None:
         "skipped": prompts.skipped,
     }
     if config.backend == "openai":
-        notes |= {"base_urls": config.openai.base_urls, "stream": config.openai.stream}
+        notes |= {name: getattr(config.openai, name) for name in ("base_urls", "stream", "tokenizer")}
         notes["header_names"] = sorted(config.openai.headers)
     backend = make_backend(config)
     if config.ray is not None:
