@@ -1,4 +1,4 @@
-"""The deployment files are valid, agree with each other, and start what the project has."""
+"""The deployment files are valid, agree with each other, start what the project has and ask for metrics that there are."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, generate_latest
 
 from predictors.artifact import open_artifact
 from predictors.cli import ServeConfig
 from predictors.client import ClientSettings, PredictorError, SyncPredictor
+from predictors.runtime import open_runtime
+from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
+from scheduler_core.adapters.engine_metrics import EngineMetrics
 from scheduler_core.command import command as make_command
 from scheduler_core.predictor import PredictionRequest
 from tests.predictors.fakes import expected, running_server, write_artifact
+from tests.predictors.proxy.fake_engine import chat, plain, running_engine, running_proxy
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -91,9 +97,6 @@ def test_a_pod_is_given_the_time_it_needs_to_drain() -> None:
 
 
 def test_the_metric_that_is_scaled_on_exists() -> None:
-    pytest.importorskip("prometheus_client")
-    from predictors.service.metrics import ArtifactMetrics, ServiceMetrics
-
     [metric] = manifest("HorizontalPodAutoscaler")["spec"]["metrics"]
     name = metric["pods"]["metric"]["name"]
     metrics = ServiceMetrics()
@@ -162,7 +165,6 @@ async def test_health_check_tells_a_server_that_serves_from_none(artifact_folder
     import asyncio
 
     from deploy.check_health import is_serving
-    from predictors.runtime import open_runtime
 
     async with running_server(open_runtime(artifact_folder)) as (_, address):
         assert await asyncio.to_thread(is_serving, address)
@@ -216,3 +218,60 @@ def test_ray_serve_answers_over_grpc_and_http(artifact_folder: Path, tmp_path: P
         url = f"http://127.0.0.1:{http_port}/v1/predict"
         with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as response:
             assert json.loads(response.read())["mu"] == pytest.approx(expected("sea")[0], rel=1e-5)
+
+
+PANELS = json.loads((DEPLOY / "grafana-dashboard.json").read_text(encoding="utf-8"))["panels"]
+
+
+def series(exposition: str) -> set[str]:
+    """Names of the series that Prometheus stores from a scrape."""
+    names = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", exposition, flags=re.MULTILINE):
+        names |= {f"{name}_{part}" for part in ("bucket", "sum", "count")} if kind == "histogram" else {name}
+    return names
+
+
+@pytest.fixture
+async def scraped(tmp_path: Path) -> set[str]:
+    """Series of all three processes, each after a request."""
+    artifact_folder = write_artifact(tmp_path / "artifact")
+    registry = CollectorRegistry()
+    EngineMetrics(registry)
+    names = series(generate_latest(registry).decode())
+    async with (
+        running_server(open_runtime(artifact_folder), http_port=0) as (server, _),
+        aiohttp.ClientSession(base_url=f"http://127.0.0.1:{server.http_port}") as session,
+    ):
+        async with session.post("/v1/predict", json={"prompt": "three rivers"}) as response:
+            assert response.status == 200
+        async with session.get("/metrics") as response:
+            names |= series(await response.text())
+    async with (
+        running_engine(plain) as engine,
+        running_proxy(engine.url, predictor=str(artifact_folder), release=1) as proxy,
+    ):
+        assert (await proxy.post(chat("three rivers")))[0] == 200
+        async with proxy.client.get(proxy.admin + "/metrics") as response:
+            names |= series(await response.text())
+    return names
+
+
+async def test_every_metric_of_the_dashboard_is_scraped(scraped: set[str]) -> None:
+    expressions = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
+    asked = {name for text in expressions for name in re.findall(r"\btailcast_\w+", text)}
+    assert len(asked) > 30
+    assert asked - scraped == set()
+    calibration = {name for name in scraped if "calibration_" in name}
+    assert calibration
+    assert {name for name in calibration - asked if not name.endswith("censored_outputs")} == set()
+
+
+def test_panels_are_described_and_do_not_overlap() -> None:
+    cells = [
+        (x, y)
+        for panel in PANELS
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(panel["title"] for panel in PANELS)

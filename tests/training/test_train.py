@@ -1,4 +1,4 @@
-"""The two-stage recipe and the command `train`."""
+"""The two-stage recipe, predictors that read whole conversations, and the command `train`."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ from training.config import (
     TrainConfig,
     UrgencyTask,
 )
+from training.evaluating.cli import EvaluateConfig
+from training.evaluating.run import evaluate
+from training.fitting.samples import with_conversations
 from training.initial_model import set_dropout
 from training.module import StageModule
 from training.prediction import predict_prompts
@@ -551,3 +554,52 @@ def test_bad_input_is_one_line_and_leaves_nothing(options, message, bert, sample
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"pad_token": None}))
     words = [word.format(dir=tmp_path) for word in options]
     assert_refused(main, command(bert, samples, tmp_path / "out", *words), message, tmp_path, capsys)
+
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """The same last messages under two system prompts, of which one makes outputs ten times as long."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "prompt_id": f"p{number}",
+            "model": "m",
+            "prompt": last,
+            "messages": [{"role": "system", "content": system}, {"role": "user", "content": last}],
+            "output_tokens": np.ceil(length * np.exp(rng.normal(0, 0.1, 4))).astype(int).tolist(),
+        }
+        for number in range(60)
+        for last in [f"the list of {number % 30}"]
+        for system, length in [(("write a short essay", 20.0), ("write a long story", 200.0))[number // 30]]
+    ]
+    path = tmp_path / "chats.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_the_system_prompt_is_learnt_from_where_it_is_read(bert, chats, tmp_path):
+    out = tmp_path / "checkpoint"
+    parts = {"stage1": NO_STAGE, "stage2": stage(100, 1e-2, batch_size=8)}
+    parts["tower"] = TowerOptions(hidden_sizes=(16,), dropouts=(0.0,), layer_norm=False)
+    train(tiny(bert, chats, out, max_length=32, conversations=True, **parts))
+    options = {"predictor": str(out), "json": str(tmp_path / "e.json"), "ceiling": False, "progress": False}
+    whole = evaluate(EvaluateConfig(data=str(chats), **options))["model"]["mu"]["r2"]
+    table = pq.read_table(chats)
+    pq.write_table(table.drop_columns(["messages"]), tmp_path / "last.parquet")
+    last = evaluate(EvaluateConfig(data=str(tmp_path / "last.parquet"), **options))["model"]["mu"]["r2"]
+    assert whole > 0.8
+    assert last < 0.5  # without the system prompt nothing tells long answers from short ones
+
+
+def test_rows_without_messages_are_lone_user_messages_and_fits_have_none():
+    messages = [[{"role": "system", "content": "x"}, {"role": "user", "content": "b"}], None]
+    table = pa.table({"prompt": ["b", "c"], "messages": pa.array(messages, MESSAGES)})
+    assert with_conversations(table, Path("t")).column("prompt").to_pylist() == ["system: x\n\nuser: b", "c"]
+    plain = pa.table({"prompt": ["b"]})
+    assert with_conversations(plain, Path("t")) is plain
+    fits = pa.table({"prompt": ["a"], "mu": [1.0], "sigma": [1.0], "nu": [3.5]})
+    with pytest.raises(InputError, match="fits keep no conversations"):
+        with_conversations(fits, Path("fits.parquet"))

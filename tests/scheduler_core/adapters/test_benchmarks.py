@@ -1,9 +1,10 @@
-"""The routing benchmark's table, and its rounds with engines that only count."""
+"""The arithmetic and the tables of the benchmarks of live engines, on runs whose numbers are known."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,51 @@ import numpy as np
 import pytest
 
 from benchmarks.routing import Chat, rounds, table
+from benchmarks.vllm_runs.plan import BURSTS, Cell, asks, cells
+from benchmarks.vllm_runs.results import (
+    CLOCK,
+    interval,
+    measured_capacity,
+    run_metrics,
+    window_throughput,
+)
 from scheduler_core.errors import InputError
+
+
+def test_metrics_by_hand() -> None:
+    rows = [
+        {"arrival_s": 0.0, "first_token_s": 1.0, "finish_s": 4.0, "output_tokens": 4},
+        {"arrival_s": 1.0, "first_token_s": 4.0, "finish_s": 5.0, "output_tokens": 2},
+    ]
+    metrics = run_metrics(rows)
+    assert (metrics["per_token_mean"], metrics["ttft_mean"], metrics["ttlt_mean"]) == (1.5, 2.0, 4.0)
+    assert (metrics["ttft_p50"], metrics["ttft_max"], metrics["ttlt_max"]) == (2.0, 3.0, 4.0)
+    assert interval([1.0, 2.0, 3.0]) == (2.0, pytest.approx(4.3027 / math.sqrt(3), rel=1e-4))
+    assert math.isnan(interval([1.0])[1])
+    # Two slots, an output every half second after the first two; the last ones alone.
+    finish = [1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 9.0, 20.0]
+    assert measured_capacity([{"finish_s": one} for one in finish], 2) == pytest.approx(2.0)
+    # Throughput ends with the last arrival.
+    rows = [{"arrival_s": 0.0, "arrival_clock_s": 0.0}, {"arrival_s": 2.0, "arrival_clock_s": 4.0}]
+    steps = [[0.5, 0.5, 5, 0, 0, 1], [2.0, 1.5, 0, 3, 9, 3], [2.5, 0.5, 0, 2, 9, 2]]
+    assert window_throughput({"requests": rows, "steps": steps}) == pytest.approx(2.0)
+    assert window_throughput({"requests": rows, "steps": steps}, CLOCK) == pytest.approx(1.0)
+
+
+def test_bursts() -> None:
+    prompts = [str(number) for number in range(200)]
+    smooth = asks(prompts, 0, 2.0, 80, 0)
+    bursts = asks(prompts, 0, 2.0, 80, 0, bursts=True)
+    assert [ask.request_id for ask in bursts] == [ask.request_id for ask in smooth]
+    # 100 s in four parts of 25 s; the first tenth of each has half of its requests.
+    at = np.array([ask.at_s for ask in bursts])
+    assert at.min() >= 0.0
+    assert at.max() < 100.0
+    in_bursts = np.mod(at, 100.0 / BURSTS) < 2.5
+    np.testing.assert_array_equal(in_bursts, np.mod([ask.at_s for ask in smooth], 25.0) < 12.5)
+    plan = cells([1.2], [0.8], 2, ["fcfs", "tie", "ssjf"], ["fcfs", "tie"], 1)
+    assert len({cell.file(Path()) for cell in plan}) == len(plan) == 1 + 6 + 4 + 1
+    assert plan[7] == Cell("fcfs", 0, 0.8, bursts=True)
 
 
 def test_table_by_hand() -> None:
