@@ -16,7 +16,7 @@ from scheduler_core.policies.base import Policy
 from scheduler_core.request import Request
 from tests.scheduler_core.driving import Drive
 from tests.scheduler_core.helpers import request, scheduler
-from tests.scheduler_core.test_displacement import Urgent
+from tests.scheduler_core.test_scheduler import Urgent
 
 
 def drive(
