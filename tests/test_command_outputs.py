@@ -64,12 +64,8 @@ NOT_POSSIBLE = {
 #: Options whose help speaks of files, and which name none.
 NOT_PATHS = {"model", "dataset", "splits", "group_by", "artifact_id", "storage_uri"}
 #: Command -> module and function.
-SCRIPTS = {
-    name: entry.split(":")
-    for name, entry in tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())[
-        "project"
-    ]["scripts"].items()
-}
+PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+SCRIPTS = {name: entry.split(":") for name, entry in PROJECT["scripts"].items()}
 
 
 def config_of(command: str) -> Any:
@@ -210,10 +206,8 @@ def test_commands_with_unfinished_runs_write_through_links(tmp_path: Path) -> No
     data = [str(tmp_path / "lists.parquet"), "--max_tokens", "10"]
     assert importlib.import_module("training.cli_fit_dist").main([*data, *out, str(tmp_path / "fits")]) == 0
     source = ["templates:2", "--backend", "synthetic"]
-    assert (
-        importlib.import_module("data_gen.cli_gen_samples").main([*source, *out, str(tmp_path / "samples")])
-        == 0
-    )
+    gen_samples = importlib.import_module("data_gen.cli_gen_samples").main
+    assert gen_samples([*source, *out, str(tmp_path / "samples")]) == 0
     assert pq.read_table(tmp_path / "disk" / "fits").num_rows == 2
     assert pq.read_table(tmp_path / "disk" / "samples").num_rows == 40
     assert all((tmp_path / name).is_symlink() for name in ("fits", "samples"))

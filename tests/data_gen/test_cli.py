@@ -132,16 +132,8 @@ def test_a_server_of_the_openai_api_and_a_card(tmp_path: Path) -> None:
 
     script = Completions(behave=behave)
     with running(script) as (server,):
-        arguments = [
-            "templates:12",
-            *SYNTHETIC[3:],
-            "--out",
-            str(out),
-            "--max-tokens",
-            "40",
-            "--card",
-            str(card),
-        ]
+        arguments = ["templates:12", *SYNTHETIC[3:], "--out", str(out), "--card", str(card)]
+        arguments += ["--max-tokens", "40"]
         arguments += ["--backend", "openai", "--openai.base-urls", f"[{server.url}/v1]"]
         arguments += ["--openai.headers", '{"X-Team": "team-secret"}']
         assert main([*arguments, "--openai.max-attempts", "2"]) == 0

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from data_gen.filters import (
-    NearDuplicates,
-    PromptFilters,
-    filtered,
-    lsh_bands,
-    pieces,
-    similarity,
-)
+from data_gen.filters import NearDuplicates, PromptFilters, filtered, lsh_bands, pieces, similarity
 from data_gen.prompts import Message, Prompt
 from data_gen.splits import split_of
 from scheduler_core.errors import InputError

@@ -368,17 +368,8 @@ def test_sharegpt_conversations_become_a_trace(tmp_path: Path, word_tokenizer: P
 def test_arrivals_of_a_trace_are_drawn_as_workloads_draw_them(tmp_path: Path, word_tokenizer: Path) -> None:
     path, out = write(tmp_path / "s.json", json.dumps(SHAREGPT)), tmp_path / "t.parquet"
     options = ["sharegpt", str(path), "--tokenizer", str(word_tokenizer), "--out", str(out)]
-    options += [
-        "--max-tokens",
-        "100",
-        "--arrivals.process",
-        "gamma",
-        "--arrivals.rate_rps",
-        "2",
-        "--seed",
-        "3",
-    ]
-    assert main(options) == 0
+    drawn = "--max-tokens 100 --arrivals.process gamma --arrivals.rate_rps 2 --seed 3"
+    assert main([*options, *drawn.split()]) == 0
     expected = Arrivals(process="gamma", rate_rps=2.0).times(3, np.random.Generator(np.random.PCG64(3)))
     assert [row.arrival_s for row in load_trace(out).requests] == expected.tolist()
     # Also in place of those of the source.

@@ -28,8 +28,8 @@ from scheduler_core.errors import InputError, TailcastError
 from scheduler_core.files import sha256_file
 from tests.export.conftest import CALIBRATION, EXPORTS, PLAIN, TRAINING_INFO, export, write_checkpoint
 from tests.predictors.predictors import TOWER, predictor
-from tests.predictors.test_generated import errors as schema_errors
-from tests.predictors.test_generated import read as read_manifest
+from tests.predictors.test_published import errors as schema_errors
+from tests.predictors.test_published import read as read_manifest
 from tests.training.tiny import ENCODERS, tiny_bert
 
 PROMPTS = ["name 3 rivers", "write a long story of the number 12", "essay", "the list " * 40]

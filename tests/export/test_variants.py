@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from export.exporter import ExportConfig, export_onnx
 from export.variants.config import AcceptanceLimits, VariantsConfig
 from export.variants.evaluate import rejection_reasons, split_prompts
 from predictors.artifact import open_artifact
@@ -16,8 +15,9 @@ from predictors.modules.encoder import load_tokenizer
 from predictors.runtime import open_runtime
 from scheduler_core.errors import InputError
 from tailcast.cli_variants import main
+from tests.export.conftest import export
 from tests.predictors.predictors import predictor
-from tests.predictors.test_generated import errors as schema_errors
+from tests.predictors.test_published import errors as schema_errors
 from tests.predictors.test_signing import private_key_file, public_key_file
 from tests.training.data import write_rows, write_sample_file
 from tests.training.tiny import tiny_bert
@@ -31,15 +31,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("variants")
     encoder = tiny_bert(root / "encoder", hidden_size=64)
     save_checkpoint(root / "checkpoint", predictor(encoder), load_tokenizer(encoder), {})
-    export_onnx(
-        ExportConfig(
-            checkpoint=str(root / "checkpoint"),
-            out=str(root / "artifact"),
-            legacy_exporter=True,
-            parity_tokens=64,
-            parity_shapes=0,
-        )
-    )
+    export(root / "checkpoint", root / "artifact", parity_tokens=64, parity_shapes=0)
     return root / "artifact"
 
 

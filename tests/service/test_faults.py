@@ -75,8 +75,8 @@ async def test_workers_killed_while_clients_retry_and_nothing_is_lost(artifact_f
 
 
 @pytest.fixture(scope="module")
-def server(costly_folder: Path) -> Iterator[Served]:
-    with served(costly_folder, "--max_queue=256") as found:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(write_costly_artifact(tmp_path_factory.mktemp("costly")), "--max_queue=256") as found:
         yield found
 
 

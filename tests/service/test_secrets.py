@@ -107,17 +107,12 @@ def test_half_a_request_does_not_hold_a_drain(tmp_path: Path, artifact_folder: P
     with running(tmp_path, artifact_folder, "--drain_timeout_s=3600") as server:
         port, http_port = server.ports()
         head = b"POST /v1/predict HTTP/1.1\r\nHost: x\r\n"
-        halves = [
-            b"POST /v1/",
-            head + b"Content-Length: 100\r\n\r\n{",
-            head + b"Expect: 100-continue\r\n\r\n",
-        ]
-        halves.append(head + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{")
-        connections = [socket.create_connection(("127.0.0.1", http_port)) for _ in halves]
-        connections.append(socket.create_connection(("127.0.0.1", port)))
-        for connection, half in zip(
-            connections, [*halves, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0"], strict=True
-        ):
+        bodies = [b"Content-Length: 100\r\n\r\n{", b"Expect: 100-continue\r\n\r\n"]
+        bodies.append(b"Transfer-Encoding: chunked\r\n\r\n5\r\n{")
+        halves = [(http_port, b"POST /v1/"), *((http_port, head + body) for body in bodies)]
+        halves.append((port, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0"))
+        connections = [socket.create_connection(("127.0.0.1", number)) for number, _ in halves]
+        for connection, (_, half) in zip(connections, halves, strict=True):
             connection.sendall(half)
         assert send_http(http_port, http_request(body=b'{"prompt": "sea"}')).startswith(b"HTTP/1.1 200")
         assert server.stop(signal.SIGTERM) == 0
