@@ -71,16 +71,21 @@ def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
     """
     from peft import LoraConfig, get_peft_model
 
-    config: Any = encoder.config
-    layers, num_layers = options.layers, int(config.num_hidden_layers)
-    if layers is not None and layers > num_layers:
-        raise InputError("lora.layers", layers, f"at most the encoder's {num_layers}")
-    adapters = LoraConfig(
-        r=options.rank,
-        lora_alpha=2 * options.rank,
-        target_modules="all-linear",
-        layers_to_transform=None if layers is None else list(range(num_layers - layers, num_layers)),
+    num_layers = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
+    if options.layers is not None and options.layers > num_layers:
+        raise InputError("lora.layers", options.layers, f"at most the encoder's {num_layers}")
+    layers = next(
+        module
+        for module in encoder.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers
     )
+    trained = set(layers[num_layers - (options.layers or num_layers) :].modules())
+    names = [
+        name
+        for name, module in encoder.named_modules()
+        if isinstance(module, nn.Linear) and module in trained
+    ]
+    adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=names)
     return get_peft_model(encoder, adapters)  # type: ignore[arg-type]
 
 
