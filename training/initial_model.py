@@ -69,7 +69,7 @@ def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
     Raises:
         InputError: It has fewer layers.
     """
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, LoraModel
 
     num_layers = int(encoder.config.num_hidden_layers)  # type: ignore[union-attr,arg-type]
     if options.layers is not None and options.layers > num_layers:
@@ -86,7 +86,7 @@ def with_adapters(encoder: nn.Module, options: LoraOptions) -> nn.Module:
         if isinstance(module, nn.Linear) and module in trained
     ]
     adapters = LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=names)
-    return get_peft_model(encoder, adapters)  # type: ignore[arg-type]
+    return LoraModel(encoder, adapters, "default")
 
 
 def merge_adapters(model: PromptPredictor) -> None:
