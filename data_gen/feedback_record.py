@@ -107,11 +107,7 @@ def bounded_lines(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 def parse_object(line: str | bytes) -> dict[str, Any]:
-    """The JSON object of a line.
-
-    Raises:
-        InputError: There is none; its field is "line".
-    """
+    """The JSON object of a line; InputError of the field "line" if it is none."""
     try:
         content = parse_json(line)
     except ValueError as error:
@@ -122,11 +118,7 @@ def parse_object(line: str | bytes) -> dict[str, Any]:
 
 
 def validated(model: type[M], content: dict[str, Any]) -> M:
-    """An object as an instance of `model`.
-
-    Raises:
-        InputError: Names the first key with a value that is not allowed.
-    """
+    """An object as an instance of `model`; InputError names the first key with a value that is not allowed."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

@@ -143,13 +143,9 @@ def _settled_manifest(
     engine_options: Mapping[str, object],
     notes: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The manifest to continue with: the stored one, or a new one.
+    """The manifest to continue with: the stored one, or a new one; InputError if the store has samples of another run.
 
-    Where the engine is seeded a repeated run has the same id, so that its files are equal; elsewhere every run has its
-    own.
-
-    Raises:
-        InputError: The store has samples of another run.
+    Where the engine is seeded a repeated run has the same id, so that its files are equal; elsewhere every run has its own.
     """
     # A run continues only where these are the same.
     identity: dict[str, Any] = {

@@ -77,11 +77,7 @@ class TransformersBackend:
         return f"{version('transformers')}+torch-{version('torch')}"
 
     def load(self) -> tuple[Any, Any]:
-        """The model, in evaluation mode on its device, and its tokenizer; loaded once.
-
-        Raises:
-            InputError: If `model` names nothing that can be loaded.
-        """
+        """The model, in evaluation mode on its device, and its tokenizer, loaded once; InputError if it cannot be loaded."""
         if self._loaded is not None:
             return self._loaded
         import torch

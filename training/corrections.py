@@ -39,6 +39,10 @@ NUM_COMPONENTS = 64
 _PRIOR_SHIFT, _PRIOR_SLOPE, _PRIOR_FEATURES, _PRIOR_LOG_SCALE, _PRIOR_POWER = 2.0, 0.3, 1.0, 0.5, 0.3
 
 
+def _nothing() -> FloatArray:
+    return np.zeros(0)
+
+
 @dataclass(frozen=True, slots=True)
 class Requests:
     """N finished requests and the lengths predicted for them.
@@ -50,7 +54,7 @@ class Requests:
         lengths: Output tokens; of a truncated output those it was truncated at [N].
         finished: False where the output was truncated [N].
         max_tokens: Limit of the output, infinite if there is none [N].
-        num_tokens: Tokens that the artifact reads of the prompt [N].
+        num_tokens: Tokens that the artifact reads of the prompt [N]; this and the following once it has predicted them.
         mu, sigma, nu: Predicted [N].
         features: h of each prompt [N, F]; F is 0 where they cannot be had.
     """
@@ -62,11 +66,11 @@ class Requests:
     lengths: FloatArray
     finished: NDArray[np.bool_]
     max_tokens: FloatArray
-    num_tokens: FloatArray
-    mu: FloatArray
-    sigma: FloatArray
-    nu: FloatArray
-    features: FloatArray
+    num_tokens: FloatArray = field(default_factory=_nothing)
+    mu: FloatArray = field(default_factory=_nothing)
+    sigma: FloatArray = field(default_factory=_nothing)
+    nu: FloatArray = field(default_factory=_nothing)
+    features: FloatArray = field(default_factory=_nothing)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -110,7 +114,7 @@ class Correction:
     terms: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     scale: float = 1.0
     power: float = 1.0
-    weights: FloatArray = field(default_factory=lambda: np.zeros(0))
+    weights: FloatArray = field(default_factory=_nothing)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON, without the weights."""

@@ -229,8 +229,7 @@ def rows_of(
 ) -> Rows:
     """Rows out of G groups with at least one sample each, and their fitted parameters [G], NaN where there are none.
 
-    Raises:
-        InputError: A prompt or a name is missing, or a temperature is not allowed; names the group.
+    InputError, naming the group, if a prompt or a name is missing, or a temperature is not allowed.
     """
     missing = np.full(len(groups), np.nan)
     finished = groups.flat_finished | (censoring == "none")
@@ -252,11 +251,7 @@ def rows_of(
 
 
 def texts(groups: GroupedLengths, name: str) -> pa.Array:
-    """Values of a column as text.
-
-    Raises:
-        InputError: There is no such column, or a value is missing.
-    """
+    """Values of a column as text; InputError if there is no such column, or a value is missing."""
     if name not in groups.rows.column_names:
         raise InputError(f"{groups.path.name}, columns", groups.rows.column_names, f"also {name}")
     values = groups.rows.column(name).combine_chunks()

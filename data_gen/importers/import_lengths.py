@@ -171,9 +171,7 @@ class _Rows:
         """Sets max_tokens and finish_reason; False for a row that is dropped because its end is unknown.
 
         Where the reason is unknown but max_tokens is known in the same unit, an output of that length was truncated.
-
-        Raises:
-            InputError: A length is missing or beyond max_tokens.
+        InputError if a length is missing or beyond max_tokens.
         """
         limit = self._config.max_tokens if row.get("max_tokens") is None else row["max_tokens"]
         length, reason = row["output_tokens"], row.get("finish_reason") or UNKNOWN

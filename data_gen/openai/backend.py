@@ -51,10 +51,7 @@ class OpenAIBackend:
     """Samples from any server that speaks the OpenAI API; see `OpenAIOptions` for how it is used.
 
     One iterator at a time. Nothing is sent before the first property is read or the first result requested. The API key and
-    the headers `env:NAME` are taken from `environment`.
-
-    Raises:
-        InputError: If a header names a variable that is not set.
+    the headers `env:NAME` are taken from `environment`; InputError if a variable is not set.
     """
 
     def __init__(self, options: OpenAIOptions, environment: Mapping[str, str] = os.environ) -> None:
@@ -98,12 +95,8 @@ class OpenAIBackend:
         return dict(+self._counters)
 
     def sample(self, work: Iterable[Work], settings: SamplingSettings) -> Generator[WorkResult, None, None]:
-        """See `Backend.sample`.
-
-        Raises:
-            InputError: If a server does not serve the model, or prompts of several messages go to `completions`.
-            EngineError: If the servers are gone for too long or refuse everything.
-        """
+        """See `Backend.sample`; InputError if a server does not serve the model, or prompts of several messages go to
+        `completions`, EngineError if the servers are gone for too long or refuse everything."""
         options, identity = self._options, self._identified()
         allow_descriptors(options.concurrency * len(options.base_urls))
         deliveries: queue.SimpleQueue[Delivery] = queue.SimpleQueue()

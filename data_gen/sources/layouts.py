@@ -78,11 +78,7 @@ class Layout:
     public: bool = True
 
     def read(self, row: Mapping[str, Any], location: str) -> Conversation:
-        """The conversation of a row.
-
-        Raises:
-            InputError: It lacks a column, or has no text or messages that can be sent.
-        """
+        """The conversation of a row; InputError if it lacks a column, or has no text or messages that can be sent."""
         missing = [column for column in self.columns if column not in row]
         if missing:
             raise InputError(
@@ -121,11 +117,7 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def layout_of(columns: Iterable[str], location: str) -> Layout:
-    """The layout that a row with these columns has.
-
-    Raises:
-        InputError: None has them.
-    """
+    """The layout that a row with these columns has; InputError if none has them."""
     names = set(columns)
     for layout in LAYOUTS.values():
         if names.issuperset(layout.columns):
@@ -136,11 +128,7 @@ def layout_of(columns: Iterable[str], location: str) -> Layout:
 
 
 def _valid(text: str, location: str) -> str:
-    """The text, which can be written to a file.
-
-    Raises:
-        InputError: It has half of a surrogate pair, as JSON's escapes allow.
-    """
+    """The text; InputError if it cannot be written to a file, with half of a surrogate pair, as JSON's escapes allow."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -154,11 +142,7 @@ def _optional(row: Mapping[str, Any], name: str) -> str:
 
 
 def messages_of(value: object, location: str) -> tuple[Message, ...]:
-    """A list of messages with role or from, and content or value.
-
-    Raises:
-        InputError: It is no list of such messages, or has a role or an empty content that cannot be sent.
-    """
+    """A list of messages with role or from, and content or value; InputError if a role or an empty content cannot be sent."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         raise InputError(location, value, "a list of messages with role and content")
     messages = []
@@ -199,12 +183,9 @@ def check_order(messages: Sequence[Message], location: str) -> None:
 
 
 def prompts_of(conversation: Conversation, turns: Turns, location: str) -> Iterator[Prompt]:
-    """The prompts of the turns that are to be taken.
+    """The prompts of the turns that are to be taken; of several, each has an id of its own in the conversation's family.
 
-    One prompt of a conversation has the conversation's id; of several, each has its own in one family.
-
-    Raises:
-        InputError: The messages are not in turn, or the first is the assistant's: its beginning is missing.
+    InputError if the messages are not in turn, or the first is the assistant's: its beginning is missing.
     """
     messages, own = conversation.messages, conversation.conversation_id
     check_order(messages, location)

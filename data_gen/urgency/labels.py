@@ -64,11 +64,7 @@ def text_split(text: str) -> Split:
 
 
 def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -> int:
-    """The level of a name out of `levels`, or of a number.
-
-    Raises:
-        InputError: It is none; names `location`.
-    """
+    """The level of a name out of `levels`, or of a number; InputError, naming `location`, if it is none."""
     if isinstance(value, str):
         value = (
             (*levels,).index(value) if value in levels else int(value) if value.strip().isdigit() else value
@@ -79,11 +75,7 @@ def level_number(value: object, location: str, levels: Sequence[str] = LEVELS) -
 
 
 def write_labels(path: str | Path, texts: Sequence[LabeledText]) -> None:
-    """Writes the texts as a Parquet file of schema urgency/1, atomically.
-
-    Raises:
-        InputError: There are none, or the path cannot be written.
-    """
+    """Writes the texts, at least one, as a Parquet file of schema urgency/1, atomically."""
     if not texts:
         raise InputError("labeled texts", 0, "at least one; other sources or splits may help")
     target = writable_target(path, "out")

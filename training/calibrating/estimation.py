@@ -81,10 +81,7 @@ class Residuals:
         return replace(self, z=(self.z - shift) / scale, z_limit=(self.z_limit - shift) / scale)
 
     def coverage(self) -> dict[str, Any]:
-        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models.
-
-        As everywhere, over the samples whose predicted quantile lies below the limit.
-        """
+        """Coverage at P50, P90 and P99 by number of the served model; the largest shift, and its mean over models."""
         by_model: dict[str, dict[str, float | None]] = {}
         largest = []
         for number in np.unique(self.model).tolist():
@@ -108,6 +105,7 @@ def concatenate(parts: Sequence[Residuals]) -> Residuals:
 
 
 def _coverage(residuals: Residuals, level: float) -> float | None:
+    """As everywhere, over the samples whose predicted quantile lies below the limit."""
     quantile = stats.t.ppf(level, residuals.nu)
     below_limit = quantile <= residuals.z_limit
     if not below_limit.any():
@@ -248,13 +246,9 @@ def by_coverage(residuals: Residuals) -> tuple[float, float]:
         return float(shifts.max() + 0.1 * shifts.sum())
 
     starts = _start(residuals) + np.array([[0.0, 0.0], [0.0, 0.2], [0.0, -0.2]])
-    best = min(
-        (
-            optimize.minimize(loss, start, method="Nelder-Mead", options={"xatol": 1e-5, "fatol": 1e-7})
-            for start in starts
-        ),
-        key=lambda result: result.fun,
-    )
+    tolerances = {"xatol": 1e-5, "fatol": 1e-7}
+    trials = [optimize.minimize(loss, start, method="Nelder-Mead", options=tolerances) for start in starts]
+    best = min(trials, key=lambda result: result.fun)
     return float(np.clip(best.x[0], *_SHIFT_BOUNDS)), float(np.exp(np.clip(best.x[1], *_LOG_SCALE_BOUNDS)))
 
 

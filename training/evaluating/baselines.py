@@ -57,11 +57,7 @@ class Baselines:
     @classmethod
     def of(cls, rows: Rows, nu: float) -> Baselines:
         """Baselines of training rows; where no row has a fit, as with a single output per prompt, the logarithms of the
-        outputs and the scale of all of them stand for mu and sigma.
-
-        Raises:
-            InputError: No output is finished.
-        """
+        outputs and the scale of all of them stand for mu and sigma. InputError if no output is finished."""
         if not rows.finished.any():
             raise InputError("finished outputs, for baselines", 0, "at least one")
         size = _size(rows.prompts)[rows.prompt]

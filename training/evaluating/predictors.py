@@ -26,7 +26,6 @@ CONFIG, TRAINING = "config.json", "training.json"
 DEFAULT_NU = 3.5
 #: Rows between two steps of the progress bar.
 _PROGRESS_ROWS = 512
-_OUTPUTS = ("mu", "sigma", "nu", "urgency", "bucket", "regression_tokens", "rank", "sigma_within")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +52,9 @@ class PredictedRows:
     sigma_within: FloatArray | None = None
 
     def ordering(self) -> tuple[str, FloatArray]:
-        """Head that orders requests, and its score [G], larger = longer.
+        """Head that orders requests, and its score [G], larger = longer; InputError if no head predicts the length.
 
         The median of the distribution, or else the regression's tokens, the rank's score, or the expected bucket.
-
-        Raises:
-            InputError: No head predicts the length.
         """
         if self.mu is not None:
             return "length", self.mu
@@ -79,7 +75,8 @@ class OpenedPredictor:
     """A predictor out of either kind of folder.
 
     Attributes:
-        kind, name, folder: "checkpoint" or "artifact", what identifies it, and where it is.
+        description: What it is, for reports: kind ("checkpoint" or "artifact"), nu, and what identifies it.
+        folder: Where it is.
         nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
         predict: (prompts, served models, temperatures), each [G], to the predictions.
         bucket_edges: Of the bucket head, in tokens.
@@ -89,8 +86,7 @@ class OpenedPredictor:
         conversations: It tokenizes whole conversations, not the last user message only.
     """
 
-    kind: str
-    name: Mapping[str, str]
+    description: Mapping[str, Any]
     nu: float | None
     predict: Predict
     bucket_edges: tuple[float, ...]
@@ -99,11 +95,6 @@ class OpenedPredictor:
     data: Mapping[str, Any]
     conversations: bool
     folder: Path
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """What it is, for reports."""
-        return {"kind": self.kind, "nu": self.nu, **self.name}
 
     @property
     def fit_nu(self) -> float:
@@ -124,21 +115,15 @@ class InferenceOptions:
 def open_predictor(
     folder: str | Path, options: InferenceOptions, field: str = "predictor"
 ) -> OpenedPredictor:
-    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with tailcast.
-
-    Raises:
-        InputError: It is neither, or it is broken.
-    """
+    """Opens an artifact (it has a manifest) or a checkpoint; "pretrained" and "tiny" are the artifacts that come with
+    tailcast. InputError if it is neither, or broken."""
     path = predictor_folder(folder)
     if (path / MANIFEST).is_file():
         return _open_artifact(path, options)
     if (path / CONFIG).is_file():
         return _open_checkpoint(path, options)
-    raise InputError(
-        field,
-        str(path),
-        "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train",
-    )
+    allowed = "pretrained, tiny, an artifact folder of export-onnx or a checkpoint folder of train"
+    raise InputError(field, str(path), allowed)
 
 
 def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
@@ -151,34 +136,30 @@ def _open_artifact(folder: Path, options: InferenceOptions) -> OpenedPredictor:
     def predict(
         prompts: Sequence[str], served_models: Sequence[str | None], temperatures: Sequence[float | None]
     ) -> PredictedRows:
-        first, of_row = distinct(prompts, served_models, temperatures) if conditioned else distinct(prompts)
+        columns = (prompts, served_models, temperatures) if conditioned else (prompts,)
+        first, of_row = distinct(*columns)
         # Rows of similar length share a batch, and every step of the bar takes about as long.
         by_length = np.argsort([len(prompts[row]) for row in first], kind="stable")
         parts = []
         for start in tracked(range(0, len(first), _PROGRESS_ROWS), "predict", options.progress):
             rows = first[by_length[start : start + _PROGRESS_ROWS]].tolist()
-            parts.append(
-                runtime.predict(
-                    [prompts[row] for row in rows],
-                    [served_models[row] for row in rows] if conditioned else None,
-                    [temperatures[row] for row in rows] if conditioned else None,
-                    batch_size=options.batch_size,
-                )
-            )
+            batch: list[Any] = [[column[row] for row in rows] for column in columns]
+            parts.append(runtime.predict(*batch, batch_size=options.batch_size).arrays())
         position = np.argsort(by_length)[of_row]
-        outputs = {
-            name: np.concatenate([np.asarray(getattr(part, name), dtype=np.float64) for part in parts])
-            for name in _OUTPUTS
-            if getattr(parts[0], name) is not None
+        values: dict[str, Any] = {
+            name: np.concatenate([part[name] for part in parts])[position] for name in parts[0]
         }
-        values: dict[str, Any] = {name: output[position] for name, output in outputs.items()}
         if "nu" in values and (values["nu"] == values["nu"][0]).all():
             values["nu"] = float(values["nu"][0])
         return PredictedRows(**values)
 
     return OpenedPredictor(
-        kind="artifact",
-        name={"artifact_id": manifest.artifact_id, "artifact_version": manifest.artifact_version},
+        description={
+            "kind": "artifact",
+            "nu": manifest.nu,
+            "artifact_id": manifest.artifact_id,
+            "artifact_version": manifest.artifact_version,
+        },
         nu=manifest.nu,
         predict=predict,
         bucket_edges=manifest.bucket_edges,
@@ -202,10 +183,11 @@ def _open_checkpoint(folder: Path, options: InferenceOptions) -> OpenedPredictor
     checkpoint.model.to(pick_device(options.accelerator))
     config, heads = checkpoint.config, checkpoint.config.heads
     data = checkpoint.training_info.get("data", {})
+    nu = None if heads.length is None or heads.length.learn_nu else heads.length.nu
+    name = {"folder": folder.resolve().name, "encoder": config.encoder}
     return OpenedPredictor(
-        kind="checkpoint",
-        name={"folder": folder.resolve().name, "encoder": config.encoder},
-        nu=None if heads.length is None or heads.length.learn_nu else heads.length.nu,
+        description={"kind": "checkpoint", "nu": nu, **name},
+        nu=nu,
         predict=partial(predict_rows, checkpoint, options=options),
         bucket_edges=() if heads.bucket is None else heads.bucket.edges,
         urgency_levels=() if heads.urgency is None else heads.urgency.levels,
@@ -237,7 +219,7 @@ def predict_rows(
     )
     length = checkpoint.config.heads.length
     values: dict[str, Any] = {} if length is None else {"nu": length.nu}
-    return PredictedRows(**values | {name: outputs[name] for name in _OUTPUTS if name in outputs})
+    return PredictedRows(**values | outputs)
 
 
 def distinct(*columns: Sequence[Any]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:

@@ -47,11 +47,7 @@ class EvaluationRows:
 
     @classmethod
     def of(cls, fits: FittedGroups) -> EvaluationRows:
-        """Rows out of fitted groups.
-
-        Raises:
-            InputError: The data have no prompts.
-        """
+        """Rows out of fitted groups, whose data have prompts."""
         groups = fits.groups
         return cls(
             fits=fits,
@@ -85,20 +81,23 @@ def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def of_split(fits: FittedGroups, seed: int, fractions: Sequence[float], split: str) -> NDArray[np.intp]:
-    """Groups whose prompt id falls into a split as training made it.
-
-    Raises:
-        InputError: The data have no prompt_id, or no group is in the split.
-    """
+def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedGroups:
+    """Groups whose prompt id falls into a split of the predictor's training `data`, with "all" those of any; InputError if
+    those data were not split, or these have no prompt_id or no group in the split."""
+    if split == "all":
+        return fits
+    parts = data.get("split")
+    if not isinstance(parts, Mapping) or not {"seed", "fractions"} <= set(parts):
+        raise InputError("split", split, "all: the predictor does not say how it split its data")
     ids = fits.groups.column("prompt_id")
     if ids is None:
         raise InputError(f"{fits.groups.path.name}, columns", fits.groups.rows.column_names, "also prompt_id")
-    parts = (float(fractions[0]), float(fractions[1]), float(fractions[2]))
-    chosen = np.flatnonzero([split_of(str(name), seed, parts) == split for name in ids])
+    seed, (train, validation, test) = int(parts["seed"]), map(float, parts["fractions"])
+    of_group = [split_of(str(name), seed, (train, validation, test)) for name in ids]
+    chosen = np.flatnonzero(np.array(of_group) == split)
     if len(chosen) == 0:
         raise InputError("split", split, f"a split with prompts; none of {len(fits)} groups is in it")
-    return chosen
+    return fits.take(chosen)
 
 
 def warn_of_training_prompts(data: Mapping[str, Any], prompts: Sequence[str], split: str) -> None:

@@ -110,11 +110,7 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
 
 
 def _select(fits: FittedGroups, predictor: OpenedPredictor, config: EvaluateConfig) -> EvaluationRows:
-    if config.split != "all":
-        split = predictor.data.get("split")
-        if not isinstance(split, dict) or not {"seed", "fractions"} <= set(split):
-            raise InputError("split", config.split, "all: the predictor's folder has no split of its data")
-        fits = fits.take(of_split(fits, int(split["seed"]), split["fractions"], config.split))
+    fits = of_split(fits, predictor.data, config.split)
     if config.max_groups is not None and len(fits) > config.max_groups:
         rng = np.random.default_rng(config.seed)
         fits = fits.take(np.sort(rng.choice(len(fits), config.max_groups, replace=False)))

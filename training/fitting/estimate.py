@@ -127,11 +127,7 @@ _FAMILIES = {
 
 
 def family_of(name: str, nu: float | None = 3.5) -> Family:
-    """The family of this name; `nu` (None = free) matters for the log-t only.
-
-    Raises:
-        InputError: nu is not above 0.
-    """
+    """The family of this name; `nu` (None = free; else above 0) matters for the log-t only."""
     if name == "log-t":
         if nu is None:
             return Family("log_t_free", LOG_T, None, False, 3, _location_scale)

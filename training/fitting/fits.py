@@ -125,11 +125,7 @@ class FittedGroups:
 
     @property
     def nu(self) -> float:
-        """Degrees of freedom, the same for all groups.
-
-        Raises:
-            InputError: They differ.
-        """
+        """Degrees of freedom, the same for all groups; InputError if they differ."""
         values = np.unique(self.parameters["nu"])
         if len(values) > 1:
             raise InputError(

@@ -57,11 +57,8 @@ class GroupingQuery:
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
         """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
 
-        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages.
-
-        Raises:
-            InputError: The file is damaged, or keys come again in a file of one row for each group.
-            TailcastError: The folder cannot be written.
+        What does not fit into memory is kept in the folder `work`; `locate` names a row in messages. InputError if the file
+        is damaged, or keys come again in a file of one row for each group; TailcastError if the folder cannot be written.
         """
         values = ", ".join(f"{value} AS {quoted(name)}" for name, value in self.columns.items())
         rows = f"(SELECT {values}, row_number() OVER () - 1 AS {ROW} FROM {self.relation})"
@@ -128,11 +125,8 @@ def connect() -> Any:
 
 
 def query_text(path: Path, keys: tuple[str, ...], weights: str | None) -> tuple[int, GroupingQuery]:
-    """Number of rows and query of a file of text, whose columns have the types that their names say.
-
-    Raises:
-        InputError: It has no rows, lacks a column, or is damaged.
-    """
+    """Number of rows and query of a file of text, whose columns have the types that their names say; InputError if it has
+    no rows, lacks a column, or is damaged."""
     is_csv = path.suffix == ".csv"
     names = _csv_names(path) if is_csv else candidate_columns(keys, weights)
     kinds = ", ".join(f"{_literal(name)}: '{'VARCHAR' if is_csv else 'JSON'}'" for name in names)

@@ -392,10 +392,8 @@ def _group_limits(
 def with_conversations(table: pa.Table, path: Path) -> pa.Table:
     """A table of output lengths whose column `prompt` is the text of the whole conversation, where there is one.
 
-    A row whose `messages` are null is a single user message, as is a table without them.
-
-    Raises:
-        InputError: It is a file of fits, which keep the last user message alone.
+    A row whose `messages` are null is a single user message, as is a table without them. InputError for a file of fits,
+    which keep the last user message alone.
     """
     if set(table.column_names) >= {"mu", "sigma", "nu"}:
         raise InputError(
