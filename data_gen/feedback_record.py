@@ -125,9 +125,5 @@ def validated(model: type[M], content: dict[str, Any]) -> M:
         [first, *_] = error.errors(include_url=False, include_context=False)
         keys = ".".join(str(key) for key in first["loc"] if isinstance(key, str))
         value = first["input"] if first["loc"] and first["type"] != "missing" else None
-        raise InputError(keys or "record", value, _allowed(first["msg"])) from error
-
-
-def _allowed(message: str) -> str:
-    text = message.removeprefix("Value error, ").removeprefix("Input should be ")
-    return text[:1].lower() + text[1:]
+        allowed = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+        raise InputError(keys or "record", value, allowed[:1].lower() + allowed[1:]) from error

@@ -109,11 +109,8 @@ class TransformersBackend:
                 )
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(
-                "model",
-                self._source,
-                f"a local model folder, a .gguf file, or a reachable hub model ({reason})",
-            ) from error
+            allowed = f"a local model folder, a .gguf file, or a reachable hub model ({reason})"
+            raise InputError("model", self._source, allowed) from error
         self._loaded = model.eval().to(device), tokenizer  # type: ignore[no-untyped-call]
         return self._loaded
 

@@ -96,11 +96,7 @@ class AdaptConfig:
 
 
 def adapt(config: AdaptConfig) -> int:
-    """Runs the command.
-
-    Returns:
-        0, or 3 where the corrected artifact is not better on the requests held back: then nothing is written.
-    """
+    """Runs the command; 3 where the corrected artifact is not better on the requests held back, and nothing is written, else 0."""
     from predictors.runtime import open_runtime
     from training.corrected_graph import FeatureRuntime
 

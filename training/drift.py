@@ -88,27 +88,20 @@ Length = Annotated[int, Field(ge=1, lt=2**53)]
 
 
 class ObservedOutput(Strict):
-    """A prediction with the length of its output.
+    """A prediction with the length of its output."""
 
-    Attributes:
-        mu, sigma, nu: Predicted parameters of the log-t distribution, log tokens.
-        output_tokens: Length of the output; of a truncated one the length it was truncated at.
-        max_tokens: Limit of the output, at least output_tokens; None if there is none.
-        prompt_tokens: Length of the prompt; None where it is not known.
-        finished: False where it was truncated; by default whether output_tokens is below max_tokens.
-        served_model: Name of the model; None if it has none.
-        time: In the unit of the stream, if it has one; it is only repeated.
-    """
-
+    # mu, sigma, nu: predicted parameters of the log-t distribution, log tokens.
     mu: Mu
     sigma: Sigma
     nu: Nu = 3.5
-    output_tokens: Length
-    max_tokens: Length | None = None
+    output_tokens: Length  # length of the output; of a truncated one the length it was truncated at
+    max_tokens: Length | None = None  # limit of the output, at least output_tokens; None if there is none
+    # Length of the prompt; None where it is not known.
     prompt_tokens: Annotated[int, Field(ge=0, lt=2**53)] | None = None
+    # False where it was truncated; by default whether output_tokens is below max_tokens.
     finished: bool | None = None
-    served_model: Annotated[str, Field(min_length=1)] | None = None
-    time: Any = None
+    served_model: Annotated[str, Field(min_length=1)] | None = None  # name of the model; None if it has none
+    time: Any = None  # in the unit of the stream, if it has one; it is only repeated
 
     @field_validator("max_tokens")
     @classmethod

@@ -197,9 +197,8 @@ def _check_vocabulary(encoder: str, model: PromptPredictor, tokenizer: PreTraine
     embeddings = getattr(model.encoder.config, "vocab_size", None)
     highest = max(tokenizer.get_vocab().values())
     if embeddings is not None and highest >= embeddings:
-        raise InputError(
-            "encoder", encoder, f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
-        )
+        allowed = f"a tokenizer with ids below {embeddings}; it has ids up to {highest}"
+        raise InputError("encoder", encoder, allowed)
 
 
 def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialModel:
@@ -213,9 +212,8 @@ def _from_checkpoint(config: TrainConfig, path: str, train: Rows) -> InitialMode
     new = tuple(sorted(set(train.models) - set(conditioning.served_models)))
     first_new = len(conditioning.served_models) + 1
     if config.only_conditioning and not new:
-        raise InputError(
-            "only_conditioning", sorted(train.models), "data of a served model that is new to the checkpoint"
-        )
+        allowed = "data of a served model that is new to the checkpoint"
+        raise InputError("only_conditioning", sorted(train.models), allowed)
     if new:
         log.info("served models added: %s", ", ".join(new))
         model = with_served_models(model, new)

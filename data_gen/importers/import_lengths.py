@@ -70,9 +70,8 @@ def import_lengths(config: ImportLengthsConfig) -> dict[str, Any]:
     if name not in schemas:
         raise InputError("schema", name, f"{' or '.join(schemas)} for {config.kind}")
     if bool(config.tokenizer) != (config.kind == "sharegpt"):
-        raise InputError(
-            "tokenizer", config.tokenizer, "a tokenizer for kind sharegpt, and none for the others"
-        )
+        allowed = "a tokenizer for kind sharegpt, and none for the others"
+        raise InputError("tokenizer", config.tokenizer, allowed)
     if config.arrivals is not None and name != "trace":
         raise InputError("arrivals need --schema trace: samples have no time")
     file = Path(config.file)

@@ -206,21 +206,14 @@ def _rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class _Server:
-    """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes.
-
-    Attributes:
-        limit: Highest number of requests in flight at present, at most `max_in_flight`.
-        num_workers: Tasks that send to it, each one request at a time.
-        paused_until: No request is sent before this time (Retry-After).
-        down_since: When it was found to be away; None while it is in use.
-    """
+    """One address; its limit is halved by an overload, as in TCP, and grows again with every round of successes."""
 
     url: str
     max_in_flight: int
-    limit: int
-    num_workers: int = 0
-    paused_until: float = float("-inf")
-    down_since: float | None = None
+    limit: int  # highest number of requests in flight at present, at most `max_in_flight`
+    num_workers: int = 0  # tasks that send to it, each one request at a time
+    paused_until: float = float("-inf")  # no request is sent before this time (Retry-After)
+    down_since: float | None = None  # when it was found to be away; None while it is in use
     _successes: int = 0
     _halved_at: float = float("-inf")
 

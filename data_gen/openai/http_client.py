@@ -145,9 +145,8 @@ class CompletionsClient:
         models = [one for one in entries if isinstance(one, dict) and "id" in one] if entries else []
         owners = {str(one["id"]): str(one.get("owned_by")) for one in models}
         if not model and len(owners) != 1:
-            raise InputError(
-                "model", model, f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
-            )
+            allowed = f"a name, of those at {base_url}/models: {', '.join(owners)[:200]}"
+            raise InputError("model", model, allowed)
         names = [name for name in (model or next(iter(owners)), f"{model}:latest") if name in owners]
         if owners and not names:
             raise InputError("model", model, f"a model that the server has: {', '.join(owners)[:200]}")

@@ -51,22 +51,15 @@ class ResponseError(Exception):
 
 @dataclass(slots=True)
 class ResponseChoice:
-    """One choice of a response.
-
-    Attributes:
-        text: The output.
-        finish_reason: "stop" or "length", unless there is a problem.
-        listed_tokens: Its length, if the server listed its tokens.
-        first_at, last_at: When its first token and its finish_reason arrived in a stream.
-        problem: Why it cannot be used; None if it can.
-    """
+    """One choice of a response."""
 
     text: str = ""
-    finish_reason: str = ""
-    listed_tokens: int | None = None
+    finish_reason: str = ""  # "stop" or "length", unless there is a problem
+    listed_tokens: int | None = None  # its length, if the server listed its tokens
+    # first_at, last_at: when its first token and its finish_reason arrived in a stream.
     first_at: float | None = None
     last_at: float | None = None
-    problem: ResponseError | None = None
+    problem: ResponseError | None = None  # why it cannot be used; None if it can
 
 
 @dataclass(slots=True)

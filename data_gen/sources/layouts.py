@@ -62,28 +62,23 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One shape of row; those with its columns are recognized as this layout.
+    """One shape of row; those with its columns are recognized as this layout."""
 
-    Attributes:
-        columns: Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with
-            role or from, and content or value.
-        turns: The turns to take by default.
-        public: A public set: repeated prompts are dropped by default, and unusable conversations (empty
-            texts, unknown roles, a missing beginning) skipped and counted; in a user's own file they are errors.
-    """
-
+    # Texts that make up one user message; or a single column with a list of messages (`is_chat`), each with role or
+    # from, and content or value.
     columns: tuple[str, ...]
     is_chat: bool = True
-    turns: Literal["first", "last"] = "first"
+    turns: Literal["first", "last"] = "first"  # the turns to take by default
+    # A public set: repeated prompts are dropped by default, and unusable conversations (empty texts, unknown roles, a
+    # missing beginning) skipped and counted; in a user's own file they are errors.
     public: bool = True
 
     def read(self, row: Mapping[str, Any], location: str) -> Conversation:
         """The conversation of a row; InputError if it lacks a column, or has no text or messages that can be sent."""
         missing = [column for column in self.columns if column not in row]
         if missing:
-            raise InputError(
-                f"{location}: columns", sorted(map(str, row)), f"also a column named {missing[0]!r}"
-            )
+            allowed = f"also a column named {missing[0]!r}"
+            raise InputError(f"{location}: columns", sorted(map(str, row)), allowed)
         ids: tuple[str, ...] = ("prompt_id",)
         if self.is_chat:
             name = self.columns[0]

@@ -184,9 +184,8 @@ def compose(count: int, seed: int) -> list[tuple[str, str]]:
     open_categories = list(templates)
     while len(prompts) < count:
         if not open_categories:
-            raise InputError(
-                "count", count, f"at most {len(prompts)}, all that the templates give with this seed"
-            )
+            allowed = f"at most {len(prompts)}, all that the templates give with this seed"
+            raise InputError("count", count, allowed)
         for category in tuple(open_categories):
             for _ in range(_MAX_ATTEMPTS):
                 template = str(rng.choice(templates[category]))

@@ -47,25 +47,15 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Residuals of N samples.
+    """Residuals of N samples."""
 
-    Attributes:
-        z: (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to.
-        finished: False: z is a lower bound [N].
-        z_limit: (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N].
-        model: Number of the served model, 0 = unknown or not told apart [N].
-        prompt: Number of the prompt, equal for equal texts [N].
-        row: Number of the row (prompt, served model, temperature) [N].
-        nu: Degrees of freedom [N].
-    """
-
-    z: FloatArray
-    finished: NDArray[np.bool_]
-    z_limit: FloatArray
-    model: NDArray[np.intp]
-    prompt: NDArray[np.intp]
-    row: NDArray[np.intp]
-    nu: FloatArray
+    z: FloatArray  # (ln x - mu) / sigma [N]; of a censored sample at the length it was truncated to
+    finished: NDArray[np.bool_]  # False: z is a lower bound [N]
+    z_limit: FloatArray  # (ln max_tokens - mu) / sigma of the sample's row, infinite without a limit [N]
+    model: NDArray[np.intp]  # number of the served model, 0 = unknown or not told apart [N]
+    prompt: NDArray[np.intp]  # number of the prompt, equal for equal texts [N]
+    row: NDArray[np.intp]  # number of the row (prompt, served model, temperature) [N]
+    nu: FloatArray  # degrees of freedom [N]
 
     def __len__(self) -> int:
         return len(self.z)
@@ -180,18 +170,12 @@ Estimator = Callable[[Residuals], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class SelectedCalibration:
-    """A calibration, fitted on all of the data, and how it was selected.
+    """A calibration, fitted on all of the data, and how it was selected."""
 
-    Attributes:
-        method: Name of the estimator; "identity" if nothing is better than no change.
-        pooling: Weight of all models together in the numbers of each.
-        trials: "method, pooling" -> coverage on held-out prompts.
-    """
-
-    method: str
-    pooling: float
+    method: str  # name of the estimator; "identity" if nothing is better than no change
+    pooling: float  # weight of all models together in the numbers of each
     calibration: Calibration
-    trials: dict[str, Any]
+    trials: dict[str, Any]  # "method, pooling" -> coverage on held-out prompts
 
 
 def by_likelihood(residuals: Residuals) -> tuple[float, float]:

@@ -253,12 +253,10 @@ def compare(
     *,
     ceiling_seed: int | None = None,
 ) -> tuple[dict[str, Any], ScoredPredictor]:
-    """Scores all predictors on the same rows, `main` also by served model, data set and category.
+    """Scores all predictors on the same rows, `main` also by served model, data set and category; without `ceiling_seed`
+    there is no noise ceiling.
 
-    Without `ceiling_seed` there is no noise ceiling.
-
-    Returns:
-        Content of the JSON file, and the main predictor with its scores.
+    Returns the content of the JSON file, and the main predictor with its scores.
     """
     scored = ScoredPredictor.of(rows, main.prediction, main.bucket_edges)
     predictions: dict[str, PredictedRows] = {}

@@ -30,25 +30,17 @@ _PROGRESS_ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class PredictedRows:
-    """Predictions of G rows; None where a predictor has no such head.
+    """Predictions of G rows; None where a predictor has no such head."""
 
-    Attributes:
-        mu, sigma: Parameters of the log-t distribution [G], log tokens.
-        nu: Its degrees of freedom, one for all or [G].
-        urgency: Probabilities of urgency levels [G, K].
-        bucket: Probabilities of length buckets [G, K].
-        regression_tokens: One length in tokens [G].
-        rank: Score [G], larger = longer.
-        sigma_within: Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
-    """
-
+    # mu, sigma: parameters of the log-t distribution [G], log tokens.
     mu: FloatArray | None = None
     sigma: FloatArray | None = None
-    nu: float | FloatArray = DEFAULT_NU
-    urgency: FloatArray | None = None
-    bucket: FloatArray | None = None
-    regression_tokens: FloatArray | None = None
-    rank: FloatArray | None = None
+    nu: float | FloatArray = DEFAULT_NU  # its degrees of freedom, one for all or [G]
+    urgency: FloatArray | None = None  # probabilities of urgency levels [G, K]
+    bucket: FloatArray | None = None  # probabilities of length buckets [G, K]
+    regression_tokens: FloatArray | None = None  # one length in tokens [G]
+    rank: FloatArray | None = None  # score [G], larger = longer
+    # Scale of the outputs of one prompt [G], log tokens; sigma includes the predictor's own error in mu.
     sigma_within: FloatArray | None = None
 
     def ordering(self) -> tuple[str, FloatArray]:
@@ -72,29 +64,19 @@ Predict = Callable[[Sequence[str], Sequence[str | None], Sequence[float | None]]
 
 @dataclass(frozen=True, slots=True)
 class OpenedPredictor:
-    """A predictor out of either kind of folder.
+    """A predictor out of either kind of folder."""
 
-    Attributes:
-        description: What it is, for reports: kind ("checkpoint" or "artifact"), nu, and what identifies it.
-        folder: Where it is.
-        nu: Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
-        predict: (prompts, served models, temperatures), each [G], to the predictions.
-        bucket_edges: Of the bucket head, in tokens.
-        urgency_levels: Names of its urgency levels, the most urgent first; empty: no such head.
-        served_models: Those it is conditioned on; empty: it does not see the served model.
-        data: Its training data: name, SHA-256, split, baselines.
-        conversations: It tokenizes whole conversations, not the last user message only.
-    """
-
+    # What it is, for reports: kind ("checkpoint" or "artifact"), nu, and what identifies it.
     description: Mapping[str, Any]
+    # Degrees of freedom of its distributions if they are all the same, None if it has none or learns them.
     nu: float | None
-    predict: Predict
-    bucket_edges: tuple[float, ...]
-    urgency_levels: tuple[str, ...]
-    served_models: tuple[str, ...]
-    data: Mapping[str, Any]
-    conversations: bool
-    folder: Path
+    predict: Predict  # (prompts, served models, temperatures), each [G], to the predictions
+    bucket_edges: tuple[float, ...]  # of the bucket head, in tokens
+    urgency_levels: tuple[str, ...]  # names of its urgency levels, the most urgent first; empty: no such head
+    served_models: tuple[str, ...]  # those it is conditioned on; empty: it does not see the served model
+    data: Mapping[str, Any]  # its training data: name, SHA-256, split, baselines
+    conversations: bool  # it tokenizes whole conversations, not the last user message only
+    folder: Path  # where it is
 
     @property
     def fit_nu(self) -> float:

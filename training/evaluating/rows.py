@@ -24,23 +24,14 @@ FloatArray = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationRows:
-    """G rows, each a prompt with the outputs of one served model at one temperature.
+    """G rows, each a prompt with the outputs of one served model at one temperature."""
 
-    Attributes:
-        fits: The outputs and a log-t fit to those of each row.
-        prompts: [G].
-        served_models: None where the data have no name [G].
-        temperatures: Sampling temperature, None where the data have none [G].
-        outputs: All outputs, flat.
-        compared: Rows with a fit to compare parameters with [C].
-    """
-
-    fits: FittedGroups
-    prompts: Sequence[str]
-    served_models: Sequence[str | None]
-    temperatures: Sequence[float | None]
-    outputs: OutputLengths
-    compared: NDArray[np.intp]
+    fits: FittedGroups  # the outputs and a log-t fit to those of each row
+    prompts: Sequence[str]  # [G]
+    served_models: Sequence[str | None]  # None where the data have no name [G]
+    temperatures: Sequence[float | None]  # sampling temperature, None where the data have none [G]
+    outputs: OutputLengths  # all outputs, flat
+    compared: NDArray[np.intp]  # rows with a fit to compare parameters with [C]
 
     def __len__(self) -> int:
         return len(self.fits)
@@ -53,7 +44,10 @@ class EvaluationRows:
             fits=fits,
             prompts=texts(groups, "prompt").to_pylist(),
             served_models=[None if name is None else str(name) for name in _column(fits, "model")],
-            temperatures=[_finite(value) for value in _column(fits, "temperature")],
+            temperatures=[
+                None if value is None or not math.isfinite(value) else float(value)
+                for value in _column(fits, "temperature")
+            ],
             outputs=OutputLengths(
                 owner=np.repeat(np.arange(len(fits)), groups.counts),
                 lengths=groups.flat_lengths.astype(np.float64),
@@ -75,10 +69,6 @@ class EvaluationRows:
 
 def _column(fits: FittedGroups, name: str) -> list[Any]:
     return fits.groups.column(name) or [None] * len(fits)
-
-
-def _finite(value: Any) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def of_split(fits: FittedGroups, data: Mapping[str, Any], split: str) -> FittedGroups:

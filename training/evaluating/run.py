@@ -26,11 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluateConfig) -> dict[str, Any]:
-    """Evaluates, and writes the outputs that the configuration names.
-
-    Returns:
-        The content of the JSON file; see `docs/evaluation-format.md`.
-    """
+    """Evaluates, writes the outputs that the configuration names, and returns the content of the JSON file."""
     targets = {
         name: writable_target(path, name)
         for name in EvaluateConfig.OUTPUTS
@@ -103,9 +99,8 @@ def _read(path: str, config: EvaluateConfig, predictor: OpenedPredictor, field: 
         path, options, field=field, where=where, min_samples=1, conversations=predictor.conversations
     )
     if fits.nu != predictor.fit_nu:
-        raise InputError(
-            f"{Path(path).name}, column nu", fits.nu, f"{predictor.fit_nu:g}, as the predictor has"
-        )
+        column = f"{Path(path).name}, column nu"
+        raise InputError(column, fits.nu, f"{predictor.fit_nu:g}, as the predictor has")
     return fits
 
 

@@ -36,23 +36,14 @@ _BAD = "__bad"
 
 @dataclass(frozen=True, slots=True)
 class GroupingQuery:
-    """Rows that DuckDB reads and brings together by group.
+    """Rows that DuckDB reads and brings together by group."""
 
-    Attributes:
-        path: Of the input, for messages.
-        connection: To DuckDB.
-        relation: What it reads, as SQL.
-        keys: Columns that name a group.
-        lists: Whether a row is a group with a list of lengths, else it is one sample.
-        columns: Used columns -> their expressions as SQL.
-    """
-
-    path: Path
-    connection: Any
-    relation: str
-    keys: tuple[str, ...]
-    lists: bool
-    columns: dict[str, str]
+    path: Path  # of the input, for messages
+    connection: Any  # to DuckDB
+    relation: str  # what it reads, as SQL
+    keys: tuple[str, ...]  # columns that name a group
+    lists: bool  # whether a row is a group with a list of lengths, else it is one sample
+    columns: dict[str, str]  # used columns -> their expressions as SQL
 
     def tables(self, work: Path, locate: Callable[[int], str]) -> Iterator[pa.Table]:
         """All rows by group, in order of the groups' first rows, with their columns, ROW and GROUP.
@@ -241,6 +232,5 @@ def _check_json_lines(path: Path) -> None:
                 parse_json(line if line.strip() else b"{}")
             except ValueError as error:
                 where = f"{path.name}, line {number}"
-                raise InputError(
-                    where, line[:80], f"one JSON object of up to {MAX_LINE_BYTES} bytes ({error})"
-                ) from error
+                allowed = f"one JSON object of up to {MAX_LINE_BYTES} bytes ({error})"
+                raise InputError(where, line[:80], allowed) from error
