@@ -32,7 +32,17 @@ import pandas as pd
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.distribution_heads import HEADS, Network, Rows, interval, markdown, measure, read_rows, summary, train
+from benchmarks.distribution_heads import (
+    HEADS,
+    Network,
+    Rows,
+    interval,
+    markdown,
+    measure,
+    read_rows,
+    summary,
+    train,
+)
 from benchmarks.pages import put_section
 from benchmarks.pooled import ENCODER, MAX_TOKENS
 from data_gen.transformers_backend import TransformersBackend

@@ -33,7 +33,7 @@ from torch import distributed as dist
 
 from predictors.modules.predictor import PromptPredictor
 from scheduler_core.files import atomic_file
-from training.batches import Batching, EpochPlans
+from training.batches import Batching, EpochPlans, padded_widths
 from training.config import StageConfig, TrainConfig
 from training.data import Examples, SplitData, TrainingBatch, loader, prompt_weights
 from training.distributed import is_first_process, launch, node_rank, wait_for_others
@@ -360,8 +360,12 @@ def _plans(
         by_length=config.batching == "sorted" and number == 1,
         rows_per_prompt=config.rows_per_prompt,
     )
+    widths = {
+        name: padded_widths(split.num_tokens, config.max_length)
+        for name, split in (("train", train), ("validation", validation))
+    }
     training = EpochPlans(
-        train.num_tokens,
+        widths["train"],
         train.row_offsets,
         batching,
         seed=2 * config.seed + number,
@@ -372,7 +376,7 @@ def _plans(
     in_order = replace(batching, shuffled=False, by_length=number == 1, rows_per_prompt=None)
     return {
         "train": training,
-        "validation": EpochPlans(validation.num_tokens, validation.row_offsets, in_order),
+        "validation": EpochPlans(widths["validation"], validation.row_offsets, in_order),
     }
 
 
