@@ -83,7 +83,7 @@ def card(
         named=len(manifest["served_models"]),
     )
     rows = {f"{name} (int8)": evaluation["model"]}
-    rows |= evaluation["compared"]
+    rows |= evaluation.get("compared", {})
     rows |= {"one distribution for all": evaluation["baselines"]["marginal"]}
     rows |= {"prompt length": evaluation["baselines"]["prompt_length"]}
     text += (

@@ -64,11 +64,15 @@ def make_artifact(config: ArtifactConfig) -> None:
     if not (out / "checkpoint").is_dir():
         join_checkpoint(Path(config.trained), out / "checkpoint")
     if not (out / "artifact").is_dir():
-        names = ["--artifact_id", "tailcast-smollm2", "--license", "Apache-2.0"]
-        shell.run("a", ["export-onnx", out / "checkpoint", "--out", out / "artifact", *names])
+        shell.run("a", [
+            "export-onnx", out / "checkpoint", "--out", out / "artifact",
+            "--artifact_id", "tailcast-smollm2", "--license", "Apache-2.0",
+        ])  # fmt: skip
     if not (out / "variants").is_dir():
-        options = ["--data", PROMPTS, "--variants", '["int8"]', "--max_groups", "100", "--progress", "false"]
-        shell.run("b", ["export-variants", out / "artifact", "--out", out / "variants", *options])
+        shell.run("b", [
+            "export-variants", out / "artifact", "--out", out / "variants", "--data", PROMPTS,
+            "--variants", '["int8"]', "--max_groups", "100", "--progress", "false",
+        ])  # fmt: skip
     sys.stdout.write(f"{out / 'variants' / 'int8'}\n")
 
 
