@@ -29,7 +29,7 @@ _INTRO = """# {name}
 
 Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}; int8 for ONNX Runtime on a CPU; prompts up to {max_length} tokens, the middle of longer ones is dropped.
 
-{made} Licence: Apache-2.0.
+{origin} Licence: Apache-2.0.
 
 ## Data
 
@@ -72,11 +72,11 @@ def card(
         artifact: The int8 artifact.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
-    built, made = _BUILT[name]
+    built, origin = _BUILT[name]
     text = _INTRO.format(
         name=name,
         built=built,
-        made=made,
+        origin=origin,
         max_length=manifest["max_length"],
         sources=", ".join(Path(source.file).name for source in SOURCES if source.file.startswith("more/")),
         set_aside=", ".join(SET_ASIDE),
