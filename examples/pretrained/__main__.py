@@ -37,7 +37,7 @@ class PretrainedConfig:
     data: str
     """Folder with castillo_train.parquet, castillo_validation.parquet, multi_model/, repeated_samples/ and more/."""
     predictor: Literal["minilm", "smollm2"] = "minilm"
-    """minilm: the artifact `pretrained`; smollm2: on 18 layers of a language model, better and eight times as slow."""
+    """minilm: the artifact `pretrained`; smollm2: on 18 layers of a language model, better and slower."""
     out: str = "out/pretrained"
     """Folder for everything that is made; a step whose result is there is left out."""
     install: bool = True
@@ -55,10 +55,12 @@ def pretrained(config: PretrainedConfig) -> None:
         options += ["--encoder", steps.encoder()]
     steps.train(options)
     steps.calibrate()
-    # A large encoder takes hours for what shows in a few hundred rows.
-    is_large = config.predictor == "smollm2"
-    steps.export(["--max_groups", "400"] if is_large else [])
-    steps.evaluate([] if is_large else ["--compare+", f"float32={out / 'artifact'}"])
+    steps.export()
+    if config.predictor == "minilm":
+        steps.quantize()
+        steps.evaluate(steps.int8, ["--compare+", f"float32={out / 'artifact'}"])
+    else:
+        steps.evaluate(out / "artifact", [])
     if config.install and config.predictor == "smollm2":
         split_checkpoint(out / "calibrated", out / "encoder", TRAINED)
         shutil.copy(out / "README.md", TRAINED)
@@ -95,26 +97,29 @@ class _Steps:
             "calibrate", self.out / "checkpoint", "--data", self.files.calibration, "--progress", "false",
         ])  # fmt: skip
 
-    def export(self, options: Sequence[str | Path]) -> None:
-        """The artifact in single precision, and of it the int8 one."""
+    def export(self) -> None:
+        """The artifact in single precision."""
         self._once("c", "artifact", [
             "export-onnx", self.out / "calibrated", "--artifact_id", self.name, "--license", "Apache-2.0",
         ])  # fmt: skip
+
+    def quantize(self) -> None:
+        """The artifact in 8-bit integers."""
         self._once("d", "variants", [
             "export-variants", self.out / "artifact", "--data", self.files.calibration,
-            "--variants", '["int8"]', "--progress", "false", *options,
+            "--variants", '["int8"]', "--progress", "false",
         ])  # fmt: skip
 
-    def evaluate(self, options: Sequence[str | Path]) -> None:
+    def evaluate(self, artifact: Path, options: Sequence[str | Path]) -> None:
         """Figures on the report prompts, and of the sources set aside; writes the card."""
         since = time.monotonic()
         report = self.out / "evaluation.json"
         self.shell.run("e", [
-            "evaluate", self.int8, "--data", self.files.report, "--json", report,
+            "evaluate", artifact, "--data", self.files.report, "--json", report,
             *options, "--baselines_from", next(iter(self.files.training)), "--progress", "false",
         ])  # fmt: skip
-        withheld, *scores = score_sources(self.int8, {"report": self.files.report, **self.files.set_aside})
-        text = card(self.name, json.loads(report.read_text()), withheld, scores, self.int8)
+        withheld, *scores = score_sources(artifact, {"report": self.files.report, **self.files.set_aside})
+        text = card(self.name, json.loads(report.read_text()), withheld, scores, artifact)
         (self.out / "README.md").write_text(text, encoding="utf-8")
         self.shell.finished("e", "evaluate", "", since, str(self.out / "README.md"))
 

