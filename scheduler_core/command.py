@@ -30,8 +30,7 @@ COMPLETION_VARIABLE = "_ARGCOMPLETE"
 
 def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[P, int]]:
     """Decorator of a `main` that imports what it needs: its errors become one line, with the name of the command, and an exit
-    code. `extra` is the extra of `tailcast` that installs what the command needs.
-    """
+    code. `extra` is the extra of `tailcast` that installs what the command needs."""
 
     def decorate(main: Callable[P, int]) -> Callable[P, int]:
         @wraps(main)
@@ -45,12 +44,10 @@ def entry_point(prog: str, extra: str) -> Callable[[Callable[P, int]], Callable[
 
 
 def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str]) -> str | None:
-    """The sub-command that the first word names; None after the list of all was written, for no word or --help.
+    """The sub-command that the first word names; None after the list of all was written, for no word or --help. `InputError` if
+    there is no such sub-command.
 
     `commands` has what each of them does, by name.
-
-    Raises:
-        InputError: There is no such sub-command.
     """
     if COMPLETION_VARIABLE in os.environ:
         words = _words_to_complete(prog, commands)
@@ -67,8 +64,7 @@ def chosen_command(prog: str, commands: Mapping[str, str], words: Sequence[str])
 
 def _words_to_complete(prog: str, commands: Mapping[str, str]) -> Sequence[str]:
     """Under argcomplete, which runs a command without its words: the words before the one to complete, if the first is a
-    sub-command, which then completes them as its own; else completes the first word and ends the process.
-    """
+    sub-command, which then completes them as its own; else completes the first word and ends the process."""
     import argparse
 
     import argcomplete

@@ -16,11 +16,7 @@ Preemption = Literal["recompute", "swap"]
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Limits of one engine replica.
-
-    Raises:
-        InputError: A value is outside its range.
-    """
+    """Limits of one engine replica. `InputError` if a value is outside its range."""
 
     max_num_seqs: int = 64
     """Maximum number of requests in one step, B in TIE's beta; for most batch formers also of those that hold memory."""
@@ -150,8 +146,7 @@ class KVCache:
 
     def offload(self, request_id: str, num_tokens: int) -> bool:
         """Moves the first `num_tokens` tokens to the host and frees all blocks; False (and nothing moved) if the host
-        has too few.
-        """
+        has too few."""
         num_blocks = self.blocks_for(num_tokens)
         if num_blocks > self.num_free_host_blocks:
             return False

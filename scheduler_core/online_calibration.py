@@ -274,7 +274,7 @@ class OnlineCalibration:
         finished: bool,
         max_tokens: int | None = None,
     ) -> DriftAlarm | None:
-        """Learns from a request that has ended.
+        """Learns from a request that has ended. `InputError` if a number is not allowed.
 
         Args:
             served_model: Its name; models beyond `max_models` replace the least recently observed one.
@@ -286,9 +286,6 @@ class OnlineCalibration:
 
         Returns:
             The alarm, if there is one.
-
-        Raises:
-            InputError: A number is not allowed.
         """
         _check_tokens("output_tokens", output_tokens, 1)
         if prompt_tokens is not None:
@@ -311,7 +308,8 @@ class OnlineCalibration:
         return alarm
 
     def metrics(self, served_model: str) -> dict[str, Any]:
-        """Quality of the predictions of a served model over the window, as they came and corrected.
+        """Quality of the predictions of a served model over the window, as they came and corrected. `InputError` if there is no
+        output of this served model.
 
         An output counts under the correction before it was learned from, whether corrections are in use or not.
 
@@ -319,9 +317,6 @@ class OnlineCalibration:
             num_outputs, num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and
             after, each with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at
             most as long), tau (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown.
-
-        Raises:
-            InputError: There is no output of this served model.
         """
         model = self._models.get(served_model)
         if model is None:
@@ -341,11 +336,7 @@ class OnlineCalibration:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from what `state` gave; nothing is changed if that cannot be used.
-
-        Raises:
-            InputError: It is not a state.
-        """
+        """Continues from what `state` gave; nothing is changed if that cannot be used. `InputError` if it is not a state."""
         if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
             raise InputError("state", state, f"a mapping of format {STATE_FORMAT}")
         models: OrderedDict[str, _ServedModel] = OrderedDict()

@@ -39,7 +39,8 @@ _UNKNOWN = re.compile(
 def read_config(
     prog: str, config_class: type[C], positionals: Sequence[str], extra: str, args: Sequence[str]
 ) -> C:
-    """The configuration of the command `prog` from the words after its name.
+    """The configuration of the command `prog` from the words after its name. `TailcastError` if an option is unknown, missing,
+    or has a value that is not allowed, or an output is an input.
 
     Args:
         config_class: Frozen dataclass with one documented field per option; a class attribute RECIPES is the folder of
@@ -47,9 +48,6 @@ def read_config(
         positionals: Names of string fields given by position, in order, the last maybe a list; those without a default
             are required.
         extra: The extra of `tailcast` that installs jsonargparse.
-
-    Raises:
-        TailcastError: An option is unknown, missing, or has a value that is not allowed, or an output is an input.
     """
     parser = _parser(prog, config_class, positionals, extra)
     from jsonargparse import ArgumentError
@@ -207,11 +205,8 @@ def _check_groups(config_class: type[Any], values: Any, prefix: str) -> None:
 
 
 def _load_yaml(text: str) -> Any:
-    """The value of a YAML text, as jsonargparse loads it.
-
-    Raises:
-        YAMLError: It is not valid, has an alias, the same key twice, or is nested too deeply.
-    """
+    """The value of a YAML text, as jsonargparse loads it. `YAMLError` if it is not valid, has an alias, the same key twice, or
+    is nested too deeply."""
     from jsonargparse import get_loader
     from yaml import YAMLError
 

@@ -98,8 +98,7 @@ class Pool:
 
     def by_phase(self) -> tuple[list[RequestState], list[RequestState]]:
         """The running requests in prefill and those that decode, each in order of admission; not to be changed, and those
-        that decode in lockstep are not in sync.
-        """
+        that decode in lockstep are not in sync."""
         if self.lockstep is not None:
             prefilling = [state for state, _ in self._prefilling.values()] if self._prefilling else []
             return prefilling, self.lockstep.states()
@@ -155,8 +154,7 @@ class Pool:
 
     def admit(self, state: RequestState, now: float, reserve_tokens: int | None = None) -> bool:
         """Moves a waiting request to the running ones, with blocks for all it has to process, or for `reserve_tokens` tokens;
-        False if there is no slot or too few blocks.
-        """
+        False if there is no slot or too few blocks."""
         running = self._running
         tokens = self.reserve_tokens(state) if reserve_tokens is None else reserve_tokens
         if len(running) >= self.max_running:
@@ -223,8 +221,7 @@ class Pool:
 
     def victims_for(self, state: RequestState, now: float) -> list[RequestState] | None:
         """The fewest running requests to evict for a waiting one to be admitted; None if it may not displace enough of
-        them, or needs none.
-        """
+        them, or needs none."""
         if self.evictions is None:
             return None
         tokens = self.reserve_tokens(state)
@@ -263,8 +260,7 @@ class Pool:
 
     def reserve(self, request_id: str, num_blocks: int) -> bool:
         """Reserves that many blocks more for a request of another replica, and with the first ones a slot; False (and
-        nothing taken) if there are none.
-        """
+        nothing taken) if there are none."""
         held = self.kv.held_by(request_id)
         if request_id in self.reserved:
             return self.kv.grow(request_id, (held + num_blocks) * self.kv.block_tokens)

@@ -60,15 +60,13 @@ class Predictor(Protocol):
 
 
 def open_predictor(predictor: str) -> Predictor:
-    """The predictor of a spelling, neither connected nor loaded yet.
+    """The predictor of a spelling, neither connected nor loaded yet. `InputError` if there is no such folder, or no installed
+    package has the scheme.
 
     Args:
         predictor: "pretrained" or "tiny" (the artifacts that come with tailcast), an artifact folder, or scheme://address,
             such as grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is
             called with the address; that of `local` with the others, unless one that ships has an entry point of its name.
-
-    Raises:
-        InputError: There is no such folder, or no installed package has the scheme.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
@@ -108,7 +106,7 @@ class PredictionEvent:
 
 
 class AsyncPredictor:
-    """Submits without blocking; every submitted request comes back as exactly one event.
+    """Submits without blocking; every submitted request comes back as exactly one event. `InputError` if a limit is not above 0.
 
     Requests that wait for their turn are sent together, up to `max_batch` in one call; none waits for a batch to fill. If a
     call for several fails, each of them is sent once more individually, so that one bad prompt affects no other request.
@@ -118,9 +116,6 @@ class AsyncPredictor:
         max_in_flight: Maximum number of calls at the same time, > 0; the others wait their turn.
         max_batch: Maximum number of requests in one call, > 0; 1 where the service does the batching.
         timeout_s: Timeout of a call; None waits as long as the predictor does.
-
-    Raises:
-        InputError: A limit is not above 0.
     """
 
     def __init__(
@@ -155,12 +150,8 @@ class AsyncPredictor:
         return len(self._open)
 
     def submit(self, request: PredictionRequest) -> None:
-        """Takes a request and returns at once; needs a running event loop.
-
-        Raises:
-            InputError: A request of that id is open already.
-            TailcastError: `close` was called.
-        """
+        """Takes a request and returns at once; needs a running event loop. `InputError` if a request of that id is open already;
+        `TailcastError` if `close` was called."""
         if self._closed:
             raise TailcastError(f"request {request.request_id} was submitted to a closed AsyncPredictor")
         if request.request_id in self._open:

@@ -18,14 +18,12 @@ _STATISTICS = "RAY_USAGE_STATS_ENABLED"
 @contextmanager
 def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterator[Any]:
     """Connects to a cluster and yields the module `ray`; one that this process is connected to is used and left as it is.
+    `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
 
     Args:
         address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
         field: How the address is called in errors.
         num_cpus: Processors of the local cluster; None: all.
-
-    Raises:
-        TailcastError: There is no cluster at the address, none can be started, or Ray is not installed.
     """
     try:
         import ray

@@ -35,7 +35,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request as it arrives.
+    """A request as it arrives. `InputError` if a field is outside its range.
 
     Attributes:
         request_id: Unique among the requests that are in the scheduler at the same time.
@@ -51,9 +51,6 @@ class Request:
         ttlt_slo_s: Target of the time from arrival to the last token, in seconds > 0.
         cached_prefix_tokens: First tokens of the prompt whose keys and values the engine has already (prefix-cache
             hits), 0 to prompt_tokens - 1. They need no prefill when the request is first admitted.
-
-    Raises:
-        InputError: A field is outside its range.
     """
 
     request_id: str
@@ -167,8 +164,7 @@ class RequestState:
     def effective_level(self, max_promotion: float = 1) -> int:
         """The level it is scheduled at, 0 the most urgent; the declared tier while no urgency is predicted.
 
-        The one source of a request's urgency for policies, routers and engine hints; see
-        `UrgencyPrediction.effective_level`.
+        The one source of a request's urgency for policies, routers and engine hints; see `UrgencyPrediction.effective_level`.
         """
         tier = self.request.tier
         return tier if self.urgency is None else self.urgency.effective_level(tier, max_promotion)

@@ -46,15 +46,13 @@ class SchedulerConfig(Limits):
 
 
 class Scheduler:
-    """Decides which requests make up each step of one engine replica.
+    """Decides which requests make up each step of one engine replica. `InputError` if policy and batch former do not go
+    together.
 
     Args:
         config: Limits of the replica.
         policy: Orders the waiting requests; belongs to this scheduler alone.
         log: Records every call and plan for `replay.replay`; None records nothing.
-
-    Raises:
-        InputError: Policy and batch former do not go together.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:
@@ -138,11 +136,8 @@ class Scheduler:
         return InputError(name, need, f"at most {capacity} tokens, the whole KV cache")
 
     def add(self, request: Request, now: float) -> None:
-        """A request arrives and waits.
-
-        Raises:
-            InputError: Its id is already here, or it can never be finished (see `refusal`). Nothing has changed then.
-        """
+        """A request arrives and waits. `InputError`, and nothing has changed, if its id is already here, or it can never be
+        finished (see `refusal`)."""
         self._check_time(now)
         self._check_new(request)
         self._now = now
@@ -227,11 +222,8 @@ class Scheduler:
 
     def complete(self, result: StepResult, now: float) -> tuple[Finished, ...]:
         """Ends the open step at `now`; returns the finished requests, in the order of the plan. Their memory is free.
-
-        Raises:
-            SchedulerStateError: No step is open, or another one.
-            InputError: `stopped` names a request that sampled no token, `num_steps` is not possible, or `ends_s` are not theirs.
-        """
+        `SchedulerStateError` if no step is open, or another one; `InputError` if `stopped` names a request that sampled no
+        token, `num_steps` is not possible, or `ends_s` are not theirs."""
         if not self._now <= now < math.inf:
             self._check_time(now)
         plan, batch = self._open or self._open_step()
@@ -274,13 +266,10 @@ class Scheduler:
         return True
 
     def detach(self, request_id: str, now: float) -> RequestState:
-        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it.
+        """Takes a request out for another replica; blocks and slot of a running one stay reserved for it. `InputError` if the
+        request is not here, or it runs and the batch former does not migrate running requests.
 
-        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present
-        length.
-
-        Raises:
-            InputError: The request is not here, or it runs and the batch former does not migrate running requests.
+        The policy forgets it: to the destination's policy it is an arrival with all its predictions, at its present length.
         """
         self._check_time(now)
         state = self.pool.find(request_id)
@@ -298,11 +287,8 @@ class Scheduler:
         return state
 
     def attach(self, state: RequestState, now: float) -> None:
-        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is.
-
-        Raises:
-            InputError: Its id is here already, or it can never be finished here. Nothing has changed then.
-        """
+        """Takes in a request of another replica: it runs on what is reserved for it, or waits if nothing is. `InputError`, and
+        nothing has changed, if its id is here already, or it can never be finished here."""
         self._check_time(now)
         name, pool = state.request_id, self.pool
         self._check_new(state.request)
@@ -322,10 +308,7 @@ class Scheduler:
 
     def reserve(self, request_id: str, num_blocks: int, now: float) -> bool:
         """Reserves that many blocks more for a request on its way here, and with the first ones a slot; False if there are none.
-
-        Raises:
-            InputError: The batch former does not migrate running requests.
-        """
+        `InputError` if the batch former does not migrate running requests."""
         self._check_time(now)
         self._check_migratable()
         assert request_id not in self.pool, "the request is here already"

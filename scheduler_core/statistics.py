@@ -58,11 +58,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value.
-
-    Raises:
-        InputError: There is no value.
-    """
+    """mean +- t s / sqrt(n) with 95 % confidence; infinitely wide with one value. `InputError` if there is no value."""
     if not values:
         raise InputError("values", values, "at least one number")
     array = np.asarray(values, float)

@@ -40,11 +40,7 @@ SCHEMA_VERSIONS: Mapping[str, int] = {"samples": 2, "fits": 2, "trace": 1}
 
 
 def import_pyarrow() -> tuple[Any, Any]:
-    """(pyarrow, pyarrow.parquet).
-
-    Raises:
-        MissingExtraError: pyarrow is not installed.
-    """
+    """(pyarrow, pyarrow.parquet). `MissingExtraError` if pyarrow is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -95,11 +91,8 @@ def read_parquet(path: str | Path, field: str) -> pa.Table:
 
 def open_parquet(path: str | Path, field: str) -> pq.ParquetFile:
     """A Parquet file to be read in parts; only its footer is read now. `field` is the option that gave the path, for messages.
-
-    Raises:
-        InputError: It is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a newer
-            schema than this version of tailcast reads; the message names `field`.
-    """
+    An `InputError` names `field` if it is missing, empty, truncated, no Parquet file, has two columns of one name, or is of a
+    newer schema than this version of tailcast reads."""
     file = existing_file(path, field)
     _, pq = import_pyarrow()
     with readable(path, field, "Parquet"):
@@ -145,7 +138,8 @@ def file_rows(
     *,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
-    """(number of the row in the file, columns) of each row; text lines become the column `prompt`.
+    """(number of the row in the file, columns) of each row; text lines become the column `prompt`. An `InputError` names a file
+    that cannot be read, or a row that is not one.
 
     Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet.
     Text formats may be gzipped (`.gz`).
@@ -154,9 +148,6 @@ def file_rows(
         path, field: As of `open_parquet`.
         columns: Columns of a Parquet file that are enough; None: all.
         on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
-
-    Raises:
-        InputError: The file cannot be read, or a row is not one; names it.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)

@@ -66,15 +66,13 @@ class CalibrationGauges:
 
 
 class LiveCalibration:
-    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request.
+    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request. `InputError` if the
+    file has another content, or cannot be written.
 
     Args:
         file: JSON file that keeps what has been learned over restarts; None: nothing is kept.
         gauges: The metrics.
         clock: Monotonic, in seconds.
-
-    Raises:
-        InputError: The file has another content, or cannot be written.
     """
 
     def __init__(

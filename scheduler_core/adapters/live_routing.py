@@ -36,7 +36,8 @@ DEFAULT_TIER = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingSettings(PredictorSettings):
-    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction.
+    """Settings of a router, and limits of the replicas behind it; no choice waits for a prediction. `InputError` if a value is
+    not allowed.
 
     Attributes:
         router: Name in `ROUTERS`; all but disaggregated, which needs replicas of two kinds.
@@ -48,9 +49,6 @@ class RoutingSettings(PredictorSettings):
         expire_s: A request of which nothing was seen for so long is taken to have ended, in seconds: the bound on what a
             lost event can cost.
         seed: Of routers that draw.
-
-    Raises:
-        InputError: A value is not allowed.
     """
 
     router: str = "predicted_wait"
@@ -148,7 +146,8 @@ class _LiveRequest:
 
 
 class LiveRouting:
-    """The requests on each replica, kept from events, and a router that chooses with them.
+    """The requests on each replica, kept from events, and a router that chooses with them. `InputError` if there is no such
+    predictor.
 
     Every method may be called by any thread, none waits: a prediction counts for the choices after it has come. Events of
     requests or replicas that are not here are ignored, so that they may come twice or late.
@@ -160,9 +159,6 @@ class LiveRouting:
         settings: The settings.
         predictor: In place of the one that the settings name.
         clock: Monotonic, in seconds.
-
-    Raises:
-        InputError: There is no such predictor.
     """
 
     def __init__(

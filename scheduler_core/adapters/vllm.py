@@ -139,13 +139,11 @@ class PolicyQueue:
 
 
 class PolicyScheduling(_Base):  # type: ignore[misc]
-    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments.
+    """Mixin for vLLM's AsyncScheduler (0.32); takes and passes on its arguments. `InputError` if the settings are not allowed,
+    or cannot be used with this engine.
 
     The clock is monotonic and starts for a request when it reaches the scheduler. A request never waits for its
     prediction: without one its key is that of an unknown length, and it is reordered when the prediction comes.
-
-    Raises:
-        InputError: The settings are not allowed, or cannot be used with this engine.
     """
 
     # vLLM's own.
@@ -353,12 +351,8 @@ class PolicyScheduling(_Base):  # type: ignore[misc]
 
 @cache
 def scheduler_class() -> type:
-    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput.
-
-    Raises:
-        MissingExtraError: There is no vLLM.
-        InputError: The installed vLLM is of an untested version.
-    """
+    """vLLM's AsyncScheduler with the policy's order; a plain Scheduler would lose its throughput. `MissingExtraError` if there
+    is no vLLM; `InputError` if the installed vLLM is of an untested version."""
     try:
         import vllm
     except ModuleNotFoundError as error:

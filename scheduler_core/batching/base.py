@@ -48,8 +48,7 @@ class BatchFormer(ABC):
     def steady_steps(self, pool: Pool, batch: Batch, limit: int) -> int:
         """How many times, from 1 to `limit`, the batch just formed would be formed again if nothing arrives or stops.
 
-        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or
-        evictions.
+        Exact or too small, never too large. Called only for batches of decodes alone, without admissions or evictions.
         """
 
     def steady_chunks(self, batch: Batch, limit: int) -> int:

@@ -15,10 +15,9 @@ product. In the one partial interval, [e, t_M], the length is written as M - (M 
 Left of t_alpha the integral is a function of sigma alone, analytic for sigma > 0: for many rows it is taken from a
 Chebyshev interpolant on each octave of sigma, made from the same lattice.
 
-Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q; the growth of x, at most
-sqrt(sigma^2 nu + (ln M - mu)^2) for each unit of t, halves them as often as it needs to. Relative error below 1e-11
-(1e-10 for nu = 1e9), compared with mpmath and with the general route of `mean_excess`, which serves what is not
-covered here.
+Intervals of width min(1, 2/sqrt(nu)) (2 for nu = inf) resolve q; the growth of x, at most sqrt(sigma^2 nu + (ln M - mu)^2)
+for each unit of t, halves them as often as it needs to. Relative error below 1e-11 (1e-10 for nu = 1e9), compared with mpmath
+and with the general route of `mean_excess`, which serves what is not covered here.
 """
 
 from __future__ import annotations
@@ -168,8 +167,7 @@ def expected_and_cvar_one(
     mu: float, sigma: float, max_tokens: float, nu: float, alpha: float
 ) -> tuple[float, float] | None:
     """(E, CVaR) of one request in tokens, nu and alpha as `covers` allows; None where the lattice is too coarse or too
-    short for it.
-    """
+    short for it."""
     normal = nu == math.inf
     root = 1.0 if normal else math.sqrt(nu)
     log_ratio = math.log(max_tokens) - mu

@@ -56,11 +56,8 @@ ENTRY_POINT_GROUP = "tailcast.policies"
 
 
 def policy_class(name: str) -> type[Policy]:
-    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class.
-
-    Raises:
-        InputError: There is no such policy, or it is not a policy.
-    """
+    """The policy of this name: of `POLICIES`, an entry point of "tailcast.policies", or package.module:Class. `InputError` if
+    there is no such policy, or it is not a policy."""
     if name in POLICIES:
         return POLICIES[name]
     paths = {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}

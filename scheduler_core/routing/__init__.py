@@ -40,11 +40,8 @@ ROUTERS: dict[str, type[Router]] = {
 def make_router(
     name: str, parameters: Mapping[str, Any] | None = None, rng: np.random.Generator | None = None
 ) -> Router:
-    """A router of the registry; `rng` is for routers that draw.
-
-    Raises:
-        InputError: No such router or parameter, a parameter outside its range, or no generator where one is needed.
-    """
+    """A router of the registry; `rng` is for routers that draw. `InputError` for an unknown router or parameter, a parameter
+    outside its range, or no generator where one is needed."""
     if name not in ROUTERS:
         raise unknown_name("router", name, ROUTERS)
     arguments = dict(parameters or {})

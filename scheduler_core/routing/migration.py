@@ -123,11 +123,8 @@ class Migrations:
         return ongoing is not None and ongoing.stopped is not None
 
     def start(self, move: Move, now: float) -> Outcome:
-        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`.
-
-        Raises:
-            InputError: Source and destination are the same, or their blocks differ in size.
-        """
+        """Begins a migration: `Copy` for a request with a cache, `Committed` for a waiting one, else `Aborted`. `InputError` if
+        source and destination are the same, or their blocks differ in size."""
         assert move.request_id not in self._ongoing, "a second migration of a request"
         source, destination = self._schedulers[move.source], self._schedulers[move.destination]
         if (

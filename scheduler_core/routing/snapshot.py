@@ -131,8 +131,7 @@ def take_snapshot(
     keep_requests: bool = True,
 ) -> ReplicaSnapshot:
     """The scheduler as it is now; its requests, O(requests), are looked at when they are first read, which must be before
-    anything happens to the scheduler.
-    """
+    anything happens to the scheduler."""
     pool, config = scheduler.pool, scheduler.config
     reserved = sum(pool.kv.held_by(name) for name in pool.reserved)
     head = pool.waiting.peek()

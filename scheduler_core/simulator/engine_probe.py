@@ -74,12 +74,10 @@ def send(
     api_key: str | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Sends every request at its time, whatever has become of the others, and fills in all responses.
+    """Sends every request at its time, whatever has become of the others, and fills in all responses. `TailcastError` with the
+    error of the first one if all requests failed.
 
     `progress` is called with 1 after each response, from several threads.
-
-    Raises:
-        TailcastError: All requests failed; contains the error of the first one.
     """
     start = time.perf_counter()
 

@@ -1,9 +1,8 @@
 """The event loop: replicas of an engine, each driven through the same `Scheduler` that an engine adapter drives.
 
-A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at
-their own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs
-out of memory are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a
-router.
+A replica begins a step when its last one has ended and it has work. Arrivals, predictions and migrations reach it at their
+own times and are considered at its next step. Runs of decode steps in which nothing arrives, finishes or runs out of memory
+are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a router.
 """
 
 from __future__ import annotations

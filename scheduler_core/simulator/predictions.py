@@ -53,11 +53,7 @@ class Predictions:
 
 
 def trace_predictions(trace: Trace) -> Predictions:
-    """The predictions in the trace itself; rows without one count as failed.
-
-    Raises:
-        InputError: No row carries a prediction.
-    """
+    """The predictions in the trace itself; rows without one count as failed. `InputError` if no row carries a prediction."""
     by_id = {
         row.request_id: Prediction(length=row.prediction) if row.prediction else None
         for row in trace.requests
@@ -88,7 +84,8 @@ def fetch_predictions(
     max_in_flight: int = 16,
     progress: Progress | None = None,
 ) -> Predictions:
-    """Queries a live predictor for every request of the trace, one call each, and closes it.
+    """Queries a live predictor for every request of the trace, one call each, and closes it. `InputError` if the predictor is
+    unknown, or a row has no prompt; `TailcastError` if all of the first `max_in_flight` calls failed.
 
     Not to be called from a running event loop.
 
@@ -98,10 +95,6 @@ def fetch_predictions(
         served_model: Name of the model that will serve all requests; empty: that of each row's `model`.
         max_in_flight: Maximum number of calls in flight.
         progress: Called with 1 after each call.
-
-    Raises:
-        InputError: The predictor is unknown, or a row has no prompt.
-        TailcastError: All of the first `max_in_flight` calls failed.
     """
     opened = open_predictor(predictor) if isinstance(predictor, str) else predictor
     for row in trace.requests:

@@ -146,10 +146,9 @@ def read_operator_table(
 ) -> OperatorTable:
     """Reads one file per operator.
 
-    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce
-    if there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
-    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may
-    follow.
+    `<operator>` with columns num_tokens, prediction for those of `TOKEN_OPERATORS` and attn_kv_cache_save, and all_reduce if
+    there is tensor parallelism; attn_decode with batch_size, kv_cache_size, prediction; attn_prefill with kv_cache_size,
+    prefill_chunk_size_squared, prediction. `prediction` is the time of one layer in milliseconds; other columns may follow.
 
     Args:
         directory: Folder of the files. Sizes that a table lacks are an error when they are needed.
