@@ -75,8 +75,7 @@ class Rad(BatchFormer):
         return batch
 
     def _prefill(self, pool: Pool, batch: Batch, most_running: int, now: float) -> bool:
-        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode (line 6).
-        """
+        """Lines 11 to 18: the next chunk of the request under way, or of the first that waits; False in decode mode (line 6)."""
         prefilling, _ = pool.by_phase()
         if prefilling:
             batch.add_chunk(prefilling[0], self.chunk_tokens(pool.max_num_seqs))
