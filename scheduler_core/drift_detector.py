@@ -41,13 +41,8 @@ def _scale_integral(u: float) -> float:
 
 
 class DriftDetector:
-    """The test of one served model; constant memory.
-
-    Attributes:
-        arl: Alarm at this value of S: the mean number of outputs to a false alarm is at least that.
-        value: S.
-        num_steps: Outputs since the start or the last alarm.
-    """
+    """The test of one served model, in constant memory: `value` is S, `num_steps` the outputs since the start or the last
+    alarm, and there is an alarm where S reaches `arl`, the least mean number of outputs to a false one."""
 
     def __init__(self, arl: float) -> None:
         self.arl = arl

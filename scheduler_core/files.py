@@ -155,14 +155,12 @@ def atomic_directory(path: str | Path, kind: str, *, overwrite: bool = False) ->
 def check_shared_folder(
     path: str | Path, kind: str, names: Sequence[str] | None = None, *, field: str = "out"
 ) -> Path:
-    """The folder of an output of several files next to others, created if it is missing. `InputError` if the folder cannot be
-    created or written to; `TailcastError` if a file of one of the names exists, and no earlier output of this kind wrote it.
+    """The folder, of option `field`, of an output of several files next to others, created if it is missing. `InputError` if
+    it cannot be created or written to; `TailcastError` if a file of one of the names exists, and no earlier output of this
+    kind wrote it.
 
-    Args:
-        path: The folder.
-        kind: Kind of output, such as "sweep".
-        names: Files that will be written; None: any, so that a folder without this record must be empty.
-        field: Name of the option.
+    `kind` is the kind of output, such as "sweep"; `names` are files that will be written, None: any, so that a folder without
+    this record must be empty.
     """
     folder = Path(path)
     if folder.exists() and not folder.is_dir():

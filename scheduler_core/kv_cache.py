@@ -51,16 +51,12 @@ class Limits:
 
 
 class KVCache:
-    """Counts the blocks every request holds, on the device and offloaded to the host.
+    """Counts the blocks every request holds, on the device and offloaded to the host, which has `num_host_blocks` for that.
 
-    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth
-    of running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a
-    copy of the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's
-    prefix cache are not modeled: each request is charged for all of its tokens.
-
-    Args:
-        num_blocks, block_tokens, watermark: See `Limits`.
-        num_host_blocks: Blocks on the host for offloaded requests.
+    Admission takes all blocks of the tokens to be processed at once and must leave `watermark_blocks` free for the growth of
+    running requests (vLLM's and Vidur's rule); growth may use every block. A request that loses its blocks may keep a copy of
+    the first ones on the host (swap), which admission brings back. Blocks that requests share in the engine's prefix cache
+    are not modeled: each request is charged for all of its tokens.
     """
 
     def __init__(

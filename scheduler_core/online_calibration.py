@@ -97,13 +97,8 @@ class OnlineCalibrationConfig:
 
 @dataclass(frozen=True, slots=True)
 class DriftAlarm:
-    """The outputs of a served model no longer follow its corrected predictions.
-
-    Attributes:
-        statistic: Of `DriftDetector`, at least `arl`.
-        reason: One of `drift_detector.KINDS`.
-        num_outputs: Outputs since the test began.
-    """
+    """The outputs of a served model no longer follow its corrected predictions: the statistic of `DriftDetector`, at least
+    `arl`, one of `drift_detector.KINDS` as reason, and the outputs since the test began."""
 
     statistic: float
     reason: str
@@ -274,7 +269,7 @@ class OnlineCalibration:
         finished: bool,
         max_tokens: int | None = None,
     ) -> DriftAlarm | None:
-        """Learns from a request that has ended. `InputError` if a number is not allowed.
+        """Learns from a request that has ended; returns the alarm, if there is one. `InputError` if a number is not allowed.
 
         Args:
             served_model: Its name; models beyond `max_models` replace the least recently observed one.
@@ -283,9 +278,6 @@ class OnlineCalibration:
             output_tokens: Length of the output, > 0.
             finished: False where the output was truncated at max_tokens or aborted.
             max_tokens: Limit of the output; None if there is none. Outputs aborted below it are not part of the metrics.
-
-        Returns:
-            The alarm, if there is one.
         """
         _check_tokens("output_tokens", output_tokens, 1)
         if prompt_tokens is not None:

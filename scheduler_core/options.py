@@ -265,12 +265,11 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_command_paths(config: object, config_files: Sequence[str] = ()) -> None:
-    """`check_outputs` for the options of a command; where it has an option `overwrite`, that protects files at its outputs.
+    """`check_outputs` for the options of a command and its --config files; where it has an option `overwrite`, that protects
+    files at its outputs.
 
-    Args:
-        config: With class attributes INPUTS and OUTPUTS: names of options, dotted for those of a group; an output
-            may also be a pattern such as "{out}.run.json". Without them nothing is checked.
-        config_files: Values of --config.
+    The class attributes INPUTS and OUTPUTS of `config` are names of options, dotted for those of a group; an output may also
+    be a pattern such as "{out}.run.json". Without them nothing is checked.
     """
     inputs = {
         name: _input_paths(reduce(lambda part, word: getattr(part, word, None), name.split("."), config))
@@ -292,14 +291,9 @@ def check_command_paths(config: object, config_files: Sequence[str] = ()) -> Non
 def check_outputs(
     inputs: Mapping[str, Iterable[str | Path]], outputs: Mapping[str, str | Path | None]
 ) -> None:
-    """Raises InputError if writing an output would replace an input or another output.
-
-    Refused are the same file, by whatever path or link, and an output inside an input folder or around an input.
-
-    Args:
-        inputs: Paths by option; those that do not exist are ignored.
-        outputs: Path by option; None, "-", devices and pipes are ignored.
-    """
+    """Raises InputError if writing an output would replace an input or another output: the same file, by whatever path or
+    link, or an output inside an input folder or around an input. `inputs` and `outputs` are paths by option; inputs that do
+    not exist are ignored, and outputs that are None, "-", devices or pipes."""
     targets = {
         field: Path(path)
         for field, path in outputs.items()

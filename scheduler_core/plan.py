@@ -89,13 +89,8 @@ class StepResult:
 
 @dataclass(slots=True)
 class Finished:
-    """A request that is done and no longer in the scheduler.
-
-    Attributes:
-        reason: "stop": the model ended its output; "length": max_tokens were generated.
-        first_scheduled_s: Time of its first admission.
-        first_token_s: Time of its first token.
-    """
+    """A request that is done and no longer in the scheduler: "stop": the model ended its output; "length": max_tokens were
+    generated."""
 
     request_id: str
     reason: Literal["stop", "length"]

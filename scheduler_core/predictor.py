@@ -60,13 +60,12 @@ class Predictor(Protocol):
 
 
 def open_predictor(predictor: str) -> Predictor:
-    """The predictor of a spelling, neither connected nor loaded yet. `InputError` if there is no such folder, or no installed
-    package has the scheme.
+    """The predictor of a spelling, neither connected nor loaded yet: "pretrained" or "tiny" (the artifacts that come with
+    tailcast), an artifact folder, or scheme://address, such as grpc://127.0.0.1:50051. `InputError` if there is no such
+    folder, or no installed package has the scheme.
 
-    Args:
-        predictor: "pretrained" or "tiny" (the artifacts that come with tailcast), an artifact folder, or scheme://address,
-            such as grpc://127.0.0.1:50051. The entry point of the scheme's name in the group "tailcast.predictors" is
-            called with the address; that of `local` with the others, unless one that ships has an entry point of its name.
+    The entry point of the scheme's name in the group "tailcast.predictors" is called with the address; that of `local` with
+    the others, unless one that ships has an entry point of its name.
     """
     points = {point.name: point for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     scheme, separator, address = predictor.partition("://")
@@ -165,10 +164,7 @@ class AsyncPredictor:
 
     def withdraw(self, request_id: str) -> bool:
         """Marks a request that has finished or was aborted: unsent it is never sent and fails, else it comes back late.
-
-        Returns:
-            Whether the request was open without an event.
-        """
+        Returns whether the request was open without an event."""
         if self._unsent.pop(request_id, None) is not None:
             self._end(request_id, error="withdrawn before it was sent")
             return True

@@ -40,13 +40,8 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
 
 
 def fetch_result(ray: Any, reference: Any, task: str, retries: int, finished: str) -> Any:
-    """The result of a remote task; raises the task's own `TailcastError`, or one that it was lost again and again.
-
-    Args:
-        ray, reference: The module, connected; reference to the result.
-        task, finished: In words, for errors: "a block", "finished blocks are kept".
-        retries: How often Ray has tried it again when its worker or node was lost.
-    """
+    """The result of a remote task, or the task's own `TailcastError`; a `TailcastError` with the words `task` ("a block") and
+    `finished` ("finished blocks are kept") if it was lost again after so many `retries` by Ray."""
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:

@@ -141,11 +141,8 @@ class RequestState:
         return self.request.prompt_tokens + self.num_output_tokens
 
     def apply_prediction(self, prediction: Prediction | None) -> bool:
-        """Takes over the predictions that there are and keeps the others; None means that the predictor failed.
-
-        Returns:
-            Whether there is a new prediction, so that the request's key may have changed.
-        """
+        """Takes over the predictions that there are and keeps the others; None means that the predictor failed. Returns
+        whether there is a new prediction, so that the request's key may have changed."""
         if prediction is None:
             return False
         self.prediction = prediction.length or self.prediction

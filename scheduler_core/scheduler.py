@@ -49,10 +49,8 @@ class Scheduler:
     """Decides which requests make up each step of one engine replica. `InputError` if policy and batch former do not go
     together.
 
-    Args:
-        config: Limits of the replica.
-        policy: Orders the waiting requests; belongs to this scheduler alone.
-        log: Records every call and plan for `replay.replay`; None records nothing.
+    `policy` orders the waiting requests and belongs to this scheduler alone; `log` records every call and plan for
+    `replay.replay`.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, log: DecisionLog | None = None) -> None:

@@ -24,17 +24,13 @@ UNDER_TRIAGE_COST = 3.0
 def expected_cost_levels(
     probabilities: ArrayLike, under_triage_cost: float = UNDER_TRIAGE_COST
 ) -> NDArray[np.int64]:
-    """The level of least expected cost, where each level too low costs c and each level too high costs 1.
+    """The level of least expected cost [N], where each level too low costs c and each level too high costs 1.
 
     With cost c (d - e)+ + (e - d)+ of deciding d when e is true, that is the 1/(1 + c) quantile of the predicted
     distribution: the smallest d with P(level <= d) >= 1/(1 + c). With c = 1 it is the median.
 
-    Args:
-        probabilities: Probability of each level, the most urgent first; [N, K] or [K], each row sums to 1.
-        under_triage_cost: c, finite and above 0; above 1 errs on the side of urgency.
-
-    Returns:
-        Levels [N], or one of shape [] for a single row.
+    `probabilities` has the probability of each level, the most urgent first, [N, K], or [K] for a single row, each of sum 1;
+    `under_triage_cost` is c, finite and above 0; above 1 errs on the side of urgency.
     """
     if not 0 < under_triage_cost < math.inf:
         raise InputError("under_triage_cost", under_triage_cost, "numbers > 0")

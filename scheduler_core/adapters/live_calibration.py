@@ -66,13 +66,10 @@ class CalibrationGauges:
 
 
 class LiveCalibration:
-    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request. `InputError` if the
-    file has another content, or cannot be written.
+    """Corrects predictions, and learns from ended requests in a thread of its own; never fails a request.
 
-    Args:
-        file: JSON file that keeps what has been learned over restarts; None: nothing is kept.
-        gauges: The metrics.
-        clock: Monotonic, in seconds.
+    `file` is a JSON file that keeps what has been learned over restarts, None: nothing is kept; `InputError` if it has
+    another content, or cannot be written. `clock` is monotonic, in seconds.
     """
 
     def __init__(

@@ -95,13 +95,11 @@ class RoutedPrompt:
 
 
 def openai_prompt(body: object, hints: object = None) -> RoutedPrompt:
-    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes.
+    """The prompt in the body of a chat or text completion, whether that is a mapping or an object with attributes: of
+    `messages` or `prompt`, `max_completion_tokens` or `max_tokens`, and `temperature`; `hints` may have the member
+    `tailcast_tier`.
 
     Members that are absent or malformed are left out: reporting them is the engine's job.
-
-    Args:
-        body: With `messages` or `prompt`, and `max_completion_tokens` or `max_tokens`, `temperature`.
-        hints: A mapping with the member `tailcast_tier`, or None.
     """
     messages = member(body, "messages")
     if isinstance(messages, Iterable) and not isinstance(messages, str):
@@ -146,8 +144,7 @@ class _LiveRequest:
 
 
 class LiveRouting:
-    """The requests on each replica, kept from events, and a router that chooses with them. `InputError` if there is no such
-    predictor.
+    """The requests on each replica, kept from events, and a router that chooses with them.
 
     Every method may be called by any thread, none waits: a prediction counts for the choices after it has come. Events of
     requests or replicas that are not here are ignored, so that they may come twice or late.
@@ -155,10 +152,8 @@ class LiveRouting:
     The engine's batch is not visible here. The requests of a replica are taken to run in the order in which they were sent,
     as far as slots and KV blocks suffice.
 
-    Args:
-        settings: The settings.
-        predictor: In place of the one that the settings name.
-        clock: Monotonic, in seconds.
+    `predictor` takes the place of the one that the settings name, `InputError` if there is no such one; `clock` is monotonic,
+    in seconds.
     """
 
     def __init__(

@@ -28,9 +28,8 @@ _MARK = "tailcast-mark-of-the-message"
 class PromptDecoder:
     """Token ids to the prompt's text: an engine's scheduler only has token ids. May be called in any thread.
 
-    Args:
-        tokenizer: The served model's, with `decode` and `apply_chat_template` of transformers.
-        whole: Decode the whole text, also of a chat with one user message.
+    `tokenizer` is the served model's, with `decode` and `apply_chat_template` of transformers; `whole`: decode the whole
+    text, also of a chat with one user message.
     """
 
     def __init__(self, tokenizer: Any, *, whole: bool = False) -> None:
@@ -96,12 +95,8 @@ class PredictionThread:
         self._thread.start()
 
     def submit(self, request: PredictionRequest, token_ids: Sequence[int] | None = None) -> None:
-        """Queries the predictor; the event comes later, or is there at once after `close`.
-
-        Args:
-            request: The request; without its prompt where there are token ids.
-            token_ids: Its prompt; None: that of `request`, and if that is empty there is no text, as with embeddings.
-        """
+        """Queries the predictor; the event comes later, or is there at once after `close`. `token_ids` is the prompt; None:
+        that of `request`, and if that is empty there is no text, as with embeddings."""
         self._pending.add(request.request_id)
         if self._loop.is_closed():
             self._fail(request.request_id, "the predictor's thread has ended")

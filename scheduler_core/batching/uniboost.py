@@ -177,12 +177,8 @@ class OneOrder(BatchFormer):
 
 
 class _Later:
-    """The running requests that come later in the order of a step.
-
-    Args:
-        ranked: Rank and request, the last of the order first; those that are dealt with are popped.
-        swap_token_s: See `OneOrder`.
-    """
+    """The running requests that come later in the order of a step; `ranked`: rank and request, the last of the order first;
+    those that are dealt with are popped. `swap_token_s`: see `OneOrder`."""
 
     def __init__(self, ranked: list[tuple[Any, ...]], swap_token_s: float) -> None:
         self.ranked = ranked

@@ -129,11 +129,8 @@ _TO_POWERS = _to_powers()
 
 @lru_cache(maxsize=128)
 def _left_table(nu: float, alpha: float) -> FloatArray:
-    """Polynomials in x for the integral of exp(sigma T) q(t) over t < t_alpha, sigma = 2^octave (1.5 + x/2).
-
-    Returns:
-        Coefficients, highest power first [_NUM_TERMS, octaves].
-    """
+    """Polynomials in x for the integral of exp(sigma T) q(t) over t < t_alpha, sigma = 2^octave (1.5 + x/2): their
+    coefficients, highest power first [_NUM_TERMS, octaves]."""
     grid = lattice(nu, alpha, 0)
     end = -grid.first * _NUM_NODES
     angles = np.pi * (np.arange(_NUM_TERMS) + 0.5) / _NUM_TERMS

@@ -41,11 +41,7 @@ def _log_cosh(t: FloatArray) -> FloatArray:
 
 
 class StudentT(StandardDistribution):
-    """Rows of Student's t distributions.
-
-    Args:
-        nu: Degrees of freedom, finite and > 0 [N, 1] or [1, 1].
-    """
+    """Rows of Student's t distributions with `nu` degrees of freedom, finite and > 0 [N, 1] or [1, 1]."""
 
     def __init__(self, nu: FloatArray) -> None:
         self._nu = nu

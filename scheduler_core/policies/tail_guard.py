@@ -51,19 +51,15 @@ class _Job:
 class VirtualFcfs:
     """What the latency would be now under first come, first served: a fluid FCFS queue fed with the same work.
 
-    A policy that reorders requests does as much work as FCFS would. So FCFS needs no second engine: its queue serves, in order
-    of arrival, as much work as the real engine has done, and both have the same work left at any time. As the virtual service
-    of Friedman & Henderson 2003 ("Fairness and efficiency in web server protocols", SIGMETRICS), with FCFS in place of
-    processor sharing.
+    A policy that reorders requests does as much work as FCFS would. So FCFS needs no second engine: its queue serves, in
+    order of arrival, as much work as the real engine has done, and both have the same work left at any time. As the virtual
+    service of Friedman & Henderson 2003 ("Fairness and efficiency in web server protocols", SIGMETRICS), with FCFS in place
+    of processor sharing.
 
-    Work is in output tokens; the sum of `served` is the work of the finished. A request's work is the expected one, corrected by the bias of earlier predictions of its size, until it finishes, then
-    the true one; after a virtual departure the difference is credited.
-
-    Args:
-        window: Virtual departures looked at for `quantile_s`.
-
-    Attributes:
-        quantile_s: P99 of their latencies, in seconds; None before it has been computed.
+    Work is in output tokens; the sum of `served` is the work of the finished. A request's work is the expected one, corrected
+    by the bias of earlier predictions of its size, until it finishes, then the true one; after a virtual departure the
+    difference is credited. `quantile_s` is the P99 of the latest `window` latencies in seconds, None before it has been
+    computed.
     """
 
     def __init__(self, window: int) -> None:

@@ -48,10 +48,8 @@ class Jsq(Router):
     """Join the shortest queue: the fewest requests, running and waiting (Winston 1977, "Optimality of the shortest line
     discipline", J. Appl. Probab. 14).
 
-    Optimal for exponential service times and equal servers; blind to differences in length.
-
-    Attributes:
-        waiting_only: Count the waiting requests only, as Vidur's "least outstanding requests" does.
+    Optimal for exponential service times and equal servers; blind to differences in length. `waiting_only`: count the waiting
+    requests only, as Vidur's "least outstanding requests" does.
     """
 
     waiting_only: bool = False

@@ -20,12 +20,8 @@ from scheduler_core.urgency import LEVELS
 
 @dataclass(frozen=True, slots=True)
 class Headroom:
-    """KV memory counted as used on a replica for each tier that is present (multi-tier, section 3.3). `InputError` without a
-    tier, or for a fraction outside its range.
-
-    Attributes:
-        fractions: H_p / M by tier, the most urgent first; each in [0, 1].
-    """
+    """KV memory counted as used on a replica for each tier that is present (multi-tier, section 3.3): `fractions` are H_p / M
+    by tier, the most urgent first. `InputError` without a tier, or for a fraction outside [0, 1]."""
 
     fractions: tuple[float, ...]
 

@@ -93,10 +93,8 @@ class _Ongoing:
 class Migrations:
     """All migrations under way; returns what to copy, and takes the events that end a copy or a migration.
 
-    Args:
-        schedulers: The replicas by id; looked up at every call, so replicas may join and leave.
-        stage_blocks: Maximum number of blocks copied in one stage, > 0; None copies everything in one stage, stopped
-            (disaggregated serving).
+    `schedulers`, by id, are looked up at every call, so replicas may join and leave; at most `stage_blocks` > 0 blocks are
+    copied in one stage, None copies everything in one stage, stopped (disaggregated serving).
     """
 
     def __init__(self, schedulers: Mapping[str, Scheduler], stage_blocks: int | None = 64) -> None:

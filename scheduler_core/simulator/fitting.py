@@ -45,16 +45,13 @@ class StepTimeFit:
 
 
 def fit_step_time(samples: Sequence[StepSample], kind: Kind = "linear") -> StepTimeFit:
-    """Least squares of relative errors with no negative time, twice: the second time without hiccups. `InputError` if there are
-    too few steps, a duration is not above 0, or nothing could be fitted.
+    """Least squares of relative errors with no negative time, twice: the second time without hiccups. `InputError` if there
+    are too few steps, a duration is not above 0, or nothing could be fitted.
 
-    The fit is then scaled so that all steps together take as long as measured, hiccups included: queues are as long as the
-    mean of all steps makes them, and relative errors pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2]
-    instead of E[s], for one kind of step).
-
-    Args:
-        samples: Measured steps; both prompts and decodes must be among them, of different sizes.
-        kind: linear (`LinearStepTime`) or staircase (`StaircaseStepTime` with its default tiles: RAD, Eq. 7).
+    Both prompts and decodes must be among the steps, of different sizes. The fit is then scaled so that all steps together
+    take as long as measured, hiccups included: queues are as long as the mean of all steps makes them, and relative errors
+    pull a fit to noisy steps towards the short ones (E[1/s] / E[1/s^2] instead of E[s], for one kind of step). `staircase`
+    has its default tiles.
     """
     from scipy.optimize import nnls  # the simulator alone needs no scipy
 

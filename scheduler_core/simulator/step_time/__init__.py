@@ -34,10 +34,8 @@ STEP_TIMES: dict[str, Callable[..., StepTime]] = {
 def make_step_time(name: str, parameters: Mapping[str, Any] | None = None) -> StepTime:
     """A model of step times; `InputError` if its name or a parameter is unknown or missing, or a value is outside its range.
 
-    Args:
-        name: linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
-            ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
-        parameters: Values of its parameters; the others keep their defaults.
+    `name` is linear; quadratic (a setting of the paper with {preset: a100-4b}, or its constants); staircase; roofline
+    ({model: ..., gpu: ...}); table ({directory: ..., num_layers: ...}, see `read_operator_table`).
     """
     check_choice("step time", name, STEP_TIMES)
     try:
