@@ -11,13 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from scheduler_core.predictor import (
-    AsyncPredictor,
-    PredictionEvent,
-    PredictionRequest,
-    PredictionStatus,
-    Predictor,
-)
+from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
 
 logger = logging.getLogger("vllm.tailcast")  # below vLLM's logger, so that its handlers show it
 
@@ -63,29 +57,17 @@ class PromptDecoder:
 
 
 class PredictionThread:
-    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case.
+    """Runs an `AsyncPredictor` in a thread; every query comes back as one event in any case. `decode`, token ids to text, is called
+    in the thread here; None: requests come with their prompts.
 
     `submit`, `withdraw`, `take` and `close` are called by one thread at a time, the scheduler's; none but `close` waits.
-
-    Args:
-        predictor: The predictor.
-        decode: Token ids to text, called in the thread here; None: requests come with their prompts.
-        max_in_flight, max_batch, timeout_s: As of `AsyncPredictor`.
     """
 
     def __init__(
-        self,
-        predictor: Predictor,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        *,
-        max_in_flight: int = 64,
-        max_batch: int = 1,
-        timeout_s: float | None = None,
+        self, collector: AsyncPredictor, decode: Callable[[Sequence[int]], str] | None = None
     ) -> None:
+        self._collector = collector
         self._decode = decode
-        self._collector = AsyncPredictor(
-            predictor, max_in_flight=max_in_flight, max_batch=max_batch, timeout_s=timeout_s
-        )
         #: Ids of requests whose events have not come.
         self._pending: set[str] = set()
         self._events: deque[PredictionEvent] = deque()

@@ -12,7 +12,7 @@ from scheduler_core.adapters.prediction_thread import PredictionThread
 from scheduler_core.errors import InputError, unknown_name
 from scheduler_core.policies import POLICIES
 from scheduler_core.policies.base import Policy
-from scheduler_core.predictor import PREDICTORS, Predictor
+from scheduler_core.predictor import PREDICTORS, AsyncPredictor, Predictor
 from scheduler_core.ranges import FINITE, INTEGERS, POSITIVE, check_choice, check_ranges
 
 #: Environment variable that names the YAML file.
@@ -70,13 +70,8 @@ class PredictorSettings:
         self, predictor: Predictor, decode: Callable[[Sequence[int]], str] | None = None
     ) -> PredictionThread:
         """A thread for the predictor within these limits; see `PredictionThread`."""
-        return PredictionThread(
-            predictor,
-            decode,
-            max_in_flight=self.max_in_flight,
-            max_batch=self.max_batch,
-            timeout_s=self.timeout_s,
-        )
+        limits = {"max_in_flight": self.max_in_flight, "max_batch": self.max_batch}
+        return PredictionThread(AsyncPredictor(predictor, **limits, timeout_s=self.timeout_s), decode)
 
 
 #: Annotation of a setting -> its types, and how errors call them.

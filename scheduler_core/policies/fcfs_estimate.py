@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from scheduler_core.request import RequestState
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.statistics import FloatArray
 
 #: The load starts as if so many requests had arrived at load 1, and anew after a gap in which so many could have been served.
 _PRIOR_ARRIVALS, _IDLE_REQUESTS = 100, 100

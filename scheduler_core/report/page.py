@@ -32,13 +32,13 @@ class Page:
         """Begins a section."""
         self._parts.append({"kind": "heading", "text": text})
 
-    def paragraph(self, text: str, *, note: bool = False) -> None:
-        """Adds a paragraph; a note is gray."""
-        self._parts.append({"kind": "paragraph", "text": text, "note": note})
+    def paragraph(self, text: str) -> None:
+        """Adds a paragraph."""
+        self._parts.append({"kind": "paragraph", "text": text, "note": False})
 
     def note(self, text: str) -> None:
         """Adds a gray paragraph."""
-        self.paragraph(text, note=True)
+        self._parts.append({"kind": "paragraph", "text": text, "note": True})
 
     def code(self, text: str) -> None:
         """Adds preformatted text."""

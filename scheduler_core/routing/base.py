@@ -49,7 +49,6 @@ class Router(ABC):
     A router is a dataclass whose fields are its parameters; values outside their range raise InputError.
 
     Class variables:
-        name: Name in the registry `ROUTERS`.
         needs_requests: Its snapshots must have the requests one by one.
         sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests
             only.
@@ -58,7 +57,6 @@ class Router(ABC):
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.
     """
 
-    name: ClassVar[str]
     needs_requests: ClassVar[bool] = False
     sees_tokens: ClassVar[bool] = False
     needs_generator: ClassVar[bool] = False

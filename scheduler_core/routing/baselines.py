@@ -19,8 +19,6 @@ class RoundRobin(Router):
     The next one follows the last choice in the order of ids, so a replica that joins or leaves shifts no other turn.
     """
 
-    name: ClassVar[str] = "round_robin"
-
     _last: str | None = field(default=None, init=False, repr=False)
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
@@ -34,7 +32,6 @@ class RoundRobin(Router):
 class RandomChoice(Router):
     """Every replica with the same probability; `rng` is drawn from once per request."""
 
-    name: ClassVar[str] = "random"
     needs_generator: ClassVar[bool] = True
 
     rng: np.random.Generator
@@ -54,8 +51,6 @@ class Jsq(Router):
 
     waiting_only: bool = False
 
-    name: ClassVar[str] = "jsq"
-
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         def load(replica: ReplicaSnapshot) -> int:
             return replica.num_waiting if self.waiting_only else replica.num_requests
@@ -71,7 +66,6 @@ class PowerOfTwo(Router):
     Nearly as good as comparing all of them, and no herding: routers with the same outdated snapshot choose differently.
     """
 
-    name: ClassVar[str] = "power_of_two"
     needs_generator: ClassVar[bool] = True
 
     rng: np.random.Generator
@@ -91,7 +85,6 @@ class LeastKv(Router):
     would go to the same replica. Ties: fewer requests.
     """
 
-    name: ClassVar[str] = "least_kv"
     sees_tokens: ClassVar[bool] = True
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:

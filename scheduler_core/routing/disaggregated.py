@@ -27,7 +27,6 @@ class Disaggregated(Router):
     tokens itself for as long as no decode replica has capacity.
     """
 
-    name: ClassVar[str] = "disaggregated"
     sees_tokens: ClassVar[bool] = True
     needs_requests: ClassVar[bool] = True
     role: ClassVar[ReplicaRole] = ReplicaRole.PREFILL

@@ -119,7 +119,6 @@ class Llumnix(Router):
     is distributed. `whole_queue` dispatches by `queue_freeness`, which is better in bursts.
     """
 
-    name: ClassVar[str] = "llumnix"
     sees_tokens: ClassVar[bool] = True
     when_all_draining: ClassVar[Literal["wait", "least_loaded"]] = "least_loaded"
 

@@ -154,13 +154,13 @@ class Migrations:
         self._schedulers[move.destination].attach(ongoing.stopped, now)
         return Committed(move, ongoing.num_stages, ongoing.copied_blocks)
 
-    def on_finished(self, request_id: str, now: float) -> Aborted | None:
-        """The request is done on its source; None if it was not being migrated. A stopped one cannot finish."""
-        return self._left_source(request_id, AbortReason.FINISHED, now)
-
-    def on_preempted(self, request_id: str, now: float) -> Aborted | None:
-        """The request lost its cache on the source; None if it was not being migrated."""
-        return self._left_source(request_id, AbortReason.PREEMPTED, now)
+    def left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
+        """The request is done, or has lost its cache, on its source; None if it was not being migrated. A stopped one cannot."""
+        ongoing = self._ongoing.get(request_id)
+        if ongoing is None:
+            return None
+        assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
+        return self._end(ongoing, reason, now)
 
     def on_aborted(self, request_id: str, now: float) -> Aborted | None:
         """The request was aborted; None if it was not being migrated. A stopped one is dropped here."""
@@ -212,13 +212,6 @@ class Migrations:
         ongoing.num_stages += 1
         ongoing.copying_blocks, ongoing.left_blocks = count, left
         return Copy(move, count, live)
-
-    def _left_source(self, request_id: str, reason: AbortReason, now: float) -> Aborted | None:
-        ongoing = self._ongoing.get(request_id)
-        if ongoing is None:
-            return None
-        assert ongoing.stopped is None, "a request that is stopped for its handover has left its source"
-        return self._end(ongoing, reason, now)
 
     def _stay(self, ongoing: _Ongoing, reason: AbortReason, now: float) -> Aborted:
         """Ends a migration with the request on its source."""

@@ -87,8 +87,6 @@ class PredictedWork(_ExpectedRemaining):
     54.7 us)/64 = 323 us per generated token.
     """
 
-    name: ClassVar[str] = "predicted_work"
-
     prefill_token_s: float = 5.47e-5
     decode_token_s: float = 3.23e-4
 
@@ -126,8 +124,6 @@ class PredictedWait(_ExpectedRemaining):
 
     Steps of all replicas are taken as equally long, and prompts as short. Ties: fewer requests.
     """
-
-    name: ClassVar[str] = "predicted_wait"
 
     def choose(self, item: RoutingRequest, replicas: Sequence[ReplicaSnapshot], now: float) -> str:
         full = [replica for replica in replicas if not _has_free_slot(replica)]

@@ -444,7 +444,7 @@ class Simulation:
             self._may_count = True
             if self._dispatcher is not None:
                 for name in step.plan.preempted:
-                    self._handle(self._migrations.on_preempted(name, now), now)
+                    self._handle(self._migrations.left_source(name, AbortReason.PREEMPTED, now), now)
         return step
 
     def _complete(self, replica: SimulatedReplica, step: Step) -> None:
@@ -459,7 +459,7 @@ class Simulation:
         name, replica_id = item.request_id, None
         self._may_count = True
         if self._dispatcher is not None:
-            self._handle(self._migrations.on_finished(name, now), now)
+            self._handle(self._migrations.left_source(name, AbortReason.FINISHED, now), now)
             self._dispatcher.finished(name, now)
             replica_id = replica.name
         row = self._rows.pop(name)

@@ -34,9 +34,8 @@ from scheduler_core.simulator.predictions import Predictions, fetch_predictions,
 from scheduler_core.simulator.run import SimulationResult
 from scheduler_core.simulator.step_time.base import LinearStepTime, StepTime
 from scheduler_core.simulator.step_time.staircase import StaircaseStepTime
-from scheduler_core.simulator.token_gaps import GapHistogram
 from scheduler_core.simulator.trace import Trace, load_trace, write_trace
-from scheduler_core.simulator.watch import RunWatch
+from scheduler_core.simulator.watch import GapHistogram, RunWatch
 from tests.scheduler_core.helpers import PLAIN, ROUND, random_trace, simulate, token_times, trace_row
 
 ALL_POLICIES = (*POLICIES, *BOUNDS)

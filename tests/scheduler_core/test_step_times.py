@@ -24,14 +24,15 @@ from scheduler_core.policies import make_policy
 from scheduler_core.scheduler import Scheduler, SchedulerConfig
 from scheduler_core.simulator.commands.calibrate import (
     EngineCalibrationConfig,
+    StepSample,
     draw_probes,
+    fit_step_time,
     joined,
     latency_error,
     run_calibration,
     step_samples,
 )
 from scheduler_core.simulator.engine_probe import Endpoint, Probe, random_prompt, send
-from scheduler_core.simulator.fitting import StepSample, fit_step_time
 from scheduler_core.simulator.loop import Simulation
 from scheduler_core.simulator.predictions import Predictions
 from scheduler_core.simulator.step_time import make_step_time

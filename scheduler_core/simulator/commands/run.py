@@ -25,9 +25,8 @@ from scheduler_core.simulator.records import LATENCIES, SCHEMA, request_columns
 from scheduler_core.simulator.run import SimulationResult, prepare_predictions, prepare_trace, run_simulation
 from scheduler_core.simulator.step_time import rad_bounds
 from scheduler_core.simulator.tables import Columns, check_table_path, write_table
-from scheduler_core.simulator.token_gaps import GAP_CLASS
 from scheduler_core.simulator.trace import Trace
-from scheduler_core.simulator.watch import STEPS_SCHEMA, RunWatch, StepTable
+from scheduler_core.simulator.watch import GAP_CLASS, STEPS_SCHEMA, RunWatch, StepTable
 from scheduler_core.statistics import FloatArray, over_seeds
 
 logger = logging.getLogger(__name__)

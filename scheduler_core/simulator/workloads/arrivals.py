@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler_core.errors import InputError
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S
-
-FloatArray = NDArray[np.float64]
+from scheduler_core.statistics import FloatArray
 
 Process = Literal["poisson", "gamma", "diurnal", "spikes", "at_once", "trace"]
 

@@ -17,9 +17,9 @@ from scheduler_core.files import existing_file
 from scheduler_core.predictions import LengthPrediction
 from scheduler_core.ranges import FINITE, POSITIVE, check_choice, check_ranges
 from scheduler_core.simulator.trace import MAX_TIME_S, MAX_TOKENS
+from scheduler_core.statistics import FloatArray
 from scheduler_core.table_files import file_rows
 
-FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 #: Longest output drawn from a fitted distribution when the workload sets no max_tokens.

@@ -17,7 +17,7 @@ from scheduler_core.adapters.prediction_thread import PredictionThread, PromptDe
 from scheduler_core.adapters.settings import EngineSettings
 from scheduler_core.adapters.vllm import PolicyQueue
 from scheduler_core.policies import make_policy
-from scheduler_core.predictor import PredictionEvent, PredictionRequest, PredictionStatus
+from scheduler_core.predictor import AsyncPredictor, PredictionEvent, PredictionRequest, PredictionStatus
 from scheduler_core.request import Phase, Request
 from tests.scheduler_core.adapters.length_reader import LengthReader, of_length, settle
 from tests.scheduler_core.adapters.stand_in import QUEUE_METHODS, FakeRequest
@@ -126,7 +126,7 @@ def start() -> Any:
     threads: list[PredictionThread] = []
 
     def start(predictor: Any, decode: Callable[[Sequence[int]], str] = lambda ids: f"w{ids[0]}") -> Any:
-        threads.append(PredictionThread(predictor, decode, max_batch=16))
+        threads.append(PredictionThread(AsyncPredictor(predictor, max_batch=16), decode))
         return threads[-1]
 
     yield start

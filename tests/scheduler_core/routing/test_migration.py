@@ -185,7 +185,7 @@ class Walk:
             if plan is not None:
                 self.open[side] = plan
                 for name in plan.preempted:
-                    self.note(self.migrations.on_preempted(name, self.now))
+                    self.note(self.migrations.left_source(name, AbortReason.PREEMPTED, self.now))
             return
         sampling = [*plan.decodes, *(chunk.request_id for chunk in plan.prefills if chunk.is_last)]
         stopped = tuple(name for name in sampling if self.rng.random() < 0.05)
@@ -194,7 +194,7 @@ class Walk:
                 self.tokens[name] += 1
         for item in core.complete(StepResult(plan.step, stopped), self.now):
             assert item.output_tokens == self.tokens.pop(item.request_id), "tokens were lost on the way"
-            self.note(self.migrations.on_finished(item.request_id, self.now))
+            self.note(self.migrations.left_source(item.request_id, AbortReason.FINISHED, self.now))
 
     def start(self) -> None:
         sides = {name: self.side_of(name) for name in self.tokens if name not in self.copies}

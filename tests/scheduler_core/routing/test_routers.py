@@ -301,7 +301,3 @@ def test_a_request_that_fits_nowhere_keeps_waiting_and_holds_nobody_up(name: str
     assert world.dispatch("small") == ["a"]
     assert world.dispatcher.num_pending == 1
     assert world.dispatcher.aborted("huge", 1.0) is None
-
-
-def test_routers_know_their_names() -> None:
-    assert {kind.name for kind in ROUTERS.values()} == set(ROUTERS)
