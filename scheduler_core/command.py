@@ -90,15 +90,11 @@ def command(
     extra: str,
     prepare: Callable[[], None] = lambda: None,
 ) -> Callable[..., int]:
-    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or what
-    `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
+    """The `main` of a command that takes its words, by default the process's, and returns the exit code: 0 on success (or
+    what `function` returns), 2 for bad input or a missing dependency, 130 when interrupted, 1 for a bug of tailcast.
 
-    Args:
-        prog: Name of the command, for help and errors.
-        config: Class of its options; "module:name" is imported when the command is called.
-        function: Runs it; "module:name" is imported once the options are read.
-        positionals, extra: As of `options.read_config`.
-        prepare: Called before that import.
+    `config` is the class of its options; given as "module:name" it is imported when the command is called, and `function`
+    once the options are read, after a call of `prepare`. `positionals` and `extra` are as of `options.read_config`.
     """
 
     @entry_point(prog, extra)

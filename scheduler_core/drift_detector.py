@@ -16,8 +16,6 @@ martingale while predictions are right, so with an alarm at S >= A the mean time
 whatever nu, mu, sigma and max_tokens the requests have (e-detectors: Shin, Ramdas, Rinaldo 2023). A is the option `arl`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 STAKES = (0.05, 0.15, 0.4, 0.8)

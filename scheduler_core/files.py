@@ -1,7 +1,5 @@
 """Files and folders that are written atomically, and never over something of the user."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

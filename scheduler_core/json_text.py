@@ -1,7 +1,5 @@
 """JSON from outside: one parser with one kind of error, lenient or strict, and strings that UTF-8 can carry."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -39,11 +37,8 @@ def parse_json(
     """The value of a JSON text in UTF-8. `RepeatedKeyError` if an object has a key twice; `ValueError` if it is not JSON, not
     UTF-8, nested too deeply, has a number of more than 4300 digits, or what the arguments refuse.
 
-    Args:
-        text: The text.
-        finite: Refuse NaN, Infinity and numbers that overflow to it.
-        unique_keys: Refuse objects that have a key twice; else the last one counts.
-        lone_surrogates: What becomes of escaped halves of surrogate pairs (see `valid_unicode`).
+    `finite`: refuse NaN, Infinity and numbers that overflow to it; `unique_keys`: refuse objects that have a key twice, else
+    the last one counts; `lone_surrogates`: what becomes of escaped halves of surrogate pairs (see `valid_unicode`).
     """
     if isinstance(text, bytes):
         text = text.decode()

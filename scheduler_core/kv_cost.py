@@ -4,8 +4,6 @@ Source: "Semantic Scheduling for LLM Inference", section 3.3, "Cache and Recompu
 constants are those of its code (Wenyueh/latency_optimization_with_priority_constraints).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

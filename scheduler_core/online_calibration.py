@@ -26,8 +26,6 @@ Two safeguards for each served model: corrections are in use while they have mad
 been learned is forgotten but for `KEPT_AT_ALARM`.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, deque
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ From the dataclass (each field followed by a docstring, which is its help text) 
 dotted overrides and `--print_config`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """The live requests and the memory they hold: the state that a batch former works on."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -18,13 +16,10 @@ from scheduler_core.request import RequestState, Status
 class Pool:
     """Waiting queue, running requests and KV cache, kept consistent.
 
-    Args:
-        max_num_seqs: Maximum number of requests in one step.
-        max_running: Maximum number of requests that hold memory at the same time.
-        preemption: Whether a preempted request keeps a copy of its cache on the host, if that has memory left.
-        evicts_by_key: Victims are chosen by the policy's eviction key; False: the youngest goes.
-        group: See `WaitingQueue`.
-        lockstep: Requests that decode are advanced in lockstep, see `LockstepGroup`.
+    At most `max_num_seqs` requests are in one step, and `max_running` hold memory at the same time. `preemption`: whether a
+    preempted request keeps a copy of its cache on the host, if that has memory left. `evicts_by_key`: victims are chosen by
+    the policy's eviction key; False: the youngest goes. `group`: see `WaitingQueue`; `lockstep`: requests that decode are
+    advanced in lockstep, see `LockstepGroup`.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
 """Queues of requests: a heap with lazy deletion, the waiting requests, and the running ones in order of eviction."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator

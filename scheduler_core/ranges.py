@@ -1,7 +1,5 @@
 """Checks of settings: numbers in a range, names among the known ones, parameters by name."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """A Ray cluster for a command: a running one, or a local one that ends with the command."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator
@@ -20,10 +18,8 @@ def ray_cluster(address: str, field: str, num_cpus: int | None = None) -> Iterat
     """Connects to a cluster and yields the module `ray`; one that this process is connected to is used and left as it is.
     `TailcastError` if there is no cluster at the address, none can be started, or Ray is not installed.
 
-    Args:
-        address: Of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine.
-        field: How the address is called in errors.
-        num_cpus: Processors of the local cluster; None: all.
+    `address` is that of a running cluster (HOST:PORT, ray://HOST:PORT, auto), or `local` to start one on this machine, with
+    `num_cpus` processors, None: all; errors call it `field`.
     """
     try:
         import ray

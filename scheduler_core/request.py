@@ -1,7 +1,5 @@
 """A request as the scheduler sees it: its limits and targets, and its progress. The true output length is not part of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from enum import Enum

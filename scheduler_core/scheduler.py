@@ -5,8 +5,6 @@ The simulator or engine adapter calls, with the time in seconds as a non-decreas
 when that step is done, `abort` when a user gives up. The same calls always give the same plans.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

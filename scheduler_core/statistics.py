@@ -1,7 +1,5 @@
 """Statistics for the whole tree: rank correlation, confidence intervals over seeds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass

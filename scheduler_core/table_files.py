@@ -138,16 +138,12 @@ def file_rows(
     *,
     on_bad_row: Callable[[int, InputError], None] | None = None,
 ) -> Iterator[Row]:
-    """(number of the row in the file, columns) of each row; text lines become the column `prompt`. An `InputError` names a file
-    that cannot be read, or a row that is not one.
+    """(number of the row in the file, columns) of each row; text lines become the column `prompt`. An `InputError` names a
+    file that cannot be read, or a row that is not one.
 
-    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet.
-    Text formats may be gzipped (`.gz`).
-
-    Args:
-        path, field: As of `open_parquet`.
-        columns: Columns of a Parquet file that are enough; None: all.
-        on_bad_row: Called with number and error of a line of JSONL or CSV that is no row; None: the error is raised.
+    Numbers count from 1: lines of JSONL, CSV (the heading is 1) and text, elements of an array, rows of Parquet. Text formats
+    may be gzipped (`.gz`). Of a Parquet file `columns` are enough, None: all. `on_bad_row` is called with number and error of
+    a line of JSONL or CSV that is no row; None: the error is raised.
     """
     file = existing_file(path, field)
     suffix = file_suffix(file)

@@ -7,8 +7,6 @@ Decision by asymmetric expected cost, Elkan 2001 ("The foundations of cost-sensi
 ("On optimum recognition error and reject tradeoff").
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Online calibration of a process that serves: its file and its Prometheus metrics."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

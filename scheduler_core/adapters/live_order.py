@@ -1,7 +1,5 @@
 """The policy's order over the requests of an engine that forms its batches itself."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Predictions for a scheduler that must not wait: requested and received by a thread of their own."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

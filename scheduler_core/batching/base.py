@@ -1,7 +1,5 @@
 """What a batch former is, and what formers have in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The step under construction."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from scheduler_core.lockstep import LockstepGroup

@@ -4,8 +4,6 @@ Source: Bari, Hegde and de Veciana 2025, "Optimal Scheduling Algorithms for LLM 
 (arXiv:2508.01002): Algorithm 1 (section 4) and Algorithm 2 (appendix D).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

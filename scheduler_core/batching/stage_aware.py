@@ -3,8 +3,6 @@
 Source: "Semantic Scheduling for LLM Inference", section 3.3, Algorithms 2 to 5.
 """
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import dataclass, field
 

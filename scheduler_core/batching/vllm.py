@@ -4,8 +4,6 @@ Source: Kwon et al. 2023, "Efficient Memory Management for Large Language Model 
 4.3 and 4.5, and the scheduler of vLLM 0.x without chunked prefill.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from scheduler_core.batching.base import BatchFormer, steady_decodes, whole_prompts_refusal

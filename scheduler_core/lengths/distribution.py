@@ -21,8 +21,6 @@ By parts, with q the density of the coordinate t of `standard`,
 no term is negative, so nothing cancels, and the ratios to S(t_a) are taken before anything underflows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

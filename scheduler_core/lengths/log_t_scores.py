@@ -20,8 +20,6 @@ for each unit of t, halves them as often as it needs to. Relative error below 1e
 and with the general route of `mean_excess`, which serves what is not covered here.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

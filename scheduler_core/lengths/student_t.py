@@ -11,8 +11,6 @@ Two other forms exist where this one cannot be used: `training.objectives.studen
 `training.fitting.kernels.special` (compiled loops).
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 

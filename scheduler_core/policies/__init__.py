@@ -1,7 +1,5 @@
 """Scheduling policies, one short file each, and the registry of their names."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """What a policy is: an order over requests, and hooks for the events it may learn from."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Shortest first, no request starts much later than under first come, first served: the default order. Ours."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field

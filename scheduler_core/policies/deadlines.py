@@ -1,7 +1,5 @@
 """Orders by deadlines: EDF, and TIE with targets."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Collection

@@ -1,7 +1,5 @@
 """What first come, first served would do with the requests that an engine has: their waits, its speed, the load."""
 
-from __future__ import annotations
-
 import math
 from itertools import islice
 

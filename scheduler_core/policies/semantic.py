@@ -7,8 +7,6 @@ predictor does not abstain, and by at most `max_promotion` levels (`RequestState
 of at least the number of levels, 5, the order is the paper's.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

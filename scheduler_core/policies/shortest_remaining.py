@@ -1,7 +1,5 @@
 """Orders by the expected remaining length while tokens come: TRAIL and ELIS."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

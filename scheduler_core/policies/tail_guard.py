@@ -1,8 +1,6 @@
 """Tail guard: shortest expected length first, no request much later than under first come, first served. Ours; see Friedman &
 Henderson 2003 (virtual service) and Li, Harchol-Balter & Scheller-Wolf 2026, "SPLIT" (sympathy for large jobs)."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import deque

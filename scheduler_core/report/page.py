@@ -1,7 +1,5 @@
 """Self-contained HTML pages: headings, paragraphs, tables and figures, no outside resources."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 No I/O, no clock, no randomness but a generator that is passed in. README.md compares the routers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Interface of a router: it chooses the replica of every request."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Routers that need no prediction: round robin, random, shortest queue, power of two choices, least KV."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar

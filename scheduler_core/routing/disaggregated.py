@@ -1,7 +1,5 @@
 """Disaggregated serving: prompts on one pool of replicas, generation on another (Zhong et al. 2024, "DistServe", OSDI)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass

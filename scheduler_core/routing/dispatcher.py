@@ -1,7 +1,5 @@
 """Dispatcher of a cluster: its replicas, the replica of each request, and the requests that wait for one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,8 +1,6 @@
 """INFaaS: cost of queue, service time and state (Romero et al. 2021, USENIX ATC), as the multi-tier paper's baseline
 (section 3.7, Eq. 5)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal

@@ -1,8 +1,6 @@
 """Multi-tier Llumnix: headroom, freeness, dispatch, the choice of requests that migrate, and auto-scaling signals (Vestrum et
 al., "Beyond Binary Priorities: Multi-Tier SLA Scheduling", section 3; Sun et al. 2024, "Llumnix", OSDI)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet

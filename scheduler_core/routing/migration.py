@@ -14,8 +14,6 @@ Until it is committed the request is the source's, afterwards the destination's:
 destination reserves blocks stage by stage; whatever ends the migration gives them back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum

@@ -1,8 +1,6 @@
 """Expected remaining lengths, from the predicted distributions: the replica with the least work left, or that of the soonest
 free slot."""
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Prefix affinity: the replica that has most of the prompt in its cache, unless it is too busy (the cache-aware load
 balancer of Zheng et al. 2024, "SGLang", arXiv:2312.07104; Preble, Srivatsa et al. 2024, arXiv:2407.00023)."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Sequence

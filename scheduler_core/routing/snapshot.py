@@ -30,16 +30,9 @@ class ReplicaRole(Enum):
 
 
 class RequestView(NamedTuple):
-    """One request on a replica; a named tuple, since routers and planners make many of them.
-
-    Attributes:
-        tier: Urgency level it is scheduled at, 0 the most urgent.
-        num_computed_tokens: Tokens whose keys and values are in the cache.
-        kv_blocks: Blocks it holds; 0 while it waits.
-        demand_blocks: Blocks it needs to be admitted; what it holds while it runs.
-        decoding: Its prompt is processed.
-        prediction: Predicted length of the output; None without one.
-    """
+    """One request on a replica; a named tuple, since routers and planners make many of them. `tier` is the urgency level it
+    is scheduled at, 0 the most urgent; `kv_blocks` are held, 0 while it waits; `demand_blocks` are needed to be admitted, and
+    what it holds while it runs; `decoding`: its prompt is processed."""
 
     request_id: str
     arrival_s: float

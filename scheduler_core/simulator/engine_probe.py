@@ -1,7 +1,5 @@
 """Requests to a live engine through OpenAI's completions API, open loop, with the time of every token."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import threading
@@ -23,14 +21,9 @@ WORDS = ("the", "of", "and", "to", "in", "is", "it", "for", "on", "was", "as", "
 
 @dataclass(slots=True, kw_only=True)
 class Probe:
-    """A request and, once it was sent, its response; times in seconds from the start of the measurement.
-
-    Attributes:
-        arrival_s: When to send it; sent_s: when it was sent.
-        prompt_tokens, output_tokens: As the engine counts.
-        token_s: Time of each token; of a chunk with several tokens only once.
-        error: The reason of a failure.
-    """
+    """A request and, once it was sent, its response; times in seconds from the start of the measurement: when to send it,
+    when it was sent, and that of each token, of a chunk with several tokens only once. Numbers of tokens are as the engine
+    counts."""
 
     request_id: str
     arrival_s: float = 0.0

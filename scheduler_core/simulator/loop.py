@@ -5,8 +5,6 @@ own times and are considered at its next step. Runs of decode steps in which not
 are taken at once; the result is the same to the last bit. A single replica is a cluster of one without a router.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -41,13 +39,10 @@ BLOCK_COPY_S = 16 * 131_072 / 12.5e9
 
 @dataclass(frozen=True, slots=True)
 class ReplicaChange:
-    """An event in the life of a replica.
+    """An event in the life of a replica, in seconds on the clock of the trace.
 
-    Attributes:
-        time_s: Time in seconds on the clock of the trace.
-        replica_id: The replica.
-        kind: "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets
-            nothing new; "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
+    "join": it may be chosen from now on, and not from the start if that is its first change; "drain": it gets nothing new;
+    "fail": it is gone with all its requests; it may join again if the simulation can rebuild it.
     """
 
     time_s: float

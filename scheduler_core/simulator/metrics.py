@@ -1,7 +1,5 @@
 """Metrics of a run, in seconds where a name ends in _s; names and meanings as in the architecture notes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

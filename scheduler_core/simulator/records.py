@@ -38,7 +38,7 @@ _trace_values = attrgetter(*_OF_TRACE)
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
-    """A finished request, to be read only. Times are seconds on the simulated clock.
+    """A finished request, to be read only; times are seconds on the simulated clock, other fields those of `TraceRequest`.
 
     Not frozen, as that would take several times as long to make, and there may be millions.
 
@@ -47,8 +47,6 @@ class RequestRecord:
         finish_s: When its last token was generated.
         finish_reason: "stop", or "length" if max_tokens was reached.
         predicted_mu: Predicted location of ln length; None without a prediction, as its scale and degrees of freedom.
-        ttft_slo_s: Target for ttft_s; None: none. tbt_slo_s is one for the longest gap between two tokens.
-        session_id: Conversation that it was a turn of; None: none.
         max_tbt_s: Longest gap between two of its tokens; None: it had only one, or gaps were not measured. Steps taken at
             once and one by one give the same but for rounding, so it is not compared.
         replica_id: Replica that finished it; None without a router.

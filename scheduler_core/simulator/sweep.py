@@ -4,8 +4,6 @@ A result is named by a hash of everything that it depends on and written atomica
 where it was.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

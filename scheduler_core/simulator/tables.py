@@ -1,7 +1,5 @@
 """Results as tables: Parquet, CSV or JSON lines by the name's ending."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -291,14 +291,8 @@ class StepTable:
 
 @dataclass(slots=True)
 class RunWatch:
-    """Observations of all replicas of one run.
-
-    Attributes:
-        gaps: Times between tokens.
-        steps: Every step; None: not recorded.
-        kv_seconds, observed_s: Integral over time of the fraction of KV blocks in use, summed over replicas, and that time.
-        max_kv_usage: The fraction at its highest.
-    """
+    """Observations of all replicas of one run: gaps between tokens; every step, None: not recorded; the integral over time of
+    the fraction of KV blocks in use, summed over replicas, with that time, and the fraction at its highest."""
 
     gaps: TokenGaps = field(default_factory=TokenGaps)
     steps: StepTable | None = None

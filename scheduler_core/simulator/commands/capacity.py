@@ -1,7 +1,5 @@
 """`simulate capacity`: the highest load that meets targets, by bisection with confidence intervals over seeds."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`simulate run`: one policy on one workload, with one or more seeds."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

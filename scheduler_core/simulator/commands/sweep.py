@@ -1,7 +1,5 @@
 """`simulate sweep`: policies x loads x other settings x seeds, as tables and a page."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Models of step times by name, and what follows from one: isolated latencies and the saturation rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -87,14 +85,10 @@ def saturation_rate_rps(trace: Trace, config: SchedulerConfig, step_time: StepTi
 
 @dataclass(frozen=True, slots=True)
 class RadBounds:
-    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2).
-
-    Attributes:
-        expected_s: T_R, mean engine time of a request at optimal tiling; above a rate of 1 / T_R every policy is unstable.
-        longest_s: T_max, the longest such time of one request.
-        num_per_cycle: The smallest n of batch former "rad" that is stable at every load up to 1 - epsilon:
-            n > (t_col - 1) T_max / (epsilon T_R).
-    """
+    """What RAD's theorems say of requests on an engine (Bari et al., theorems 1 and 2): T_R, the mean engine time of a
+    request at optimal tiling, above a rate of 1 / T_R every policy is unstable; T_max, the longest such time of one request;
+    and the smallest n of batch former "rad" that is stable at every load up to 1 - epsilon: n > (t_col - 1) T_max / (epsilon
+    T_R)."""
 
     expected_s: float
     longest_s: float

@@ -4,8 +4,6 @@ In a run the end of the k-th step is a function of the start and k alone, so tha
 once gives the same times to the last bit.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from bisect import bisect_right

@@ -4,8 +4,6 @@ Source: Agrawal et al. 2024, "Vidur: A Large-Scale Simulation Framework for LLM 
 rounding as in its code (microsoft/vidur @ 7d47513).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Step times from data sheets: work over the device's peak, computing or reading, whichever takes longer."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

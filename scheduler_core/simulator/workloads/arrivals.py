@@ -1,7 +1,5 @@
 """Arrival processes: Poisson, Gamma (bursty), diurnal, in spikes, all at once, or those of a trace."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """Lengths of prompts and outputs: from distributions, or from the rows of a trace or of fitted distributions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

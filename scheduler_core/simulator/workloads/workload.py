@@ -1,7 +1,5 @@
 """A workload: a description of requests, their classes, tiers and conversations, and the trace drawn by a seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
