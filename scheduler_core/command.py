@@ -140,9 +140,12 @@ def _exit_code(prog: str, extra: str, run: Callable[[], int], *, owns_process: b
         if owns_process:
             _exit_on_interrupt(prog)
         code = _report(prog, extra, error)
-    if owns_process and code == INTERRUPTED and _has_threads():
-        # All is unwound; the interpreter would wait for calls whose results are not needed any more.
-        os._exit(code)
+    if owns_process and code == INTERRUPTED:
+        import threading
+
+        if any(not one.daemon for one in threading.enumerate() if one is not threading.main_thread()):
+            # All is unwound; the interpreter would wait for calls whose results are not needed any more.
+            os._exit(code)
     return code
 
 
@@ -248,13 +251,6 @@ def _exit_on_interrupt(prog: str) -> None:
             signal.signal(signal.SIGINT, interrupted)
     except ValueError:  # not in the main thread, which alone gets signals
         return
-
-
-def _has_threads() -> bool:
-    """Whether threads remain for which the interpreter waits before it exits."""
-    import threading
-
-    return any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
 
 
 def _write(text: str) -> None:

@@ -298,15 +298,13 @@ class OnlineCalibration:
         return alarm
 
     def metrics(self, served_model: str) -> dict[str, Any]:
-        """Quality of the predictions of a served model over the window, as they came and corrected. `InputError` if there is no
+        """Quality of the predictions of a served model over the window, as they came and corrected: num_outputs,
+        num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and after, each
+        with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at most as long), tau
+        (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown. `InputError` if there is no
         output of this served model.
 
         An output counts under the correction before it was learned from, whether corrections are in use or not.
-
-        Returns:
-            num_outputs, num_censored, num_alarms since the start; is_used: whether corrections are in use; num_window; before and
-            after, each with coverage (level -> fraction of the outputs whose quantile is below max_tokens that are at
-            most as long), tau (Kendall's tau-b of mu and length), crps (of ln min(X, max_tokens)); None where unknown.
         """
         model = self._models.get(served_model)
         if model is None:

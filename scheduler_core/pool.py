@@ -348,17 +348,15 @@ class Pool:
         offloaded = {state.request_id for state in self.waiting if state.num_computed_tokens > 0}
         assert not self.reserved & set(self.states), "a request is here and reserved"
         self.kv.validate(running | self.reserved, offloaded)
-        self.waiting.validate()
+        # Fresh are the keys that are not recomputed at every use.
+        policy = self.policy
+        self.waiting.validate(now, keys_are_fresh=keys_are_fresh and policy.key_changes != "with_time")
         if self.evictions is not None:
             assert {state.request_id for state in self.evictions} == running
-            self.evictions.validate()
+            is_fresh = keys_are_fresh and policy.running_keys == "on_event"
+            self.evictions.validate(now, keys_are_fresh=is_fresh)
         if self.lockstep is not None:
             self.lockstep.validate(self._running.values())
-        if keys_are_fresh:  # the keys that are not recomputed at every use
-            if self.policy.key_changes != "with_time":
-                self.waiting.validate_keys(now)
-            if self.evictions is not None and self.policy.running_keys == "on_event":
-                self.evictions.validate_keys(now)
         for state in self.states.values():
             self._validate_state(state)
 

@@ -188,12 +188,6 @@ def _json_lines(stream: TextIO, name: str) -> Iterator[_MaybeRow]:
             yield number, InputError(f"{name} row {number}", line.strip(), problem) if problem else row
 
 
-def _object(row: object, name: str, number: int) -> Mapping[str, Any]:
-    if not isinstance(row, dict):
-        raise InputError(f"{name} row {number}", row, "one JSON object")
-    return row
-
-
 def _reason(error: ValueError | RecursionError) -> str:
     if isinstance(error, RecursionError):
         return "nested too deeply"
@@ -243,7 +237,9 @@ def _array_rows(stream: TextIO, name: str) -> Iterator[Row]:
                 text, position = rest + more, 0
         value = replace_lone_surrogates(value, text[position:end])
         position = end
-        yield number, _object(value, name, number)
+        if not isinstance(value, dict):
+            raise InputError(f"{name} row {number}", value, "one JSON object")
+        yield number, value
     position += 1
     if peek():
         raise InputError(f"{name} after row {number}", peek(), "nothing after the JSON array")

@@ -48,8 +48,7 @@ class Router(ABC):
 
     Class variables:
         needs_requests: Its snapshots must have the requests one by one.
-        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests
-            only.
+        sees_tokens: Its choice depends on tokens or blocks, which change with every step, not on numbers of requests only.
         needs_generator: It draws from its field `rng`.
         role: Replicas a new request may go to, beside those that run both phases.
         when_all_draining: Without an active replica new requests "wait", or go to the "least_loaded" draining one.

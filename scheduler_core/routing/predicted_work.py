@@ -60,8 +60,7 @@ class _ExpectedRemaining(Router):
     def on_finished(self, request_id: str, replica_id: str, now: float) -> None:
         self._left.pop(request_id, None)
 
-    def on_aborted(self, request_id: str, replica_id: str, now: float) -> None:
-        self._left.pop(request_id, None)
+    on_aborted = on_finished
 
 
 @dataclass(kw_only=True, slots=True)

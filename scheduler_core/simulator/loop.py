@@ -52,11 +52,10 @@ class ReplicaChange:
 
 @dataclass(slots=True)
 class SimulationOutcome:
-    """Result of a simulation, over all replicas.
+    """Result of a simulation, over all replicas, in the order in which requests finished; refused are those that could never
+    run, with the reason by id.
 
     Attributes:
-        records: Finished requests, in the order they finished.
-        refused: By request id: the reason why it could never run.
         start_s, end_s: First arrival, end of the last step.
         busy_s, num_steps: Of all replicas together.
         request_seconds, waiting_seconds, replica_seconds: Integrals over time of the numbers of requests in the system
@@ -86,7 +85,6 @@ class Simulation:
     """Runs a trace to its end; no request is lost, each finishes or is refused.
 
     Args:
-        trace: The requests.
         step_time: Durations of the engine's steps, of all replicas or by id.
         schedulers: A fresh scheduler for each replica, by id; a single one needs no id. Afterwards their counters and memory
             peaks can be read.
@@ -97,7 +95,6 @@ class Simulation:
         calibration: Corrects each prediction when it reaches the scheduler, by the requests that have finished until then.
         served_model: Its name for that; empty: that of each row's `model`.
         exact_steps: Take every step by itself, as an engine does; slower, same result. Always so with a planner.
-        watch: Observes the run.
         progress: Called with the number of requests finished or refused since the last call.
         roles: By replica: the phases it runs; both where missing.
         planner: Moves requests between replicas every `interval_s`.

@@ -106,10 +106,9 @@ def run_calibration(
 ) -> dict[str, Any]:
     """Measures both loads alternately, and fits the model to the first.
 
-    Returns:
-        `step_time` (name and parameters, for `make_step_time`), `num_steps` that it was fitted to, `num_outliers` among them
-        left out as hiccups, `median_step_error` and `held_out_median_step_error` (relative, of a step of each load),
-        `fitted` and `held_out` (`latency_error` of each load), and `config`.
+    The result has `step_time` (name and parameters, for `make_step_time`), `num_steps` that it was fitted to, `num_outliers`
+    among them left out as hiccups, `median_step_error` and `held_out_median_step_error` (relative, of a step of each load),
+    `fitted` and `held_out` (`latency_error` of each load), and `config`.
     """
     generators = [np.random.default_rng([config.seed, number]) for number in range(2)]
     parts: list[list[list[Probe]]] = [[], []]
@@ -202,9 +201,8 @@ def latency_error(responses: Sequence[Probe], step_time: StepTime, limits: Sched
     """Simulates the measured requests with their arrivals, first come first served; `TailcastError` if the engine's limits
     are too small for a request that it did serve.
 
-    Returns:
-        `num_requests` that succeeded, `num_failed`, which are left out; means of ttft_s, ttlt_s and tpot_s, `measured` and
-        `simulated` in seconds, and `error`: (simulated - measured) / measured.
+    The result has `num_requests` that succeeded, `num_failed`, which are left out; means of ttft_s, ttlt_s and tpot_s,
+    `measured` and `simulated` in seconds, and `error`: (simulated - measured) / measured.
     """
     complete = [one for one in responses if one.error is None]
     rows = tuple(

@@ -19,10 +19,9 @@ class Arrivals:
     """When requests arrive. The same seed at another rate gives the same arrivals faster or slower."""
 
     process: Process = "poisson"
-    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal
-    (Poisson whose rate swings with a period); spikes (every gap_s a random number of requests at the same time);
-    at_once (all at time 0: offline work); trace (those of the file that the lengths come from, faster or slower if
-    a rate is given)."""
+    """poisson (independent exponential gaps); gamma (gaps of any coefficient of variation: bursty above 1); diurnal (Poisson
+    whose rate swings with a period); spikes (every gap_s a random number of requests at the same time); at_once (all at time
+    0: offline work); trace (those of the file that the lengths come from, faster or slower if a rate is given)."""
     rate_rps: float | None = None
     """Mean arrivals per second. Unset: 1 for the drawn processes, the trace's own rate for trace, what gap_s and
     max_burst give for spikes."""
