@@ -59,9 +59,8 @@ def writable_target(path: str | Path, field: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            field, str(path), f"a path whose folder can be created ({error.strerror})"
-        ) from error
+        allowed = f"a path whose folder can be created ({error.strerror})"
+        raise InputError(field, str(path), allowed) from error
     if not os.access(folder, os.W_OK):
         raise InputError(field, str(path), "a path in a writable folder")
     return path
@@ -204,9 +203,8 @@ def locked_folder(folder: Path, field: str) -> Iterator[None]:
         except FileNotFoundError:
             continue  # removed by the process that had the lock
         except OSError as error:
-            raise InputError(
-                field, str(folder), f"a folder that can be created ({error.strerror})"
-            ) from error
+            allowed = f"a folder that can be created ({error.strerror})"
+            raise InputError(field, str(folder), allowed) from error
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, handle)
             try:

@@ -14,6 +14,10 @@ MAX_DEPTH = 100
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class RepeatedKeyError(ValueError):
+    """An object has a key twice."""
+
+
 def valid_unicode(text: str) -> str:
     """`text` with U+FFFD in place of each lone surrogate, which JSON can carry and UTF-8 cannot."""
     try:
@@ -31,7 +35,7 @@ def parse_json(
     lone_surrogates: Literal["replace", "refuse"] = "replace",
 ) -> Any:
     """The value of a JSON text in UTF-8. `ValueError` if it is not JSON, not UTF-8, nested too deeply, has a number of more
-    than 4300 digits, or what the arguments refuse.
+    than 4300 digits, or what the arguments refuse; of a key that is there twice a `RepeatedKeyError`.
 
     `finite`: refuse NaN, Infinity and numbers that overflow to it; `unique_keys`: refuse objects that have a key twice, else
     the last one counts; `lone_surrogates`: what becomes of escaped halves of surrogate pairs (see `valid_unicode`).
@@ -81,7 +85,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         names = [name for name, _ in pairs]
         repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} stands twice in one object")
+        raise RepeatedKeyError(f"the key {repeated!r} stands twice in one object")
     return content
 
 

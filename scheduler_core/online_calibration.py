@@ -85,12 +85,8 @@ class OnlineCalibrationConfig:
     max_models: int = 64
 
     def __post_init__(self) -> None:
-        integers = {
-            "memory": (10, 1_000_000),
-            "window": (MIN_OUTPUTS, MAX_WINDOW),
-            "max_models": (1, 100_000),
-        }
-        check_ranges(self, arl=(10.0, FINITE), **integers)
+        check_ranges(self, memory=(10, 1_000_000), window=(MIN_OUTPUTS, MAX_WINDOW))
+        check_ranges(self, arl=(10.0, FINITE), max_models=(1, 100_000))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,6 @@ class LazyHeap(ABC):
     Push, replace and remove cost O(log n) amortized: when more than half of the heap is dead it is rebuilt.
     """
 
-    __slots__ = ("_heap", "_live", "_pushes")
-
     def __init__(self) -> None:
         self._heap: list[Entry] = []
         self._live: dict[str, Entry] = {}
@@ -106,8 +104,6 @@ class WaitingQueue(LazyHeap):
     Requests of a smaller `group` go before those of a larger one, whatever their keys; None: all are of one.
     """
 
-    __slots__ = ("_group", "policy")
-
     def __init__(self, policy: Policy, group: Callable[[RequestState], int] | None = None) -> None:
         super().__init__()
         self.policy = policy
@@ -128,8 +124,6 @@ class EvictionQueue(LazyHeap):
     For a policy whose running keys change "on_event" the heap is always right. For the others the keys are recomputed,
     O(n), when the first of a step is read.
     """
-
-    __slots__ = ("_is_stale", "policy")
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()

@@ -63,9 +63,8 @@ def _connect(ray: Any, address: str, field: str, num_cpus: int | None) -> None:
     try:
         ray.init(address=LOCAL, num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
     except Exception as error:  # what Ray raises when its processes do not start within half a minute
-        raise TailcastError(
-            f"no Ray cluster could be started on this machine ({first_line(error)})"
-        ) from error
+        problem = f"no Ray cluster could be started on this machine ({first_line(error)})"
+        raise TailcastError(problem) from error
     finally:
         if before is None:
             os.environ.pop(_STATISTICS, None)

@@ -32,7 +32,6 @@ SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt")
 _BATCH_ROWS = 1024
 _CHUNK_CHARACTERS = 1 << 20
 _SPACE = re.compile(r"\s*")
-
 # Read-ahead of a streamed column, in bytes: without it a whole column of a row group is held.
 BUFFER_BYTES = 1 << 20
 #: Newest version of each schema `NAME/VERSION`, the metadata `tailcast.schema` of a file, that is read.

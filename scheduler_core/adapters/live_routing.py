@@ -24,7 +24,7 @@ from scheduler_core.request import MAX_TIERS, Request, RequestState
 from scheduler_core.routing import ROUTERS, make_router
 from scheduler_core.routing.base import Router, RoutingRequest
 from scheduler_core.routing.prefix_affine import PrefixAffine
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView, waiting_view
 
 #: Rough number of characters per token: nothing has tokenized a prompt that is to be routed.
 CHARS_PER_TOKEN = 4
@@ -229,15 +229,9 @@ class LiveRouting:
             self._on.setdefault(replica_id, {})[request_id] = live
             self._router.on_dispatched(item, replica_id, now)
             if self._thread is not None:
-                self._thread.submit(
-                    PredictionRequest(
-                        request_id,
-                        prompt.user_text,
-                        state.request.max_tokens,
-                        self._settings.served_model,
-                        prompt.temperature,
-                    )
-                )
+                limit, model = state.request.max_tokens, self._settings.served_model
+                query = PredictionRequest(request_id, prompt.user_text, limit, model, prompt.temperature)
+                self._thread.submit(query)
             return replica_id
 
     def move(self, request_id: str, replica_id: str) -> None:
@@ -330,7 +324,10 @@ class LiveRouting:
         views = []
         for live in self._on.get(replica_id, {}).values():
             if live.view is None:
-                live.view = _view(live.state, block_tokens)
+                state = live.state
+                live.view = waiting_view(
+                    state.request, state.effective_level(), state.prediction, block_tokens
+                )
             views.append(live.view)
         if num_others:
             views += [self._mean_view()] * num_others
@@ -390,20 +387,6 @@ class LiveRouting:
             digest = hash((digest, text[end - size : end]))
             blocks.append(digest)
         return tuple(blocks)
-
-
-def _view(state: RequestState, kv_block_tokens: int) -> RequestView:
-    """A request as it was sent: its progress is not visible."""
-    request = state.request
-    return RequestView(
-        request_id=request.request_id,
-        arrival_s=request.arrival_s,
-        tier=state.effective_level(),
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=request.max_tokens,
-        demand_blocks=-(-request.prompt_tokens // kv_block_tokens),
-        prediction=state.prediction,
-    )
 
 
 def _output_tokens(state: RequestState) -> float:

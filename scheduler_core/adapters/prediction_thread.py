@@ -30,9 +30,8 @@ class PromptDecoder:
         self._frame = ("", "")
         if not whole:
             message = {"role": "user", "content": _MARK}
-            with suppress(
-                Exception
-            ):  # templates are programs of others: whatever they raise, there is no frame
+            # Templates are programs of others: whatever they raise, there is no frame.
+            with suppress(Exception):
                 text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
                 head, mark, tail = text.partition(_MARK)
                 self._frame = (head, tail) if mark else ("", "")

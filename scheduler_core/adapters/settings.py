@@ -140,9 +140,8 @@ def check_version(package: str, version: str, supported: Sequence[str]) -> None:
     """Raises InputError unless the package is of one of these minor versions, which an adapter was tested with."""
     if ".".join(version.split("+")[0].split(".")[:2]) not in supported:
         allowed = ", ".join(f"{minor}.x" for minor in supported)
-        raise InputError(
-            f"version of {package}", version, f"{allowed}: those that this adapter was tested with"
-        )
+        allowed += ": those that this adapter was tested with"
+        raise InputError(f"version of {package}", version, allowed)
 
 
 def read_yaml(path: str, location: str) -> Any:

@@ -120,6 +120,5 @@ def _fits(pool: Pool, batch: Batch, num_steps: int, spare_blocks: int) -> bool:
         return blocks + spare_blocks <= pool.kv.num_free_blocks
     size = pool.kv.block_tokens
     short = [state.num_computed_tokens + num_steps - state.kv_tokens for state in batch.decodes]
-    return (
-        sum([-(-tokens // size) for tokens in short if tokens > 0]) + spare_blocks <= pool.kv.num_free_blocks
-    )
+    blocks = sum([-(-tokens // size) for tokens in short if tokens > 0])
+    return blocks + spare_blocks <= pool.kv.num_free_blocks

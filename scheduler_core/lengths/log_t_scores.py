@@ -211,9 +211,8 @@ def expected_and_cvar_one(
     lengths = np.exp(grid.heights[begin:end] * sigma)
     median = math.exp(mu)
     if interval < 0:
-        return min(median * float(lengths.dot(grid.masses[begin:end])) + censored, max_tokens), float(
-            max_tokens
-        )
+        mean = median * float(lengths.dot(grid.masses[begin:end])) + censored
+        return min(mean, max_tokens), float(max_tokens)
     middle = max(-first * _NUM_NODES, begin)
     left = median * float(lengths[: middle - begin].dot(grid.masses[begin:middle]))
     right = median * float(lengths[middle - begin :].dot(grid.masses[middle:end])) + censored

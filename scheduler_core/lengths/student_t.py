@@ -151,10 +151,8 @@ def _tail(z: float, nu: float) -> tuple[float, float | None]:
             fraction *= d * c
         if abs(d * c - 1.0) < 1e-13:
             break
-    log_front = (
-        log_normalizer(nu) - 0.5 * nu * math.log1p(square / nu) + 0.5 * math.log(square / (nu + square))
-    )
-    mass = math.exp(log_front) * fraction / a
+    log_front = log_normalizer(nu) - 0.5 * nu * math.log1p(square / nu)
+    mass = math.exp(log_front + 0.5 * math.log(square / (nu + square))) * fraction / a
     return (0.5 - 0.5 * mass, None) if is_center else (0.5 * mass, nu / (fraction * abs(z)))
 
 

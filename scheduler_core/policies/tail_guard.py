@@ -28,7 +28,6 @@ _FRACTION_PREDICTED = 0.75
 #: The expectation of an output so many times as long as expected is recomputed.
 _OUTLIVED = 1.5
 
-
 #: Virtual departures between two computations of the quantile.
 _REFRESH_EVERY = 25
 
@@ -245,13 +244,11 @@ class TailGuard(Policy):
         self._virtual.predicted(state, _decodes(mean))
         self._predicted.append(mean)
         if state.order % _LOOK_EVERY == _LOOK_EVERY - 1:
-            self._longest_predicted = _upper_quantile(
-                self._predicted, _FRACTION_PREDICTED * self.exempt_fraction
-            )
+            fraction = _FRACTION_PREDICTED * self.exempt_fraction
+            self._longest_predicted = _upper_quantile(self._predicted, fraction)
             if self._lengths:
-                self._longest = _upper_quantile(
-                    self._lengths, (1.0 - _FRACTION_PREDICTED) * self.exempt_fraction
-                )
+                fraction = (1.0 - _FRACTION_PREDICTED) * self.exempt_fraction
+                self._longest = _upper_quantile(self._lengths, fraction)
         if mean > self._longest_predicted and state.first_scheduled_s is None:
             self._exempt_one(state)
         self._watch(state)

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from scheduler_core.predictions import Prediction
 from scheduler_core.request import Request
-from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot, RequestView
+from scheduler_core.routing.snapshot import ReplicaRole, ReplicaSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +26,6 @@ class RoutingRequest:
     tier: int
     prediction: Prediction | None = None
     prefix_blocks: tuple[int, ...] = ()
-
-    def waiting_view(self, kv_block_tokens: int) -> RequestView:
-        """The request in the queue of a replica with blocks of that size."""
-        return RequestView(
-            request_id=self.request.request_id,
-            arrival_s=self.request.arrival_s,
-            tier=self.tier,
-            prompt_tokens=self.request.prompt_tokens,
-            max_tokens=self.request.max_tokens,
-            demand_blocks=-(-self.request.prompt_tokens // kv_block_tokens),
-            prediction=None if self.prediction is None else self.prediction.length,
-        )
 
 
 @dataclass(kw_only=True, slots=True)

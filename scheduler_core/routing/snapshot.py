@@ -10,7 +10,7 @@ from typing import NamedTuple
 from scheduler_core.kv_cache import KVCache
 from scheduler_core.pool import Pool
 from scheduler_core.predictions import LengthPrediction
-from scheduler_core.request import Phase, RequestState, Status
+from scheduler_core.request import Phase, Request, RequestState, Status
 from scheduler_core.scheduler import Scheduler
 
 
@@ -149,8 +149,6 @@ def take_snapshot(
 class _Views(Iterable[RequestView]):
     """The requests of a pool, the running ones first, made when they are first read."""
 
-    __slots__ = ("_pool", "_views")
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._views: tuple[RequestView, ...] | None = None
@@ -181,10 +179,23 @@ def _view(state: RequestState, kv: KVCache) -> RequestView:
     )
 
 
+def waiting_view(
+    request: Request, tier: int, prediction: LengthPrediction | None, kv_block_tokens: int
+) -> RequestView:
+    """A request in the queue of a replica with blocks of that size, as it was sent."""
+    return RequestView(
+        request_id=request.request_id,
+        arrival_s=request.arrival_s,
+        tier=tier,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        demand_blocks=-(-request.prompt_tokens // kv_block_tokens),
+        prediction=prediction,
+    )
+
+
 class Capacity:
     """Remaining capacity of a replica for the moves of one plan."""
-
-    __slots__ = ("_blocks", "_replica", "_slots")
 
     def __init__(self, replica: ReplicaSnapshot) -> None:
         self._replica = replica

@@ -418,16 +418,12 @@ class Simulation:
             self._handle(aborted, now)
 
     def _snapshots(self, dispatcher: Dispatcher, *, keep_requests: bool) -> tuple[ReplicaSnapshot, ...]:
-        return tuple(
-            take_snapshot(
-                self._replicas[name].scheduler,
-                name,
-                status=status,
-                role=self._roles[name],
-                keep_requests=keep_requests,
-            )
-            for name, status in dispatcher.replicas.items()
-        )
+        snapshots = []
+        for name, status in dispatcher.replicas.items():
+            scheduler, role = self._replicas[name].scheduler, self._roles[name]
+            one = take_snapshot(scheduler, name, status=status, role=role, keep_requests=keep_requests)
+            snapshots.append(one)
+        return tuple(snapshots)
 
     def _begin(self, replica: SimulatedReplica, now: float, until_s: float) -> Step | None:
         """Begins the replica's next step, if it has work."""

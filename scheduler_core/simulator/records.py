@@ -20,14 +20,8 @@ BoolArray = NDArray[np.bool_]
 SCHEMA = "tailcast.simulated_requests/5"
 #: The latencies that every result summarizes.
 LATENCIES = (
-    "ttft_s",
-    "ttlt_s",
-    "normalized_latency_s",
-    "tpot_s",
-    "queueing_delay_s",
-    "normalized_waiting_s",
-    "queueing_delay_per_token_s",
-)
+    "ttft_s", "ttlt_s", "normalized_latency_s", "tpot_s", "queueing_delay_s", "normalized_waiting_s", "queueing_delay_per_token_s",
+)  # fmt: skip
 #: Fields of a record that are those of its row in the trace.
 _OF_TRACE = (
     "arrival_s", "prompt_tokens", "max_tokens", "tier", "tenant", "category", "ttft_slo_s", "tbt_slo_s", "ttlt_slo_s",

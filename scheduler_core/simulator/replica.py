@@ -65,8 +65,6 @@ class FinishQueue:
     See `Scheduler.num_common_steps` for the number of a step.
     """
 
-    __slots__ = ("_heap", "_steps")
-
     def __init__(self) -> None:
         self._heap: list[tuple[int, str]] = []
         self._steps: dict[str, int] = {}

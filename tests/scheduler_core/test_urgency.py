@@ -34,14 +34,12 @@ def test_the_decided_level_has_the_least_expected_cost(row: NDArray[np.float64],
     assert found[decided] <= min(found) + 1e-6
 
 
-@given(
-    row=rows, tier=tiers, promotion=st.integers(0, 5), demotion=st.integers(0, 5), threshold=st.floats(0, 1)
-)
-def test_no_text_leaves_its_declared_tier_by_more_than_the_limits(
-    row: NDArray[np.float64], tier: int, promotion: int, demotion: int, threshold: float
+@given(row=rows, tier=tiers, promotion=st.integers(0, 5), threshold=st.floats(0, 1))
+def test_no_text_leaves_its_declared_tier_by_more_than_the_limit(
+    row: NDArray[np.float64], tier: int, promotion: int, threshold: float
 ) -> None:
-    level = int(effective_level(row, tier, threshold, promotion, max_demotion=demotion))
-    assert max(0, tier - promotion) <= level <= min(K - 1, tier + demotion)
+    level = int(effective_level(row, tier, threshold, promotion))
+    assert max(0, tier - promotion) <= level <= tier
 
 
 @given(row=rows, tier=tiers, cost=costs, level=st.integers(1, K - 1), share=st.floats(0.0, 1.0))
@@ -52,8 +50,8 @@ def test_probability_moved_to_a_more_urgent_level_never_lowers_the_urgency(
     moved = more[level] * share
     more[level] -= moved
     more[level - 1] += moved
-    before = effective_level(row, tier, 0.0, K, max_demotion=K, under_triage_cost=cost)
-    after = effective_level(more, tier, 0.0, K, max_demotion=K, under_triage_cost=cost)
+    before = effective_level(row, tier, 0.0, K, under_triage_cost=cost)
+    after = effective_level(more, tier, 0.0, K, under_triage_cost=cost)
     assert int(after) <= int(before)
 
 

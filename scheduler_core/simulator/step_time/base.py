@@ -249,9 +249,8 @@ class LinearStepTime:
     def __post_init__(self) -> None:
         check_ranges(self, **{item.name: (0, MAX_STEP_S) for item in fields(self)})
         if self.base_s + min(self.per_prefill_token_s, self.per_decode_s) < MIN_STEP_S:
-            raise InputError(
-                "base_s", self.base_s, f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
-            )
+            allowed = f"seconds >= {MIN_STEP_S:g}, if the time per token is less"
+            raise InputError("base_s", self.base_s, allowed)
 
     def step_s(self, work: StepWork) -> float:
         """See `StepTime`."""

@@ -19,16 +19,9 @@ from scheduler_core.table_files import import_pyarrow
 
 #: Operators whose time depends on the number of tokens, rounded up to a multiple of 8, and which every profile has.
 TOKEN_OPERATORS = (
-    "attn_pre_proj",
-    "attn_post_proj",
-    "attn_rope",
-    "mlp_up_proj",
-    "mlp_down_proj",
-    "mlp_act",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "add",
-)
+    "attn_pre_proj", "attn_post_proj", "attn_rope", "mlp_up_proj", "mlp_down_proj", "mlp_act", "input_layernorm",
+    "post_attention_layernorm", "add",
+)  # fmt: skip
 #: Cache sizes and numbers of tokens are rounded up to multiples of these.
 KV_STEP, TOKEN_STEP = 64, 8
 #: Time of a collective in addition to its profile, as in Vidur.
