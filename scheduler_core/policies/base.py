@@ -21,7 +21,7 @@ class Policy(ABC):
 
     Attributes:
         key_changes: When the key of a waiting request becomes wrong. "never": only the request's own events (arrival,
-            prediction, preemption) change it; "on_event": also when `on_pressure` (all) or `take_changed` (some) say so;
+            prediction, preemption) change it; "on_event": also when `on_pressure` (all) or `take_changed` (some) report it;
             "with_time": with every step. The queue is a heap for the first two and is sorted at every step for the last.
         preemptive: A waiting request may displace a running one (see `may_preempt`).
         running_keys: When the eviction key of a running request becomes wrong. "on_event": only with a prediction or
