@@ -1,7 +1,5 @@
 """Runs a scheduler to its end and writes down what each step did, in a form that a person can work out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from scheduler_core.plan import Finished, StepPlan, StepResult

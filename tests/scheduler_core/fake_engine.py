@@ -1,7 +1,5 @@
 """A little engine with OpenAI's completions API and known step times, in real time."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """Small builders shared by the scheduler's tests."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Cache or recompute: the paper's numbers, its errata, and the exact rule against trying all possibilities."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -5,8 +5,6 @@ incomplete beta function) is integrated numerically over asinh(z/sqrt(nu)) with 
 form, taken with enough digits that its cancellation does no harm.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Requests in lockstep: the same decisions as for requests advanced one by one, whatever is read and whenever."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """The core runs where numpy is the only package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Online calibration: identity at the start, convergence, censoring, forgetting, safeguards, bounded memory, state."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Predictors by URL, and the collector: every request has one event, whatever its prediction does, and none waits."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What is outside its range is refused, with the name of the field."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

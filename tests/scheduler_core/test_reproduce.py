@@ -1,7 +1,5 @@
 """The reproduction suite: verdicts, the page, the parts that are not the simulator's, and heads on frozen features."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Results of runs: metrics by hand and by their definitions, tables, quality of predictions, comparisons, figures."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

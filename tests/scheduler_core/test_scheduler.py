@@ -1,7 +1,5 @@
 """The scheduler's rules, one by one; who takes whose place: only if the policy allows it, and never in vain."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

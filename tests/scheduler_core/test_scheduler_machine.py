@@ -1,7 +1,5 @@
 """Random sequences of calls on every policy and batch former: invariants after each call, nothing lost, exact replay."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

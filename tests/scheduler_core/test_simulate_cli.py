@@ -1,7 +1,5 @@
 """`simulate run` as a user types it."""
 
-from __future__ import annotations
-
 import json
 from itertools import product
 from pathlib import Path

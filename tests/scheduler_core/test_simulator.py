@@ -1,7 +1,5 @@
 """The simulator: exact times and gaps by hand, the closed form against single steps, predictions of all heads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Event sources of a simulated engine: closed loops, conversations, predictions."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Statistics for the whole tree."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

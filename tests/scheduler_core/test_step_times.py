@@ -1,7 +1,5 @@
 """Models of step times: by hand, step by step, and found again by `simulate calibrate` from measurements."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Sweeps: cells and their keys, resumption, and the search for a capacity."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

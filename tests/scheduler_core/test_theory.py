@@ -4,8 +4,6 @@ With one slot and a time per step only, a request of n output tokens takes n ste
 service time is n * base_s. Every mean is over independent runs; the test allows four of its standard errors.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The decision between a declared tier and a predicted urgency."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

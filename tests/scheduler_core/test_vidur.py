@@ -3,8 +3,6 @@
 The whole reference runs are checked where the environment variable TAILCAST_VIDUR_RUNS names their folder.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 from dataclasses import replace

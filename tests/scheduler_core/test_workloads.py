@@ -1,7 +1,5 @@
 """Traces in three formats, the wrong ones named by row and column, and drawn workloads: their laws, and the same for a seed."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import replace

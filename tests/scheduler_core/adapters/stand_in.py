@@ -3,8 +3,6 @@
 The real thing is run by test_vllm_engine.py; this is for what one wants to see step by step.
 """
 
-from __future__ import annotations
-
 from abc import ABCMeta, abstractmethod
 from collections import deque
 from dataclasses import dataclass, field

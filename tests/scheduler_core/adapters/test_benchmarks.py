@@ -1,7 +1,5 @@
 """The arithmetic and the tables of the benchmarks of live engines, on runs whose numbers are known."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -15,13 +13,7 @@ import pytest
 
 from benchmarks.routing import Chat, rounds, table
 from benchmarks.vllm_runs.plan import BURSTS, Cell, asks, cells
-from benchmarks.vllm_runs.results import (
-    CLOCK,
-    interval,
-    measured_capacity,
-    run_metrics,
-    window_throughput,
-)
+from benchmarks.vllm_runs.results import CLOCK, interval, measured_capacity, run_metrics, window_throughput
 from scheduler_core.errors import InputError
 
 

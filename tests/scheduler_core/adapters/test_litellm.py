@@ -1,7 +1,5 @@
 """The routing strategy in the real LiteLLM Router, in front of two engines that speak the OpenAI API."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

@@ -1,7 +1,5 @@
 """Online calibration of a process that serves: its file, its metrics, and what must not stop the process."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

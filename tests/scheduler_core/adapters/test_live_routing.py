@@ -1,7 +1,5 @@
 """Requests by replica kept from events, choices from them, and that nothing of a request is left once it has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Parts of the adapter: its queue, prompts as text, the predictor's thread, what is counted, the page for users."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The request router in a real Ray Serve: what it distributes, what it forgets, and one of two replicas killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

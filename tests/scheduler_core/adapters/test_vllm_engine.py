@@ -1,7 +1,5 @@
 """The scheduler inside a real vLLM, in vLLM's own environment (see tests/data_gen/conftest.py): minutes each."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

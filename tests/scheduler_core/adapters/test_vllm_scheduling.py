@@ -1,7 +1,5 @@
 """The scheduler with a stand-in for vLLM, step by step; test_vllm_engine.py runs the real one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

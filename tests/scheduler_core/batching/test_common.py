@@ -1,7 +1,5 @@
 """What every batch former owes to every request, whatever the policy."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -3,8 +3,6 @@
 After an intended change of decisions or of the log's format: python -m tests.scheduler_core.batching.test_golden
 """
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A step is written as in `driving.line`: "a+4" a chunk of 4 tokens, "a+4." the la
 "-c" preempted. The last chunk of a prompt yields the first output token, each decode one more.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The default order: its promise on random traces, with true, random and adversarial predictions."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

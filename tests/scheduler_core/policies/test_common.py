@@ -1,7 +1,5 @@
 """What holds for every policy, or for all that promise it; the list of policies and the table that describes it."""
 
-from __future__ import annotations
-
 import math
 import re
 from importlib import metadata

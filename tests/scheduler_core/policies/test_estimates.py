@@ -1,7 +1,5 @@
 """The numbers that policies order by, against their definitions, and mean response times in the M/G/1 queue against the formulas."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

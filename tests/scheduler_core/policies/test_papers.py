@@ -3,8 +3,6 @@
 Figures of our own ones are in `benchmarks/policies.py`.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

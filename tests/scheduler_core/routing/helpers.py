@@ -1,7 +1,5 @@
 """Small builders shared by the tests of routing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clusters around the very same schedulers: one replica is the loop of one, and with migration nothing is lost."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

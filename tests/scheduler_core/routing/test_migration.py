@@ -1,7 +1,5 @@
 """Live migration between real schedulers: its stages by hand, every way in which it can end, and random walks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Hand-worked examples of the multi-tier paper: headroom, freeness, dispatch, planning, scaling."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What each router looks at, and properties of every one: one live replica for each request, none for a draining one."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
